@@ -1,0 +1,157 @@
+"""Chat messages to the prompt a model was trained on, through the template that came with the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+
+from quire.errors import InvalidRequestError, TemplateError
+from quire.frontend.messages import check_list, check_messages, plain_data
+from quire.frontend.stand_ins import ControlTokens, StandIns, holds
+from quire.frontend.template_sandbox import (
+    MAX_CHARS,
+    BoundedEnvironment,
+    TemplateLimitError,
+    TemplateRefusalError,
+    limited,
+)
+from quire.frontend.tokenizer import Tokenizer
+
+_MAX_SOURCE = 1024 * 1024
+# The fields of an assistant's message that the model wrote token by token.
+_OWN_WORDS = ("content", "reasoning_content")
+
+
+class ChatTemplate:
+    """One model's chat template, compiled once and then used for every request.
+
+    `render` gives the text, exactly as transformers would. `encode_chat` gives the token ids, equal to those
+    of transformers as long as no string of the request holds a control token's text; where one does, that
+    text is encoded as plain text (see `stand_ins.py`).
+    """
+
+    def __init__(
+        self,
+        source: str,
+        named_tokens: Mapping[str, str] | None = None,
+        clock: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        if len(source) > _MAX_SOURCE:
+            raise TemplateError(f"the chat template is longer than {_MAX_SOURCE} characters")
+        self.source = source
+        self._named_tokens = dict(named_tokens or {})
+        self._knows_developer = "developer" in source
+        self._kept: tuple[Tokenizer, ControlTokens] | None = None
+        try:
+            self._template = BoundedEnvironment(clock).from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise TemplateError(f"the chat template, line {error.lineno}: {error.message}") from None
+        except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
+            raise TemplateError(f"the chat template can't be compiled: {type(error).__name__}") from None
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: Tokenizer, for_tools: bool = False) -> ChatTemplate:
+        """The model's own template: for requests with tools its `tool_use` one, if it has such a one."""
+        templates = tokenizer.chat_templates
+        source = (templates.get("tool_use") if for_tools else None) or templates.get("default")
+        if source is None:
+            raise TemplateError(
+                "this model has no chat template; give it a raw prompt instead of messages (--raw on the command line)"
+            )
+        return cls(source, tokenizer.named_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt as text. To look at: never encode it with special tokens allowed; see `encode_chat`."""
+        return self._render(self._check(messages, tools, documents, template_kwargs), add_generation_prompt)
+
+    def encode_chat(
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The prompt as token ids, in which every control token is the template's own."""
+        request = self._check(messages, tools, documents, template_kwargs)
+        control = self._control_tokens(tokenizer)
+        if not holds(request, control.pattern):
+            rendered = self._render(request, add_generation_prompt)
+            return tokenizer.encode(rendered, add_special_tokens=False, allow_special=True)
+        stand_ins = StandIns(control, request, self.source)
+        hidden = {name: stand_ins.hide(value, control.pattern) for name, value in request.items()}
+        for index, message in enumerate(request["messages"]):
+            for name in _OWN_WORDS if message["role"] == "assistant" else ():
+                if name in message:
+                    hidden["messages"][index][name] = stand_ins.hide(message[name], control.special_pattern)
+        rendered = self._render(hidden, add_generation_prompt)
+        return _encode_hidden(tokenizer, control, stand_ins, rendered)
+
+    def _control_tokens(self, tokenizer: Tokenizer) -> ControlTokens:
+        """The same for every request of a tokenizer, so the last answer is kept."""
+        kept = self._kept
+        if kept is None or kept[0] is not tokenizer:
+            kept = self._kept = (tokenizer, ControlTokens(tokenizer.added_tokens.values(), self.source))
+        return kept[1]
+
+    def _check(self, messages: object, tools: object, documents: object, template_kwargs: object) -> dict[str, Any]:
+        request = {
+            "messages": check_messages(messages, self._knows_developer),
+            "tools": check_list(tools, "tools"),
+            "documents": check_list(documents, "documents"),
+        }
+        extra = plain_data(template_kwargs or {}, "chat_template_kwargs")
+        if not isinstance(extra, dict):
+            raise InvalidRequestError("chat_template_kwargs", "must be an object")
+        for name in extra:
+            if name in request or name in self._named_tokens or name == "add_generation_prompt":
+                raise InvalidRequestError(f"chat_template_kwargs.{name}", "is set by Quire itself")
+        return request | extra
+
+    def _render(self, request: Mapping[str, Any], add_generation_prompt: bool) -> str:
+        variables = {**self._named_tokens, **request, "add_generation_prompt": add_generation_prompt}
+        pieces: list[str] = []
+        size = 0
+        try:
+            with limited():
+                for piece in self._template.generate(variables):
+                    size += len(piece)
+                    if size > MAX_CHARS:
+                        raise TemplateLimitError(f"makes a prompt of more than {MAX_CHARS} characters")
+                    pieces.append(piece)
+        except TemplateRefusalError as error:
+            raise TemplateError(f"the chat template refused the messages: {error}") from None
+        except TemplateLimitError as error:
+            raise TemplateError(f"the chat template was stopped: it {error}") from None
+        except RecursionError:
+            raise TemplateError("the chat template was stopped: it calls itself too deeply") from None
+        except Exception as error:  # a template can fail in any way its expressions can
+            raise TemplateError(f"the chat template failed: {type(error).__name__}: {error}") from None
+        return "".join(pieces)
+
+
+def _encode_hidden(tokenizer: Tokenizer, control: ControlTokens, stand_ins: StandIns, rendered: str) -> list[int]:
+    """Stretches with stand-ins are encoded as plain text, everything between two of them in one go."""
+    ids: list[int] = []
+    done = 0
+    for start, end in control.stretches(rendered):
+        restored = stand_ins.restore(rendered[start:end])
+        if restored is None:
+            continue
+        ids += tokenizer.encode(rendered[done:start], add_special_tokens=False, allow_special=True)
+        ids += tokenizer.encode_plain(restored.text, restored.cuts, continues=start > 0)
+        done = end
+    return ids + tokenizer.encode(rendered[done:], add_special_tokens=False, allow_special=True)

@@ -1,0 +1,47 @@
+"""Tokens to text while they are being generated."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from quire.frontend.tokenizer import Tokenizer
+
+
+class IncrementalDetokenizer:
+    """Turns one answer's tokens into text deltas.
+
+    The deltas joined equal `tokenizer.decode(ids)`; none holds half a character: bytes of an unfinished
+    UTF-8 sequence (at most three) wait for the tokens that complete it. Each token is looked up once, so a
+    token costs the same at the start and at the end of a long answer.
+
+    With `prompt_ids` the answer is read as the continuation of that prompt: a SentencePiece tokenizer then
+    keeps the space before the first word, which `decode` drops only at the very start of a text.
+
+    Ids past the tokenizer's vocabulary add nothing (a model may have more rows than its tokenizer tokens).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._strip_space = tokenizer.strips_first_space and not any(map(self._bytes, prompt_ids))
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain once this token is known; often empty inside a multi-byte character."""
+        data = self._bytes(token_id)
+        if data and self._strip_space:
+            self._strip_space = False
+            data = data.removeprefix(b" ")
+        return self._utf8.decode(data)
+
+    def finish(self) -> str:
+        """What is left when no token follows: U+FFFD for a character that was never completed."""
+        return self._utf8.decode(b"", final=True)
+
+    def _bytes(self, token_id: int) -> bytes:
+        if token_id >= self._tokenizer.vocab_size:
+            return b""
+        if self._skip_special_tokens and token_id in self._tokenizer.special_token_ids:
+            return b""
+        return self._tokenizer.token_bytes(token_id)

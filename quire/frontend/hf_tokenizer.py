@@ -1,0 +1,149 @@
+"""Reads a tokenizer from a folder in Hugging Face layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, models
+
+from quire.errors import ModelFormatError, ModelNotFoundError, UnsupportedModelError
+from quire.frontend.tokenizer_parts import TokenizerParts
+
+_NAMED_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+_OTHER_FORMATS = ("tokenizer.model", "tekken.json", "vocab.json", "tiktoken.model")
+
+
+def read_hf_tokenizer(folder: Path) -> TokenizerParts:
+    """tokenizer.json is the tokenizer; the other files name its special tokens and hold its chat template.
+
+    As in transformers 5, the post-processor in tokenizer.json alone decides what is put around a text;
+    `add_bos_token` and `add_eos_token` in tokenizer_config.json are for tokenizers without that file.
+    """
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        _explain_missing(folder)
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception
+        raise ModelFormatError(f"{file}: the tokenizers library can't read it: {error}") from None
+    config = _read_json(folder / "tokenizer_config.json")
+    named = _named_tokens(config)
+    if "added_tokens_decoder" not in config:
+        # Older models keep the names of special tokens in a file of their own.
+        named |= _named_tokens(_read_json(folder / "special_tokens_map.json"))
+    _add_missing_tokens(backend, config, named, folder)
+    ids = {name: backend.token_to_id(token.content) for name, token in named.items()}
+    added = backend.get_added_tokens_decoder()
+    return TokenizerParts(
+        backend=backend,
+        vocab_size=max(backend.get_vocab_size(), 1 + max(added, default=-1)),
+        bos_token_id=ids.get("bos_token"),
+        eos_token_ids=_eos_token_ids(folder, ids.get("eos_token")),
+        unk_token_id=_unk_token_id(backend, ids.get("unk_token")),
+        named_tokens={name: token.content for name, token in named.items()},
+        chat_templates=_chat_templates(folder, config),
+    )
+
+
+def _explain_missing(folder: Path) -> None:
+    others = [name for name in _OTHER_FORMATS if (folder / name).is_file()]
+    if others:
+        raise UnsupportedModelError(
+            f"{folder} has {', '.join(others)} but no tokenizer.json, the only tokenizer file Quire reads. "
+            "Get one from a newer revision of the model, or make it with transformers: "
+            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+        )
+    raise ModelNotFoundError(f"{folder} has no tokenizer.json; a model folder needs one")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ModelFormatError(f"{file}: not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelFormatError(f"{file}: expected a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _as_token(value: Any) -> AddedToken | None:
+    """A special token is written as its text or as an object with its text and flags."""
+    if isinstance(value, str) and value:
+        return AddedToken(value, special=True, normalized=False)
+    if isinstance(value, dict) and isinstance(value.get("content"), str) and value["content"]:
+        names = ("single_word", "lstrip", "rstrip", "normalized")
+        flags = {name: bool(value.get(name, False)) for name in names}
+        return AddedToken(value["content"], special=bool(value.get("special", True)), **flags)
+    return None
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, AddedToken]:
+    tokens = {name: _as_token(config.get(name)) for name in _NAMED_TOKENS}
+    return {name: token for name, token in tokens.items() if token is not None}
+
+
+def _add_missing_tokens(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, AddedToken], folder: Path
+) -> None:
+    """Tokens that only tokenizer_config.json knows: by id first, then those it names as special."""
+    present = {token.content for token in backend.get_added_tokens_decoder().values()}
+    decoder = config.get("added_tokens_decoder") or {}
+    try:
+        by_id = sorted((int(token_id), _as_token(token)) for token_id, token in decoder.items())
+    except (AttributeError, TypeError, ValueError):
+        raise ModelFormatError(
+            f"{folder / 'tokenizer_config.json'}: added_tokens_decoder must map token ids to tokens"
+        ) from None
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    special = [*named.values(), *map(_as_token, extra.values() if isinstance(extra, dict) else extra)]
+    for token in [token for _, token in by_id] + special:
+        if token is not None and token.content not in present:
+            present.add(token.content)
+            backend.add_tokens([token])
+
+
+def _unk_token_id(backend: tokenizers.Tokenizer, named: int | None) -> int | None:
+    """Many byte-level vocabularies name an unknown-token that their model never produces."""
+    if isinstance(backend.model, models.Unigram):
+        return named
+    unknown = backend.model.unk_token
+    return None if unknown is None else backend.token_to_id(unknown)
+
+
+def _eos_token_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
+    value = _read_json(folder / "generation_config.json").get("eos_token_id")
+    listed = value if isinstance(value, list) else [value]
+    ids = [tokenizer_eos, *listed]
+    return tuple(dict.fromkeys(i for i in ids if isinstance(i, int) and not isinstance(i, bool)))
+
+
+def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """chat_template.jinja, else chat_template.json, else the key in tokenizer_config.json: text or a list."""
+    jinja = folder / "chat_template.jinja"
+    if jinja.is_file():
+        return {"default": jinja.read_text(encoding="utf-8")}
+    value = _read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+    if isinstance(value, str):
+        return {"default": value}
+    if value is None:
+        return {}
+    try:
+        return {str(entry["name"]): str(entry["template"]) for entry in value}
+    except (KeyError, TypeError):
+        raise ModelFormatError(
+            f"{folder}: chat_template must be text or a list of objects with name and template"
+        ) from None

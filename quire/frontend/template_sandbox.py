@@ -1,0 +1,350 @@
+"""A Jinja sandbox in which a hostile template can do little and not for long.
+
+A model's chat template is a program that came with the model. Jinja's immutable sandbox keeps it from
+reaching Python's internals and from changing what it is given; this module also bounds its work:
+
+- every turn of a loop and every macro call is counted, and checked against a deadline;
+- `range`, `*`, `**`, `+`, `~`, padding, replacing, joining and formatting are checked *before* they make
+  something too large, and so is the printing of nested lists and objects;
+- block captures and the output as a whole have a size limit.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+
+MAX_STEPS = 250_000
+MAX_SECONDS = 2.0
+MAX_CHARS = 32 * 1024 * 1024
+MAX_ITEMS = 100_000
+MAX_PRINTED_ITEMS = 1_000_000
+MAX_WIDTH = 10_000
+
+
+_PADDING = frozenset(("center", "ljust", "rjust", "zfill", "expandtabs", "indent", "wordwrap", "batch", "slice"))
+_PRINTING = frozenset(("string", "pprint", "list", "sum", "escape", "e", "forceescape", "urlencode", "xmlattr"))
+
+
+class TemplateLimitError(Exception):
+    """The template asked for more than a chat template ever needs."""
+
+
+class TemplateRefusalError(Exception):
+    """The template itself called raise_exception."""
+
+
+class _Budget:
+    def __init__(self) -> None:
+        self.steps = MAX_STEPS
+        self.deadline = time.monotonic() + MAX_SECONDS
+
+
+_budget: ContextVar[_Budget] = ContextVar("template_budget")
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """Everything rendered inside shares one budget of steps and time."""
+    token = _budget.set(_Budget())
+    try:
+        yield
+    finally:
+        _budget.reset(token)
+
+
+def _check_chars(count: int) -> None:
+    if count > MAX_CHARS:
+        raise TemplateLimitError(f"makes a text of more than {MAX_CHARS} characters")
+
+
+def _check_items(count: int) -> None:
+    if count > MAX_ITEMS:
+        raise TemplateLimitError(f"makes a list of more than {MAX_ITEMS} items")
+
+
+def _measured(value: Any) -> Any:
+    """Lists in lists in lists can be exponentially large to print; count before printing."""
+    if isinstance(value, str):
+        _check_chars(len(value))
+        return value
+    pending, chars, items = [value], 0, 0
+    while pending:
+        item = pending.pop()
+        items += 1
+        if isinstance(item, str):
+            chars += len(item)
+            _check_chars(chars)
+        elif isinstance(item, Mapping):
+            pending.extend(item.keys())
+            pending.extend(item.values())
+        elif isinstance(item, list | tuple):
+            pending.extend(item)
+        if items + len(pending) > MAX_PRINTED_ITEMS:
+            raise TemplateLimitError(f"prints more than {MAX_PRINTED_ITEMS} items")
+    return value
+
+
+def _join_text(*parts: Any) -> str:
+    texts = [str(_measured(part)) for part in parts]
+    _check_chars(sum(map(len, texts)))
+    return "".join(texts)
+
+
+def _concat(parts: Iterable[str]) -> str:
+    """Joins the output of a macro or a captured block."""
+    kept: list[str] = []
+    total = 0
+    for part in parts:
+        total += len(part)
+        _check_chars(total)
+        kept.append(part)
+    return "".join(kept)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as templates expect it: no HTML escapes, and characters as they are unless asked otherwise."""
+    if isinstance(indent, int):
+        _check_width(indent)
+    _measured(value)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: object) -> None:
+    raise TemplateRefusalError(str(message))
+
+
+def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    """`dict()` for templates, which get no hold of the class itself."""
+    return dict(*args, **kwargs)
+
+
+def _check_width(width: int) -> None:
+    if abs(width) > MAX_WIDTH:
+        raise TemplateLimitError(f"pads or indents text by {width} characters")
+
+
+class _PlainNamespace(Namespace):
+    """`namespace()` without names that begin with an underscore, which Python and Jinja give meanings to."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            raise SecurityError(f"namespace has no place for {name!r}")
+        super().__setitem__(name, value)
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` marks the model's own words for training; here its body is simply rendered."""
+
+    tags = {"generation"}  # noqa: RUF012 - typed as a plain set by Jinja
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+class _Counted(NodeTransformer):
+    """Puts a step counter into every loop and macro, and a size check into `~`."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - Jinja's naming
+        return self._count(node)
+
+    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:  # noqa: N802
+        return self._count(node)
+
+    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:  # noqa: N802
+        return self._count(node)
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return self._call("join_text", node.nodes, node.lineno)
+
+    def _count(self, node: nodes.For | nodes.Macro | nodes.CallBlock) -> nodes.Node:
+        self.generic_visit(node)
+        node.body.insert(0, nodes.ExprStmt(self._call("step", [], node.lineno), lineno=node.lineno))
+        if isinstance(node, nodes.For) and node.test is not None:
+            # `for … if …` tests every item, also the ones it then leaves out.
+            counter = self._call("step", [], node.lineno)
+            node.test = nodes.And(counter, node.test, lineno=node.lineno)
+        return node
+
+    @staticmethod
+    def _call(name: str, arguments: list[nodes.Expr], line: int) -> nodes.Call:
+        function = nodes.EnvironmentAttribute(name, lineno=line)
+        return nodes.Call(function, arguments, [], None, None, lineno=line)
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """Where chat templates are compiled and run; render inside `limited()`."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    concat = staticmethod(_concat)
+    join_text = staticmethod(_join_text)
+
+    def __init__(self, clock: Callable[[], datetime]) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            optimized=False,  # the optimiser runs parts of a template while compiling it
+            finalize=_measured,
+            extensions=[_GenerationBlock, loopcontrols],
+        )
+        self._clock = clock
+        for name, function in list(self.filters.items()):
+            self.filters[name] = _guarded_filter(name, function)
+        self.filters["tojson"] = _tojson
+        self.globals = {
+            "range": self._range,
+            "dict": _dict,
+            "namespace": _PlainNamespace,
+            "raise_exception": _raise_exception,
+            "strftime_now": self._strftime_now,
+        }
+
+    def step(self) -> bool:
+        """Called by the template in every turn of a loop."""
+        budget = _budget.get()
+        budget.steps -= 1
+        if budget.steps < 0:
+            raise TemplateLimitError(f"loops more than {MAX_STEPS} times")
+        if time.monotonic() > budget.deadline:
+            raise TemplateLimitError(f"runs longer than {MAX_SECONDS:g} s")
+        return True
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        _check_operands(operator, left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        owner = getattr(obj, "__self__", None)
+        if isinstance(owner, str):
+            _check_growth(obj.__name__, owner, args, kwargs)
+        return super().call(context, obj, *args, **kwargs)
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
+        """Jinja would go on with an undefined value, which prints as nothing."""
+        raise SecurityError(f"{attribute!r} is not for templates")
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Jinja replaces `str.format` by its own, which knows nothing of sizes."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+
+        def guarded(*args: Any, **kwargs: Any) -> str:
+            _check_growth("format", value.__self__, args, kwargs)
+            return wrapped(*args, **kwargs)
+
+        return guarded
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        counted = _Counted().visit(tree)
+        assert isinstance(counted, nodes.Template)
+        return counted
+
+    def _range(self, *args: int) -> range:
+        numbers = range(*args)
+        _check_items(len(numbers))
+        return numbers
+
+    def _strftime_now(self, format: str) -> str:
+        # The C library pads fields to a width given in the format.
+        if len(format) > 200 or re.search(r"%[^a-zA-Z%]*\d{2}", format):
+            raise TemplateLimitError("asks strftime_now for an unreasonable format")
+        return self._clock().strftime(format)
+
+
+def _check_operands(operator: str, left: Any, right: Any) -> None:
+    if operator == "**":
+        if abs(right) > 64 or abs(left) > 2**32:
+            raise TemplateLimitError("raises a number to a huge power")
+    elif operator == "*":
+        for sequence, count in ((left, right), (right, left)):
+            if isinstance(sequence, str | list | tuple) and isinstance(count, int):
+                (_check_chars if isinstance(sequence, str) else _check_items)(len(sequence) * count)
+        if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > 4096:
+            raise TemplateLimitError("multiplies huge numbers")
+    elif operator == "+":
+        if isinstance(left, str) and isinstance(right, str):
+            _check_chars(len(left) + len(right))
+        elif isinstance(left, list | tuple) and isinstance(right, list | tuple):
+            _check_items(len(left) + len(right))
+    elif isinstance(left, str):  # "%": old-style formatting
+        _check_growth("format", left, (right,), {})
+
+
+def _guarded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter whose arguments are looked at first; Jinja's marks for extra arguments are kept."""
+    extra = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        values = args[extra:]
+        if values:
+            _check_growth(name, values[0], values[1:], kwargs)
+        return function(*args, **kwargs)
+
+    for mark in ("jinja_pass_arg", "jinja_async_variant"):
+        if hasattr(function, mark):
+            setattr(guarded, mark, getattr(function, mark))
+    return guarded
+
+
+def _check_growth(name: str, subject: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuses a call whose result could be far larger than what went in."""
+    values = [*args, *kwargs.values()]
+    match name:
+        case "replace" if len(values) >= 2:
+            text, old, new = str(_measured(subject)), str(values[0]), str(_measured(values[1]))
+            _check_chars(len(text) + (text.count(old) if len(new) > len(old) else 0) * len(new))
+        case "join":
+            # As a method the separator is the subject, as a filter it is the first argument.
+            separator = subject if isinstance(subject, str) and values else (values[0] if values else "")
+            pieces = values[0] if separator is subject and values else subject
+            if isinstance(pieces, list | tuple | str):
+                _measured(pieces)
+                _check_chars(len(pieces) * len(str(_measured(separator))))
+        case "format" | "format_map":
+            text = str(_measured(subject))
+            if re.search(r"\d{4}|\*", text):
+                raise TemplateLimitError("formats text to a huge width")
+            fields = text.count("{") + text.count("%")
+            _check_chars(len(text) + fields * len(_join_text(*values)))
+        case _ if name in _PADDING:
+            for width in values:
+                if isinstance(width, int):
+                    _check_width(width)
+                    lines = subject.count("\n") + subject.count("\t") + 1 if isinstance(subject, str) else 1
+                    _check_chars(width * lines)
+                elif isinstance(width, str) and isinstance(subject, str):
+                    _check_chars(len(width) * (len(subject) + 1))
+        case "translate":
+            raise TemplateLimitError("uses translate")
+        case _ if name in _PRINTING:
+            _measured(subject)

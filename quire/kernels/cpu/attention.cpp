@@ -1,0 +1,149 @@
+// Paged attention: cuts a step into tasks and runs them, over all splits in one go or a split at a time.
+#include "attention.h"
+
+#include <utility>
+#include <vector>
+
+#include "attention_amx.h"
+#include "attention_vector.h"
+
+namespace quire {
+namespace {
+
+template <class T>
+std::vector<Task> make_tasks(const Attention<T>& call) {
+  std::vector<Task> tasks;
+  for (int64_t sequence = 0; sequence < call.num_sequences; ++sequence) {
+    int64_t rows = (call.query_start[sequence + 1] - call.query_start[sequence]) * call.group();
+    // The last rows see the most keys: taken first, they don't keep one thread busy while the others are done.
+    for (int64_t tile = (rows - 1) / TASK_ROWS; tile >= 0 && rows > 0; --tile)
+      for (int64_t head = 0; head < call.num_kv_heads; ++head)
+        tasks.push_back({sequence, head, tile * TASK_ROWS, std::min(TASK_ROWS, rows - tile * TASK_ROWS)});
+  }
+  return tasks;
+}
+
+// The splits [begin, end) in which some row of the task sees a key.
+template <class T>
+std::pair<int64_t, int64_t> splits(const Rows<T>& rows) {
+  int64_t last = rows.visible(rows.task.rows - 1).end;
+  return {rows.visible(0).begin / SPLIT, (last + SPLIT - 1) / SPLIT};
+}
+
+template <class T, class Walk>
+void one_split(Walk& walk, const Rows<T>& rows, int64_t split, State& state) {
+  state.clear(rows.task.rows, rows.call.padded_dim());
+  const int64_t first_key = rows.visible(0).begin, last_key = rows.visible(rows.task.rows - 1).end;
+  const int64_t end = std::min((split + 1) * SPLIT, last_key);
+  auto tile_at = [&](int64_t origin) {
+    KeyTile tile{origin, std::max(origin, first_key), std::min(origin + KEY_TILE, end), {}};
+    rows.find(tile);
+    return tile;
+  };
+  KeyTile tile = tile_at(std::max(split * SPLIT, first_key / KEY_TILE * KEY_TILE));
+  while (tile.origin < end) {
+    KeyTile next = tile_at(tile.origin + KEY_TILE);
+    walk.tile(rows, tile, next, state);
+    tile = next;
+  }
+}
+
+template <class T>
+void write_out(const Rows<T>& rows, const State& state) {
+  const int64_t dim = rows.call.padded_dim(), head_dim = rows.call.head_dim;
+  for (int64_t r = 0; r < rows.task.rows; ++r) {
+    const float* sums = state.output + r * dim;
+    const float total = sum_lanes(load(state.total + r * LANES));
+    T* out = rows.out(r);
+    for (int64_t i = 0; i < head_dim; i += LANES) {
+      Vec v = load(sums + i) / total;
+      head_dim - i >= LANES ? store(out + i, v) : store_some(out + i, v, head_dim - i);
+    }
+  }
+}
+
+// Enough tasks for all threads: each walks all its splits and merges as it goes.
+template <class T, class Walk>
+void whole_tasks(const Attention<T>& call, const std::vector<Task>& tasks) {
+  const int64_t dim = call.padded_dim();
+  std::atomic<size_t> next{0};
+  auto work = [&](int, int) {
+    thread_local Scratch scratch;
+    float* memory = scratch.get<float>(size_t(2 * State::floats(dim)));
+    State merged = State::at(memory, dim), state = State::at(memory + State::floats(dim), dim);
+    Walk walk(call);
+    for (size_t i = next.fetch_add(1); i < tasks.size(); i = next.fetch_add(1)) {
+      Rows<T> rows{call, tasks[i]};
+      auto [begin, end] = splits(rows);
+      merged.clear(rows.task.rows, dim);
+      walk.start(rows);
+      for (int64_t split = begin; split < end; ++split) {
+        one_split(walk, rows, split, state);
+        merged.merge(state, rows.task.rows, dim);
+      }
+      write_out(rows, merged);
+    }
+    walk.finish();
+  };
+  parallel(int(std::min<size_t>(tasks.size(), size_t(call.num_threads))), work);
+}
+
+// Few tasks with long contexts: the splits are shared out, then merged in the same order.
+template <class T, class Walk>
+void split_tasks(const Attention<T>& call, const std::vector<Task>& tasks) {
+  const int64_t dim = call.padded_dim();
+  struct Part {
+    size_t task;
+    int64_t split;
+  };
+  std::vector<Part> parts;
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    auto [begin, end] = splits(Rows<T>{call, tasks[i]});
+    for (int64_t split = begin; split < end; ++split) parts.push_back({i, split});
+  }
+  thread_local Scratch scratch;
+  float* memory = scratch.get<float>(size_t(State::floats(dim)) * (parts.size() + tasks.size()));
+  auto state_of = [&](size_t i) { return State::at(memory + int64_t(i) * State::floats(dim), dim); };
+  std::atomic<size_t> next{0};
+  auto work = [&](int, int) {
+    Walk walk(call);
+    for (size_t i = next.fetch_add(1); i < parts.size(); i = next.fetch_add(1)) {
+      Rows<T> rows{call, tasks[parts[i].task]};
+      State state = state_of(i);
+      walk.start(rows);
+      one_split(walk, rows, parts[i].split, state);
+    }
+    walk.finish();
+  };
+  parallel(int(std::min<size_t>(parts.size(), size_t(call.num_threads))), work);
+  for (size_t i = 0, part = 0; i < tasks.size(); ++i) {
+    State merged = state_of(parts.size() + i);
+    merged.clear(tasks[i].rows, dim);
+    for (; part < parts.size() && parts[part].task == i; ++part) merged.merge(state_of(part), tasks[i].rows, dim);
+    write_out(Rows<T>{call, tasks[i]}, merged);
+  }
+}
+
+template <class T, class Walk>
+void attention(const Attention<T>& call) {
+  std::vector<Task> tasks = make_tasks(call);
+  if (tasks.empty()) return;
+  int64_t longest = *std::max_element(call.context_lens, call.context_lens + call.num_sequences);
+  if (call.num_threads > 1 && longest > SPLIT && int64_t(tasks.size()) < 4 * call.num_threads)
+    split_tasks<T, Walk>(call, tasks);
+  else
+    whole_tasks<T, Walk>(call, tasks);
+}
+
+}  // namespace
+}  // namespace quire
+
+using namespace quire;
+
+extern "C" {
+void quire_attention_float32(const Attention<float>* call) { attention<float, VectorWalk<float>>(*call); }
+void quire_attention_bfloat16(const Attention<bf16>* call) { attention<bf16, VectorWalk<bf16>>(*call); }
+#if defined(QUIRE_HAS_AMX)
+void quire_attention_amx(const Attention<bf16>* call) { attention<bf16, AmxWalk>(*call); }
+#endif
+}

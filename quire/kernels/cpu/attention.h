@@ -1,0 +1,160 @@
+// Paged attention: what is asked, how it is cut into tasks, and the softmax that all of them share.
+//
+// A query of one head is a row. A row walks its keys in tiles of KEY_TILE and splits of SPLIT keys, both
+// counted from the first token of its sequence: within a split with a running maximum, then the splits are
+// merged in order. So its sums are the same wherever its blocks lie, whoever shares its tile, and whether one
+// thread walked all splits or each had its own.
+#pragma once
+
+#include <algorithm>
+
+#include "simd.h"
+
+namespace quire {
+
+constexpr int64_t KEY_TILE = 64;
+constexpr int64_t SPLIT = 512;
+constexpr int64_t ROW_BLOCK = 16;                // rows whose scores are computed together
+constexpr int64_t TASK_ROWS = 4 * ROW_BLOCK;     // rows that share one pass over a tile of keys and values
+constexpr float NOTHING = -std::numeric_limits<float>::max();  // the maximum of a row that saw no key yet
+
+template <class T>
+struct Attention {
+  const T* query;
+  int64_t query_stride;
+  const T *keys, *values;
+  const int32_t *query_start, *context_lens, *block_tables;
+  T* out;
+  int64_t num_sequences, max_blocks, num_heads, num_kv_heads, head_dim, block_size, window;  // window 0: none
+  float scale;  // with log2(e) in it: weights are powers of two
+  int num_threads;
+
+  int64_t group() const { return num_heads / num_kv_heads; }
+  int64_t padded_dim() const { return (head_dim + 31) / 32 * 32; }
+};
+
+// Rows [first, first + rows) of one sequence and key head, where row r is query r / group, head r % group.
+struct Task {
+  int64_t sequence, kv_head, first, rows;
+};
+
+// The state of a task's rows: sums of weights times values, sums of weights (one per lane), maxima. Weights are
+// powers of two of scores that were multiplied with log2(e).
+struct State {
+  float *output, *total, *highest;  // [rows][padded_dim], [rows][LANES], [rows]
+
+  static int64_t floats(int64_t padded_dim) { return TASK_ROWS * (padded_dim + LANES + 1); }
+  static State at(float* memory, int64_t padded_dim) {
+    float* total = memory + TASK_ROWS * padded_dim;
+    return {memory, total, total + TASK_ROWS * LANES};
+  }
+  void clear(int64_t rows, int64_t padded_dim) {
+    std::fill(output, output + rows * padded_dim, 0.0f);
+    std::fill(total, total + rows * LANES, 0.0f);
+    std::fill(highest, highest + rows, NOTHING);
+  }
+  // Adds a later split's state of the same rows; a split in which a row saw nothing leaves it untouched.
+  void merge(const State& later, int64_t rows, int64_t padded_dim) {
+    for (int64_t r = 0; r < rows; ++r) {
+      if (later.highest[r] == NOTHING) continue;
+      float top = std::max(highest[r], later.highest[r]);
+      Vec mine = exp2_of_negative(splat(highest[r] - top));
+      Vec other = exp2_of_negative(splat(later.highest[r] - top));
+      highest[r] = top;
+      auto add = [&](float* sum, const float* more) { store(sum, fma(load(more), other, load(sum) * mine)); };
+      add(total + r * LANES, later.total + r * LANES);
+      for (int64_t i = r * padded_dim; i < (r + 1) * padded_dim; i += LANES) add(output + i, later.output + i);
+    }
+  }
+};
+
+// Which keys [begin, end) a task's row sees.
+struct Visible {
+  int64_t begin, end;
+};
+
+// KEY_TILE tokens from `origin` on, of which a task's rows see [begin, end). No other is looked up or read:
+// it may be another request's, or nobody's.
+struct KeyTile {
+  int64_t origin, begin, end;
+  int64_t place[KEY_TILE];
+
+  bool has(int64_t i) const { return origin + i >= begin && origin + i < end; }
+};
+
+template <class T>
+struct Rows {
+  const Attention<T>& call;
+  Task task;
+
+  int64_t query_row(int64_t r) const { return call.query_start[task.sequence] + (task.first + r) / call.group(); }
+  int64_t head(int64_t r) const { return task.kv_head * call.group() + (task.first + r) % call.group(); }
+  Visible visible(int64_t r) const {
+    int64_t new_tokens = call.query_start[task.sequence + 1] - call.query_start[task.sequence];
+    int64_t end = call.context_lens[task.sequence] - new_tokens + (task.first + r) / call.group() + 1;
+    return {call.window > 0 ? std::max<int64_t>(0, end - call.window) : 0, end};
+  }
+  const T* query(int64_t r) const { return call.query + query_row(r) * call.query_stride + head(r) * call.head_dim; }
+  T* out(int64_t r) const { return call.out + (query_row(r) * call.num_heads + head(r)) * call.head_dim; }
+  // Fills in where tokens [tile.begin, tile.end) lie in keys or values.
+  void find(KeyTile& tile) const {
+    const int32_t* table = call.block_tables + task.sequence * call.max_blocks;
+    const int64_t head_size = call.block_size * call.head_dim;
+    for (int64_t t = tile.begin; t < tile.end;) {
+      int64_t block = t / call.block_size, next_block = std::min((block + 1) * call.block_size, tile.end);
+      int64_t place = (table[block] * call.num_kv_heads + task.kv_head) * head_size;
+      place += t % call.block_size * call.head_dim;
+      for (; t < next_block; ++t, place += call.head_dim) tile.place[t - tile.origin] = place;
+    }
+  }
+};
+
+inline Vec store_rounded(float* weights, Vec v) {
+  store(weights, v);
+  return v;
+}
+inline Vec store_rounded(bf16* weights, Vec v) {
+  store(weights, v);
+  return load(weights);
+}
+
+// Asks for the i-th key and value of the tile that comes next, while this one is worked on: blocks lie anywhere, so
+// the machine can't guess it.
+template <class T>
+inline void prefetch(const Attention<T>& call, const KeyTile& next, int64_t i) {
+  if (!next.has(i)) return;
+  for (int64_t d = 0; d < call.head_dim; d += int64_t(64 / sizeof(T))) {
+    __builtin_prefetch(call.keys + next.place[i] + d, 0, 2);
+    __builtin_prefetch(call.values + next.place[i] + d, 0, 2);
+  }
+}
+
+// Turns one row's scores of a tile into weights relative to the row's new maximum, zero for keys it may not see
+// whatever their score. The sum is that of the weights as stored. Returns what the row's earlier output must be
+// multiplied with.
+template <class WEIGHT>
+inline float scores_to_weights(const float* scores, WEIGHT* weights, int64_t tile_begin, Visible visible, float scale,
+                               float& highest, float* total) {
+  constexpr int VECTORS = int(KEY_TILE) / LANES;
+  const bool all = visible.begin <= tile_begin && visible.end >= tile_begin + KEY_TILE;
+  Vec s[VECTORS], top = splat(highest);
+  for (int v = 0; v < VECTORS; ++v) s[v] = load(scores + v * LANES) * scale;
+  if (!all) {
+    IntVec key;
+    for (int i = 0; i < LANES; ++i) key[i] = i;
+    const int32_t begin = int32_t(visible.begin - tile_begin), end = int32_t(visible.end - tile_begin);
+    for (int v = 0; v < VECTORS; ++v, key += LANES)
+      s[v] = (key >= begin) & (key < end) ? s[v] : splat(-std::numeric_limits<float>::infinity());
+  }
+  for (int v = 0; v < VECTORS; ++v) top = maximum(top, s[v]);
+  const float new_highest = max_lanes(top);
+  Vec sum = {};
+  for (int v = 0; v < VECTORS; ++v)
+    sum = sum + store_rounded(weights + v * LANES, exp2_of_negative(s[v] - new_highest));
+  const Vec factor = exp2_of_negative(splat(highest - new_highest));
+  highest = new_highest;
+  store(total, fma(load(total), factor, sum));
+  return factor[0];
+}
+
+}  // namespace quire

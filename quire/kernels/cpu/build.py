@@ -1,0 +1,118 @@
+"""Compiles the C++ kernels on first use and loads them.
+
+The library has a plain C interface and needs no torch headers, so a build takes seconds. It is kept under
+a name made from everything that shapes it, so a changed source, flag, compiler or CPU gives a new file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from quire.errors import DeviceError
+
+_SOURCE_FOLDER = Path(__file__).parent
+# -ffp-contract=off: products and sums are fused only where the source says so, or bits would depend on how
+# the compiler unrolled a loop.
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+_BUILD_SECONDS = 120
+
+
+@cache
+def load_library(architecture: str = "native") -> ctypes.CDLL:
+    """The kernels compiled for `architecture` (a value of the compiler's -march), built if need be.
+
+    Raises DeviceError when there is no compiler or the build fails; the message says what to do.
+    """
+    compiler = _find_compiler()
+    sources = sorted(_SOURCE_FOLDER.glob("*.cpp"))
+    threads_library = _loaded_openmp()
+    # The link names torch's own OpenMP library, so both run on one pool of threads.
+    link = [str(threads_library)] if threads_library else ["-lgomp"]
+    flags = [*_FLAGS, f"-march={architecture}"]
+    path = _library_folder() / f"cpu-{_fingerprint(compiler, flags, link)}.so"
+    if not path.exists():
+        _compile([*compiler, *flags, *map(str, sources), *link], path)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise DeviceError(f"The compiled CPU kernels {path} can't be loaded ({error}); delete the file.") from error
+
+
+def _find_compiler() -> list[str]:
+    named = shlex.split(os.environ.get("CXX", ""))
+    for candidate in [named, ["g++"], ["clang++"], ["c++"]]:
+        if candidate and shutil.which(candidate[0]):
+            return candidate
+    raise DeviceError("No C++ compiler was found (g++, clang++ or c++; or name one in CXX): install g++.")
+
+
+def _loaded_openmp() -> Path | None:
+    """The OpenMP library this process already runs on: torch brings its own."""
+    torch.get_num_threads()  # importing torch has loaded it
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    found = re.findall(r"(/\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so[.\d]*)", maps)
+    return Path(found[0]) if found else None
+
+
+def _library_folder() -> Path:
+    """`$QUIRE_HOME`, or `quire` in the user's cache folder; kernels go into a folder of their own there."""
+    home = os.environ.get("QUIRE_HOME")
+    cache = os.environ.get("XDG_CACHE_HOME")
+    base = Path(home) if home else (Path(cache) if cache else Path.home() / ".cache") / "quire"
+    return base / "kernels"
+
+
+def _fingerprint(compiler: list[str], flags: list[str], link: list[str]) -> str:
+    digest = hashlib.sha256()
+    for path in sorted([*_SOURCE_FOLDER.glob("*.cpp"), *_SOURCE_FOLDER.glob("*.h")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    digest.update(repr((compiler, version, flags, link, platform.machine(), _cpu_features())).encode())
+    return digest.hexdigest()[:20]
+
+
+def _cpu_features() -> str:
+    """What -march=native depends on: a home folder may be shared by different machines."""
+    try:
+        info = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor()
+    found = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", info, re.MULTILINE)
+    return found.group(1) if found else platform.processor()
+
+
+def _compile(command: list[str], path: Path) -> None:
+    """Builds into a file of its own and renames it, so that processes building at once can't meet."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".so.tmp")
+    except OSError as error:
+        raise DeviceError(f"The CPU kernels can't be stored in {path.parent} ({error}); set QUIRE_HOME.") from error
+    os.close(handle)
+    try:
+        done = subprocess.run(
+            [*command, "-o", temporary], capture_output=True, text=True, check=False, timeout=_BUILD_SECONDS
+        )
+        if done.returncode != 0:
+            raise DeviceError(f"The CPU kernels don't compile with {command[0]}:\n{done.stderr[-2000:]}")
+        os.chmod(temporary, 0o700)
+        os.replace(temporary, path)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise DeviceError(f"The CPU kernels could not be built with {command[0]}: {error}") from error
+    finally:
+        Path(temporary).unlink(missing_ok=True)

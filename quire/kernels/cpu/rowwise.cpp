@@ -1,0 +1,186 @@
+// Everything that works on one row at a time: norms, rotary embedding, silu-mul, writing the cache. Each function
+// takes the address of its arguments, which `kernels.py` packs in the order of the struct's fields.
+#include "simd.h"
+#include "threads.h"
+
+namespace quire {
+namespace {
+
+// Calls body(offset, count) for each vector of a row, the last one perhaps partial.
+template <class Body>
+inline void for_vectors(int64_t size, Body body) {
+  int64_t i = 0;
+  for (; i + LANES <= size; i += LANES) body(i, LANES);
+  if (i < size) body(i, int(size - i));
+}
+
+template <class T>
+inline Vec read(const T* p, int count) {
+  return count == LANES ? load(p) : load_some(p, count);
+}
+
+template <class T>
+inline void write(T* p, Vec v, int count) {
+  count == LANES ? store(p, v) : store_some(p, v, count);
+}
+
+// Four running sums side by side, so that one addition needn't wait for the last.
+template <class T>
+float sum_of_squares(const T* x, int64_t size) {
+  Vec sums[4] = {};
+  int64_t even = size - size % (4 * LANES);
+  for (int64_t i = 0; i < even; i += 4 * LANES)
+    for (int part = 0; part < 4; ++part) {
+      Vec v = load(x + i + part * LANES);
+      sums[part] = fma(v, v, sums[part]);
+    }
+  for_vectors(size - even, [&](int64_t i, int count) {
+    Vec v = read(x + even + i, count);
+    sums[0] = fma(v, v, sums[0]);
+  });
+  return sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+template <class T>
+void norm_row(const T* x, const T* weight, T* out, int64_t size, float eps) {
+  float inverse = 1.0f / std::sqrt(sum_of_squares(x, size) / float(size) + eps);
+  for_vectors(size, [&](int64_t i, int count) {
+    Vec normed = round_to<T>(read(x + i, count) * inverse);
+    write(out + i, normed * read(weight + i, count), count);
+  });
+}
+
+// Rows come in groups of `inner` that lie one after the other, groups `stride` elements apart.
+template <class T>
+struct RmsNorm {
+  const T* x;
+  int64_t stride, inner;
+  const T* weight;
+  T* out;
+  int64_t rows, size;
+  float eps;
+  int num_threads;
+
+  void run() const {
+    parallel_shares(num_threads, rows, size, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row)
+        norm_row(x + row / inner * stride + row % inner * size, weight, out + row * size, size, eps);
+    });
+  }
+};
+
+template <class T>
+struct AddRmsNorm {
+  const T *x, *residual, *weight;
+  T *out, *total;
+  int64_t rows, size;
+  float eps;
+  int num_threads;
+
+  void run() const {
+    parallel_shares(num_threads, rows, size, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        const T *a = x + row * size, *b = residual + row * size;
+        T* sum = total + row * size;
+        for_vectors(size,
+                    [&](int64_t i, int count) { write(sum + i, read(a + i, count) + read(b + i, count), count); });
+        norm_row(sum, weight, out + row * size, size, eps);
+      }
+    });
+  }
+};
+
+template <class T>
+struct Rope {
+  const T* x;
+  int64_t stride;
+  const int64_t* positions;
+  const float* cos_sin;
+  T* out;
+  int64_t rows, heads, head_dim;
+  int num_threads;
+
+  void run() const {
+    parallel_shares(num_threads, rows, heads * head_dim, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row)
+        for (int64_t head = 0; head < heads; ++head)
+          turn(x + row * stride + head * head_dim, cos_sin + positions[row] * head_dim,
+               out + (row * heads + head) * head_dim);
+    });
+  }
+
+  void turn(const T* source, const float* cosines, T* target) const {
+    const int64_t half = head_dim / 2;
+    const float* sines = cosines + half;
+    for_vectors(half, [&](int64_t i, int count) {
+      Vec first = read(source + i, count), second = read(source + half + i, count);
+      Vec cosine = read(cosines + i, count), sine = read(sines + i, count);
+      write(target + i, first * cosine - second * sine, count);
+      write(target + half + i, second * cosine + first * sine, count);
+    });
+  }
+};
+
+template <class T>
+struct SiluMul {
+  const T* gate_up;
+  int64_t stride;
+  T* out;
+  int64_t rows, size;
+  int num_threads;
+
+  void run() const {
+    parallel_shares(num_threads, rows, 2 * size, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        const T *gate = gate_up + row * stride, *up = gate + size;
+        for_vectors(size, [&](int64_t i, int count) {
+          Vec x = read(gate + i, count);
+          Vec activated = round_to<T>(x / (1.0f + exp(-x)));
+          write(out + row * size + i, activated * read(up + i, count), count);
+        });
+      }
+    });
+  }
+};
+
+// Plain copies, so sizes and strides are in bytes and the type doesn't matter.
+struct WriteKv {
+  const char* keys;
+  int64_t keys_stride;
+  const char* values;
+  int64_t values_stride;
+  char *key_cache, *value_cache;
+  const int64_t* slots;
+  int64_t rows, heads, block_size, head_bytes;
+  int num_threads;
+
+  void run() const {
+    parallel_shares(num_threads, rows, heads * head_bytes, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        int64_t block = slots[row] / block_size, offset = slots[row] % block_size;
+        for (int64_t head = 0; head < heads; ++head) {
+          int64_t target = ((block * heads + head) * block_size + offset) * head_bytes;
+          std::memcpy(key_cache + target, keys + row * keys_stride + head * head_bytes, size_t(head_bytes));
+          std::memcpy(value_cache + target, values + row * values_stride + head * head_bytes, size_t(head_bytes));
+        }
+      }
+    });
+  }
+};
+
+}  // namespace
+}  // namespace quire
+
+using namespace quire;
+
+extern "C" {
+void quire_rms_norm_float32(const RmsNorm<float>* call) { call->run(); }
+void quire_rms_norm_bfloat16(const RmsNorm<bf16>* call) { call->run(); }
+void quire_add_rms_norm_float32(const AddRmsNorm<float>* call) { call->run(); }
+void quire_add_rms_norm_bfloat16(const AddRmsNorm<bf16>* call) { call->run(); }
+void quire_rope_float32(const Rope<float>* call) { call->run(); }
+void quire_rope_bfloat16(const Rope<bf16>* call) { call->run(); }
+void quire_silu_mul_float32(const SiluMul<float>* call) { call->run(); }
+void quire_silu_mul_bfloat16(const SiluMul<bf16>* call) { call->run(); }
+void quire_write_kv(const WriteKv* call) { call->run(); }
+}

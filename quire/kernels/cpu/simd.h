@@ -1,0 +1,195 @@
+// One vector type of the machine's full width, float and bfloat16 loads and stores, and exp.
+//
+// The files are compiled with -ffp-contract=off, so a product and a sum are fused exactly where `fma` is
+// written. That is what keeps a row's bits the same in every loop the compiler unrolls differently.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace quire {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+typedef float Vec __attribute__((vector_size(LANES * 4)));
+typedef int32_t IntVec __attribute__((vector_size(LANES * 4)));
+typedef uint32_t UIntVec __attribute__((vector_size(LANES * 4)));
+typedef uint16_t HalfVec __attribute__((vector_size(LANES * 2)));
+
+struct bf16 {
+  uint16_t bits;
+};
+
+inline Vec splat(float value) { return value - Vec{}; }  // minus zero, which changes no number and costs nothing
+
+inline Vec fma(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__FP_FAST_FMAF)
+  for (int i = 0; i < LANES; ++i) a[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return a;
+#else
+  return a * b + c;
+#endif
+}
+
+inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
+
+// Sums the lanes in halves: always the same tree.
+inline float sum_lanes(Vec v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
+  for (int half = LANES / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) v[i] += v[i + half];
+  return v[0];
+#endif
+}
+
+inline float max_lanes(Vec v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  for (int half = LANES / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) v[i] = v[i] > v[i + half] ? v[i] : v[i + half];
+  return v[0];
+#endif
+}
+
+// Pairs of bfloat16 in 32 bits: the first one is the low half.
+inline Vec low_bf16(UIntVec pair) { return (Vec)(pair << 16); }
+inline Vec high_bf16(UIntVec pair) { return (Vec)(pair & 0xffff0000u); }
+
+inline float to_float(bf16 value) {
+  uint32_t bits = uint32_t(value.bits) << 16;
+  float result;
+  std::memcpy(&result, &bits, 4);
+  return result;
+}
+
+inline Vec load(const float* p) {
+  Vec v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+inline Vec load(const bf16* p) {
+  HalfVec half;
+  std::memcpy(&half, p, sizeof half);
+#if defined(__AVX512F__)
+  return low_bf16((UIntVec)_mm512_cvtepu16_epi32((__m256i)half));
+#else
+  return low_bf16(__builtin_convertvector(half, UIntVec));
+#endif
+}
+
+inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+
+// To nearest, ties to even; a NaN stays one.
+inline void store(bf16* p, Vec v) {
+#if defined(__AVX512BF16__)
+  __m256bh half = _mm512_cvtneps_pbh((__m512)v);
+  std::memcpy(p, &half, sizeof half);
+#else
+  UIntVec bits = (UIntVec)v;
+  UIntVec rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  UIntVec quiet = (bits >> 16) | 0x40u;
+  HalfVec half = __builtin_convertvector(v == v ? rounded : quiet, HalfVec);
+  std::memcpy(p, &half, sizeof half);
+#endif
+}
+
+// `count` < LANES elements: zeros come in for the rest, nothing is read or written past them.
+template <class T>
+inline Vec load_some(const T* p, int64_t count) {
+  T padded[LANES] = {};
+  std::memcpy(padded, p, size_t(count) * sizeof(T));
+  return load(padded);
+}
+
+template <class T>
+inline void store_some(T* p, Vec v, int64_t count) {
+  T padded[LANES];
+  store(padded, v);
+  std::memcpy(p, padded, size_t(count) * sizeof(T));
+}
+
+// The value after a round trip through T: where the reference rounds in the middle of an operation.
+template <class T>
+inline Vec round_to(Vec v) {
+  T rounded[LANES];
+  store(rounded, v);
+  return load(rounded);
+}
+template <>
+inline Vec round_to<float>(Vec v) { return v; }
+
+inline Vec round_to_whole(Vec v) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_roundscale_ps((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  const Vec shift = splat(12582912.0f);  // 1.5 * 2^23: nothing after the point is left beside it
+  return (v + shift) - shift;
+#endif
+}
+
+// v * 2^whole, for v near 1 and a result that is no denormal.
+inline Vec scale_by_power(Vec v, Vec whole) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_scalef_ps((__m512)v, (__m512)whole);
+#else
+  return v * (Vec)((__builtin_convertvector(whole, IntVec) + 127) << 23);
+#endif
+}
+
+// 2^r for r in [-1/2, 1/2], to one unit in the last place and exactly 1 for 0.
+inline Vec power_of_fraction(Vec r) {
+  Vec series = splat(0.00015353362f);
+  series = fma(series, r, splat(0.0013398875f));
+  series = fma(series, r, splat(0.00961843692f));
+  series = fma(series, r, splat(0.0555033237f));
+  series = fma(series, r, splat(0.240226477f));
+  series = fma(series, r, splat(0.693147182f));
+  return fma(series, r, splat(1.0f));
+}
+
+// 2^x for x <= 0: exactly 1 for 0, exactly 0 below -126 and for minus infinity.
+inline Vec exp2_of_negative(Vec x) {
+#if !defined(__AVX512F__)
+  Vec inside = x < -126.0f ? splat(-126.0f) : x;
+#else
+  Vec inside = x;  // scaling takes any exponent
+#endif
+  Vec whole = round_to_whole(inside);
+  Vec result = scale_by_power(power_of_fraction(inside - whole), whole);
+  return x < -126.0f ? Vec{} : result;
+}
+
+// e^x to about one unit in the last place; 0 below -87.3 and infinity above 87.9.
+inline Vec exp(Vec x) {
+  Vec inside = x < -87.3f ? splat(-87.3f) : x;
+  inside = inside > 87.9f ? splat(87.9f) : inside;
+  Vec whole = round_to_whole(inside * 1.44269502f);
+  // x - whole * ln(2) in two parts, the first of which is exact with or without fused products.
+  Vec r = fma(whole, splat(-0.693359375f), inside);
+  r = fma(whole, splat(2.12194440e-4f), r) * 1.44269502f;
+  Vec result = scale_by_power(power_of_fraction(r), whole);
+  result = x < -87.3f ? Vec{} : result;
+  return x > 87.9f ? splat(std::numeric_limits<float>::infinity()) : result;
+}
+
+}  // namespace quire

@@ -1,0 +1,179 @@
+"""The one interface the loader sees, whatever format the weights are stored in.
+
+A checkpoint is checked in full when it is opened: names, dtypes, shapes and where each tensor lies in its
+file. Only then are tensors read, one after the other, in chunks of rows, straight into the parameters'
+memory; the temporaries of a chunk stay under about 16 MiB however large the tensor is.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quire.errors import ModelFormatError, UnsupportedModelError
+from quire.models.files import FileStamp, no_weights_error, quote, weight_kinds
+
+MAX_DIMENSIONS = 8
+MAX_CHUNK_ELEMENTS = 2**19
+"""A multiple of every quantisation block. At up to 20 bytes of temporaries per element: 10 MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One stored tensor, as its file describes it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """As the format spells it: "F32", "BF16", "Q4_1"."""
+    file: Path
+    num_bytes: int
+    """On disk."""
+    offset: int
+    """Where its data begins in the file."""
+
+
+class Checkpoint(Protocol):
+    """Weights on disk."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """All tensors by name, as named in the file."""
+
+    def read_into(self, name: str, target: Tensor) -> None:
+        """Fills `target` (any floating dtype, strides and device; often a view of a packed parameter).
+
+        The shapes must be equal, else ModelFormatError."""
+
+    def read(self, name: str) -> Tensor:
+        """A small tensor as float32, in new memory."""
+
+    def close(self) -> None:
+        """Reading afterwards is an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A contiguous part of a stored tensor."""
+
+    index: tuple[int | slice, ...]
+    """What to index the tensor with to get it."""
+    start: int
+    """Its first element, counted through the flattened tensor."""
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+def chunks_of(shape: tuple[int, ...], max_elements: int = MAX_CHUNK_ELEMENTS) -> Iterator[Chunk]:
+    """Cuts a shape, in order, into contiguous parts of at most `max_elements`."""
+    if math.prod(shape) <= max_elements:
+        yield Chunk((), 0, shape)
+        return
+    row = math.prod(shape[1:])
+    if row > max_elements:
+        for i in range(shape[0]):
+            for part in chunks_of(shape[1:], max_elements):
+                yield Chunk((i, *part.index), i * row + part.start, part.shape)
+        return
+    step = max_elements // row
+    for first in range(0, shape[0], step):
+        last = min(first + step, shape[0])
+        yield Chunk((slice(first, last),), first * row, (last - first, *shape[1:]))
+
+
+ReadChunk = Callable[[Chunk], Tensor]
+
+
+class ChunkedCheckpoint(ABC):
+    """What the formats share: the checks around a read, and its loop. Subclasses read one chunk.
+
+    Files are opened for one tensor at a time, so that many files don't use up descriptors and mapped
+    pages go back to the system; the stamp taken when a file was checked makes sure it is still the same.
+    """
+
+    def __init__(self, tensors: Mapping[str, TensorInfo], stamps: Mapping[Path, FileStamp]) -> None:
+        self.tensors: Mapping[str, TensorInfo] = tensors
+        self._stamps = stamps
+        self._closed = False
+
+    @abstractmethod
+    def _open(self, info: TensorInfo, stamp: FileStamp) -> AbstractContextManager[ReadChunk]:
+        """Opens the tensor's file; the function it gives returns a chunk's elements in any float dtype."""
+
+    @torch.no_grad()
+    def read_into(self, name: str, target: Tensor) -> None:
+        if self._closed:
+            raise ValueError("the checkpoint is closed")
+        info = self._info(name)
+        if tuple(target.shape) != info.shape:
+            raise tensor_error(info.file, name, f"shape {list(target.shape)}", f"shape {list(info.shape)}")
+        if not target.is_floating_point() or target.is_meta:
+            raise TypeError(f"can't read {name} into a tensor of {target.dtype} on {target.device}")
+        with self._open(info, self._stamps[info.file]) as read_chunk:
+            for chunk in chunks_of(info.shape):
+                target[chunk.index].copy_(read_chunk(chunk).reshape(chunk.shape))
+
+    def read(self, name: str) -> Tensor:
+        target = torch.empty(self._info(name).shape, dtype=torch.float32)
+        self.read_into(name, target)
+        return target
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _info(self, name: str) -> TensorInfo:
+        info = self.tensors.get(name)
+        if info is None:
+            files = sorted({str(info.file) for info in self.tensors.values()})
+            where = f"{files[0]} and {len(files) - 1} more files" if len(files) > 1 else "".join(files)
+            raise ModelFormatError(f"{where or 'the checkpoint'}: tensor {quote(name)} is missing")
+        return info
+
+
+def tensor_error(file: Path, name: str, expected: str, got: str) -> ModelFormatError:
+    return ModelFormatError(f"{file}: tensor {quote(name)}: expected {expected}, got {got}")
+
+
+def check_shape(file: Path, name: str, shape: tuple[int, ...]) -> None:
+    """Refuses what no weight can have, so that sizes computed from it are sound."""
+    if len(shape) > MAX_DIMENSIONS:
+        raise tensor_error(file, name, f"at most {MAX_DIMENSIONS} dimensions", str(len(shape)))
+    if any(size < 1 for size in shape):
+        raise tensor_error(file, name, "dimensions of at least 1", f"shape {list(shape)}")
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Opens a `.gguf` file, a folder with safetensors (single or sharded), or a folder of `.npy` files."""
+    # Each format's reader is imported when it is needed: safetensors users don't pay for GGUF.
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise UnsupportedModelError(
+                f"{path}: a single file must be a .gguf; for safetensors give the folder with its config.json"
+            )
+        from quire.models.gguf_checkpoint import GgufCheckpoint
+        from quire.models.gguf_file import read_gguf
+
+        return GgufCheckpoint(read_gguf(path))
+    if not path.is_dir():
+        raise ModelFormatError(f"{path}: there is no such file or folder")
+    kinds = weight_kinds(path)
+    if "safetensors" in kinds:
+        from quire.models.safetensors_checkpoint import open_safetensors
+
+        return open_safetensors(path)
+    if "npy" in kinds:
+        from quire.models.npy_checkpoint import open_npy
+
+        return open_npy(path)
+    raise no_weights_error(path, kinds)

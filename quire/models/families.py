@@ -1,0 +1,368 @@
+"""The families of models Quire runs: one entry each, naming what differs from plain Llama.
+
+A new family of this kind is one `Family` below: the names its files go by, and a function that reads its
+quirks from `config.json`. Everything shared (sizes, rope, windows) is read by `read_config`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ModelFormatError, UnsupportedModelError
+from quire.models.fields import Fields
+from quire.models.spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
+
+MAX_CONFIG_BYTES = 16 * 2**20
+MAX_LAYERS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class MoeNames:
+    """How a checkpoint names a layer's experts; `{expert}` is the expert's number."""
+
+    router: str
+    gate: str
+    up: str
+    down: str
+    packed_gate_up: str
+    packed_down: str
+
+
+_QWEN_MOE = MoeNames(
+    router="mlp.gate",
+    gate="mlp.experts.{expert}.gate_proj",
+    up="mlp.experts.{expert}.up_proj",
+    down="mlp.experts.{expert}.down_proj",
+    packed_gate_up="mlp.experts.gate_up_proj",
+    packed_down="mlp.experts.down_proj",
+)
+_MIXTRAL_MOE = MoeNames(
+    router="block_sparse_moe.gate",
+    gate="block_sparse_moe.experts.{expert}.w1",
+    up="block_sparse_moe.experts.{expert}.w3",
+    down="block_sparse_moe.experts.{expert}.w2",
+    packed_gate_up="mlp.experts.gate_up_proj",
+    packed_down="mlp.experts.down_proj",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One line of models."""
+
+    name: str
+    architectures: tuple[str, ...]
+    """What `architectures` says in config.json."""
+    gguf_architecture: str | None
+    """What `general.architecture` says in a GGUF file, if such files exist."""
+    quirks: Callable[[Fields, ModelSpec], ModelSpec]
+    """Reads what is particular to the family from config.json into a spec that holds the rest."""
+    tie_embeddings: bool = False
+    """What an absent `tie_word_embeddings` means."""
+    rope_theta: float = 10_000.0
+    """What an absent `rope_theta` means."""
+    head_dim: int | None = None
+    """What an absent `head_dim` means; None: hidden_size / heads."""
+    moe_names: MoeNames = _QWEN_MOE
+    gguf_interleaved_rope: bool = False
+    """GGUF files hold the rows of q and k reordered for rope over neighbouring dimensions."""
+
+
+def _llama(config: Fields, spec: ModelSpec) -> ModelSpec:
+    bias = config.boolean("attention_bias", False)
+    return replace(spec, qkv_bias=bias, output_bias=bias, mlp_bias=config.boolean("mlp_bias", False))
+
+
+def _smollm3(config: Fields, spec: ModelSpec) -> ModelSpec:
+    interval = config.integer("no_rope_layer_interval", 4)
+    every_nth = [int((i + 1) % interval != 0) for i in range(spec.num_layers)]
+    rope = config.list_of("no_rope_layers", int, every_nth)  # 1 where rope is used, whatever the name says
+    if len(rope) != spec.num_layers:
+        raise config.error("no_rope_layers", f"a list of {spec.num_layers} numbers", rope)
+    default = ["full_attention" if use else "sliding_attention" for use in rope]
+    spec = _llama(config, _with_window_types(config, spec, default))
+    layers = tuple(replace(layer, use_rope=bool(use)) for layer, use in zip(spec.layers, rope, strict=True))
+    return replace(spec, layers=layers)
+
+
+def _mistral(config: Fields, spec: ModelSpec) -> ModelSpec:
+    return _with_window(spec, _window(config, 4096))
+
+
+def _mixtral(config: Fields, spec: ModelSpec) -> ModelSpec:
+    moe = MoeSpec(
+        num_experts=config.integer("num_local_experts", 8, high=65_536),
+        top_k=config.integer("num_experts_per_tok", 2),
+        intermediate_size=spec.intermediate_size,
+        normalize_weights=True,
+    )
+    layers = tuple(replace(layer, use_moe=True) for layer in spec.layers)
+    return _with_window(replace(spec, moe=moe, layers=layers), _window(config, None))
+
+
+def _qwen2(config: Fields, spec: ModelSpec) -> ModelSpec:
+    first_window_layer = config.integer("max_window_layers", 28, low=0)
+    default = ["sliding_attention" if i >= first_window_layer else "full_attention" for i in range(spec.num_layers)]
+    return replace(_with_window_types(config, spec, default), qkv_bias=True)
+
+
+def _qwen2_moe(config: Fields, spec: ModelSpec) -> ModelSpec:
+    last_window_layer = config.integer("max_window_layers", 28, low=0)
+    default = [
+        "sliding_attention" if i % 2 == 0 and i < last_window_layer else "full_attention"
+        for i in range(spec.num_layers)
+    ]
+    spec = _with_sparse_layers(config, _with_window_types(config, spec, default))
+    assert spec.moe is not None
+    shared = config.integer("shared_expert_intermediate_size", 5632)
+    moe = replace(spec.moe, shared_intermediate_size=shared)
+    return replace(spec, moe=moe, qkv_bias=config.boolean("qkv_bias", True))
+
+
+def _qwen3(config: Fields, spec: ModelSpec) -> ModelSpec:
+    bias = config.boolean("attention_bias", False)
+    return replace(_qwen2(config, spec), qk_norm=True, qkv_bias=bias, output_bias=bias)
+
+
+def _qwen3_moe(config: Fields, spec: ModelSpec) -> ModelSpec:
+    bias = config.boolean("attention_bias", False)
+    if config.boolean("use_sliding_window", False):
+        spec = _mistral(config, spec)
+    return replace(_with_sparse_layers(config, spec), qk_norm=True, qkv_bias=bias, output_bias=bias)
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family("llama", ("LlamaForCausalLM",), "llama", _llama, gguf_interleaved_rope=True),
+    Family(
+        "smollm3",
+        ("SmolLM3ForCausalLM",),
+        "smollm3",
+        _smollm3,
+        tie_embeddings=True,
+        rope_theta=2_000_000.0,
+        gguf_interleaved_rope=True,
+    ),
+    # GGUF files of Mistral and Mixtral call themselves llama.
+    Family("mistral", ("MistralForCausalLM",), None, _mistral),
+    Family("mixtral", ("MixtralForCausalLM",), None, _mixtral, rope_theta=1_000_000.0, moe_names=_MIXTRAL_MOE),
+    Family("qwen2", ("Qwen2ForCausalLM",), "qwen2", _qwen2),
+    Family("qwen2_moe", ("Qwen2MoeForCausalLM",), "qwen2moe", _qwen2_moe),
+    Family("qwen3", ("Qwen3ForCausalLM",), "qwen3", _qwen3, head_dim=128),
+    Family("qwen3_moe", ("Qwen3MoeForCausalLM",), "qwen3moe", _qwen3_moe),
+)
+
+
+def family_named(name: str) -> Family:
+    return next(family for family in FAMILIES if family.name == name)
+
+
+def supported_architectures() -> str:
+    return ", ".join(name for family in FAMILIES for name in family.architectures)
+
+
+def read_config(path: Path) -> ModelSpec:
+    """The spec of a model in Hugging Face layout, from its config.json and generation_config.json."""
+    config = Fields(_read_json(path), str(path))
+    family = _find_family(config)
+    _refuse_what_is_not_supported(config)
+    hidden_size = config.integer("hidden_size")
+    num_heads = config.integer("num_attention_heads")
+    num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
+    default_head_dim = family.head_dim or max(hidden_size // num_heads, 1)
+    rope = _read_rope(config, family)
+    max_position = config.integer("max_position_embeddings", 2048, high=2**31)
+    if rope.kind == "yarn":
+        max_position = max(max_position, int(rope.original_max_position * rope.factor))
+    spec = ModelSpec(
+        family=family.name,
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=config.integer("intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=config.integer("num_key_value_heads", num_heads),
+        head_dim=config.integer("head_dim", default_head_dim),
+        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        rope=rope,
+        layers=(LayerSpec(),) * num_layers,
+        max_position=max_position,
+        tie_embeddings=config.boolean("tie_word_embeddings", family.tie_embeddings),
+        eos_token_ids=_read_eos(config, path.with_name("generation_config.json")),
+        bos_token_id=config.integer("bos_token_id", low=0) if "bos_token_id" in config else None,
+    )
+    spec = family.quirks(config, spec)
+    check_spec(spec, config.file)
+    return spec
+
+
+def check_spec(spec: ModelSpec, file: str) -> None:
+    """Refuses sizes that can't belong together, before anything is made of them."""
+
+    def require(holds: bool, message: str) -> None:
+        if not holds:
+            raise ModelFormatError(f"{file}: {message}")
+
+    heads = f"{spec.num_heads} attention heads"
+    require(spec.num_heads % spec.num_kv_heads == 0, f"{heads} can't share {spec.num_kv_heads} key-value heads evenly")
+    require(spec.head_dim % 2 == 0, f"head_dim is {spec.head_dim}, but rope needs an even number")
+    if spec.rope.kind == "factors":
+        count = len(spec.rope.freq_factors)
+        require(count == spec.head_dim // 2, f"{count} rope factors for {spec.head_dim // 2} frequencies")
+    if spec.moe is not None:
+        message = f"{spec.moe.top_k} experts per token of {spec.moe.num_experts}"
+        require(spec.moe.top_k <= spec.moe.num_experts, message)
+
+
+def _find_family(config: Fields) -> Family:
+    names = config.list_of("architectures", str, [])
+    if not names:
+        model_type = config.string("model_type", "")
+        names = [f.architectures[0] for f in FAMILIES if f.name == model_type] or [f"model_type {model_type!r}"]
+    for family in FAMILIES:
+        if names[0] in family.architectures:
+            return family
+    raise UnsupportedModelError(
+        f"{config.file}: the architecture {names[0]} is not supported. Supported: {supported_architectures()}."
+    )
+
+
+def _refuse_what_is_not_supported(config: Fields) -> None:
+    activation = config.string("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise UnsupportedModelError(f"{config.file}: hidden_act {activation!r} is not supported, only silu is.")
+    if "quantization_config" in config:
+        method = config.part("quantization_config").string("quant_method", "unknown")
+        raise UnsupportedModelError(
+            f"{config.file}: its weights are quantised ({method}), which Quire does not read yet. "
+            "Use the unquantised model or a GGUF file."
+        )
+
+
+def _read_rope(config: Fields, family: Family) -> RopeSpec:
+    """Both ways of writing it: `rope_parameters`, and the older `rope_theta` with `rope_scaling`."""
+    scaling = config.part("rope_parameters" if "rope_parameters" in config else "rope_scaling")
+    theta = scaling.number("rope_theta", config.number("rope_theta", family.rope_theta), low=1e-6)
+    if scaling.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0:
+        raise UnsupportedModelError(f"{config.file}: rope over a part of the head dimension is not supported.")
+    kind = scaling.string("rope_type", scaling.string("type", "default"))
+    if kind == "default":
+        return RopeSpec(theta)
+    max_position = config.integer("max_position_embeddings", 2048, high=2**31)
+    original = scaling.integer("original_max_position_embeddings", max_position, high=2**31)
+    if kind == "linear":
+        return RopeSpec(theta, "linear", factor=scaling.number("factor", low=1e-6))
+    if kind == "llama3":
+        low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+        if high <= low:
+            raise scaling.error("high_freq_factor", f"above low_freq_factor ({low})", high)
+        factor = scaling.number("factor", low=1e-6)
+        return RopeSpec(theta, "llama3", factor, original, low_freq_factor=low, high_freq_factor=high)
+    if kind == "yarn":
+        factor = scaling.number("factor", max_position / original, low=1e-6)
+        return RopeSpec(
+            theta,
+            "yarn",
+            factor,
+            original,
+            beta_fast=scaling.number("beta_fast", 32.0) or 32.0,
+            beta_slow=scaling.number("beta_slow", 1.0) or 1.0,
+            truncate=scaling.boolean("truncate", True),
+            attention_factor=_yarn_attention_factor(scaling, factor),
+        )
+    raise UnsupportedModelError(
+        f"{config.file}: rope type {kind!r} is not supported. Supported: default, linear, llama3, yarn."
+    )
+
+
+def _yarn_attention_factor(scaling: Fields, factor: float) -> float:
+    if "attention_factor" in scaling:
+        return scaling.number("attention_factor")
+    mscale, all_dim = scaling.number("mscale", 0.0), scaling.number("mscale_all_dim", 0.0)
+    if mscale and all_dim:
+        return yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
+    return yarn_mscale(factor)
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """How yarn sharpens attention for a stretched context."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _window(config: Fields, default: int | None) -> int | None:
+    """`sliding_window`, where null and 0 mean none and only an absent key means the family's default."""
+    if not config.declares("sliding_window"):
+        return default
+    return config.integer("sliding_window", 0, low=0, high=2**31) or None
+
+
+def _with_window(spec: ModelSpec, window: int | None) -> ModelSpec:
+    return replace(spec, layers=tuple(replace(layer, sliding_window=window) for layer in spec.layers))
+
+
+def _with_window_types(config: Fields, spec: ModelSpec, default: list[str]) -> ModelSpec:
+    """Windows on the layers `layer_types` marks, where `use_sliding_window` turns them on at all."""
+    if not config.boolean("use_sliding_window", False):
+        return spec
+    window = _window(config, None if spec.family == "smollm3" else 4096)
+    kinds = config.list_of("layer_types", str, default)
+    if len(kinds) != spec.num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise config.error("layer_types", f"{spec.num_layers} of full_attention or sliding_attention", kinds)
+    layers = tuple(
+        replace(layer, sliding_window=window if kind == "sliding_attention" else None)
+        for layer, kind in zip(spec.layers, kinds, strict=True)
+    )
+    return replace(spec, layers=layers)
+
+
+def _with_sparse_layers(config: Fields, spec: ModelSpec) -> ModelSpec:
+    """Qwen's way of saying which layers have experts."""
+    experts = config.integer("num_experts", config.integer("num_local_experts", 0, low=0), low=0, high=65_536)
+    moe = MoeSpec(
+        num_experts=experts,
+        top_k=config.integer("num_experts_per_tok"),
+        intermediate_size=config.integer("moe_intermediate_size"),
+        normalize_weights=config.boolean("norm_topk_prob", False),
+    )
+    dense = set(config.list_of("mlp_only_layers", int, []))
+    step = config.integer("decoder_sparse_step", 1)
+    layers = tuple(
+        replace(layer, use_moe=i not in dense and experts > 0 and (i + 1) % step == 0)
+        for i, layer in enumerate(spec.layers)
+    )
+    return replace(spec, moe=moe, layers=layers)
+
+
+def _read_eos(config: Fields, generation_config: Path) -> tuple[int, ...]:
+    """The model's end tokens; generation_config.json knows chat models' further ones."""
+    found: list[int] = []
+    sources = [config]
+    if generation_config.is_file():
+        sources.append(Fields(_read_json(generation_config), str(generation_config)))
+    for source in sources:
+        value = source.raw("eos_token_id")
+        for token_id in value if isinstance(value, list) else [value]:
+            if token_id is None:
+                continue
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+                raise source.error("eos_token_id", "a token id or a list of them", value)
+            if token_id not in found:
+                found.append(token_id)
+    return tuple(found)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ModelFormatError(f"{path}: larger than {MAX_CONFIG_BYTES >> 20} MiB, so not a model's config")
+        values = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ModelFormatError(f"{path}: can't be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelFormatError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ModelFormatError(f"{path}: should hold a JSON object")
+    return values

@@ -1,0 +1,82 @@
+"""Typed reading of a model's metadata, so that a wrong value is an error that names it and its file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from quire.errors import ModelFormatError
+
+_MISSING: Any = object()
+
+
+class Fields:
+    """A mapping whose values are checked as they are taken. A value of None counts as absent."""
+
+    def __init__(self, values: Mapping[str, Any], file: str, prefix: str = "") -> None:
+        self._values = values
+        self._prefix = prefix
+        self.file = file
+
+    def __contains__(self, key: str) -> bool:
+        return self._values.get(self._prefix + key) is not None
+
+    def declares(self, key: str) -> bool:
+        """Whether the key is there at all, be it with the value null."""
+        return self._prefix + key in self._values
+
+    def raw(self, key: str) -> Any:
+        return self._values.get(self._prefix + key)
+
+    def integer(self, key: str, default: int = _MISSING, *, low: int = 1, high: int = 2**24) -> int:
+        value = self._take(key, default)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.error(key, f"a whole number from {low} to {high}", value)
+        return value
+
+    def number(self, key: str, default: float = _MISSING, *, low: float = 0.0) -> float:
+        value = self._take(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < low:
+            raise self.error(key, f"a finite number of at least {low:g}", value)
+        return float(value)
+
+    def boolean(self, key: str, default: bool = _MISSING) -> bool:
+        value = self._take(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, "true or false", value)
+        return value
+
+    def string(self, key: str, default: str = _MISSING) -> str:
+        value = self._take(key, default)
+        if not isinstance(value, str):
+            raise self.error(key, "a string", value)
+        return value
+
+    def list_of(self, key: str, kind: type, default: list[Any] = _MISSING) -> list[Any]:
+        value = self._take(key, default)
+        if not isinstance(value, list | tuple) or not all(isinstance(item, kind) for item in value):
+            raise self.error(key, f"a list of {kind.__name__}", value)
+        return list(value)
+
+    def part(self, key: str) -> Fields:
+        """A nested mapping; empty where it is absent."""
+        value = self._take(key, {})
+        if not isinstance(value, Mapping):
+            raise self.error(key, "an object", value)
+        return Fields(value, f"{self.file}, {key}")
+
+    def error(self, key: str, expected: str, got: object) -> ModelFormatError:
+        text = repr(got)
+        shown = text if len(text) <= 80 else text[:77] + "..."
+        return ModelFormatError(f"{self.file}: {self._prefix}{key} should be {expected}, but is {shown}")
+
+    def _take(self, key: str, default: Any) -> Any:
+        value = self._values.get(self._prefix + key)
+        if value is not None:
+            return value
+        if default is _MISSING:
+            raise ModelFormatError(f"{self.file}: {self._prefix}{key} is missing")
+        return default

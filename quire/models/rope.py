@@ -1,0 +1,61 @@
+"""The table of cosines and sines a model's rotary embedding uses, computed once."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from quire.models.spec import RopeSpec
+
+
+def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
+    """How far each pair of dimensions turns per position, after the spec's stretching.
+
+    In float32 on purpose, as training code computes it: at long positions a more precise table would not
+    be the one the weights were trained with.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / rope.theta**exponents
+    if rope.kind == "linear":
+        return frequencies / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(frequencies, rope)
+    if rope.kind == "yarn":
+        return _yarn(frequencies, rope, head_dim)
+    if rope.kind == "factors":
+        return frequencies / torch.tensor(rope.freq_factors)
+    return frequencies
+
+
+def cos_sin_table(rope: RopeSpec, head_dim: int, num_positions: int) -> Tensor:
+    """float32 [num_positions, head_dim]: cosines in the first half, sines in the second."""
+    frequencies = inverse_frequencies(rope, head_dim)
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor
+
+
+def _llama3(frequencies: Tensor, rope: RopeSpec) -> Tensor:
+    """Long wavelengths are stretched fully, short ones kept, those between blended."""
+    wavelengths = 2 * math.pi / frequencies
+    rotations = rope.original_max_position / wavelengths
+    blend = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    keep = blend.clamp(0.0, 1.0)
+    return frequencies * keep + frequencies / rope.factor * (1 - keep)
+
+
+def _yarn(frequencies: Tensor, rope: RopeSpec, head_dim: int) -> Tensor:
+    """Dimensions that turn often over the original context are kept, slow ones stretched, a ramp between."""
+
+    def dimension(rotations: float) -> float:
+        wavelength = rope.original_max_position / (rotations * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    steps = torch.arange(head_dim // 2, dtype=torch.float32)
+    stretch = ((steps - low) / ((high - low) or 0.001)).clamp(0.0, 1.0)
+    return frequencies / rope.factor * stretch + frequencies * (1 - stretch)

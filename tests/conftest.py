@@ -1,0 +1,47 @@
+"""Shared fixtures. The real model is fetched once into Quire's own cache, as `make run` does."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # read when it is imported, so before that
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+os.environ["TQDM_DISABLE"] = "1"
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# The same examples on every run; HYPOTHESIS_PROFILE=explore looks for new ones.
+settings.register_profile("repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Workers of pytest-xdist share the cores between them: with more threads than cores, OpenMP spends its
+    # time waiting at barriers. The variable is for the processes that tests start.
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:
+        threads = max(1, (os.cpu_count() or 1) // workers)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="no CUDA device here")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """SmolLM2-135M-Instruct, pulled on first use."""
+    from quire.models.sources import resolve
+
+    return resolve("smollm2").path

@@ -1,0 +1,79 @@
+"""The plainest way to run a decoder in a test: one sequence, blocks given by hand, no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.kernels.ops import LayerCache, PagedBatch
+from quire.models.decoder import Decoder
+
+BLOCK_SIZE = 16
+
+
+def make_caches(decoder: Decoder, num_blocks: int, block_size: int = BLOCK_SIZE) -> list[LayerCache]:
+    """Caches full of NaN: whoever reads a slot nobody wrote is found out."""
+    spec = decoder.spec
+    shape = (num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
+    device = decoder.embedding.device
+
+    def side() -> Tensor:
+        return torch.full(shape, float("nan"), dtype=decoder.dtype, device=device)
+
+    return [LayerCache(side(), side()) for _ in range(spec.num_layers)]
+
+
+def paged_batch(
+    sequences: Sequence[tuple[int, int, Sequence[int]]], block_size: int, device: torch.device | str = "cpu"
+) -> PagedBatch:
+    """A batch of (start, number of new tokens, block table) per sequence."""
+    width = max(len(table) for _, _, table in sequences)
+    tables = torch.zeros(len(sequences), width, dtype=torch.int32)
+    slots: list[int] = []
+    query_start = [0]
+    for i, (start, count, table) in enumerate(sequences):
+        tables[i, : len(table)] = torch.tensor(table, dtype=torch.int32)
+        slots += [table[t // block_size] * block_size + t % block_size for t in range(start, start + count)]
+        query_start.append(query_start[-1] + count)
+    context_lens = [start + count for start, count, _ in sequences]
+    return PagedBatch(
+        query_start=torch.tensor(query_start, dtype=torch.int32, device=device),
+        context_lens=torch.tensor(context_lens, dtype=torch.int32, device=device),
+        block_tables=tables.to(device),
+        slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
+        max_query_len=max(count for _, count, _ in sequences),
+        max_context_len=max(context_lens),
+    )
+
+
+@torch.inference_mode()
+def run_tokens(decoder: Decoder, caches: list[LayerCache], tokens: Sequence[int], start: int) -> Tensor:
+    """Logits of tokens[start:], the earlier ones being in the caches already (blocks 1, 2, 3, … in order)."""
+    block_size = caches[0].block_size
+    table = list(range(1, 1 + -(-len(tokens) // block_size)))
+    device = decoder.embedding.device
+    batch = paged_batch([(start, len(tokens) - start, table)], block_size, device)
+    hidden = decoder(
+        torch.tensor(tokens[start:], device=device),
+        torch.arange(start, len(tokens), device=device),
+        batch,
+        caches,
+    )
+    return decoder.logits(hidden)
+
+
+def all_logits(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
+    caches = make_caches(decoder, 1 + -(-len(tokens) // BLOCK_SIZE))
+    return run_tokens(decoder, caches, tokens, 0)
+
+
+def greedy(decoder: Decoder, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    caches = make_caches(decoder, 1 + -(-(len(prompt) + num_tokens) // BLOCK_SIZE))
+    tokens, done = list(prompt), 0
+    for _ in range(num_tokens):
+        logits = run_tokens(decoder, caches, tokens, done)
+        done = len(tokens)
+        tokens.append(int(logits[-1].argmax()))
+    return tokens[len(prompt) :]

@@ -1,0 +1,35 @@
+"""Fixtures of the kernel tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from quire.errors import DeviceError
+from quire.kernels.cpu.kernels import CpuKernels
+from tests.kernels.cpu_support import VARIANTS
+
+
+@pytest.fixture(scope="module", params=list(VARIANTS))
+def kernels(request: pytest.FixtureRequest) -> CpuKernels:
+    """The C++ kernels in every variant this machine runs."""
+    try:
+        return CpuKernels(*VARIANTS[request.param])
+    except DeviceError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    found: torch.dtype = request.param
+    return found
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Gives the number of threads back after a test that changes it."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

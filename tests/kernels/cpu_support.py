@@ -1,0 +1,71 @@
+"""What the tests of the C++ kernels share."""
+
+from __future__ import annotations
+
+import itertools
+import platform
+
+import torch
+from hypothesis import settings
+from torch import Tensor
+
+from quire.kernels.ops import LayerCache, PagedBatch
+from quire.kernels.reference import ReferenceKernels
+
+REFERENCE = ReferenceKernels()
+# All ways through the code this machine can run: its best one, plain vectors, and those of lesser CPUs.
+VARIANTS: dict[str, tuple[str, bool]] = {"best": ("native", True), "vectors": ("native", False)}
+if platform.machine() == "x86_64":
+    VARIANTS |= {"avx2": ("x86-64-v3", False), "sse": ("x86-64", False)}
+NAN = float("nan")
+
+few_examples = settings(deadline=None, max_examples=12)
+
+
+def assert_close(got: Tensor, truth: Tensor, reference: Tensor) -> None:
+    """float32: 1e-5 of the truth's magnitude. bfloat16: hardly farther from it than the reference is."""
+    magnitude = truth.abs().max().item() + 1e-6
+    error = (got.double() - truth).abs().max().item()
+    if got.dtype == torch.float32:
+        assert error <= 1e-5 * magnitude
+    else:
+        reference_error = (reference.double() - truth).abs().max().item()
+        assert error <= 1.5 * reference_error + magnitude * 2**-9
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def make_cache(
+    contexts: list[tuple[Tensor, Tensor]], block_size: int, seed: int, unowned: float = NAN
+) -> tuple[LayerCache, Tensor]:
+    """Keys and values [tokens, kv_heads, head_dim] of some sequences, in blocks placed at random; every slot
+    that no token owns holds `unowned`."""
+    counts = [-(-keys.shape[0] // block_size) for keys, _ in contexts]
+    num_blocks = sum(counts) + 3
+    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).int()
+    _, kv_heads, head_dim = contexts[0][0].shape
+    sides = [torch.full((num_blocks, kv_heads, block_size, head_dim), unowned).to(contexts[0][0].dtype) for _ in "kv"]
+    cache = LayerCache(*sides)
+    tables = torch.full((len(contexts), max(counts)), int(order[-1]), dtype=torch.int32)
+    taken = 0
+    for table, count, (keys, values) in zip(tables, counts, contexts, strict=True):
+        table[:count] = order[taken : taken + count]
+        taken += count
+        tokens = torch.arange(keys.shape[0])
+        slots = table[tokens // block_size].long() * block_size + tokens % block_size
+        REFERENCE.write_kv_(keys, values, cache, slots)
+    return cache, tables
+
+
+def make_batch(tables: Tensor, context_lens: list[int], query_lens: list[int]) -> PagedBatch:
+    starts = [0, *itertools.accumulate(query_lens)]
+    return PagedBatch(
+        torch.tensor(starts, dtype=torch.int32),
+        torch.tensor(context_lens, dtype=torch.int32),
+        tables,
+        torch.zeros(starts[-1], dtype=torch.int64),
+        max(query_lens),
+        max(context_lens),
+    )

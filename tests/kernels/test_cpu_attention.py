@@ -1,0 +1,167 @@
+"""Paged attention in C++: close to float64, and the same bits whole, in chunks, one by one, alone or among many."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quire.errors import UnsupportedModelError
+from quire.kernels.cpu.kernels import CpuKernels
+from tests.kernels.cpu_support import REFERENCE, assert_close, few_examples, make_batch, make_cache, random
+
+
+def float64_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
+    """The last queries of one sequence over its keys and values, with nothing clever."""
+    rows, num_heads, _ = query.shape
+    context, kv_heads, _ = keys.shape
+    spread = num_heads // kv_heads
+    wide_keys = keys.double().repeat_interleave(spread, 1)
+    wide_values = values.double().repeat_interleave(spread, 1)
+    scores = torch.einsum("qhd,khd->hqk", query.double(), wide_keys) * scale
+    query_position = torch.arange(context - rows, context).view(-1, 1)
+    key_position = torch.arange(context)
+    hidden = key_position > query_position
+    if window is not None:
+        hidden = hidden | (key_position <= query_position - window)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), wide_values)
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 150), st.integers(1, 40)), min_size=1, max_size=4),
+    kv_heads=st.integers(1, 3),
+    group=st.sampled_from([1, 2, 3, 5, 20]),
+    head_dim=st.sampled_from([8, 24, 64, 80, 96, 128, 256]),
+    block_size=st.sampled_from([1, 5, 16, 32, 48]),
+    window=st.sampled_from([None, 1, 7, 64, 100]),
+    spread=st.sampled_from([1.0, 100.0]),
+    seed=st.integers(0, 99),
+)
+@few_examples
+def test_attention_is_close_to_float64(
+    kernels: CpuKernels,
+    dtype: torch.dtype,
+    lengths: list[tuple[int, int]],
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    block_size: int,
+    window: int | None,
+    spread: float,
+    seed: int,
+) -> None:
+    context_lens = [max(length) for length in lengths]
+    query_lens = [min(length) for length in lengths]
+    contexts = [
+        (random(n, kv_heads, head_dim, dtype=dtype, seed=seed + i), random(n, kv_heads, head_dim, dtype=dtype, seed=i))
+        for i, n in enumerate(context_lens)
+    ]
+    cache, tables = make_cache(contexts, block_size, seed)
+    batch = make_batch(tables, context_lens, query_lens)
+    query = random(sum(query_lens), kv_heads * group, head_dim, dtype=dtype, seed=seed + 50) * spread
+    scale = head_dim**-0.5
+    got = kernels.attention(query, cache, batch, scale, window)
+    reference = REFERENCE.attention(query, cache, batch, scale, window)
+    truth = torch.cat(
+        [
+            float64_attention(part, keys, values, scale, window)
+            for part, (keys, values) in zip(torch.split(query, query_lens), contexts, strict=True)
+        ]
+    )
+    if dtype == torch.float32 and spread > 1:  # scores of hundreds: float32 itself is that far off
+        torch.testing.assert_close(got.double(), truth, rtol=0, atol=2e-3)
+    else:
+        assert_close(got, truth, reference)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("head_dim", "group", "block_size"), [(64, 3, 16), (40, 2, 7)])
+def test_attention_has_the_same_bits_whole_in_chunks_and_one_by_one(
+    kernels: CpuKernels, dtype: torch.dtype, head_dim: int, group: int, block_size: int, window: int | None
+) -> None:
+    """Every position of a 600-token sequence, in three settings: the whole prompt at once; chunks among other
+    sequences, other blocks; and single steps, sixty at a time in one batch as if they were so many requests."""
+    length, kv_heads, scale = 600, 2, head_dim**-0.5
+    keys, values = (
+        random(length, kv_heads, head_dim, dtype=dtype),
+        random(length, kv_heads, head_dim, dtype=dtype, seed=1),
+    )
+    query = random(length, kv_heads * group, head_dim, dtype=dtype, seed=2)
+    cache, table = make_cache([(keys, values)], block_size, seed=0)
+    whole = kernels.attention(query, cache, make_batch(table, [length], [length]), scale, window)
+    assert not whole.isnan().any()
+
+    other = (random(90, kv_heads, head_dim, dtype=dtype, seed=3), random(90, kv_heads, head_dim, dtype=dtype, seed=4))
+    done = 0
+    for chunk in itertools.cycle((1, 7, 64, 130, 16)):
+        end = min(done + chunk, length)
+        # What the sequence has not reached yet is nobody's: NaN.
+        cache, tables = make_cache([other, (keys[:end], values[:end]), other], block_size, seed=end)
+        neighbours = random(20, kv_heads * group, head_dim, dtype=dtype, seed=5)
+        rows = torch.cat((neighbours[:9], query[done:end], neighbours[9:]))
+        batch = make_batch(tables, [90, end, 90], [9, end - done, 11])
+        got = kernels.attention(rows, cache, batch, scale, window)[9 : 9 + end - done]
+        assert torch.equal(got, whole[done:end])
+        done = end
+        if done == length:
+            break
+
+    cache, table = make_cache([(keys, values)], block_size, seed=9)
+    for first in range(0, length, 60):
+        context_lens = [position + 1 for position in range(first, first + 60)]
+        batch = make_batch(table.expand(60, -1), context_lens, [1] * 60)
+        assert torch.equal(
+            kernels.attention(query[first : first + 60], cache, batch, scale, window), whole[first : first + 60]
+        )
+
+
+def test_attention_of_one_long_sequence_equals_the_same_among_many(
+    kernels: CpuKernels, dtype: torch.dtype, threads: None
+) -> None:
+    """Alone, its splits are shared among threads; among many, one thread walks them all."""
+    length, kv_heads, head_dim = 1700, 1, 32
+    keys, values = (
+        random(length, kv_heads, head_dim, dtype=dtype),
+        random(length, kv_heads, head_dim, dtype=dtype, seed=1),
+    )
+    cache, table = make_cache([(keys, values)], 16, seed=0)
+    query = random(1, 2, head_dim, dtype=dtype, seed=2)
+    for window in (None, 1100):
+        results = []
+        for num_threads, copies in ((2, 1), (2, 30), (1, 1)):
+            torch.set_num_threads(num_threads)
+            batch = make_batch(table.expand(copies, -1), [length] * copies, [1] * copies)
+            got = kernels.attention(query.expand(copies, -1, -1), cache, batch, head_dim**-0.5, window)
+            results += list(got)
+        assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_attention_is_stable_at_huge_scores(kernels: CpuKernels) -> None:
+    keys, values = random(70, 1, 16, dtype=torch.float32) * 1e4, random(70, 1, 16, dtype=torch.float32, seed=1)
+    cache, table = make_cache([(keys, values)], 16, seed=0)
+    query = random(70, 1, 16, dtype=torch.float32, seed=2)
+    got = kernels.attention(query, cache, make_batch(table, [70], [70]), 1.0, None)
+    truth = float64_attention(query, keys, values, 1.0, None)
+    torch.testing.assert_close(got.double(), truth, rtol=0, atol=0.05)
+
+
+def test_attention_with_a_window_needs_no_blocks_before_it(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    keys, values = random(200, 1, 32, dtype=dtype), random(200, 1, 32, dtype=dtype, seed=1)
+    cache, table = make_cache([(keys, values)], 16, seed=0)
+    query = random(3, 2, 32, dtype=dtype, seed=2)
+    batch = make_batch(table, [200], [3])
+    expected = kernels.attention(query, cache, batch, 0.2, 40)
+    table[0, :9] = table[0, -1] + 10_000_000  # a look there would be far outside the cache
+    assert torch.equal(kernels.attention(query, cache, batch, 0.2, 40), expected)
+
+
+def test_attention_refuses_head_sizes_it_was_not_made_for(kernels: CpuKernels) -> None:
+    for head_dim in (12, 264):
+        cache, table = make_cache([(torch.ones(2, 1, head_dim), torch.ones(2, 1, head_dim))], 16, seed=0)
+        with pytest.raises(UnsupportedModelError, match=str(head_dim)):
+            kernels.attention(torch.ones(1, 1, head_dim), cache, make_batch(table, [2], [1]), 1.0, None)

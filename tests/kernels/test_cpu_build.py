@@ -1,0 +1,91 @@
+"""Building the C++ kernels, falling back without them, and choosing kernels."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.errors import DeviceError
+from quire.kernels.cpu import build
+from quire.kernels.cpu.kernels import CpuKernels
+from quire.kernels.select import select_kernels
+
+needs_compiler = pytest.mark.skipif(
+    not any(shutil.which(name) for name in ("g++", "clang++", "c++")), reason="no C++ compiler here"
+)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of loaded libraries")
+def test_kernels_run_on_torchs_own_threads(kernels: CpuKernels) -> None:
+    kernels.silu_mul(torch.ones(600, 600))
+    loaded = set(re.findall(r"\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so\S*", Path("/proc/self/maps").read_text()))
+    assert len(loaded) == 1
+
+
+def test_without_a_compiler_the_reference_takes_over_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    build.load_library.cache_clear()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with caplog.at_level(logging.WARNING):
+        chosen = select_kernels(torch.device("cpu"), torch.float32)
+    assert chosen.name == "reference"
+    assert len(caplog.records) == 1
+    assert "install g++" in caplog.text
+    with pytest.raises(DeviceError, match="compiler"):
+        select_kernels(torch.device("cpu"), torch.float32, "cpu")
+
+
+def test_a_failing_compiler_is_reported_with_its_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "broken"
+    compiler.write_text("#!/bin/sh\necho 'out of luck' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    build.load_library.cache_clear()
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("QUIRE_HOME", str(tmp_path / "home"))
+    with pytest.raises(DeviceError, match="out of luck"):
+        build.load_library()
+    assert list((tmp_path / "home" / "kernels").iterdir()) == []
+
+
+@needs_compiler
+def test_builds_at_the_same_time_do_not_meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two processes build into one empty folder; both can use the result and only one file is left."""
+    code = "import torch; from quire.kernels.select import select_kernels as s; "
+    code += "print(s(torch.device('cpu'), torch.float32, 'cpu').silu_mul(torch.zeros(1, 4)).tolist())"
+    monkeypatch.setenv("QUIRE_HOME", str(tmp_path))
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", code]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) for _ in range(2)]
+    assert [process.communicate()[0].strip() for process in running] == ["[[0.0, 0.0]]"] * 2
+    assert len(list((tmp_path / "kernels").iterdir())) == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("device", "dtype", "name", "expected"),
+    [
+        ("cpu", torch.float32, "auto", "cpu"),
+        ("cpu", torch.bfloat16, "cpu", "cpu"),
+        ("cpu", torch.bfloat16, "reference", "reference"),
+        ("cpu", torch.float16, "auto", "reference"),
+        ("cuda", torch.bfloat16, "auto", "reference"),
+    ],
+)
+def test_select_kernels(device: str, dtype: torch.dtype, name: str, expected: str) -> None:
+    assert select_kernels(torch.device(device), dtype, name).name == expected
+
+
+def test_select_kernels_refuses_what_it_does_not_have() -> None:
+    with pytest.raises(DeviceError, match="triton"):
+        select_kernels(torch.device("cpu"), torch.float32, "triton")
+    with pytest.raises(DeviceError, match="float16"):
+        select_kernels(torch.device("cpu"), torch.float16, "cpu")

@@ -1,0 +1,128 @@
+"""config.json: both ways of writing rope, defaults that depend on the family, and errors that name the field."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.errors import ModelFormatError, QuireError, UnsupportedModelError
+from quire.models.families import read_config
+from quire.models.spec import RopeSpec
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 2,
+}
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps({key: value for key, value in (LLAMA | changes).items() if value != "absent"}))
+    return path
+
+
+def test_the_older_way_of_writing_rope_means_the_same(tmp_path: Path) -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
+    old = read_config(write(tmp_path, rope_theta=5e5, rope_scaling={"rope_type": "llama3", **scaling}))
+    new = read_config(write(tmp_path, rope_parameters={"rope_theta": 5e5, "rope_type": "llama3", **scaling}))
+    assert old == new
+    assert old.rope == RopeSpec(5e5, "llama3", 8.0, 256, low_freq_factor=1.0, high_freq_factor=4.0)
+
+
+def test_yarn_extends_the_longest_sequence(tmp_path: Path) -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    assert read_config(write(tmp_path, rope_scaling=scaling)).max_position == 4096
+
+
+def test_an_absent_window_is_the_familys_and_null_is_none(tmp_path: Path) -> None:
+    mistral = {"architectures": ["MistralForCausalLM"]}
+    windows = [
+        read_config(write(tmp_path, **mistral, sliding_window=value)).layers[0].sliding_window
+        for value in ("absent", None, 77)
+    ]
+    assert windows == [4096, None, 77]
+
+
+def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
+    assert read_config(write(tmp_path)).eos_token_ids == (2, 7)
+
+
+def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"BertModel.*LlamaForCausalLM.*Qwen3MoeForCausalLM"):
+        read_config(write(tmp_path, architectures=["BertModel"]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": "absent"}, "hidden_size is missing"),
+        ({"hidden_size": -4}, "hidden_size should be a whole number"),
+        ({"hidden_size": 10**12}, "hidden_size should be a whole number"),
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers"),
+        ({"vocab_size": "many"}, "vocab_size"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"num_key_value_heads": 3}, "4 attention heads can't share 3"),
+        ({"head_dim": 7}, "head_dim is 7"),
+        ({"rope_scaling": [1]}, "rope_scaling should be an object"),
+        ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+        ({"eos_token_id": -1}, "eos_token_id"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_file(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    path = write(tmp_path, **changes)
+    with pytest.raises(ModelFormatError, match=message) as caught:
+        read_config(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2}}, "rope type 'longrope'"),
+        ({"partial_rotary_factor": 0.5}, "part of the head dimension"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_config(write(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '"x"', "[" * 100_000, "\x00"])
+def test_a_broken_file_is_an_error_with_its_name(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ModelFormatError, match=r"config\.json"):
+        read_config(path)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=200)
+@given(st.dictionaries(st.sampled_from([*LLAMA, "rope_scaling", "rope_theta", "head_dim"]), JSON, max_size=3))
+def test_any_values_give_a_spec_or_our_error(tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any]) -> None:
+    folder = tmp_path_factory.mktemp("config")
+    with contextlib.suppress(QuireError):
+        read_config(write(folder, **changes))

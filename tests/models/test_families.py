@@ -1,0 +1,184 @@
+"""Every family against transformers: float32 logits within 1e-4 and the same 64 greedy tokens, on small
+random models whose options are drawn over all that the spec can say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.kernels.reference import ReferenceKernels
+from quire.models.load import load_decoder, open_model
+from tests.decoding import all_logits, greedy
+
+NUM_LAYERS = st.integers(1, 3)
+
+
+@st.composite
+def rope(draw: st.DrawFn) -> dict[str, Any]:
+    theta = draw(st.sampled_from([10_000.0, 500_000.0]))
+    kind = draw(st.sampled_from(["default", "linear", "llama3", "yarn"]))
+    parameters: dict[str, Any] = {"rope_theta": theta, "rope_type": kind}
+    if kind != "default":
+        parameters["factor"] = draw(st.sampled_from([2.0, 4.0, 8.0]))
+    if kind in ("llama3", "yarn"):
+        parameters["original_max_position_embeddings"] = draw(st.sampled_from([32, 64]))
+    if kind == "llama3":
+        parameters |= {"low_freq_factor": 1.0, "high_freq_factor": draw(st.sampled_from([2.0, 4.0]))}
+    if kind == "yarn":
+        extras: dict[str, Any] = draw(
+            st.sampled_from(
+                [
+                    {},
+                    {"beta_fast": 16.0, "beta_slow": 2.0},
+                    {"mscale": 1.0, "mscale_all_dim": 0.5},
+                    {"attention_factor": 1.2, "truncate": False},
+                ]
+            )
+        )
+        parameters |= extras
+    return parameters
+
+
+@st.composite
+def common(draw: st.DrawFn) -> dict[str, Any]:
+    kv_heads = draw(st.sampled_from([1, 2, 3]))
+    heads = kv_heads * draw(st.sampled_from([1, 2, 3]))
+    return {
+        "vocab_size": draw(st.sampled_from([61, 128])),
+        "hidden_size": heads * 2 * draw(st.sampled_from([4, 9])),
+        "intermediate_size": draw(st.sampled_from([24, 40])),
+        "num_hidden_layers": draw(NUM_LAYERS),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": draw(st.sampled_from([8, 12, 16])),
+        "max_position_embeddings": 512,
+        "rms_norm_eps": draw(st.sampled_from([1e-5, 1e-6])),
+        "tie_word_embeddings": draw(st.booleans()),
+        "rope_parameters": draw(rope()),
+        "initializer_range": 0.2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+
+
+WINDOW = st.sampled_from([None, 5, 16, 33])
+
+
+@st.composite
+def window_layers(draw: st.DrawFn, base: dict[str, Any]) -> dict[str, Any]:
+    window = draw(WINDOW)
+    return {
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "max_window_layers": draw(st.integers(0, base["num_hidden_layers"])),
+    }
+
+
+@st.composite
+def experts(draw: st.DrawFn, base: dict[str, Any]) -> dict[str, Any]:
+    num_experts = draw(st.sampled_from([3, 8]))
+    return {
+        "num_experts": num_experts,
+        "num_experts_per_tok": draw(st.integers(1, num_experts)),
+        "moe_intermediate_size": draw(st.sampled_from([8, 20])),
+        "norm_topk_prob": draw(st.booleans()),
+        "decoder_sparse_step": draw(st.integers(1, 2)),
+        "mlp_only_layers": draw(st.lists(st.integers(0, base["num_hidden_layers"] - 1), max_size=1)),
+    }
+
+
+@st.composite
+def config(draw: st.DrawFn, family: str) -> Any:
+    base = draw(common())
+    if family == "llama":
+        extra = {"attention_bias": draw(st.booleans()), "mlp_bias": draw(st.booleans())}
+        return transformers.LlamaConfig(**base, **extra)
+    if family == "smollm3":
+        window = draw(WINDOW)
+        layers = [draw(st.integers(0, 1)) for _ in range(base["num_hidden_layers"])]
+        return transformers.SmolLM3Config(
+            **base,
+            no_rope_layers=layers,
+            use_sliding_window=window is not None,
+            sliding_window=window,
+            attention_bias=draw(st.booleans()),
+        )
+    if family == "mistral":
+        return transformers.MistralConfig(**base, sliding_window=draw(WINDOW))
+    if family == "mixtral":
+        return transformers.MixtralConfig(
+            **base, sliding_window=draw(WINDOW), num_local_experts=4, num_experts_per_tok=draw(st.integers(1, 4))
+        )
+    windows = draw(window_layers(base))
+    if family == "qwen2":
+        return transformers.Qwen2Config(**base, **windows)
+    if family == "qwen2_moe":
+        return transformers.Qwen2MoeConfig(
+            **base, **windows, **draw(experts(base)), shared_expert_intermediate_size=12, qkv_bias=draw(st.booleans())
+        )
+    bias = {"attention_bias": draw(st.booleans())}
+    if family == "qwen3":
+        return transformers.Qwen3Config(**base, **windows, **bias)
+    return transformers.Qwen3MoeConfig(**base, **windows, **draw(experts(base)), **bias)
+
+
+def random_model(config: Any, seed: int) -> Any:
+    """A transformers model with every parameter random: biases and norms too, which start out as 0 and 1."""
+    torch.manual_seed(seed)
+    config._attn_implementation = config._experts_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(std=0.3)
+    return model
+
+
+def reference_logits(model: Any, tokens: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([tokens])).logits[0].float()
+
+
+def check_greedy(model: Any, prompt: list[int], answer: list[int]) -> None:
+    """The answer is what transformers would choose: at each position, given all before it, its own argmax."""
+    logits = reference_logits(model, prompt + answer)
+    assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
+
+
+def check_family(family: str, data: st.DataObject) -> None:
+    settings_ = data.draw(config(family))
+    seed = data.draw(st.integers(0, 1000))
+    model = random_model(settings_, seed)
+    generator = torch.Generator().manual_seed(seed)
+    length = data.draw(st.sampled_from([1, 15, 16, 17, 70]))
+    prompt = torch.randint(settings_.vocab_size, (length,), generator=generator).tolist()
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        files = open_model(Path(folder))
+        decoder = load_decoder(files, ReferenceKernels(), torch.float32, torch.device("cpu"))
+    assert files.spec.num_parameters == sum(p.numel() for p in decoder.parameters())
+    expected = reference_logits(model, prompt)
+    torch.testing.assert_close(all_logits(decoder, prompt), expected, atol=1e-4, rtol=0)
+    check_greedy(model, prompt, greedy(decoder, prompt, 64))
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "smollm3", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"]
+)
+def test_family_matches_transformers(family: str) -> None:
+    @settings(max_examples=20)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        check_family(family, data)
+
+    check()

@@ -1,0 +1,53 @@
+"""Reading a checkpoint needs little memory beside the parameters it fills."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.models.gguf_bytes import TYPE_IDS, Gguf, Tensor
+
+MEASURE = """
+import sys, torch
+from pathlib import Path
+from quire.models.checkpoint import open_checkpoint
+
+def resident(kind):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(kind)).split()[1]) * 1024
+
+checkpoint = open_checkpoint(Path(sys.argv[1]))
+targets = {name: torch.zeros(info.shape, dtype=torch.bfloat16) for name, info in checkpoint.tensors.items()}
+before = resident("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")
+for name, target in targets.items():
+    checkpoint.read_into(name, target)
+print(resident("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="measures through /proc")
+@pytest.mark.parametrize("format", ["safetensors", "gguf"])
+def test_loading_takes_little_memory_beside_the_parameters(tmp_path: Path, format: str) -> None:
+    tensors = {f"w{i}": torch.zeros(8192, 1024, dtype=torch.bfloat16) for i in range(4)}
+    one = tensors["w0"].nbytes
+    if format == "safetensors":
+        save_file(tensors, tmp_path / "model.safetensors")
+        # The page cache of the tensor being read is mapped and counts, that of those before it must not.
+        path, limit = tmp_path, one + 8 * 2**20
+    else:
+        path, limit = tmp_path / "m.gguf", 16 * 2**20
+        path.write_bytes(
+            Gguf(tensors=[Tensor(name, (8192, 1024), TYPE_IDS["Q4_1"]) for name in tensors]).build()
+        )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", MEASURE, str(path)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) < limit

@@ -1,0 +1,47 @@
+"""The teaching format: a model written as one .npy per weight, with logits that the exporting script computed
+by a plain forward pass of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from quire.kernels.reference import ReferenceKernels
+from quire.models.load import load_decoder, open_model
+from tests.decoding import all_logits
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "export_npy.py"
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("npy")
+    subprocess.run([sys.executable, SCRIPT, "--out", folder], check=True, capture_output=True)
+    return folder
+
+
+def test_the_decoder_matches_the_scripts_own_logits(exported: Path) -> None:
+    files = open_model(exported)
+    decoder = load_decoder(files, ReferenceKernels(), torch.float32, torch.device("cpu"))
+    tokens = np.load(exported / "test_tokens.npy").tolist()
+    expected = torch.from_numpy(np.load(exported / "test_logits.npy"))
+    torch.testing.assert_close(all_logits(decoder, tokens), expected, atol=1e-4, rtol=0)
+
+
+def test_the_exported_model_has_the_promised_sizes(exported: Path) -> None:
+    spec = open_model(exported).spec
+    sizes = (spec.num_layers, spec.num_heads, spec.hidden_size, spec.intermediate_size, spec.vocab_size)
+    assert sizes == (2, 4, 256, 1024, 16384)
+
+
+def test_the_same_seed_exports_the_same_bytes(exported: Path, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, SCRIPT, "--out", tmp_path], check=True, capture_output=True)
+    names = sorted(path.name for path in exported.iterdir())
+    assert names == sorted(path.name for path in tmp_path.iterdir())
+    for name in names:
+        assert (tmp_path / name).read_bytes() == (exported / name).read_bytes()
