@@ -1,0 +1,26 @@
+"""The engine: requests, blocks, the scheduler and its loop. Pure Python: no tensors, no clock, no chance."""
+
+from quire.engine.config import SchedulerConfig
+from quire.engine.core import EngineCore, Pending, Runner
+from quire.engine.request import Request, RequestStatus, make_requests
+from quire.engine.scheduler import Scheduler
+from quire.engine.step_log import StepLog, StepLogEntry, read_step_log
+from quire.step import RequestMetrics, RequestUpdate, Step, StepResult
+
+__all__ = [
+    "EngineCore",
+    "Pending",
+    "Request",
+    "RequestMetrics",
+    "RequestStatus",
+    "RequestUpdate",
+    "Runner",
+    "Scheduler",
+    "SchedulerConfig",
+    "Step",
+    "StepLog",
+    "StepLogEntry",
+    "StepResult",
+    "make_requests",
+    "read_step_log",
+]

@@ -1,0 +1,64 @@
+"""The scheduler's limits: a frozen value, checked when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from quire.errors import InvalidRequestError
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """How much there is to share out, and in which order."""
+
+    num_blocks: int
+    """Blocks of the device cache, block 0 (the padding target, never handed out) included."""
+    max_num_seqs: int
+    """Rows: how many requests run at once."""
+    max_batched_tokens: int
+    """How many tokens one step may compute."""
+    max_model_len: int
+    """The longest sequence, prompt and answer together."""
+    block_size: int = 16
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    """fcfs: by arrival. priority: lower number first, then arrival."""
+    num_host_blocks: int = 0
+    """Blocks of the host tier below the prefix cache; 0 turns it off, and preemption recomputes."""
+    prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        for field, low in (
+            ("num_blocks", 2),
+            ("max_num_seqs", 1),
+            ("max_batched_tokens", 1),
+            ("max_model_len", 2),
+            ("block_size", 1),
+            ("num_host_blocks", 0),
+        ):
+            value = getattr(self, field)
+            if value < low:
+                raise InvalidRequestError(field, f"must be at least {low}, not {value}")
+        if self.policy not in ("fcfs", "priority"):
+            raise InvalidRequestError("policy", f"must be 'fcfs' or 'priority', not {self.policy!r}")
+        # With every other row decoding one token, at least one token is left for a prompt: so neither
+        # decodes nor prompts can starve.
+        if self.max_batched_tokens < self.max_num_seqs:
+            raise InvalidRequestError(
+                "max_batched_tokens",
+                f"is {self.max_batched_tokens}, less than max_num_seqs ({self.max_num_seqs}): a step must be "
+                "able to compute one token for every running request; raise the one or lower the other",
+            )
+        if self.num_host_blocks and not self.prefix_caching:
+            raise InvalidRequestError(
+                "num_host_blocks",
+                "the host tier lies below the prefix cache: turn prefix_caching on or set this to 0",
+            )
+
+    @property
+    def num_usable_blocks(self) -> int:
+        return self.num_blocks - 1
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks hold that many tokens."""
+        return -(-num_tokens // self.block_size)

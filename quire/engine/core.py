@@ -1,0 +1,151 @@
+"""The loop: schedule, submit, wait for the oldest step, commit."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from quire.engine.invariants import check_invariants
+from quire.engine.request import Request
+from quire.engine.scheduler import Scheduler
+from quire.engine.step_log import StepLog, StepLogEntry
+from quire.errors import EngineError, InvalidRequestError, QuireError
+from quire.step import RequestUpdate, Step, StepResult
+
+logger = logging.getLogger(__name__)
+
+
+class Pending(Protocol):
+    """A submitted step."""
+
+    def result(self) -> StepResult:
+        """Waits for the step and returns what it gave; raises EngineError if it could not be computed.
+
+        Called once, or again if a signal interrupted the wait.
+        """
+
+
+class Runner(Protocol):
+    """Whatever computes steps."""
+
+    def submit(self, step: Step) -> Pending:
+        """Starts a step. Steps are computed in the order of submission, each after all before it."""
+
+
+class _NeverStarted:
+    """Stands for a step whose submission failed."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def result(self) -> StepResult:
+        raise EngineError(_describe(self._error)) from self._error
+
+
+class EngineCore:
+    """Keeps up to `depth` steps in flight. Reads no clock: callers pass the time, or a `clock` that tells it
+    when results arrive (without one, they count as arrived at the `now` of the call that waited for them)."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        depth: int = 1,
+        step_log: StepLog | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        if depth < 1:
+            raise InvalidRequestError("depth", f"must be at least 1, not {depth}")
+        self.scheduler = scheduler
+        self.runner = runner
+        self.depth = depth
+        self.step_log = step_log
+        self._clock = clock
+        self._in_flight: deque[tuple[Step, Pending]] = deque()
+        self._updates: list[RequestUpdate] = []
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add_request(self, request: Request, now: float) -> None:
+        """Takes a request in; raises InvalidRequestError or CapacityError if it can never run."""
+        self.scheduler.add(request, now)
+
+    def abort(self, request_ids: Iterable[str], now: float) -> None:
+        """Ends requests by name or group name; their last update comes with the next step."""
+        self.scheduler.abort(request_ids, now)
+
+    def step(self, now: float) -> list[RequestUpdate]:
+        """One turn of the loop: submits a step if the pipe has room, then waits for the oldest one if the
+        pipe is full or there was nothing to submit. Returns what became of the requests."""
+        if not self.has_work:
+            return []
+        submitted = len(self._in_flight) < self.depth and self._submit(now)
+        if self._in_flight and (not submitted or len(self._in_flight) >= self.depth):
+            self._commit_oldest(now)
+        updates = self._updates + self.scheduler.take_updates()
+        self._updates = []
+        if not self.scheduler.has_work:
+            check_invariants(self.scheduler)
+        return updates
+
+    def _submit(self, now: float) -> bool:
+        step = self.scheduler.schedule(now)
+        if step.is_empty:
+            return False
+        try:
+            pending = self.runner.submit(step)
+        except BaseException as error:
+            # Earlier steps are sound: they are committed first, then this one fails in its turn.
+            self._in_flight.append((step, _NeverStarted(error)))
+            if not isinstance(error, Exception):
+                raise
+            while self._in_flight:
+                self._commit_oldest(now)
+            return True
+        self._in_flight.append((step, pending))
+        return True
+
+    def _commit_oldest(self, now: float) -> None:
+        step, pending = self._in_flight[0]
+        try:
+            result = pending.result()
+        except Exception as error:
+            self._fail(step, error, now)
+            return
+        self._in_flight.popleft()
+        now = self._clock() if self._clock is not None else now
+        self._updates += self.scheduler.commit(step, result, now)
+        if self.step_log is not None:
+            self.step_log.append(StepLogEntry(step, result, None, now))
+
+    def _fail(self, step: Step, error: Exception, now: float) -> None:
+        """Ends the requests of a failed step and of those behind it; everyone else goes on."""
+        self._in_flight.popleft()
+        while self._in_flight:
+            self._drain(self._in_flight.popleft()[1])
+        now = self._clock() if self._clock is not None else now
+        message = _describe(error)
+        # A fault somebody foresaw explains itself; anything else is a bug, and its trace is needed.
+        cause = error.__cause__ or error
+        logger.error(
+            "step %d failed: %s", step.step_id, message, exc_info=None if isinstance(cause, QuireError) else cause
+        )
+        for failed in self.scheduler.fail(step, message, now):
+            if self.step_log is not None:
+                self.step_log.append(StepLogEntry(failed, None, message, now))
+
+    @staticmethod
+    def _drain(pending: Pending) -> None:
+        """Waits for a step whose result no longer matters, so that nothing of it runs on."""
+        try:
+            pending.result()
+        except Exception:
+            return
+
+
+def _describe(error: BaseException) -> str:
+    return str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"

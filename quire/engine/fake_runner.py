@@ -1,0 +1,233 @@
+"""A model made of hashes, and a runner that keeps its keys and values in blocks as a real one does.
+
+A token's state is the hash of its position, its value and the states of all tokens before it, read from
+wherever the row's block table says they lie. So a wrong block, a missed copy or a block reused too early
+changes the answer, and `solo_run`, which knows no blocks, tells.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from quire.engine.config import SchedulerConfig
+from quire.errors import EngineError
+from quire.sampling_params import SamplingParams
+from quire.step import Admission, Step, StepResult
+
+StepFault = Literal["submit", "result"]
+
+
+def token_state(position: int, token_id: int, context: Sequence[int], salt: int) -> int:
+    """The fake model's keys and values of one token. They depend on the salt, as they would on an adapter, so
+    sharing across salts shows."""
+    return hash((position, token_id, salt, tuple(context)))
+
+
+def salt_number(params: SamplingParams) -> int:
+    """The cache salt as a number that is the same in every process."""
+    return -1 if params.cache_salt is None else zlib.crc32(params.cache_salt.encode())
+
+
+def choose_token(
+    state: int,
+    seed: int,
+    position: int,
+    vocab_size: int,
+    params: SamplingParams,
+    eos: Sequence[int],
+    num_output: int,
+) -> int:
+    """The token that follows, as a sampler would: a function of state, seed and position, with end and stop
+    tokens masked below `min_tokens`."""
+    allowed: Sequence[int] = range(vocab_size)
+    if num_output < params.min_tokens:
+        stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos)}
+        allowed = [token for token in allowed if token not in stops] or allowed
+    return allowed[hash((state, seed, position)) % len(allowed)]
+
+
+def solo_run(
+    prompt: Sequence[int],
+    params: SamplingParams,
+    seed: int,
+    eos: Sequence[int],
+    vocab_size: int,
+    max_model_len: int,
+) -> tuple[list[int], str]:
+    """A request all by itself, without any engine: its answer and why it ended."""
+    limit = max_model_len
+    if params.max_tokens is not None:
+        limit = min(limit, len(prompt) + params.max_tokens)
+    stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos)}
+    salt = salt_number(params)
+    states: list[int] = []
+    tokens = list(prompt)
+    while True:
+        for position in range(len(states), len(tokens)):
+            states.append(token_state(position, tokens[position], states, salt))
+        num_output = len(tokens) - len(prompt)
+        token = choose_token(states[-1], seed, len(tokens), vocab_size, params, eos, num_output)
+        tokens.append(token)
+        if token in stops and num_output >= params.min_tokens:
+            return tokens[len(prompt) :], "stop"
+        if len(tokens) >= limit:
+            return tokens[len(prompt) :], "length"
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row as the device has it."""
+
+    admission: Admission
+    token_ids: list[int]
+    block_ids: list[int]
+    num_computed: int
+
+
+@dataclass(slots=True)
+class FakePending:
+    """A step that has been computed; whoever asks gets its result."""
+
+    outcome: StepResult | EngineError
+
+    def result(self) -> StepResult:
+        if isinstance(self.outcome, EngineError):
+            raise self.outcome
+        return self.outcome
+
+
+@dataclass
+class FakeRunner:
+    """Computes steps in order of submission, and fails where it is told to."""
+
+    config: SchedulerConfig
+    vocab_size: int
+    step_faults: dict[int, StepFault] = field(default_factory=dict)
+    """Steps that fail: when submitted, before anything was done, or later, with anything half done."""
+    copy_faults: frozenset[int] = frozenset()
+    """Of the steps that bring blocks back from the host, these (counted from 1) fail half done."""
+    request_faults: dict[int, int] = field(default_factory=dict)
+    """In these steps the scheduled request of that index (modulo their number) fails alone."""
+    violations: list[str] = field(default_factory=list)
+    """What no step should have asked for. Kept here, since an exception would be an ordinary step failure."""
+    num_computed_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        size = self.config.block_size
+        # What a slot holds before anything is written to it: different everywhere.
+        self._device = [
+            [-(1 + block * size + i) for i in range(size)] for block in range(self.config.num_blocks)
+        ]
+        self._host: list[list[int]] = [[-(10**6)] * size for _ in range(self.config.num_host_blocks)]
+        self._rows: dict[int, _Row] = {}
+        self._has_failed = False
+        self._num_restoring_steps = 0
+
+    def submit(self, step: Step) -> FakePending:
+        fault = self.step_faults.get(step.step_id)
+        if any(copy.kind == "host_to_device" for copy in step.copies):
+            self._num_restoring_steps += 1
+            if self._num_restoring_steps in self.copy_faults:
+                fault = fault or "result"
+        if fault is not None:
+            self._has_failed = True
+        if fault == "submit":
+            raise EngineError(f"injected: step {step.step_id} could not be submitted")
+        self._change_rows(step)
+        copies = step.copies if fault is None else step.copies[: len(step.copies) // 2]
+        for copy in copies:
+            source = self._host if copy.kind == "host_to_device" else self._device
+            target = self._host if copy.kind == "device_to_host" else self._device
+            target[copy.target] = source[copy.source].copy()
+        self._check(step)
+        failing = -1
+        if step.step_id in self.request_faults and step.scheduled:
+            failing = self.request_faults[step.step_id] % len(step.scheduled)
+        tokens: dict[str, tuple[int, ...]] = {}
+        errors: dict[str, str] = {}
+        for index, entry in enumerate(step.scheduled):
+            row = self._rows[entry.row]
+            row.block_ids.extend(entry.new_block_ids)
+            broken = index == failing or fault is not None
+            token = self._compute(row, entry.start, entry.num_tokens, broken)
+            if entry.samples:
+                # Also where it failed: a step may be in flight already that goes on from there.
+                row.token_ids.append(token)
+                tokens[entry.request_id] = (token,)
+            if index == failing:
+                tokens.pop(entry.request_id, None)
+                errors[entry.request_id] = f"injected: {entry.request_id} failed in step {step.step_id}"
+        if fault is not None:
+            return FakePending(EngineError(f"injected: step {step.step_id} failed"))
+        return FakePending(StepResult(step.step_id, tokens, errors))
+
+    def _change_rows(self, step: Step) -> None:
+        given_up = [(notice.request_id, notice.row) for notice in step.preempted]
+        given_up += [(notice.request_id, notice.row) for notice in step.finished if notice.row is not None]
+        for request_id, number in given_up:
+            row = self._rows.get(number)
+            if row is not None and row.admission.request_id == request_id:
+                del self._rows[number]
+            elif not self._has_failed:
+                self.violations.append(f"step {step.step_id}: {request_id} gives up a row it hasn't got")
+        for admission in step.admitted:
+            if admission.row in self._rows and not self._has_failed:
+                self.violations.append(f"step {step.step_id}: row {admission.row} is given twice")
+            num_ready = admission.num_cached_tokens + admission.num_host_tokens
+            tokens, blocks = list(admission.token_ids), list(admission.block_ids)
+            self._rows[admission.row] = _Row(admission, tokens, blocks, num_ready)
+
+    def _check(self, step: Step) -> None:
+        """What every step must keep to, whatever it is for."""
+        problems = []
+        if step.num_tokens > self.config.max_batched_tokens:
+            problems.append(f"computes {step.num_tokens} tokens")
+        if len({entry.row for entry in step.scheduled}) != len(step.scheduled):
+            problems.append("schedules a row twice")
+        written: set[int] = set()
+        for entry in step.scheduled:
+            row = self._rows[entry.row]
+            if row.admission.request_id != entry.request_id:
+                problems.append(f"row {entry.row} belongs to {row.admission.request_id}")
+            if entry.start != row.num_computed or entry.num_tokens < 1:
+                problems.append(f"{entry} does not continue at {row.num_computed}")
+            end = entry.start + entry.num_tokens
+            if end > len(row.token_ids) or entry.samples != (end == len(row.token_ids)):
+                problems.append(f"{entry} on {len(row.token_ids)} tokens")
+            size = self.config.block_size
+            touched = {*row.block_ids, *entry.new_block_ids}
+            blocks = (row.block_ids + list(entry.new_block_ids))[entry.start // size : -(-end // size)]
+            if 0 in touched or written & set(blocks):
+                problems.append(f"{entry} writes to blocks {blocks}, which are not its own")
+            written.update(blocks)
+        self.violations.extend(f"step {step.step_id}: {problem}" for problem in problems)
+
+    def _compute(self, row: _Row, start: int, num_tokens: int, broken: bool) -> int:
+        size = self.config.block_size
+        context: list[int] = []
+        for block_id in row.block_ids:
+            context += self._device[block_id]
+        del context[start:]
+        salt = salt_number(row.admission.params)
+        state = 0
+        for position in range(start, start + num_tokens):
+            state = 0 if broken else token_state(position, row.token_ids[position], context, salt)
+            self._device[row.block_ids[position // size]][position % size] = state
+            context.append(state)
+        row.num_computed = start + num_tokens
+        self.num_computed_tokens += num_tokens
+        admission = row.admission
+        position = start + num_tokens
+        num_output = position - admission.num_prompt_tokens
+        return choose_token(
+            state,
+            admission.seed,
+            position,
+            self.vocab_size,
+            admission.params,
+            admission.eos_token_ids,
+            num_output,
+        )

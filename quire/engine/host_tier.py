@@ -1,0 +1,77 @@
+"""The tier of the prefix cache in host memory: takes what the device evicts, drops the least used."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+
+from quire.engine.prefix_cache import BlockKey, same_prefix
+
+
+class HostTier:
+    """Which host slot holds a prefix. Only bookkeeping: the copies themselves are part of the steps."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._slots: OrderedDict[bytes, tuple[BlockKey, int]] = OrderedDict()
+        self._pinned: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def items(self) -> Iterator[tuple[bytes, BlockKey, int]]:
+        for digest, (key, slot) in self._slots.items():
+            yield digest, key, slot
+
+    @property
+    def free_slots(self) -> tuple[int, ...]:
+        return tuple(self._free)
+
+    @property
+    def pinned(self) -> frozenset[int]:
+        return frozenset(self._pinned)
+
+    def find(self, key: BlockKey) -> tuple[BlockKey, int] | None:
+        """The key as stored and its slot, if exactly this prefix is here."""
+        found = self._slots.get(key.digest)
+        if found is None or not same_prefix(found[0], key):
+            return None
+        return found
+
+    def touch(self, key: BlockKey) -> None:
+        """Marks a stored prefix as the most recently used."""
+        self._slots.move_to_end(key.digest)
+
+    def store(self, key: BlockKey) -> int | None:
+        """A slot for this prefix, to be copied into; None if it is here already or no slot can be had."""
+        if key.digest in self._slots:
+            # Also when another prefix collides with it: the one that is here stays.
+            self._slots.move_to_end(key.digest)
+            return None
+        slot = self._free.pop() if self._free else self._evict()
+        if slot is not None:
+            self._slots[key.digest] = (key, slot)
+        return slot
+
+    def pin(self, slots: Iterable[int]) -> None:
+        """These slots are about to be read: `store` leaves them alone until `unpin`."""
+        self._pinned.update(slots)
+
+    def unpin(self) -> None:
+        self._pinned.clear()
+
+    def drop(self, slot: int) -> None:
+        """Forgets what a slot holds (the copy into it failed)."""
+        for digest, (_, stored) in self._slots.items():
+            if stored == slot:
+                del self._slots[digest]
+                self._free.append(slot)
+                return
+
+    def _evict(self) -> int | None:
+        for digest, (_, slot) in self._slots.items():
+            if slot not in self._pinned:
+                del self._slots[digest]
+                return slot
+        return None

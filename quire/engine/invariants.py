@@ -1,0 +1,143 @@
+"""What must hold between any two calls of the scheduler, as one function."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import pairwise
+
+from quire.engine.block_manager import BlockManager
+from quire.engine.prefix_cache import same_prefix
+from quire.engine.request import Request, RequestStatus
+from quire.engine.scheduler import Scheduler
+
+
+class InvariantError(AssertionError):
+    """The engine's bookkeeping contradicts itself: a bug in Quire, never the user's fault."""
+
+
+def check_invariants(scheduler: Scheduler) -> None:
+    """Raises InvariantError, saying what is wrong, unless all of this holds:
+
+    - every block but 0 is either referenced or in the free list: free (cached ones among them) + referenced
+      = all; reference counts equal the block tables; the free list is linked both ways;
+    - the prefix cache maps each name to the one block that carries it, and a request's cached blocks carry
+      the request's own tokens; host slots are free or named once;
+    - each row is free or owned by one running request; queues, statuses and groups agree;
+    - committed <= computed <= tokens, placeholders equal the samples in flight, blocks hold what is computed.
+    """
+    check_blocks(scheduler.blocks, scheduler.ledger.running)
+    _check_queues(scheduler)
+    _check_groups(scheduler)
+    _check_counts(scheduler)
+
+
+def check_blocks(blocks: BlockManager, holders: Iterable[Request]) -> None:
+    """The part about blocks; `holders` are all who have any."""
+    pool = blocks.pool
+    free = list(pool.free_blocks())
+    free_ids = {block.block_id for block in free}
+    if not len(free_ids) == len(free) == pool.num_free:
+        raise InvariantError(
+            f"{len(free_ids)} blocks at {len(free)} places of the free list, not {pool.num_free}"
+        )
+    for before, after in pairwise(free):
+        if after.previous is not before:
+            raise InvariantError(f"{after} does not link back to {before}")
+    references: Counter[int] = Counter()
+    for request in holders:
+        references.update([block.block_id for block in request.block_table])
+        _check_table(blocks, request)
+    if 0 in free_ids or references[0]:
+        raise InvariantError("block 0 is handed out")
+    for block in pool.blocks:
+        is_free = block.block_id in free_ids
+        if block.ref_count != references[block.block_id]:
+            raise InvariantError(f"{block} is in {references[block.block_id]} block tables")
+        if block.block_id != 0 and is_free != (block.ref_count == 0):
+            raise InvariantError(f"{block} is {'both' if is_free else 'neither'} free and owned")
+        if (block.next is not None) != is_free or (block.previous is not None) != is_free:
+            raise InvariantError(f"{block} has stray links")
+    _check_names(blocks)
+
+
+def _check_table(blocks: BlockManager, request: Request) -> None:
+    for block, key in zip(request.block_table, request.block_keys, strict=False):
+        if block.key is not None and not same_prefix(block.key, key):
+            raise InvariantError(f"request {request.request_id} holds {block}, which is another prefix")
+    if len(request.block_table) * blocks.block_size < request.num_computed_tokens:
+        raise InvariantError(
+            f"request {request.request_id} computed {request.num_computed_tokens} tokens into "
+            f"{len(request.block_table)} blocks"
+        )
+
+
+def _check_names(blocks: BlockManager) -> None:
+    num_named = sum(block.key is not None for block in blocks.pool.blocks)
+    if num_named != len(blocks.cache):
+        raise InvariantError(f"{num_named} blocks have names, the cache knows {len(blocks.cache)}")
+    for digest, block in blocks.cache.items():
+        if block.key is None or block.key.digest != digest:
+            raise InvariantError(f"{block} is cached under another name")
+    host = blocks.host
+    slots = list(host.free_slots)
+    for digest, key, slot in host.items():
+        slots.append(slot)
+        if key.digest != digest:
+            raise InvariantError(f"host slot {slot} is stored under another name")
+    if sorted(slots) != list(range(host.num_slots)):
+        raise InvariantError("host slots are lost or used twice")
+    if host.pinned:
+        raise InvariantError(f"host slots {sorted(host.pinned)} stayed pinned")
+
+
+def _check_queues(scheduler: Scheduler) -> None:
+    ledger = scheduler.ledger
+    for queue in (ledger.waiting, ledger.running):
+        if any(before.order >= after.order for before, after in pairwise(queue)):
+            raise InvariantError("a queue is out of order")
+    names = [request.request_id for queue in (ledger.waiting, ledger.running) for request in queue]
+    if sorted(names) != sorted(ledger.requests):
+        raise InvariantError(f"{sorted(names)} are queued, {sorted(ledger.requests)} known")
+    rows = ledger.free_rows.copy()
+    for request in ledger.running:
+        if request.row is None or request.status is not RequestStatus.RUNNING:
+            raise InvariantError(f"{request.request_id} runs on row {request.row} as {request.status}")
+        rows.append(request.row)
+    if sorted(rows) != list(range(scheduler.config.max_num_seqs)):
+        raise InvariantError(f"rows are lost or owned twice: {sorted(rows)}")
+    for request in ledger.waiting:
+        if request.row is not None or request.block_table or request.num_computed_tokens:
+            raise InvariantError(f"{request.request_id} waits, but has row {request.row} or blocks")
+        if request.status not in (RequestStatus.WAITING, RequestStatus.SWAPPED):
+            raise InvariantError(f"{request.request_id} waits as {request.status}")
+
+
+def _check_groups(scheduler: Scheduler) -> None:
+    ledger = scheduler.ledger
+    grouped = sorted(request.request_id for members in ledger.groups.values() for request in members)
+    expected = sorted(name for name, request in ledger.requests.items() if request.group_id is not None)
+    if grouped != expected:
+        raise InvariantError(f"{grouped} are in groups, {expected} should be")
+
+
+def _check_counts(scheduler: Scheduler) -> None:
+    in_flight: Counter[Request] = Counter()
+    for step, requests in scheduler.in_flight:
+        in_flight.update([r for r, entry in zip(requests, step.scheduled, strict=True) if entry.samples])
+    for name, request in scheduler.ledger.requests.items():
+        committed, computed, tokens = (
+            request.num_committed_tokens,
+            request.num_computed_tokens,
+            request.num_tokens,
+        )
+        if request.num_placeholders != in_flight[request]:
+            raise InvariantError(
+                f"{name} has {request.num_placeholders} placeholders, {in_flight[request]} samples in flight"
+            )
+        if not 0 <= committed <= computed <= tokens:
+            raise InvariantError(f"{name} committed {committed}, computed {computed} of {tokens} tokens")
+        if not tokens <= request.max_total_tokens <= scheduler.config.max_model_len:
+            raise InvariantError(f"{name} has {tokens} of at most {request.max_total_tokens} tokens")
+        if len(request.block_keys) > len(request.token_ids) // scheduler.config.block_size:
+            raise InvariantError(f"{name} has names for blocks it has not filled")

@@ -1,0 +1,203 @@
+"""Which requests there are, where they wait or run, and what there is to tell about them.
+
+The ledger keeps queues, rows and blocks of a request in step with each other through its whole life: added,
+admitted, preempted, finished. What happens when is the scheduler's business.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from quire.engine.block_manager import BlockManager
+from quire.engine.config import SchedulerConfig
+from quire.engine.request import Request, RequestStatus
+from quire.engine.request_queue import RequestQueue
+from quire.errors import CapacityError, InvalidRequestError
+from quire.step import Finished, FinishReason, Preemption, PreemptionKind, RequestUpdate
+
+
+class Ledger:
+    """All live requests: by name, by group, by queue, by row."""
+
+    def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
+        self.config = config
+        self.blocks = blocks
+        self.waiting = RequestQueue()
+        self.running = RequestQueue()
+        self.requests: dict[str, Request] = {}
+        self.groups: dict[str, list[Request]] = {}
+        self.free_rows = list(range(config.max_num_seqs))
+        self.updates: list[RequestUpdate] = []
+        """What the callers have not been told yet."""
+        self.preempted: list[Preemption] = []
+        self.finished: list[Finished] = []
+        """What the runner has not been told yet."""
+        self._deadlines: dict[Request, float] = {}
+        self._next_deadline = float("inf")
+        self._num_added = 0
+
+    def add(self, request: Request, now: float) -> None:
+        """Takes a request in, or says why it never could be computed."""
+        self._check(request)
+        request.max_total_tokens = self._limit(request)
+        request.arrival = now
+        request.sequence = self._num_added
+        self._num_added += 1
+        request.order = self._order_of(request)
+        self.requests[request.request_id] = request
+        if request.group_id is not None:
+            self.groups.setdefault(request.group_id, []).append(request)
+        if request.params.deadline is not None:
+            self._deadlines[request] = now + request.params.deadline
+            self._next_deadline = min(self._next_deadline, now + request.params.deadline)
+        self.waiting.add(request)
+
+    def get(self, request_id: str) -> Request:
+        """The live request of that name."""
+        request = self.requests.get(request_id)
+        if request is None:
+            raise InvalidRequestError("request_id", f"{request_id} is unknown or has finished")
+        return request
+
+    def members(self, group_id: str | None) -> list[Request]:
+        """The live answers of a group, oldest first; none for a request by itself."""
+        return self.groups.get(group_id, []) if group_id is not None else []
+
+    def set_priority(self, request: Request, priority: int) -> None:
+        """Moves a request to another place in its queue."""
+        queue = self.waiting if request.row is None else self.running
+        queue.remove(request)
+        request.priority = priority
+        request.order = self._order_of(request)
+        queue.add(request)
+
+    def expire(self, now: float) -> None:
+        """Ends the requests whose deadline has passed."""
+        if now < self._next_deadline:
+            return
+        for request in [r for r, deadline in self._deadlines.items() if deadline <= now]:
+            self.finish(request, "deadline", now)
+        self._next_deadline = min(self._deadlines.values(), default=float("inf"))
+
+    def start(self, request: Request, now: float) -> int:
+        """Moves a waiting request (whose blocks are in place) to a free row, and returns that."""
+        self.waiting.remove(request)
+        row = request.row = heapq.heappop(self.free_rows)
+        request.status = RequestStatus.RUNNING
+        if request.first_scheduled is None:
+            request.first_scheduled = now
+        self.running.add(request)
+        return row
+
+    def preempt(self, request: Request, why: str) -> None:
+        """Takes row and blocks from a running request. It keeps its tokens, its arrival and its place; a
+        token still in flight is valid and will be appended when it comes."""
+        assert request.row is not None
+        swapped = self.blocks.demote(request)
+        num_computed = request.num_computed_tokens
+        kind: PreemptionKind = "swap" if swapped else "recompute"
+        self.preempted.append(Preemption(request.request_id, request.row, kind, why, num_computed))
+        self._give_up_row(request)
+        request.status = RequestStatus.SWAPPED if swapped else RequestStatus.WAITING
+        request.preemptions += 1
+        request.computed_before = max(request.computed_before, num_computed)
+        request.num_computed_tokens = request.num_committed_tokens = 0
+        self.waiting.add(request)
+
+    def finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        now: float,
+        new_token_ids: tuple[int, ...] = (),
+        error: str | None = None,
+    ) -> None:
+        """Ends a request, gives up all it holds, and notes what is to be told about it."""
+        row = request.row
+        if row is None:
+            self.waiting.remove(request)
+        else:
+            self._give_up_row(request)
+        self._forget(request)
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        request.error = error
+        request.finished = now
+        request.block_keys = []
+        request.forked_from = None
+        metrics = request.metrics()
+        self.finished.append(
+            Finished(
+                request_id=request.request_id,
+                row=row,
+                reason=reason,
+                arrival=request.arrival,
+                time=now,
+                num_prompt_tokens=metrics.num_prompt_tokens,
+                num_output_tokens=metrics.num_output_tokens,
+            )
+        )
+        self.updates.append(
+            RequestUpdate(request.request_id, new_token_ids, reason, request.stop_token_id, error, metrics)
+        )
+
+    def _forget(self, request: Request) -> None:
+        del self.requests[request.request_id]
+        self._deadlines.pop(request, None)
+        if request.group_id is not None:
+            group = self.groups[request.group_id]
+            group.remove(request)
+            if not group:
+                del self.groups[request.group_id]
+
+    def _give_up_row(self, request: Request) -> None:
+        assert request.row is not None
+        self.blocks.release(request)
+        heapq.heappush(self.free_rows, request.row)
+        self.running.remove(request)
+        request.row = None
+
+    def _order_of(self, request: Request) -> tuple[int, float, int]:
+        priority = request.priority if self.config.policy == "priority" else 0
+        return (priority, request.arrival, request.sequence)
+
+    def _limit(self, request: Request) -> int:
+        """How long the sequence may become, which must fit the cache when nobody else is there: so the most
+        important request can always go on to its end."""
+        config = self.config
+        num_prompt = request.num_prompt_tokens
+        limit = config.max_model_len
+        if request.params.max_tokens is not None:
+            limit = min(limit, num_prompt + request.params.max_tokens)
+        # The last token is sampled but never computed, so it needs no room.
+        if config.blocks_for(limit - 1) > config.num_usable_blocks:
+            raise CapacityError(
+                f"request {request.request_id}: prompt ({num_prompt} tokens) and answer (up to "
+                f"{limit - num_prompt}) need room for {limit - 1} tokens, the cache holds "
+                f"{config.num_usable_blocks * config.block_size} ({config.num_usable_blocks} blocks of "
+                f"{config.block_size}): lower max_tokens, shorten the prompt or give the cache more memory"
+            )
+        return limit
+
+    def _check(self, request: Request) -> None:
+        request_id = request.request_id
+        prompt = request.prompt_token_ids
+        if request.sequence >= 0:
+            raise InvalidRequestError("request", f"{request_id} was added before: make a new one")
+        if request_id in self.requests:
+            raise InvalidRequestError("request_id", f"{request_id} is in use: wait for its end or rename")
+        if not prompt:
+            raise InvalidRequestError("prompt", f"of {request_id} is empty: it needs at least one token")
+        if min(prompt) < 0 or max(prompt) >= 2**31:
+            raise InvalidRequestError("prompt", f"of {request_id} holds token ids outside 0 to 2**31-1")
+        if len(prompt) + 1 > self.config.max_model_len:
+            raise InvalidRequestError(
+                "prompt",
+                f"of request {request_id} has {len(prompt)} tokens, and with one new token must fit "
+                f"max_model_len ({self.config.max_model_len}): shorten it",
+            )
+        for member in self.members(request.group_id)[:1]:
+            if (member.prompt_token_ids, member.extra_keys) != (prompt, request.extra_keys):
+                raise InvalidRequestError(
+                    "group_id", f"{request.group_id} has another prompt or cache salt than {request_id}"
+                )

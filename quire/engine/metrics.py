@@ -1,0 +1,137 @@
+"""Counters and per-request timings, derived from the step log's entries and nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from quire.engine.step_log import StepLogEntry
+from quire.step import Admission, Finished, Preemption, RequestMetrics, ScheduledRequest
+
+
+@dataclass(slots=True)
+class _Live:
+    """What the log has said so far about a request that was admitted."""
+
+    first_scheduled: float
+    first_token: float | None = None
+    cached_tokens: int = 0
+    host_tokens: int = 0
+    forked_tokens: int = 0
+    recomputed_tokens: int = 0
+    preemptions: int = 0
+    computed_before: int = 0
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Totals since the first entry."""
+
+    steps: int = 0
+    failed_steps: int = 0
+    computed_tokens: int = 0
+    sampled_tokens: int = 0
+    """Tokens runners returned, those of requests that had ended meanwhile included."""
+    output_tokens: int = 0
+    """Tokens of finished requests."""
+    admissions: int = 0
+    cached_tokens: int = 0
+    host_tokens: int = 0
+    forked_tokens: int = 0
+    recomputed_tokens: int = 0
+    preemptions: Counter[str] = field(default_factory=Counter)
+    """By kind."""
+    finished: Counter[str] = field(default_factory=Counter)
+    """By reason."""
+    copies: Counter[str] = field(default_factory=Counter)
+    """Blocks, by kind."""
+
+
+class EngineMetrics:
+    """Feed it entries in order, by hand or as a listener of the step log."""
+
+    def __init__(self, keep: int = 4096) -> None:
+        self.counters = EngineCounters()
+        self.finished: deque[RequestMetrics] = deque(maxlen=keep)
+        """The last `keep` requests that ended, oldest first."""
+        self._live: dict[str, _Live] = {}
+
+    def observe(self, entry: StepLogEntry) -> None:
+        step, counters = entry.step, self.counters
+        counters.steps += 1
+        counters.failed_steps += entry.error is not None
+        # A request may have been preempted and then ended; its name may have been admitted again since.
+        for preemption in step.preempted:
+            self._observe_preemption(preemption)
+        for finished in step.finished:
+            self._observe_finished(finished)
+        for admission in step.admitted:
+            self._observe_admission(admission, step.now)
+        for copy in step.copies:
+            counters.copies[copy.kind] += 1
+        for scheduled in step.scheduled:
+            self._observe_scheduled(scheduled)
+        if entry.result is not None:
+            for request_id, tokens in entry.result.tokens.items():
+                counters.sampled_tokens += len(tokens)
+                live = self._live.get(request_id)
+                if live is not None and live.first_token is None and tokens:
+                    live.first_token = entry.committed
+
+    def _observe_finished(self, finished: Finished) -> None:
+        self.counters.finished[finished.reason] += 1
+        self.counters.output_tokens += finished.num_output_tokens
+        live = self._live.pop(finished.request_id, None)
+        self.finished.append(
+            RequestMetrics(
+                request_id=finished.request_id,
+                arrival=finished.arrival,
+                first_scheduled=None if live is None else live.first_scheduled,
+                # A first token that came after the request's end was dropped.
+                first_token=None if live is None or not finished.num_output_tokens else live.first_token,
+                finished=finished.time,
+                num_prompt_tokens=finished.num_prompt_tokens,
+                num_output_tokens=finished.num_output_tokens,
+                cached_tokens=0 if live is None else live.cached_tokens,
+                host_tokens=0 if live is None else live.host_tokens,
+                forked_tokens=0 if live is None else live.forked_tokens,
+                recomputed_tokens=0 if live is None else live.recomputed_tokens,
+                preemptions=0 if live is None else live.preemptions,
+            )
+        )
+
+    def _observe_preemption(self, preemption: Preemption) -> None:
+        self.counters.preemptions[preemption.kind] += 1
+        live = self._live.get(preemption.request_id)
+        if live is not None:
+            live.preemptions += 1
+            live.computed_before = max(live.computed_before, preemption.num_computed_tokens)
+
+    def _observe_admission(self, admission: Admission, now: float) -> None:
+        live = self._live.setdefault(admission.request_id, _Live(first_scheduled=now))
+        forked = admission.num_cached_tokens if admission.forked_from is not None else 0
+        cached = admission.num_cached_tokens - forked
+        live.cached_tokens += cached
+        live.host_tokens += admission.num_host_tokens
+        live.forked_tokens += forked
+        self.counters.admissions += 1
+        self.counters.cached_tokens += cached
+        self.counters.host_tokens += admission.num_host_tokens
+        self.counters.forked_tokens += forked
+
+    def _observe_scheduled(self, scheduled: ScheduledRequest) -> None:
+        self.counters.computed_tokens += scheduled.num_tokens
+        live = self._live.get(scheduled.request_id)
+        if live is not None and scheduled.start < live.computed_before:
+            end = min(scheduled.start + scheduled.num_tokens, live.computed_before)
+            live.recomputed_tokens += end - scheduled.start
+            self.counters.recomputed_tokens += end - scheduled.start
+
+
+def derive_metrics(entries: Iterable[StepLogEntry]) -> EngineMetrics:
+    """The metrics of a whole log, such as `read_step_log` returns."""
+    metrics = EngineMetrics()
+    for entry in entries:
+        metrics.observe(entry)
+    return metrics

@@ -1,0 +1,154 @@
+"""A request as the scheduler sees it: its tokens, how many are computed, and what it holds."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from quire.engine.block_pool import Block
+from quire.engine.prefix_cache import BlockKey
+from quire.sampling_params import SamplingParams
+from quire.step import FinishReason, RequestMetrics
+
+
+class RequestStatus(enum.Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    SWAPPED = "swapped"
+    """Preempted, with blocks of its own on the host tier."""
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence to be continued. Made by the caller, changed by the scheduler alone after `add`.
+
+    Two requests are the same only if they are the same object: a name may be used again as soon as its
+    first owner has finished, while late results of that one are still on their way.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    """Already drawn: answer i of n uses the request's seed + i."""
+    eos_token_ids: tuple[int, ...] = ()
+    group_id: str | None = None
+    """Shared by the n answers to one prompt."""
+    index: int = 0
+    """Which of the n answers this is."""
+
+    status: RequestStatus = RequestStatus.WAITING
+    priority: int = 0
+    sequence: int = -1
+    """Order of arrival among equals; -1 before `add`."""
+    order: tuple[int, float, int] = (0, 0.0, -1)
+    """(priority under that policy, arrival, sequence): lower goes first and is preempted last."""
+    token_ids: list[int] = field(default_factory=list)
+    """Prompt and answer, as far as the values are known."""
+    num_placeholders: int = 0
+    """Tokens sampled by steps in flight, whose values are not known yet."""
+    num_computed_tokens: int = 0
+    """Tokens computed once all submitted steps are done."""
+    num_committed_tokens: int = 0
+    """Tokens computed by steps whose results have come back."""
+    max_total_tokens: int = 0
+    """Prompt and answer can't grow beyond this."""
+    stop_ids: frozenset[int] = frozenset()
+    row: int | None = None
+    block_table: list[Block] = field(default_factory=list)
+    block_keys: list[BlockKey] = field(default_factory=list)
+    """Identities of its full blocks, hashed as far as anyone asked; they outlive preemption."""
+    num_published_blocks: int = 0
+    """Blocks of the table already offered to the prefix cache."""
+    admitted_step: int = -1
+    """The step that gave it its present row: results of earlier ones say nothing about its present blocks."""
+    forked_from: Request | None = None
+    """Whose prompt blocks it shares, until a result of its own has come back."""
+
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    error: str | None = None
+    arrival: float = 0.0
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    cached_tokens: int = 0
+    host_tokens: int = 0
+    forked_tokens: int = 0
+    recomputed_tokens: int = 0
+    preemptions: int = 0
+    computed_before: int = 0
+    """The most tokens it had computed when it was preempted: whatever it computes below is done again."""
+
+    def __post_init__(self) -> None:
+        self.prompt_token_ids = tuple(self.prompt_token_ids)
+        self.token_ids = list(self.prompt_token_ids)
+        self.priority = self.params.priority
+        stops = self.params.stop_token_ids
+        self.stop_ids = frozenset(stops if self.params.ignore_eos else (*self.eos_token_ids, *stops))
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """All its tokens, those in flight included."""
+        return len(self.token_ids) + self.num_placeholders
+
+    @property
+    def extra_keys(self) -> tuple[str, ...]:
+        """What besides the tokens its cached prefixes depend on."""
+        return () if self.params.cache_salt is None else (self.params.cache_salt,)
+
+    def metrics(self) -> RequestMetrics:
+        """Its counts and times; only a finished request has them all."""
+        assert self.finished is not None
+        return RequestMetrics(
+            request_id=self.request_id,
+            arrival=self.arrival,
+            first_scheduled=self.first_scheduled,
+            first_token=self.first_token,
+            finished=self.finished,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_output_tokens=self.num_output_tokens,
+            cached_tokens=self.cached_tokens,
+            host_tokens=self.host_tokens,
+            forked_tokens=self.forked_tokens,
+            recomputed_tokens=self.recomputed_tokens,
+            preemptions=self.preemptions,
+        )
+
+
+def make_requests(
+    request_id: str,
+    prompt_token_ids: Sequence[int],
+    params: SamplingParams,
+    seed: int,
+    eos_token_ids: Iterable[int] = (),
+) -> list[Request]:
+    """The `params.n` requests behind one call: answer i is what a request of its own with seed + i would be.
+
+    A single answer keeps the name; several are named `request_id/0`, `request_id/1` and so on, in one group.
+    """
+    prompt = tuple(prompt_token_ids)
+    eos = tuple(eos_token_ids)
+    if params.n == 1:
+        return [Request(request_id, prompt, params, seed, eos)]
+    single = replace(params, n=1)
+    return [
+        Request(f"{request_id}/{i}", prompt, single, (seed + i) % 2**64, eos, group_id=request_id, index=i)
+        for i in range(params.n)
+    ]

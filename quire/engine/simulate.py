@@ -1,0 +1,252 @@
+"""The engine under a virtual clock, a fake model and a random workload: thousands of seeds a minute.
+
+    python -m quire.engine.simulate --seeds 100000
+    python -m quire.engine.simulate --seed 4711      # replays one, step by step
+
+Every finished request must equal its solo run, every cut one a beginning of it; nothing may leak, the
+invariants hold after every step, and nobody waits forever. What a seed does is fixed by the seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from dataclasses import dataclass, field
+from functools import partial
+
+from quire.engine.block_manager import BlockManager
+from quire.engine.core import EngineCore
+from quire.engine.fake_runner import FakeRunner, solo_run
+from quire.engine.invariants import check_invariants
+from quire.engine.metrics import EngineMetrics
+from quire.engine.request import Request, make_requests
+from quire.engine.scenario import Arrival, FaultyPool, Scenario, make_scenario
+from quire.engine.scheduler import Scheduler
+from quire.engine.step_log import StepLog, StepLogEntry
+from quire.errors import CapacityError, InvalidRequestError
+from quire.step import RequestMetrics, RequestUpdate
+
+
+class SimulationError(AssertionError):
+    """A seed found a bug."""
+
+
+@dataclass(slots=True)
+class Simulation:
+    """One scenario being played."""
+
+    scenario: Scenario
+    verbose: bool = False
+    rng: random.Random = field(init=False)
+    scheduler: Scheduler = field(init=False)
+    runner: FakeRunner = field(init=False)
+    core: EngineCore = field(init=False)
+    metrics: EngineMetrics = field(init=False)
+    now: float = 0.0
+    live: dict[str, tuple[Request, list[int]]] = field(default_factory=dict)
+    """Requests that have not ended, with the tokens their updates brought."""
+    ended: list[RequestMetrics] = field(default_factory=list)
+    work: int = 0
+    """Tokens all requests together could need."""
+
+    def __post_init__(self) -> None:
+        scenario, config = self.scenario, self.scenario.config
+        self.rng = random.Random(scenario.seed + 1)
+        pool = FaultyPool(config.num_blocks, scenario.refused_takes, scenario.broken_takes)
+        self.scheduler = Scheduler(config, BlockManager(config, pool=pool))
+        self.runner = FakeRunner(
+            config,
+            scenario.vocab_size,
+            step_faults=scenario.step_faults,
+            copy_faults=scenario.copy_faults,
+            request_faults=scenario.request_faults,
+        )
+        self.metrics = EngineMetrics()
+        log = StepLog(capacity=16, listeners=(self.metrics.observe, self._show))
+        self.core = EngineCore(self.scheduler, self.runner, scenario.max_depth, log)
+
+    def run(self) -> int:
+        """Plays the scenario to its end; returns the number of steps."""
+        arrivals = list(self.scenario.arrivals)
+        turn = 0
+        while arrivals or self.core.has_work:
+            while arrivals and arrivals[0].turn <= turn:
+                self._arrive(arrivals.pop(0))
+            if turn < 150:
+                # Not for ever: someone preempted again and again gets nowhere, and rightly so.
+                self._disturb()
+            # A pipe of changing depth is a runner that is late at random.
+            self.core.depth = self.rng.randint(1, self.scenario.max_depth)
+            self.now += self.rng.choice([0.0, 0.5, 1.0])
+            for update in self.core.step(self.now):
+                self._receive(update)
+            check_invariants(self.scheduler)
+            self._require(not self.runner.violations, "; ".join(self.runner.violations))
+            turn += 1
+            self._require(turn < 200 + 20 * self.work, f"no end after {turn} turns: {sorted(self.live)} wait")
+        self._check_end()
+        return self.metrics.counters.steps
+
+    def _arrive(self, arrival: Arrival) -> None:
+        config = self.scenario.config
+        name = arrival.name
+        while any(key == name or key.startswith(f"{name}/") for key in self.live):
+            name += "'"
+        eos = self.scenario.eos_token_ids
+        for request in make_requests(name, arrival.prompt, arrival.params, arrival.seed, eos):
+            num_prompt = len(arrival.prompt)
+            total = min(
+                config.max_model_len, num_prompt + (arrival.params.max_tokens or config.max_model_len)
+            )
+            fits = 0 < num_prompt < config.max_model_len
+            fits = fits and total - 1 <= config.num_usable_blocks * config.block_size
+            try:
+                self.core.add_request(request, self.now)
+            except (InvalidRequestError, CapacityError) as error:
+                self._require(not fits, f"{name} was refused, though it fits: {error}")
+            else:
+                self._require(fits, f"{name} was taken in, though it can't fit")
+                self.live[request.request_id] = (request, [])
+                self.work += total
+
+    def _disturb(self) -> None:
+        """Aborts, preemptions and changes of priority, at any moment."""
+        scenario, rng = self.scenario, self.rng
+        for chance, act in (
+            (scenario.abort_chance, self._abort_one),
+            (scenario.preempt_chance, self.scheduler.preempt),
+            (scenario.reprioritize_chance, self._reprioritize),
+        ):
+            names = sorted(self.scheduler.ledger.requests)
+            if names and rng.random() < chance:
+                act(rng.choice(names))
+                check_invariants(self.scheduler)
+
+    def _abort_one(self, name: str) -> None:
+        self.core.abort([self.rng.choice([name, name.split("/")[0]])], self.now)
+
+    def _reprioritize(self, name: str) -> None:
+        self.scheduler.set_priority(name, self.rng.randint(-2, 2))
+
+    def _receive(self, update: RequestUpdate) -> None:
+        self._require(update.request_id in self.live, f"{update.request_id} was updated after its end")
+        request, tokens = self.live[update.request_id]
+        tokens.extend(update.new_token_ids)
+        if update.finish_reason is None:
+            return
+        del self.live[update.request_id]
+        scenario = self.scenario
+        expected, reason = solo_run(
+            request.prompt_token_ids,
+            request.params,
+            request.seed,
+            request.eos_token_ids,
+            scenario.vocab_size,
+            scenario.config.max_model_len,
+        )
+        complete = update.finish_reason in ("stop", "length")
+        right = (
+            (tokens, update.finish_reason) == (expected, reason)
+            if complete
+            else tokens == expected[: len(tokens)]
+        )
+        self._require(
+            right,
+            f"{update.request_id} ended by {update.finish_reason} with {tokens}, alone {reason} {expected}",
+        )
+        self._require(tokens == request.output_token_ids, f"{update.request_id}: updates and tokens differ")
+        self._require(
+            update.finish_reason != "error" or scenario.has_faults,
+            f"{update.request_id} failed without an injected fault: {update.error}",
+        )
+        assert update.metrics is not None
+        self.ended.append(update.metrics)
+
+    def _check_end(self) -> None:
+        self._require(not self.live, f"{sorted(self.live)} never ended")
+        pool = self.scheduler.blocks.pool
+        self._require(pool.num_free == len(pool.blocks) - 1, f"{pool.num_free} blocks are free at the end")
+        told = sorted(self.ended, key=_by_name_and_time)
+        logged = sorted(self.metrics.finished, key=_by_name_and_time)
+        only_logged = [item for item in logged if item not in told]
+        only_told = [item for item in told if item not in logged]
+        self._require(told == logged, f"the log says {only_logged}, the updates say {only_told}")
+        computed = self.metrics.counters.computed_tokens
+        self._require(
+            computed == self.runner.num_computed_tokens or "submit" in self.scenario.step_faults.values(),
+            f"the log counts {computed} computed tokens, the runner {self.runner.num_computed_tokens}",
+        )
+
+    def _show(self, entry: StepLogEntry) -> None:
+        if self.verbose:
+            step = entry.step
+            print(f"step {step.step_id} at {step.now:g}: {step.num_free_blocks} blocks free, ", end="")
+            print(f"{step.num_running} running, {step.num_waiting} waiting")
+            for items in (step.preempted, step.finished, step.admitted, step.copies, step.scheduled):
+                for item in items:
+                    print(f"    {item}")
+            print(f"  -> {entry.result.tokens if entry.result else entry.error}")
+
+    def _require(self, condition: bool, message: str) -> None:
+        if not condition:
+            raise SimulationError(message)
+
+
+def _by_name_and_time(metrics: RequestMetrics) -> tuple[str, float, float, int, int]:
+    return (
+        metrics.request_id,
+        metrics.arrival,
+        metrics.finished,
+        metrics.num_prompt_tokens,
+        metrics.num_output_tokens,
+    )
+
+
+def replay_command(seed: int) -> str:
+    """How to see a seed again."""
+    return f"python -m quire.engine.simulate --seed {seed}"
+
+
+def run_seed(seed: int, verbose: bool = False) -> int:
+    """Plays one seed; raises SimulationError with the command that replays it if anything is wrong."""
+    simulation = Simulation(make_scenario(seed), verbose)
+    try:
+        return simulation.run()
+    except Exception as error:
+        raise SimulationError(
+            f"seed {seed}: {type(error).__name__}: {error}\nreplay: {replay_command(seed)}"
+        ) from error
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m quire.engine.simulate", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--seeds", type=int, default=1000, help="how many seeds to play")
+    parser.add_argument("--start", type=int, default=0, help="the first of them")
+    parser.add_argument("--seed", type=int, help="play this one alone and show every step")
+    options = parser.parse_args(arguments)
+    play = partial(run_seed, verbose=options.seed is not None)
+    seeds = range(options.start, options.start + options.seeds) if options.seed is None else [options.seed]
+    began = shown = time.monotonic()
+    steps = 0
+    for count, seed in enumerate(seeds, start=1):
+        try:
+            steps += play(seed)
+        except SimulationError as error:
+            print(error, file=sys.stderr)
+            return 1
+        if time.monotonic() - shown > 5 or count == len(seeds):
+            shown = time.monotonic()
+            print(
+                f"{count} of {len(seeds)} seeds, {steps} steps, {count / (shown - began):.0f} seeds/s",
+                flush=True,
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""A step as a value: what the scheduler decided, what the runner must do, and what came of it.
+
+A runner takes a step apart in this order: rows of `preempted` and `finished` are given up, rows of `admitted`
+are set up, `copies` are executed one after the other, then `scheduled` is computed. All device work of all
+steps happens in the order of submission (one stream), and the scheduler counts on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from quire.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
+CopyKind = Literal["device_to_host", "host_to_device", "device_to_device"]
+PreemptionKind = Literal["recompute", "swap"]
+
+
+class ScheduledRequest(NamedTuple):
+    """Compute tokens `start` to `start + num_tokens` of a row; if `samples`, draw one token from the last
+    one's logits and write it to the row at position `start + num_tokens`.
+
+    A named tuple rather than a dataclass: one is made for every row of every step.
+    """
+
+    request_id: str
+    row: int
+    start: int
+    num_tokens: int
+    samples: bool
+    new_block_ids: tuple[int, ...]
+    """Appended to the row's block table before computing."""
+
+
+class BlockCopy(NamedTuple):
+    """One block's keys and values move; `source` and `target` are block ids or host slots, as `kind` says."""
+
+    kind: CopyKind
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Everything a runner needs to set up a row."""
+
+    request_id: str
+    row: int
+    token_ids: tuple[int, ...]
+    """All tokens known now: the prompt, and after a preemption the answer so far."""
+    num_prompt_tokens: int
+    block_ids: tuple[int, ...]
+    """The blocks it starts with: cached, forked, or filled by this step's copies."""
+    num_cached_tokens: int
+    """Tokens whose keys and values lie in the device cache already."""
+    num_host_tokens: int
+    """Tokens this step's copies bring back from the host tier; computing begins after both."""
+    params: SamplingParams
+    seed: int
+    eos_token_ids: tuple[int, ...]
+    arrival: float
+    forked_from: int | None = None
+    """The row whose prompt blocks it shares (its cached tokens come from there), for n > 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """A running request lost its row and blocks; it keeps its tokens and its place in the queue."""
+
+    request_id: str
+    row: int
+    kind: PreemptionKind
+    why: str
+    num_computed_tokens: int
+    """How many tokens' keys and values it had."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request ended since the last step; `row` is None if it was not running."""
+
+    request_id: str
+    row: int | None
+    reason: FinishReason
+    arrival: float
+    time: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of the engine, complete: nothing else passes from scheduler to runner."""
+
+    step_id: int
+    now: float
+    scheduled: tuple[ScheduledRequest, ...] = ()
+    admitted: tuple[Admission, ...] = ()
+    preempted: tuple[Preemption, ...] = ()
+    finished: tuple[Finished, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
+    num_free_blocks: int = 0
+    """Blocks nobody references after this step was scheduled, cached ones included."""
+    num_waiting: int = 0
+    num_running: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to do and nothing to tell: such a step is neither submitted nor committed."""
+        return not (self.scheduled or self.admitted or self.preempted or self.finished or self.copies)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(entry.num_tokens for entry in self.scheduled)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a runner found: for each request that samples its tokens, or what went wrong with it alone."""
+
+    step_id: int
+    tokens: Mapping[str, tuple[int, ...]]
+    errors: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """One request's counts and times, in the units of the `now` the engine was given (seconds)."""
+
+    request_id: str
+    arrival: float
+    first_scheduled: float | None
+    first_token: float | None
+    finished: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    cached_tokens: int
+    """Found in the device cache, over all admissions."""
+    host_tokens: int
+    """Brought back from the host tier, over all admissions."""
+    forked_tokens: int
+    """Shared with another answer to the same prompt."""
+    recomputed_tokens: int
+    """Computed again after a preemption."""
+    preemptions: int
+
+    @property
+    def queue_time(self) -> float | None:
+        return None if self.first_scheduled is None else self.first_scheduled - self.arrival
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        return None if self.first_token is None else self.first_token - self.arrival
+
+    @property
+    def time_per_output_token(self) -> float | None:
+        """Mean time between tokens after the first; None for fewer than two."""
+        if self.first_token is None or self.num_output_tokens < 2:
+            return None
+        return (self.finished - self.first_token) / (self.num_output_tokens - 1)
+
+
+class RequestUpdate(NamedTuple):
+    """What a request gained: tokens, its end, or both. Each request gets exactly one with a finish reason."""
+
+    request_id: str
+    new_token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The end-of-sequence or stop token that ended it; it is the last of the new tokens too."""
+    error: str | None = None
+    metrics: RequestMetrics | None = None
+    """With the finish reason."""

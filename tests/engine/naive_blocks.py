@@ -1,0 +1,111 @@
+"""Pool, prefix cache and host tier once more, the slow and obvious way: lists searched from end to end."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+Prefix = tuple[str, tuple[int, ...]]
+"""Salt and all tokens from the start to the end of a block."""
+
+
+class NaiveBlocks:
+    """What BlockManager should do, in terms of whole prefixes instead of hashes and links."""
+
+    def __init__(self, num_blocks: int, block_size: int, num_host: int) -> None:
+        self.size = block_size
+        self.num_host = num_host
+        self.free = list(range(1, num_blocks))
+        self.refs: Counter[int] = Counter()
+        self.names: dict[int, Prefix] = {}
+        self.host: list[Prefix] = []
+        """Least recently used first."""
+
+    def prefix(self, salt: str, tokens: list[int], index: int) -> Prefix:
+        return salt, tuple(tokens[: (index + 1) * self.size])
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return (num_tokens + self.size - 1) // self.size
+
+    def holder(self, prefix: Prefix) -> int | None:
+        return next((block for block, name in self.names.items() if name == prefix), None)
+
+    def save(self, prefix: Prefix, pinned: list[Prefix]) -> None:
+        if prefix in self.host:
+            self.host.remove(prefix)
+            self.host.append(prefix)
+            return
+        if len(self.host) >= self.num_host:
+            loose = [stored for stored in self.host if stored not in pinned]
+            if not loose:
+                return
+            self.host.remove(loose[0])
+        self.host.append(prefix)
+
+    def take(self, pinned: list[Prefix]) -> int:
+        block = self.free.pop(0)
+        if block in self.names:
+            self.save(self.names[block], pinned)
+            del self.names[block]
+        self.refs[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        if block in self.free:
+            self.free.remove(block)
+        self.refs[block] += 1
+
+    def release(self, table: list[int]) -> None:
+        for block in reversed(table):
+            self.refs[block] -= 1
+            if self.refs[block] == 0:
+                self.free.insert(len(self.free) if block in self.names else 0, block)
+
+    def grow(self) -> int | None:
+        return self.take([]) if self.free else None
+
+    def place(self, salt: str, tokens: list[int], reserve: int) -> list[int] | None:
+        hits: list[int | Prefix] = []
+        for index in range((len(tokens) - 1) // self.size):
+            prefix = self.prefix(salt, tokens, index)
+            block = self.holder(prefix)
+            if block is None and prefix not in self.host:
+                break
+            hits.append(prefix if block is None else block)
+        shared = [hit for hit in hits if isinstance(hit, int)]
+        if self.blocks_for(reserve) - len(shared) > len(set(self.free) - set(shared)):
+            return None
+        pinned = [hit for hit in hits if not isinstance(hit, int)]
+        for block in shared:
+            self.share(block)
+        fresh = [self.take(pinned) for _ in range(self.blocks_for(len(tokens)) - len(shared))]
+        table = []
+        for hit in hits:
+            if isinstance(hit, int):
+                table.append(hit)
+            else:
+                table.append(fresh.pop(0))
+                self.names[table[-1]] = hit
+        for stored in reversed(pinned):
+            self.host.remove(stored)
+            self.host.append(stored)
+        return table + fresh
+
+    def fork(self, source: list[int], num_prompt: int, reserve: int) -> list[int] | None:
+        num_shared = (num_prompt - 1) // self.size
+        if self.blocks_for(reserve) - num_shared > len(self.free):
+            return None
+        for block in source[:num_shared]:
+            self.share(block)
+        return [*source[:num_shared], self.take([])]
+
+    def publish(self, salt: str, tokens: list[int], table: list[int], first: int, num_computed: int) -> None:
+        """Each block is offered once: `first` is the first that was not."""
+        for index in range(first, num_computed // self.size):
+            prefix = self.prefix(salt, tokens, index)
+            if self.holder(prefix) is None:
+                self.names[table[index]] = prefix
+
+    def demote(self, table: list[int]) -> None:
+        named = [block for block in table if block in self.names]
+        for block in reversed(named[: self.num_host]):
+            self.save(self.names[block], [])

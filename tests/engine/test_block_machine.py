@@ -1,0 +1,134 @@
+"""Block pool, prefix cache and host tier against the naive model, after every rule of a random play."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from quire.engine.block_manager import BlockManager
+from quire.engine.config import SchedulerConfig
+from quire.engine.invariants import check_blocks
+from quire.engine.prefix_cache import BlockKey
+from quire.engine.request import Request
+from quire.sampling_params import SamplingParams
+from tests.engine.naive_blocks import NaiveBlocks, Prefix
+
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+
+
+class BlockMachine(RuleBasedStateMachine):
+    """Requests come and go; each keeps its table, and the naive model keeps what it should be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.holders: list[tuple[Request, list[int]]] = []
+        self.count = 0
+
+    @initialize(size=st.integers(1, 3), num_blocks=st.integers(2, 12), num_host=st.sampled_from([0, 0, 1, 2, 5]))
+    def start(self, size: int, num_blocks: int, num_host: int) -> None:
+        config = SchedulerConfig(num_blocks, 1, 1, 1000, size, num_host_blocks=num_host)
+        self.blocks = BlockManager(config)
+        self.model = NaiveBlocks(num_blocks, size, num_host)
+
+    def pick(self, data: st.DataObject) -> tuple[Request, list[int]]:
+        return self.holders[data.draw(st.integers(0, len(self.holders) - 1), label="holder")]
+
+    @rule(tokens=TOKENS, salt=st.sampled_from(["", "a"]), more=st.integers(0, 3))
+    def admit(self, tokens: list[int], salt: str, more: int) -> None:
+        self.count += 1
+        request = Request(f"r{self.count}", tuple(tokens), SamplingParams(cache_salt=salt), seed=0)
+        expected = self.model.place(salt, tokens, len(tokens) + more)
+        placement = self.blocks.place(request, len(tokens) + more)
+        assert (placement is None) == (expected is None)
+        if placement is None or expected is None:
+            return
+        computed = placement.num_device_tokens + placement.num_host_tokens
+        assert computed == placement.num_ready_blocks * self.blocks.block_size < len(tokens)
+        request.num_computed_tokens = request.num_committed_tokens = computed
+        self.holders.append((request, expected))
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        source, table = self.pick(data)
+        tokens = list(source.prompt_token_ids)
+        if source.num_computed_tokens < len(tokens) - 1:
+            return
+        self.count += 1
+        request = Request(f"r{self.count}", tuple(tokens), source.params, seed=0)
+        expected = self.model.fork(table, len(tokens), len(tokens))
+        placement = self.blocks.fork(request, source, len(tokens))
+        assert (placement is None) == (expected is None)
+        if expected is not None:
+            request.num_computed_tokens = len(tokens) - 1
+            self.holders.append((request, expected))
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data(), token=st.integers(0, 1))
+    def append(self, data: st.DataObject, token: int) -> None:
+        request, table = self.pick(data)
+        if len(request.token_ids) == len(table) * self.blocks.block_size:
+            expected = self.model.grow()
+            block = self.blocks.grow(request)
+            assert (block is None) == (expected is None)
+            if expected is None:
+                return
+            table.append(expected)
+        request.token_ids.append(token)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data(), count=st.integers(1, 8))
+    def commit(self, data: st.DataObject, count: int) -> None:
+        request, table = self.pick(data)
+        request.num_computed_tokens = min(len(request.token_ids), request.num_computed_tokens + count)
+        request.num_committed_tokens = request.num_computed_tokens
+        salt, first = request.params.cache_salt or "", request.num_published_blocks
+        self.blocks.publish(request)
+        self.model.publish(salt, request.token_ids, table, first, request.num_computed_tokens)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data(), swap=st.booleans())
+    def release(self, data: st.DataObject, swap: bool) -> None:
+        request, table = self.pick(data)
+        if swap:
+            self.model.demote(table)
+            saved = self.blocks.demote(request)
+            assert saved == (self.model.num_host > 0 and any(block in self.model.names for block in table))
+        self.blocks.release(request)
+        self.model.release(table)
+        self.holders = [holder for holder in self.holders if holder[0] is not request]
+
+    @invariant()
+    def everything_agrees(self) -> None:
+        if not hasattr(self, "blocks"):
+            return
+        check_blocks(self.blocks, [request for request, _ in self.holders])
+        for request, table in self.holders:
+            assert [block.block_id for block in request.block_table] == table
+        pool, model = self.blocks.pool, self.model
+        assert [block.block_id for block in pool.free_blocks()] == model.free
+        assert {block.block_id: self.spell(block.key) for _, block in self.blocks.cache.items()} == model.names
+        assert [self.spell(key) for _, key, _ in self.blocks.host.items()] == model.host
+
+    @staticmethod
+    def spell(key: BlockKey | None) -> Prefix:
+        """The whole prefix a key stands for."""
+        tokens: tuple[int, ...] = ()
+        salt = ""
+        while key is not None:
+            tokens = key.token_ids + tokens
+            salt = "".join(key.extra_keys)
+            key = key.parent
+        return salt, tokens
+
+
+def test_blocks_do_what_the_naive_model_does() -> None:
+    run_state_machine_as_test(BlockMachine, settings=settings(deadline=None, max_examples=250, stateful_step_count=40))

@@ -1,0 +1,46 @@
+"""Thousands of seeds of the simulator, and proof that it would notice."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.engine.block_manager import BlockManager
+from quire.engine.scheduler import Scheduler
+from quire.engine.simulate import SimulationError, main, run_seed
+from quire.step import BlockCopy
+
+SEEDS_PER_TEST = 200
+
+
+@pytest.mark.parametrize("start", range(0, 2400, SEEDS_PER_TEST))
+def test_every_seed_gives_solo_answers_and_leaks_nothing(start: int) -> None:
+    for seed in range(start, start + SEEDS_PER_TEST):
+        run_seed(seed)
+
+
+def test_a_seed_plays_the_same_every_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seed", "11"]) == 0
+    first = capsys.readouterr().out
+    assert main(["--seed", "11"]) == 0
+    second = capsys.readouterr().out
+    assert first.splitlines()[:-1] == second.splitlines()[:-1]  # The last line tells the speed.
+    assert "ScheduledRequest" in first
+
+
+def test_a_missing_copy_is_noticed_and_the_seed_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    take_copies = BlockManager.take_copies
+
+    def lose_forks(self: BlockManager) -> tuple[BlockCopy, ...]:
+        return tuple(copy for copy in take_copies(self) if copy.kind != "device_to_device")
+
+    monkeypatch.setattr(BlockManager, "take_copies", lose_forks)
+    assert main(["--seeds", "50"]) == 1
+    assert "replay: python -m quire.engine.simulate --seed " in capsys.readouterr().err
+
+
+def test_a_scheduler_that_forgets_someone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "_schedule_waiting", lambda self, draft: None)
+    with pytest.raises(SimulationError, match="no end after"):
+        run_seed(12)

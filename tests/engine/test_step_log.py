@@ -1,0 +1,150 @@
+"""The step log: a bounded ring, a file that reads back equal, and metrics derived from either."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.engine.core import EngineCore
+from quire.engine.fake_runner import FakeRunner
+from quire.engine.metrics import EngineMetrics, derive_metrics
+from quire.engine.request import make_requests
+from quire.engine.scheduler import Scheduler
+from quire.engine.step_log import StepLog, StepLogEntry, decode_entry, encode_entry, read_step_log
+from quire.errors import InvalidRequestError
+from quire.sampling_params import SamplingParams
+from quire.step import Finished, Step, StepResult
+from tests.engine.harness import config
+
+
+def run_with(log: StepLog) -> list[int]:
+    """A run with everything in it: forks, preemption, swapping, a failed step; returns the step ids."""
+    limits = config(num_blocks=9, num_host_blocks=6)
+    core = EngineCore(Scheduler(limits), FakeRunner(limits, 50, step_faults={15: "result"}), 2, log)
+    params = SamplingParams(max_tokens=14, stop_token_ids=(1, 2), deadline=99.5, cache_salt="é")
+    for name, n in (("a", 2), ("b", 1), ("c", 1)):
+        for request in make_requests(name, range(10), replace(params, n=n), 2**64 - 1, [49]):
+            core.add_request(request, 0.25)
+    now = 0.25
+    while core.has_work:
+        now += 0.1
+        core.step(now)
+    log.close()
+    return list(range(core.scheduler._num_steps))
+
+
+def test_file_reads_back_equal_to_what_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    log = StepLog(path=path)
+    step_ids = run_with(log)
+    entries = read_step_log(path)
+    assert entries == list(log)
+    assert [entry.step.step_id for entry in entries] == step_ids
+    assert all(json.loads(line)["version"] == 1 for line in path.read_text().splitlines())
+    assert any(entry.error for entry in entries)
+    assert any(entry.step.copies for entry in entries)
+    assert any(entry.step.preempted for entry in entries)
+
+
+def test_metrics_of_a_file_equal_those_gathered_live(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    live = EngineMetrics()
+    run_with(StepLog(path=path, listeners=(live.observe,)))
+    derived = derive_metrics(read_step_log(path))
+    assert derived.counters == live.counters
+    assert list(derived.finished) == list(live.finished)
+    counters = live.counters
+    assert sum(counters.finished.values()) == len(live.finished) == 4
+    assert counters.output_tokens == sum(request.num_output_tokens for request in live.finished)
+    assert counters.preemptions.total() == sum(request.preemptions for request in live.finished) > 0
+    assert counters.recomputed_tokens == sum(request.recomputed_tokens for request in live.finished)
+    assert counters.forked_tokens == sum(request.forked_tokens for request in live.finished) > 0
+    assert counters.failed_steps > 0
+
+
+def test_ring_keeps_only_the_last_entries() -> None:
+    log = StepLog(capacity=3)
+    step_ids = run_with(log)
+    assert [entry.step.step_id for entry in log] == step_ids[-3:]
+
+
+def test_a_file_that_cannot_be_written_stops_the_file_and_not_the_engine(tmp_path: Path) -> None:
+    class FullDisk:
+        def write(self, text: str) -> int:
+            raise OSError("no space left on device")
+
+        def flush(self) -> None: ...
+
+        def close(self) -> None:
+            raise OSError("still no space")
+
+    log = StepLog(path=tmp_path / "steps.jsonl")
+    assert log._file is not None
+    log._file.close()
+    log._file = FullDisk()  # type: ignore[assignment]
+    step_ids = run_with(log)
+    assert len(log) == len(step_ids)
+    assert log.file_error == "step log stopped at step 0: no space left on device"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"version": 2}', "not a step log of version 1 .found 2."),
+        ("[]", "found None"),
+        ('{"version": 1}', "step"),
+        ("{", "Expecting"),
+    ],
+)
+def test_a_broken_file_is_refused_with_its_line(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "steps.jsonl"
+    good = encode_entry(StepLogEntry(Step(0, 0.0), StepResult(0, {}), None, 0.0))
+    path.write_text(f"{good}\n{line}\n")
+    with pytest.raises(InvalidRequestError, match=rf"line 2: .*{message}"):
+        read_step_log(path)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    name=st.text(),
+    error=st.none() | st.text(),
+    times=st.tuples(*[st.floats(allow_nan=False, allow_infinity=False)] * 3),
+    tokens=st.dictionaries(st.text(), st.tuples(st.integers(0, 2**31 - 1))),
+)
+def test_any_text_and_any_time_survive_a_line(
+    name: str, error: str | None, times: tuple[float, float, float], tokens: dict[str, tuple[int]]
+) -> None:
+    finished = Finished(name, None, "stop", times[0], times[1], 3, 4)
+    result = None if error is not None else StepResult(7, tokens, {name: "why"})
+    entry = StepLogEntry(Step(7, times[2], finished=(finished,)), result, error, times[0])
+    line = encode_entry(entry)
+    assert "\n" not in line
+    assert decode_entry(line) == entry
+
+
+def test_metrics_count_times_between_tokens() -> None:
+    metrics = EngineMetrics()
+    log = StepLog(listeners=(metrics.observe,))
+    limits = config()
+    core = EngineCore(Scheduler(limits), FakeRunner(limits, 50), 1, log)
+    (request,) = make_requests("a", range(5), SamplingParams(max_tokens=3), 0)
+    core.add_request(request, 1.0)
+    for now in (4.0, 6.0, 9.0, 10.0):
+        core.step(now)
+    (told,) = metrics.finished
+    assert (told.queue_time, told.time_to_first_token, told.time_per_output_token) == (3.0, 3.0, 2.5)
+    assert told == request.metrics()
+
+
+def test_the_documented_example_is_a_line_of_this_version() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "step_log.md").read_text(encoding="utf-8")
+    example = page.split("```json\n")[1].split("```")[0]
+    entry = decode_entry(example)
+    assert entry.step.admitted[0].token_ids == (5, 6, 7)
+    assert entry.result == StepResult(0, {"a": (42,)})
+    assert json.loads(encode_entry(entry)) == json.loads(example)
