@@ -1,0 +1,44 @@
+# make run    answers a prompt with a real model:  make run PROMPT="Why is the sky blue?"
+# make test   checks and runs all tests
+# make check  ruff and the type checker
+# make bench  the benchmarks that run on this machine
+
+PYTHON ?= python3
+PROMPT ?= Explain in two sentences why the sky is blue.
+# The torch the project is tested with; any later one works too.
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+export PROMPT
+
+.PHONY: run test check bench clean
+
+run: .venv/run-installed
+	@$(BIN)/quire run "$$PROMPT"
+
+test: check
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+
+check: .venv/test-installed
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: .venv/test-installed
+	$(BIN)/python bench/scheduler.py
+	$(BIN)/python bench/kernels_cpu.py
+	$(BIN)/python bench/throughput_cpu.py
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Quire needs Python 3.11 or later; set PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv .venv
+
+.venv/run-installed: pyproject.toml | .venv/bin/python
+	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet -e ".[gguf]"
+	@touch $@
+
+.venv/test-installed: pyproject.toml | .venv/run-installed
+	$(BIN)/pip install --quiet -e ".[test]"
+	@touch $@
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,102 @@
+"""Puts an engine together: files, weights, cache, runner, scheduler. The one place that knows all of them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from quire.config import EngineConfig, format_bytes
+from quire.engine import EngineCore, Scheduler, SchedulerConfig, StepLog
+from quire.frontend.tokenizer import Tokenizer
+from quire.kernels.select import select_kernels
+from quire.models.checkpoint import Checkpoint
+from quire.models.decoder import Decoder
+from quire.models.gguf_checkpoint import GgufCheckpoint
+from quire.models.load import ModelFiles, Progress, load_decoder, open_model
+from quire.models.sources import ModelSource
+from quire.models.spec import ModelSpec
+from quire.runner.device import describe, free_memory, pick_device, pick_dtype
+from quire.runner.kv_cache import KVCache
+from quire.runner.memory import CachePlan, check_weights_fit, plan_cache
+from quire.runner.rows import Rows
+from quire.runner.runner import Runner
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A loaded model, ready to take requests."""
+
+    core: EngineCore
+    runner: Runner
+    decoder: Decoder
+    tokenizer: Tokenizer
+    plan: CachePlan
+    eos_token_ids: tuple[int, ...]
+    description: str
+    """What was loaded, where, in which format, and what fits: for the start-up message."""
+
+
+def build_engine(source: ModelSource, config: EngineConfig, progress: Progress | None = None) -> Engine:
+    """Loads the model's weights and makes an engine around them; `progress` follows the weights."""
+    device = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, device)
+    files = open_model(source.path)
+    try:
+        tokenizer = _open_tokenizer(files.checkpoint, source.path)
+        _check_fit(files.spec, config, dtype, free_memory(device))
+        decoder = _load(files, config, dtype, device, progress)
+    finally:
+        files.checkpoint.close()
+    plan = plan_cache(files.spec, config, dtype, free_memory(device))
+    cache = KVCache(files.spec, plan.num_blocks, plan.num_host_blocks, plan.block_size, dtype, device)
+    rows = Rows(config.max_num_seqs, plan.max_model_len, plan.block_size, device)
+    runner = Runner(decoder, cache, rows, plan.block_size)
+    core = EngineCore(
+        Scheduler(_scheduler_config(config, plan)),
+        runner,
+        step_log=StepLog(path=Path(config.step_log) if config.step_log is not None else None),
+        clock=time.monotonic,
+    )
+    weights = sum(p.numel() * p.element_size() for p in decoder.parameters())
+    description = (
+        f"{source.name}: {files.spec.family}, {files.spec.num_parameters / 1e6:,.0f}M parameters "
+        f"({format_bytes(weights)}) on {describe(device, dtype)}, {decoder.kernels.name} kernels; {plan.describe()}"
+    )
+    eos_token_ids = tuple(dict.fromkeys((*files.spec.eos_token_ids, *tokenizer.eos_token_ids)))
+    return Engine(core, runner, decoder, tokenizer, plan, eos_token_ids, description)
+
+
+def _check_fit(spec: ModelSpec, config: EngineConfig, dtype: torch.dtype, free: int) -> None:
+    """Says what can't work before the weights are read; the real plan is made when they are there."""
+    check_weights_fit(spec, dtype, free)
+    _scheduler_config(config, plan_cache(spec, config, dtype, free - spec.num_parameters * dtype.itemsize))
+
+
+def _load(
+    files: ModelFiles, config: EngineConfig, dtype: torch.dtype, device: torch.device, progress: Progress | None
+) -> Decoder:
+    kernels = select_kernels(device, dtype, config.kernels)
+    max_position = config.max_model_len or files.spec.max_position
+    return load_decoder(files, kernels, dtype, device, max_position, progress)
+
+
+def _scheduler_config(config: EngineConfig, plan: CachePlan) -> SchedulerConfig:
+    return SchedulerConfig(
+        num_blocks=plan.num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_batched_tokens=config.max_batched_tokens,
+        max_model_len=plan.max_model_len,
+        block_size=plan.block_size,
+        policy=config.policy,
+        num_host_blocks=plan.num_host_blocks,
+        prefix_caching=config.prefix_caching,
+    )
+
+
+def _open_tokenizer(checkpoint: Checkpoint, path: Path) -> Tokenizer:
+    if isinstance(checkpoint, GgufCheckpoint):
+        return Tokenizer.from_gguf(checkpoint.metadata)
+    return Tokenizer.from_hf_folder(path)

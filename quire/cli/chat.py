@@ -1,0 +1,222 @@
+"""`quire chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from typing import TYPE_CHECKING, Any
+
+from quire.cli import options
+from quire.cli.progress import ProgressBars, say
+from quire.errors import InvalidRequestError, QuireError
+from quire.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.llm import LLM
+    from quire.outputs import RequestOutput
+
+_HELP = """\
+/reset            forget the conversation
+/system [TEXT]    show or set the system message (and start over)
+/params [K=V]...  show or set sampling: temperature, top_k, top_p, seed, max_tokens, min_tokens, ignore_eos
+/stats            what the last answer cost
+/help             this list
+/quit             leave (as does Ctrl-D)
+A line that ends in \\ goes on in the next; \"\"\" begins and ends a text of many lines.
+Ctrl-C stops the answer, not the program."""
+_SETTABLE = {
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "seed": int,
+    "max_tokens": int,
+    "min_tokens": int,
+    "ignore_eos": bool,
+}
+
+
+def chat(
+    model: options.Model = options.DEFAULT_MODEL,
+    max_tokens: options.MaxTokens = 512,
+    temperature: options.Temperature = 0.7,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 0.95,
+    seed: options.Seed = 0,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    system: options.System = None,
+) -> None:
+    """Talk with a model. /help lists what you can type besides messages.
+
+    \b
+    quire chat
+    quire chat --model Qwen/Qwen3-0.6B --system "Answer in one sentence."
+    """
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens)
+    from quire.llm import LLM
+
+    with ProgressBars(model) as bars:
+        llm = LLM(model, device=device, dtype=dtype, progress=bars)
+    with llm:
+        say(llm.description)
+        if not llm.has_chat_template:
+            raise QuireError(f"{model} has no chat template, so it can't chat. Continue text with: quire run --raw")
+        say("/help for commands, /quit to leave")
+        Conversation(llm, params, system).loop()
+
+
+class Conversation:
+    """The messages so far and how to go on from them."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
+        self._llm = llm
+        self._params = params
+        self._system = system
+        self._messages: list[dict[str, str]] = []
+        self._last: RequestOutput | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        self._messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+
+    def loop(self) -> None:
+        """Reads and answers until the end of input or /quit."""
+        while True:
+            try:
+                text = read_message()
+            except EOFError:
+                print()
+                return
+            except KeyboardInterrupt:
+                say("\n(/quit or Ctrl-D to leave)")
+                continue
+            if not text.strip():
+                continue
+            if text.startswith("/"):
+                if self.command(text) == "quit":
+                    return
+                continue
+            self.answer(text)
+
+    def answer(self, text: str) -> None:
+        """Streams the answer; on Ctrl-C what was said so far stays in the conversation."""
+        self._messages.append({"role": "user", "content": text})
+        pieces: list[str] = []
+        try:
+            request_id = self._llm.add_chat_request(self._messages, self._params)
+        except QuireError as error:
+            self._messages.pop()
+            say(f"error: {error}. /reset starts over.")
+            return
+        aborted = False
+        while self._llm.has_work:
+            try:
+                for delta in self._llm.step():
+                    pieces.append(delta.text)
+                    sys.stdout.write(delta.text)
+                    sys.stdout.flush()
+                    self._last = delta.output or self._last
+            except KeyboardInterrupt:
+                if aborted:
+                    raise
+                aborted = True
+                self._llm.abort(request_id)
+        print()
+        if self._last is not None and self._last.finish_reason == "error":
+            say(f"error: {self._last.error}")
+        self._messages.append({"role": "assistant", "content": "".join(pieces)})
+
+    def command(self, line: str) -> str | None:
+        """Carries out a /command; returns "quit" for that one."""
+        name, _, rest = line[1:].partition(" ")
+        if name in ("quit", "exit", "q"):
+            return "quit"
+        if name == "reset":
+            self.reset()
+            say("starting over")
+        elif name == "system":
+            self._set_system(rest.strip())
+        elif name == "params":
+            self._set_params(rest.split())
+        elif name == "stats":
+            self._show_stats()
+        elif name == "help":
+            say(_HELP)
+        else:
+            say(f"there is no /{name}; /help lists what there is")
+        return None
+
+    def _set_system(self, text: str) -> None:
+        if text:
+            self._system = text
+            self.reset()
+        say(f"system message: {self._system or '(none)'}")
+
+    def _set_params(self, settings: list[str]) -> None:
+        changes: dict[str, Any] = {}
+        try:
+            for setting in settings:
+                name, equals, value = setting.partition("=")
+                if not equals or name not in _SETTABLE:
+                    raise InvalidRequestError(setting, f"should be NAME=VALUE with one of {', '.join(_SETTABLE)}")
+                changes[name] = _parse(name, value)
+            self._params = dataclasses.replace(self._params, **changes)
+        except InvalidRequestError as error:
+            say(f"error: {error}")
+        say("  ".join(f"{name}={getattr(self._params, name)}" for name in _SETTABLE))
+
+    def _show_stats(self) -> None:
+        if self._last is None:
+            say("no answer yet")
+            return
+        metrics = self._last.metrics
+        total = metrics.finished - metrics.arrival
+        lines = [
+            f"prompt {metrics.num_prompt_tokens} tokens, {metrics.cached_tokens} of them from the cache",
+            f"answer {metrics.num_output_tokens} tokens in {total:.2f} s, ended by {self._last.finish_reason}",
+        ]
+        if metrics.time_to_first_token is not None:
+            lines.append(f"first token after {metrics.time_to_first_token:.3f} s")
+        if metrics.time_per_output_token:
+            lines.append(f"then {1 / metrics.time_per_output_token:.1f} tokens/s")
+        say("\n".join(lines))
+
+
+def read_message() -> str:
+    """A message from the terminal: a line, lines joined by a trailing backslash, or lines between triple quotes."""
+    line = _read_line("> ")
+    if line.strip().startswith('"""'):
+        lines = [line.strip()[3:]]
+        while not lines[-1].rstrip().endswith('"""'):
+            lines.append(_read_line(". "))
+        lines[-1] = lines[-1].rstrip()[:-3]
+        return "\n".join(lines).strip("\n")
+    lines = [line]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1][:-1]
+        lines.append(_read_line(". "))
+    return "\n".join(lines)
+
+
+def _read_line(prompt: str) -> str:
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (gives input() its history and editing)
+        return input(prompt)
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.rstrip("\n")
+
+
+def _parse(name: str, value: str) -> Any:
+    kind = _SETTABLE[name]
+    if kind is bool:
+        if value.lower() not in ("true", "false"):
+            raise InvalidRequestError(name, f"must be true or false, not {value!r}")
+        return value.lower() == "true"
+    try:
+        return kind(value)
+    except ValueError:
+        raise InvalidRequestError(name, f"must be a number, not {value!r}") from None

@@ -1,0 +1,58 @@
+"""`quire`: where every command starts and every error ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from quire.cli.chat import chat
+from quire.cli.models import models
+from quire.cli.pull import pull
+from quire.cli.run import run
+from quire.errors import QuireError
+
+app = typer.Typer(
+    name="quire",
+    help="Quire runs open language models: exact, fast, and small enough to read.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command()(run)
+app.command()(chat)
+app.command()(pull)
+app.command()(models)
+
+
+@app.callback(invoke_without_command=True)
+def version(
+    show: bool = typer.Option(False, "--version", help="Show the version and exit."),
+) -> None:
+    if show:
+        from quire import __version__
+
+        typer.echo(f"quire {__version__}")
+        raise typer.Exit()
+
+
+def main() -> None:
+    """Runs the command line. A QuireError is a message, not a stack trace."""
+    try:
+        app()
+    except QuireError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        # Whoever read our output has enough. Nothing more can be written, at exit neither.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+
+
+if __name__ == "__main__":
+    main()

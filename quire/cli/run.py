@@ -1,0 +1,185 @@
+"""`quire run`: answers prompts."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quire.cli import options
+from quire.cli.answers import AnswerPrinter
+from quire.cli.progress import ProgressBars, say
+from quire.errors import InvalidRequestError, QuireError
+from quire.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.llm import LLM
+    from quire.outputs import RequestDelta, RequestOutput
+
+
+def run(
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="What to answer.")] = None,
+    model: options.Model = options.DEFAULT_MODEL,
+    max_tokens: options.MaxTokens = 256,
+    temperature: options.Temperature = 0.7,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 0.95,
+    seed: options.Seed = 0,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    system: options.System = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")] = False,
+    file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Take further prompts from a file, one per line.")
+    ] = None,
+    priority: Annotated[
+        list[int] | None,
+        typer.Option(metavar="P", help="Lower goes first. Once for all prompts, or once per prompt in their order."),
+    ] = None,
+    json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt.")] = False,
+) -> None:
+    """Answer one or more prompts. Several are computed as one batch.
+
+    \b
+    quire run "Why is the sky blue?"
+    quire run "Once upon a time" --raw --temperature 0 --max-tokens 50
+    quire run --file prompts.txt --json > answers.jsonl
+    echo "Summarise this: ..." | quire run
+    """
+    texts = _collect_prompts(prompts or [], file)
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens)
+    each = _with_priorities(params, priority or [], len(texts))
+    if raw and system is not None:
+        raise InvalidRequestError("--system", "needs a chat template, which --raw turns off")
+    from quire.llm import LLM
+
+    started = time.monotonic()
+    with ProgressBars(model) as bars:
+        llm = LLM(model, device=device, dtype=dtype, policy="priority" if priority else "fcfs", progress=bars)
+    with llm:
+        loading = time.monotonic() - started
+        say(f"{llm.description} ({loading:.1f} s)")
+        _answer(llm, texts, each, system, raw or not llm.has_chat_template, json_lines)
+
+
+def _answer(
+    llm: LLM, texts: list[str], params: Sequence[SamplingParams], system: str | None, raw: bool, json_lines: bool
+) -> None:
+    start = [{"role": "system", "content": system}] if system is not None else []
+    request_ids = [
+        llm.add_request(text, one) if raw else llm.add_chat_request([*start, {"role": "user", "content": text}], one)
+        for text, one in zip(texts, params, strict=True)
+    ]
+    printer: _JsonPrinter | AnswerPrinter
+    printer = _JsonPrinter(request_ids, texts) if json_lines else AnswerPrinter(request_ids, texts)
+    started = time.monotonic()
+    outputs: list[RequestOutput] = []
+    try:
+        while llm.has_work:
+            for delta in llm.step():
+                printer.take(delta)
+                if delta.output is not None:
+                    outputs.append(delta.output)
+    except KeyboardInterrupt:
+        printer.interrupt()
+        raise
+    seconds = time.monotonic() - started
+    if not json_lines:
+        say(_summary(outputs, seconds))
+    failed = [output for output in outputs if output.finish_reason == "error"]
+    if failed:
+        raise QuireError(f"{len(failed)} of {len(outputs)} requests failed: {failed[0].error}")
+
+
+class _JsonPrinter:
+    """One line per prompt, in the prompts' order, each as soon as it and those before it are done."""
+
+    def __init__(self, request_ids: Sequence[str], texts: Sequence[str]) -> None:
+        self._waiting = dict(zip(request_ids, texts, strict=True))
+        self._done: dict[str, RequestOutput] = {}
+
+    def take(self, delta: RequestDelta) -> None:
+        if delta.output is not None:
+            self._done[delta.request_id] = delta.output
+        while self._waiting and (first := next(iter(self._waiting))) in self._done:
+            record = _record(self._waiting.pop(first), self._done.pop(first))
+            print(json.dumps(record, ensure_ascii=False), flush=True)
+
+    def interrupt(self) -> None:
+        """Whole objects only: nothing to finish."""
+
+
+def _record(prompt: str, output: RequestOutput) -> dict[str, Any]:
+    metrics = output.metrics
+    return {
+        "prompt": prompt,
+        "text": output.text,
+        "token_ids": list(output.token_ids),
+        "finish_reason": output.finish_reason,
+        "error": output.error,
+        "seed": output.completions[0].seed,
+        "counts": {
+            "prompt_tokens": metrics.num_prompt_tokens,
+            "cached_tokens": metrics.cached_tokens,
+            "output_tokens": metrics.num_output_tokens,
+            "preemptions": metrics.preemptions,
+        },
+        "timings": {
+            "queue_seconds": _rounded(metrics.queue_time),
+            "first_token_seconds": _rounded(metrics.time_to_first_token),
+            "per_token_seconds": _rounded(metrics.time_per_output_token),
+            "total_seconds": _rounded(metrics.finished - metrics.arrival),
+        },
+    }
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)
+
+
+def _summary(outputs: Sequence[RequestOutput], seconds: float) -> str:
+    new = sum(output.metrics.num_output_tokens for output in outputs)
+    prompt = sum(output.metrics.num_prompt_tokens for output in outputs)
+    first = [output.metrics.time_to_first_token for output in outputs]
+    known = [value for value in first if value is not None]
+    text = f"{new} tokens in {seconds:.1f} s ({new / max(seconds, 1e-9):.1f} tokens/s), prompt {prompt} tokens"
+    if known:
+        text += f", first token after {min(known):.2f} s"
+    return text
+
+
+def _collect_prompts(given: list[str], file: Path | None) -> list[str]:
+    texts = list(given)
+    if file is not None:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidRequestError("--file", f"{file} can't be read: {error}") from None
+        texts += [line for line in lines if line.strip()]
+    if not texts and file is None and not sys.stdin.isatty():
+        piped = sys.stdin.read().strip()
+        texts = [piped] if piped else []
+    if not texts:
+        raise InvalidRequestError("PROMPT", 'nothing to answer. Try: quire run "Why is the sky blue?"')
+    for text in texts:
+        if not text.strip():
+            raise InvalidRequestError("PROMPT", "is empty")
+    return texts
+
+
+def _with_priorities(params: SamplingParams, priorities: list[int], count: int) -> list[SamplingParams]:
+    from dataclasses import replace
+
+    if not priorities:
+        return [params] * count
+    if len(priorities) == 1:
+        priorities = priorities * count
+    if len(priorities) != count:
+        message = f"given {len(priorities)} times for {count} prompts; give one, or one each"
+        raise InvalidRequestError("--priority", message)
+    return [replace(params, priority=priority) for priority in priorities]

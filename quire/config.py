@@ -1,0 +1,91 @@
+"""What a user may set about the engine. Frozen; what is derived from it and the machine is computed
+elsewhere (`runner/memory.py`) and never written back."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from quire.errors import InvalidRequestError
+
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Engine options, with defaults that suit most."""
+
+    device: str = "auto"
+    """auto (a GPU if there is one), cpu, cuda or cuda:N."""
+    dtype: str = "auto"
+    """auto (what is fastest on the device), float32, bfloat16 or float16."""
+    kernels: str = "auto"
+    """auto (the fastest that run here) or reference (plain torch)."""
+    max_model_len: int | None = None
+    """The longest sequence, prompt and answer; None: the model's own limit, or what the cache can hold."""
+    max_num_seqs: int = 64
+    """How many requests run at once."""
+    max_batched_tokens: int = 512
+    """How many tokens one step computes at most; longer prompts are computed in chunks."""
+    block_size: int = 16
+    """Tokens per block of the cache."""
+    kv_cache_memory: int | float | str = 0.25
+    """Memory for keys and values: bytes (`2**30`, "2GiB") or a fraction of what is free (0.25)."""
+    host_cache_memory: int | str = 0
+    """Memory of the host tier below the prefix cache, in bytes; 0 turns it off."""
+    prefix_caching: bool = True
+    """Whether requests share the computed blocks of equal prefixes."""
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    """The order of waiting requests: by arrival, or by priority and then arrival."""
+    step_log: Path | str | None = None
+    """A file to which every step is written as a line of JSON."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise InvalidRequestError("device", f"must be auto, cpu, cuda or cuda:N, not {self.device!r}")
+        _check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        _check_choice("kernels", self.kernels, ("auto", "reference", "cpu"))
+        _check_choice("policy", self.policy, ("fcfs", "priority"))
+        for field in ("max_num_seqs", "max_batched_tokens", "block_size", "max_model_len"):
+            value = getattr(self, field)
+            if value is None and field == "max_model_len":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InvalidRequestError(field, f"must be a whole number of at least 1, not {value!r}")
+        if isinstance(self.kv_cache_memory, float) and not 0 < self.kv_cache_memory <= 1:
+            message = f"as a fraction of free memory must be above 0 and at most 1, not {self.kv_cache_memory}"
+            raise InvalidRequestError("kv_cache_memory", message)
+        if not isinstance(self.kv_cache_memory, float):
+            parse_bytes("kv_cache_memory", self.kv_cache_memory, low=1)
+        parse_bytes("host_cache_memory", self.host_cache_memory, low=0)
+
+
+def parse_bytes(field: str, value: int | str, low: int = 0) -> int:
+    """A number of bytes, given as one or as text with a unit such as 512MiB or 2GB."""
+    number: int | None = None
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower())
+        if match and match[2] in _UNITS:
+            number = int(float(match[1]) * _UNITS[match[2]])
+    elif isinstance(value, int) and not isinstance(value, bool):
+        number = value
+    if number is None or number < low:
+        raise InvalidRequestError(field, f"must be a number of bytes such as 536870912, 512MiB or 2GB, not {value!r}")
+    return number
+
+
+def format_bytes(count: int) -> str:
+    """A size for people."""
+    size = float(count)
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
+
+
+def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise InvalidRequestError(field, f"must be one of {', '.join(choices)}, not {value!r}")

@@ -1,0 +1,316 @@
+"""The offline API: a model and its engine behind a few plain calls."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast
+
+from quire.assemble import Engine, build_engine
+from quire.config import EngineConfig
+from quire.engine import RequestUpdate, make_requests
+from quire.errors import InvalidRequestError, QuireError
+from quire.frontend.chat_template import ChatTemplate
+from quire.live_request import LiveRequest
+from quire.models.sources import resolve
+from quire.outputs import RequestDelta, RequestOutput
+from quire.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+ProgressFactory = Callable[[str], Callable[[int, int | None], None]]
+"""Given what is being done (download, load), returns what to call with done and total bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A prompt in token ids."""
+
+    text: str | None
+    token_ids: list[int]
+    continues: bool
+    """Whether the answer goes on with the prompt's text; in a chat it is a new turn."""
+
+
+class LLM:
+    """A model in memory, with its engine.
+
+    `model` is an alias (`smollm2`), a folder in Hugging Face layout, a `.gguf` file, a Hugging Face id or a
+    folder of `.npy` files. Engine options are keywords; see `quire.config.EngineConfig`. Not thread-safe:
+    one thread drives the engine.
+    """
+
+    def __init__(
+        self, model: str | Path = "smollm2", *, progress: ProgressFactory | None = None, **options: Any
+    ) -> None:
+        known = EngineConfig.__dataclass_fields__
+        for name in options:
+            if name not in known:
+                raise InvalidRequestError(name, f"is no engine option; there are: {', '.join(known)}")
+        config = EngineConfig(**options)
+        source = resolve(str(model), progress=progress("download") if progress else None)
+        self._engine: Engine | None = build_engine(source, config, progress("load") if progress else None)
+        self._live: dict[str, LiveRequest] = {}
+        self._owners: dict[str, tuple[LiveRequest, int]] = {}
+        self._templates: dict[bool, ChatTemplate] = {}
+        """By whether tools are given."""
+        self._counter = 0
+
+    # What it is
+
+    @property
+    def engine(self) -> Engine:
+        """The parts behind this object; for tools and tests."""
+        if self._engine is None:
+            raise QuireError("this LLM was closed; make a new one")
+        return self._engine
+
+    @property
+    def description(self) -> str:
+        """What was loaded, where, and what fits."""
+        return self.engine.description
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self.engine.tokenizer.chat_templates)
+
+    # Whole answers
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: Callable[[list[RequestDelta]], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers to one or many prompts (text or token ids), in their order, computed as one batch.
+
+        `params` is one for all or one per prompt. A request that fails does not stop the others: its
+        output says finish_reason "error" and why. `progress` is called after every step with what it gave.
+        """
+        return self._run([self._text_prompt(prompt) for prompt in _as_prompts(prompts)], params, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        progress: Callable[[list[RequestDelta]], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers to one or many conversations, through the model's chat template."""
+        single = not messages or isinstance(messages[0], Mapping)
+        conversations = cast("Sequence[Sequence[Message]]", [messages] if single else messages)
+        return self._run([self._chat_prompt(one, tools) for one in conversations], params, progress)
+
+    # Answers as they come
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+        """Text deltas of one answer. Leaving the loop early aborts the request."""
+        return self._stream(self._text_prompt(prompt), params)
+
+    def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Iterator[str]:
+        """Text deltas of the answer to a conversation."""
+        return self._stream(self._chat_prompt(messages, None), params)
+
+    # The engine by hand
+
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None) -> str:
+        """Queues a request and returns its id; `step` computes."""
+        return self._add(self._text_prompt(prompt), params, request_id)
+
+    def add_chat_request(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """Queues a conversation to be answered and returns the request's id."""
+        return self._add(self._chat_prompt(messages, tools), params, request_id)
+
+    def step(self) -> list[RequestDelta]:
+        """One step of the engine: what each request gained. Empty when there is nothing to do."""
+        return self._deltas(self.engine.core.step(time.monotonic()))
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request; its last delta, with finish_reason "abort", comes with the next step."""
+        self.engine.core.abort([request_id], time.monotonic())
+
+    @property
+    def has_work(self) -> bool:
+        return self.engine.core.has_work
+
+    def encode_chat(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """The prompt a conversation becomes."""
+        tokenizer = self.engine.tokenizer
+        for_tools = tools is not None
+        if for_tools not in self._templates:
+            self._templates[for_tools] = ChatTemplate.from_tokenizer(tokenizer, for_tools)
+        return self._templates[for_tools].encode_chat(tokenizer, messages, tools=tools)
+
+    # Its end
+
+    def close(self) -> None:
+        """Gives the memory of weights and cache back. Requests still running are gone."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            if engine.core.step_log is not None:
+                engine.core.step_log.close()
+            engine.runner.release()
+        self._live.clear()
+        self._owners.clear()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Inside
+
+    def _text_prompt(self, prompt: Prompt) -> _Prompt:
+        if isinstance(prompt, str):
+            return _Prompt(prompt, self.engine.tokenizer.encode(prompt), continues=True)
+        vocab_size = self.engine.decoder.spec.vocab_size
+        for token_id in prompt:
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise InvalidRequestError("prompt", f"must be text or token ids, not {token_id!r}")
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequestError("prompt", f"token id {token_id} is outside the vocabulary of {vocab_size}")
+        return _Prompt(None, list(prompt), continues=True)
+
+    def _chat_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> _Prompt:
+        return _Prompt(None, self.encode_chat(messages, tools=tools), continues=False)
+
+    def _add(self, prompt: _Prompt, params: SamplingParams | None, request_id: str | None = None) -> str:
+        params = params or SamplingParams()
+        engine = self.engine
+        for token_id in params.stop_token_ids:
+            if token_id >= engine.decoder.spec.vocab_size:
+                size = engine.decoder.spec.vocab_size
+                raise InvalidRequestError("stop_token_ids", f"{token_id} is outside the vocabulary of {size}")
+        if request_id is None:
+            self._counter += 1
+            request_id = f"request-{self._counter}"
+        if request_id in self._live:
+            raise InvalidRequestError("request_id", f"{request_id!r} is in use")
+        seed = params.seed if params.seed is not None else secrets.randbits(64)
+        requests = make_requests(request_id, prompt.token_ids, params, seed, engine.eos_token_ids)
+        live = LiveRequest(
+            request_id, prompt.text, tuple(prompt.token_ids), requests, engine.tokenizer, prompt.continues
+        )
+        now = time.monotonic()
+        added: list[str] = []
+        try:
+            for request in requests:
+                engine.core.add_request(request, now)
+                added.append(request.request_id)
+        except QuireError:
+            engine.core.abort(added, now)
+            raise
+        self._live[request_id] = live
+        for index, request in enumerate(requests):
+            self._owners[request.request_id] = (live, index)
+        return request_id
+
+    def _deltas(self, updates: list[RequestUpdate]) -> list[RequestDelta]:
+        deltas: list[RequestDelta] = []
+        for update in updates:
+            owner = self._owners.get(update.request_id)
+            if owner is None:
+                continue  # refused while it was being added, with its siblings
+            live, index = owner
+            delta = live.advance(index, update)
+            deltas.append(delta)
+            if delta.finish_reason is not None:
+                del self._owners[update.request_id]
+            if delta.output is not None:
+                del self._live[live.request_id]
+        return deltas
+
+    def _run(
+        self,
+        prompts: Sequence[_Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        progress: Callable[[list[RequestDelta]], None] | None,
+    ) -> list[RequestOutput]:
+        each = _as_params(params, len(prompts))
+        request_ids: list[str] = []
+        outputs: dict[str, RequestOutput] = {}
+        try:
+            for prompt, one in zip(prompts, each, strict=True):
+                request_ids.append(self._add(prompt, one))
+            waiting = set(request_ids)
+            while waiting:
+                deltas = self.step()
+                for delta in deltas:
+                    if delta.output is not None and delta.request_id in waiting:
+                        outputs[delta.request_id] = delta.output
+                        waiting.discard(delta.request_id)
+                if progress is not None and deltas:
+                    progress(deltas)
+        finally:
+            self._abort_unfinished(request_ids)
+        return [outputs[request_id] for request_id in request_ids]
+
+    def _stream(self, prompt: _Prompt, params: SamplingParams | None) -> Iterator[str]:
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise InvalidRequestError("n", "a stream carries one answer; use generate for more")
+        request_id = self._add(prompt, params)
+        # Other streams may drive the engine on: what it gives this one meanwhile waits here.
+        unread = self._live[request_id].unread = deque()
+        return self._stream_of(request_id, unread)
+
+    def _stream_of(self, request_id: str, unread: deque[RequestDelta]) -> Iterator[str]:
+        try:
+            while True:
+                while unread:
+                    delta = unread.popleft()
+                    if delta.text:
+                        yield delta.text
+                    if delta.finish_reason == "error":
+                        assert delta.output is not None
+                        raise QuireError(delta.output.error or "the request failed")
+                    if delta.finish_reason is not None:
+                        return
+                self.step()
+        finally:
+            self._abort_unfinished([request_id])
+
+    def _abort_unfinished(self, request_ids: list[str]) -> None:
+        if self._engine is None:
+            return
+        unfinished = [request_id for request_id in request_ids if request_id in self._live]
+        if unfinished:
+            self._engine.core.abort(unfinished, time.monotonic())
+            for request_id in unfinished:
+                for name in self._live.pop(request_id).names:
+                    self._owners.pop(name, None)
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if all(isinstance(item, int) and not isinstance(item, bool) for item in prompts) and len(prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise InvalidRequestError("params", f"there are {len(params)} for {count} prompts; give one, or one each")
+    return params

@@ -1,0 +1,90 @@
+"""Which device and number format to compute with, and how much memory there is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from quire.errors import DeviceError
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` takes a GPU if there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        raise DeviceError(f"device {name}: torch sees no GPU here (it is {build}). Use --device cpu.")
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    if index >= torch.cuda.device_count():
+        raise DeviceError(f"device {name}: there are {torch.cuda.device_count()} GPUs, numbered from 0.")
+    return torch.device("cuda", index)
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` takes what is fastest: bfloat16 where the hardware multiplies it, float32 otherwise."""
+    if name != "auto":
+        dtype = _DTYPES[name]
+        if dtype is torch.float16 and device.type == "cpu":
+            raise DeviceError("dtype float16 is not supported on the CPU. Use bfloat16 or float32.")
+        return dtype
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    return torch.bfloat16 if _cpu_multiplies_bfloat16() else torch.float32
+
+
+def describe(device: torch.device, dtype: torch.dtype) -> str:
+    """For the start-up message."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({torch.get_num_threads()} threads)"
+    return f"{name}, {str(dtype).removeprefix('torch.')}"
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can be had on the device now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return min(_system_available(), _cgroup_available())
+
+
+def _cpu_multiplies_bfloat16() -> bool:
+    try:
+        flags = Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        return False
+    return " amx_bf16" in flags or " avx512_bf16" in flags
+
+
+def _system_available() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    # No /proc (macOS): half of what is installed is a fair guess at what can be had.
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _cgroup_available() -> int:
+    """What a container's limit leaves; a very large number where there is none."""
+    unlimited = 2**63
+    folder = Path("/sys/fs/cgroup")
+    for limit_file, used_file in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            limit = (folder / limit_file).read_text().strip()
+            used = (folder / used_file).read_text().strip()
+        except OSError:
+            continue
+        if limit.isdigit() and used.isdigit():
+            return max(int(limit) - int(used), 0)
+    return unlimited

@@ -1,0 +1,172 @@
+"""The commands as a user runs them: in a process of their own, output piped, with the real model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+
+def quire(*arguments: str | Path, stdin: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "quire.cli.main", *map(str, arguments)],
+        input=stdin,
+        stdin=subprocess.DEVNULL if stdin is None else None,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | environment,
+        check=False,
+    )
+
+
+def test_run_answers_a_prompt_with_the_chat_template(smollm2_gguf: Path) -> None:
+    done = quire("run", "What is the capital of France?", "--temperature", "0", "-n", "12", "-m", smollm2_gguf)
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+    assert "tokens/s" in done.stderr
+    assert "float" in done.stderr  # which dtype auto picked
+
+
+def test_run_raw_continues_the_text_and_json_tells_everything(smollm2_gguf: Path) -> None:
+    done = quire(
+        "run", "1, 2, 3,", "The capital of France is", "--raw", "--json", "--temperature", "0", "--max-tokens", "5",
+        "--model", smollm2_gguf,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, second = (json.loads(line) for line in done.stdout.splitlines())
+    assert first["prompt"] == "1, 2, 3,"
+    assert "4" in first["text"]
+    assert "Paris" in second["text"]
+    assert second["finish_reason"] == "length"
+    assert len(second["token_ids"]) == second["counts"]["output_tokens"] == 5
+    assert second["counts"]["prompt_tokens"] == 5
+    assert second["timings"]["total_seconds"] >= second["timings"]["first_token_seconds"] > 0
+    assert "\x1b" not in done.stdout + done.stderr  # no bars, no colours in piped output
+
+
+def test_run_takes_prompts_from_a_file_and_from_stdin_and_repeats_itself(smollm2_gguf: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("Say hello.\n\nSay goodbye.\n")
+    arguments = ("run", "--json", "--max-tokens", "8", "--seed", "5", "--model", smollm2_gguf)
+    from_file = quire(*arguments, "--file", tmp_path / "prompts.txt")
+    from_stdin = quire(*arguments, stdin="Say goodbye.")
+    lines = [json.loads(line) for line in from_file.stdout.splitlines()]
+    assert [line["prompt"] for line in lines] == ["Say hello.", "Say goodbye."]
+    assert json.loads(from_stdin.stdout)["token_ids"] == lines[1]["token_ids"]
+
+
+def test_several_prompts_are_printed_below_each_other_in_order(smollm2_gguf: Path) -> None:
+    done = quire(
+        "run", "First?", "Second?", "--max-tokens", "4", "--priority", "1", "--priority", "0", "-m", smollm2_gguf
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.index("> First?") < done.stdout.index("> Second?")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("run", "x", "--model", "smolm2"), "Did you mean smollm2"),
+        (("run", "x", "--model", "./no-such-folder"), "no-such-folder"),
+        (("run", "x", "--temperature", "nan"), "temperature"),
+        (("run", "x", "--top-p", "0"), "top_p"),
+        (("run", "x", "--device", "tpu"), "device: must be auto, cpu"),
+        (("run", "x", "--dtype", "int3"), "dtype: must be one of auto"),
+        (("run", "x", "--device", "cuda:99"), "cuda:99"),
+        (("run", "x", "y", "--priority", "1", "--priority", "2", "--priority", "3"), "--priority"),
+        (("run", "x", "--raw", "--system", "s"), "--system"),
+        (("run", "--file", "no-such-file.txt"), "no-such-file.txt"),
+        (("run",), 'quire run "Why is the sky blue?"'),
+        (("run", " "), "is empty"),
+    ],
+)
+def test_wrong_input_is_one_line_that_says_what_to_do(arguments: tuple[str, ...], message: str) -> None:
+    done = quire(*arguments)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_prompt_longer_than_the_context_says_both_numbers(smollm2_gguf: Path) -> None:
+    done = quire("run", "word " * 9000, "--raw", "--model", smollm2_gguf)
+    assert done.returncode == 1
+    assert "8192" in done.stderr.replace(",", "")
+    assert "900" in done.stderr.replace(",", "")
+
+
+def test_ctrl_c_ends_cleanly(smollm2_gguf: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "quire.cli.main", "run", "Count to a million.", "-n", "4000", "-m", str(smollm2_gguf)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(1)  # the answer has begun
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+
+
+def test_a_reader_that_leaves_early_is_no_error(smollm2_gguf: Path) -> None:
+    command = f'"{sys.executable}" -m quire.cli.main run "Count to ten." -n 100 -m "{smollm2_gguf}" | head -c 1'
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=False)
+    assert len(done.stdout) == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_models_and_pull_show_what_is_here(smollm2_gguf: Path) -> None:
+    assert str(smollm2_gguf) in quire("pull", "smollm2").stdout
+    listed = quire("models").stdout
+    assert "smollm2" in listed
+    assert "gguf" in listed.lower()
+    assert "93.8 MiB" in listed
+
+
+def test_models_says_how_to_get_one_where_there_is_none(tmp_path: Path) -> None:
+    done = quire("models", QUIRE_HOME=str(tmp_path), HF_HOME=str(tmp_path))
+    assert done.returncode == 0
+    assert "quire pull smollm2" in done.stdout
+
+
+def test_help_has_examples_and_version_is_the_packages() -> None:
+    from quire import __version__
+
+    assert 'quire run "Why is the sky blue?"' in quire("run", "--help").stdout
+    assert quire("--version").stdout == f"quire {__version__}\n"
+
+
+def test_chat_keeps_the_conversation_and_knows_its_commands(smollm2_gguf: Path) -> None:
+    script = "\n".join(
+        [
+            "/params temperature=0 max_tokens=20",
+            "My name is Zanzibar.",
+            '"""What is',
+            'my name?"""',
+            "/stats",
+            "/system Answer briefly.",
+            "/params temperature=hot",
+            "/nonsense",
+            "/quit",
+            "never reached",
+        ]
+    )
+    done = quire("chat", "--model", smollm2_gguf, stdin=script)
+    assert done.returncode == 0, done.stderr
+    assert "temperature=0.0" in done.stderr
+    assert "Zanzibar" in done.stdout
+    assert "from the cache" in done.stderr
+    assert "system message: Answer briefly." in done.stderr
+    assert "temperature: must be a number" in done.stderr
+    assert "there is no /nonsense" in done.stderr
+    assert "never reached" not in done.stdout

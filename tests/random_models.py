@@ -1,0 +1,150 @@
+"""Small decoders with random weights, one per family, and a way to run requests on them that keeps the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.engine import EngineCore, Request, Scheduler, SchedulerConfig, make_requests
+from quire.engine.invariants import check_invariants
+from quire.kernels.ops import Kernels
+from quire.models.decoder import Decoder
+from quire.models.spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
+from quire.runner.kv_cache import KVCache
+from quire.runner.rows import Rows
+from quire.runner.runner import Runner
+from quire.sampling_params import SamplingParams
+from quire.step import ScheduledRequest
+
+_PLAIN = ModelSpec(
+    family="llama",
+    vocab_size=97,
+    hidden_size=64,
+    intermediate_size=96,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rms_norm_eps=1e-5,
+    rope=RopeSpec(),
+    layers=(LayerSpec(),) * 2,
+    max_position=2048,
+)
+_WINDOW = LayerSpec(sliding_window=24)
+_SPARSE = LayerSpec(use_moe=True)
+_EXPERTS = MoeSpec(num_experts=6, top_k=2, intermediate_size=32, normalize_weights=True)
+
+SPECS: dict[str, ModelSpec] = {
+    "llama": replace(_PLAIN, tie_embeddings=True, mlp_bias=True),
+    "smollm3": replace(_PLAIN, family="smollm3", layers=(_WINDOW, LayerSpec(use_rope=False))),
+    "mistral": replace(_PLAIN, family="mistral", layers=(_WINDOW,) * 2),
+    "mixtral": replace(_PLAIN, family="mixtral", layers=(_SPARSE,) * 2, moe=_EXPERTS),
+    "qwen2": replace(_PLAIN, family="qwen2", qkv_bias=True),
+    "qwen2_moe": replace(
+        _PLAIN, family="qwen2_moe", layers=(_SPARSE,) * 2, moe=replace(_EXPERTS, shared_intermediate_size=48)
+    ),
+    "qwen3": replace(_PLAIN, family="qwen3", qk_norm=True, head_dim=24),
+    "qwen3_moe": replace(_PLAIN, family="qwen3_moe", qk_norm=True, layers=(LayerSpec(), _SPARSE), moe=_EXPERTS),
+}
+
+
+def random_decoder(
+    spec: ModelSpec, kernels: Kernels, dtype: torch.dtype, seed: int = 0, device: str = "cpu"
+) -> Decoder:
+    """Weights large enough that answers wander and no two tokens look alike."""
+    decoder = Decoder(spec, kernels, dtype)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in decoder.named_parameters():
+        owner, _, last = name.rpartition(".")
+        value = torch.randn(parameter.shape, generator=generator)
+        value = 1 + 0.1 * value if "norm" in name else value * (2.0 / parameter.shape[-1] ** 0.5)
+        filled = torch.nn.Parameter(value.to(dtype).to(device), requires_grad=False)
+        setattr(decoder.get_submodule(owner), last, filled)
+    decoder.finish_loading(spec.max_position, torch.device(device))
+    return decoder
+
+
+@dataclass
+class Transcript:
+    """What became of a set of requests."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    logits: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    """By request and the position the logits predict."""
+    steps: int = 0
+    preemptions: int = 0
+    cached_tokens: int = 0
+    host_tokens: int = 0
+    forked_tokens: int = 0
+
+
+class Bench:
+    """An engine around a decoder, with all the knobs that must not matter."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        num_blocks: int = 512,
+        num_host_blocks: int = 0,
+        block_size: int = 16,
+        max_num_seqs: int = 64,
+        max_batched_tokens: int = 512,
+        prefix_caching: bool = True,
+        preempt_every: int = 0,
+    ) -> None:
+        config = SchedulerConfig(
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
+            max_batched_tokens=max(max_batched_tokens, max_num_seqs),
+            max_model_len=1024,
+            block_size=block_size,
+            num_host_blocks=num_host_blocks,
+            prefix_caching=prefix_caching,
+        )
+        spec, device = decoder.spec, decoder.embedding.device
+        cache = KVCache(spec, num_blocks, num_host_blocks, block_size, decoder.dtype, device)
+        for layer in cache.layers:  # whoever reads what nobody wrote is found out
+            layer.keys.fill_(float("nan"))
+            layer.values.fill_(float("nan"))
+        self.runner = Runner(decoder, cache, Rows(max_num_seqs, 1024, block_size, device), block_size)
+        self.core = EngineCore(Scheduler(config), self.runner)
+        self._preempt_every = preempt_every
+
+    def run(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], **names: Any) -> Transcript:
+        """All the prompts at once, in this order; request i is called `names["ids"][i]` or just i."""
+        transcript = Transcript()
+        live: dict[str, Request] = {}
+
+        def observe(scheduled: Sequence[ScheduledRequest], logits: Tensor) -> None:
+            for entry, row in zip(scheduled, logits, strict=True):
+                transcript.logits[entry.request_id, entry.start + entry.num_tokens] = row.clone()
+
+        self.runner.observe_logits = observe
+        ids = names.get("ids", range(len(prompts)))
+        for request_id, prompt, one in zip(ids, prompts, params, strict=True):
+            seed = one.seed if one.seed is not None else 0
+            for request in make_requests(str(request_id), list(prompt), one, seed):
+                live[request.request_id] = request
+                self.core.add_request(request, 0.0)
+        scheduler = self.core.scheduler
+        while self.core.has_work:
+            transcript.steps += 1
+            assert transcript.steps < 20_000
+            if self._preempt_every and transcript.steps % self._preempt_every == 0:
+                running = [request for request in live.values() if request.row is not None]
+                if running:
+                    scheduler.preempt(running[transcript.steps % len(running)].request_id)
+            for update in self.core.step(float(transcript.steps)):
+                transcript.tokens.setdefault(update.request_id, []).extend(update.new_token_ids)
+                assert update.error is None, update.error
+            check_invariants(scheduler)
+        for request in live.values():
+            transcript.preemptions += request.preemptions
+            transcript.cached_tokens += request.cached_tokens
+            transcript.host_tokens += request.host_tokens
+            transcript.forked_tokens += request.forked_tokens
+        return transcript

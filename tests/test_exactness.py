@@ -1,0 +1,199 @@
+"""The promise: the same request gives the same logits and tokens, bit for bit, whatever happens around it.
+
+Every scenario is compared with each request's run alone, computed in one chunk with an empty cache, by
+`torch.equal` on the logits of every generated position.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from quire.kernels.ops import Kernels
+from quire.kernels.reference import ReferenceKernels
+from quire.kernels.select import select_kernels
+from quire.models.decoder import Decoder
+from quire.sampling_params import SamplingParams
+from tests.random_models import SPECS, Bench, Transcript, random_decoder
+
+CPU = torch.device("cpu")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def make_kernels(name: str, dtype: torch.dtype) -> Kernels:
+    return ReferenceKernels() if name == "reference" else select_kernels(CPU, dtype, name)
+
+
+def workload(count: int, seed: int, longest: int = 150) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Requests of mixed lengths and parameters, some with common beginnings."""
+    source = random.Random(seed)
+    shared = [source.randrange(97) for _ in range(longest)]
+    prompts, params = [], []
+    for i in range(count):
+        length = source.choice([1, 2, 15, 16, 17, 31, 32, 33, 48, longest // 2, longest])
+        common = source.choice([0, 0, 16, 40]) % (length + 1)
+        prompts.append(shared[:common] + [source.randrange(97) for _ in range(length - common)])
+        params.append(
+            SamplingParams(
+                temperature=source.choice([0.0, 0.0, 0.7, 1.3]),
+                top_k=source.choice([0, 5]),
+                top_p=source.choice([1.0, 0.8]),
+                seed=source.randrange(2**64),
+                max_tokens=source.choice([1, 2, 16, 24]),
+            )
+        )
+        assert prompts[i]
+    return prompts, params
+
+
+def solo(decoder: Decoder, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Transcript:
+    """Each request alone: its own engine, its prompt in one chunk, nothing cached."""
+    together = Transcript()
+    for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+        alone = Bench(decoder, num_blocks=80, max_num_seqs=1).run([prompt], [one], ids=[i])
+        together.tokens |= alone.tokens
+        together.logits |= alone.logits
+    return together
+
+
+def assert_same(got: Transcript, expected: Transcript) -> None:
+    assert got.tokens == expected.tokens
+    assert got.logits.keys() == expected.logits.keys()
+    for key, logits in expected.logits.items():
+        assert torch.equal(got.logits[key], logits), f"request {key[0]}, position {key[1]}"
+
+
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "one batch": {},
+    "few rows": {"max_num_seqs": 3},
+    "chunks of 7": {"max_num_seqs": 4, "max_batched_tokens": 7},
+    "chunks of 16": {"max_num_seqs": 12, "max_batched_tokens": 16},
+    "chunks of 64": {"max_num_seqs": 24, "max_batched_tokens": 64},
+    "no prefix cache": {"prefix_caching": False},
+    "blocks of 4": {"block_size": 4},
+    "preempted every third step": {"preempt_every": 3, "max_batched_tokens": 64, "max_num_seqs": 24},
+    "swapped every third step": {"preempt_every": 3, "num_host_blocks": 64, "max_batched_tokens": 96},
+    "hardly any memory": {"num_blocks": 24, "max_batched_tokens": 96},
+    "hardly any memory and a host tier": {"num_blocks": 24, "num_host_blocks": 12, "max_batched_tokens": 96},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", SPECS)
+def test_every_family_is_exact_in_every_scenario(family: str, dtype: str) -> None:
+    decoder = random_decoder(SPECS[family], make_kernels("auto", DTYPES[dtype]), DTYPES[dtype])
+    prompts, params = workload(24, seed=len(family))
+    expected = solo(decoder, prompts, params)
+    for name, options in SCENARIOS.items():
+        got = Bench(decoder, **options).run(prompts, params)
+        assert_same(got, expected)
+        if "every third" in name or "hardly" in name:
+            assert got.preemptions > 0, name
+        if "swapped" in name:
+            assert got.host_tokens + got.cached_tokens > 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_reference_kernels_are_exact_too(dtype: str) -> None:
+    decoder = random_decoder(SPECS["qwen3_moe"], ReferenceKernels(), DTYPES[dtype])
+    prompts, params = workload(8, seed=5, longest=70)
+    expected = solo(decoder, prompts, params)
+    for name in ("one batch", "chunks of 7", "preempted every third step", "hardly any memory and a host tier"):
+        assert_same(Bench(decoder, **SCENARIOS[name]).run(prompts, params), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sixty_four_requests_in_any_order_equal_each_alone(dtype: str) -> None:
+    decoder = random_decoder(SPECS["llama"], make_kernels("auto", DTYPES[dtype]), DTYPES[dtype])
+    prompts, params = workload(64, seed=11)
+    expected = solo(decoder, prompts, params)
+    for seed in range(3):
+        order = list(range(64))
+        random.Random(seed).shuffle(order)
+        got = Bench(decoder).run([prompts[i] for i in order], [params[i] for i in order], ids=order)
+        assert_same(got, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunk", [1, 7, 16, 64, 512])
+def test_a_long_prompt_has_the_same_bits_in_chunks_of_any_size(chunk: int, dtype: str) -> None:
+    decoder = random_decoder(SPECS["smollm3"], make_kernels("auto", DTYPES[dtype]), DTYPES[dtype])
+    prompt = [random.Random(3).randrange(97) for _ in range(700)]
+    params = SamplingParams(temperature=0, max_tokens=8)
+    whole = Bench(decoder, max_num_seqs=1, max_batched_tokens=1024).run([prompt], [params])
+    parts = Bench(decoder, max_num_seqs=1, max_batched_tokens=chunk).run([prompt], [params])
+    assert parts.steps >= 700 // chunk
+    assert_same(parts, whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prefix_hits_at_every_block_boundary_change_nothing(dtype: str) -> None:
+    decoder = random_decoder(SPECS["qwen3"], make_kernels("auto", DTYPES[dtype]), DTYPES[dtype])
+    source = random.Random(8)
+    base = [source.randrange(97) for _ in range(130)]
+    params = SamplingParams(temperature=0.9, seed=4, max_tokens=6)
+    for boundary in (*range(0, 129, 16), 1, 15, 17, 129):
+        prompt = base[:boundary] + [source.randrange(97) for _ in range(130 - boundary)]
+        expected = Bench(decoder).run([prompt], [params])
+        warm = Bench(decoder)
+        warm.run([base], [SamplingParams(max_tokens=1)], ids=["warm"])
+        got = warm.run([prompt], [params])
+        assert got.cached_tokens == boundary // 16 * 16
+        assert_same(got, expected)
+
+
+@pytest.mark.parametrize("length", [16, 32, 48, 15, 17])
+def test_a_prompt_that_is_wholly_cached_still_computes_one_token(length: int) -> None:
+    decoder = random_decoder(SPECS["llama"], make_kernels("auto", torch.float32), torch.float32)
+    prompt = [random.Random(length).randrange(97) for _ in range(length)]
+    params = SamplingParams(temperature=0, max_tokens=20)
+    bench = Bench(decoder)
+    first = bench.run([prompt], [params])
+    again = bench.run([prompt], [params])
+    assert again.cached_tokens == (length - 1) // 16 * 16
+    assert_same(again, first)
+
+
+def test_cached_prefix_meets_preemption() -> None:
+    decoder = random_decoder(SPECS["llama"], make_kernels("auto", torch.float32), torch.float32)
+    prompt = [random.Random(1).randrange(97) for _ in range(64)]
+    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=30) for i in range(6)]
+    expected = solo(decoder, [prompt] * 6, params)
+    got = Bench(decoder, preempt_every=2).run([prompt] * 6, params)
+    assert got.preemptions > 5
+    assert got.cached_tokens > 0
+    assert_same(got, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [1, 2, 16, 17, 50])
+def test_n_answers_equal_n_requests_with_their_seeds(length: int, dtype: str) -> None:
+    decoder = random_decoder(SPECS["mistral"], make_kernels("auto", DTYPES[dtype]), DTYPES[dtype])
+    prompt = [random.Random(2).randrange(97) for _ in range(length)]
+    forked = Bench(decoder, prefix_caching=False).run(
+        [prompt], [SamplingParams(seed=2**64 - 2, n=5, max_tokens=20)], ids=["r"]
+    )
+    seeds = [(2**64 - 2 + i) % 2**64 for i in range(5)]
+    singles = solo(decoder, [prompt] * 5, [SamplingParams(seed=seed, max_tokens=20) for seed in seeds])
+    assert forked.forked_tokens == 4 * (length - 1)
+    assert [forked.tokens[f"r/{i}"] for i in range(5)] == [singles.tokens[str(i)] for i in range(5)]
+    assert len({tuple(tokens) for tokens in forked.tokens.values()}) == 5
+    for i in range(5):
+        for position in range(length, length + 20):
+            assert torch.equal(forked.logits[f"r/{i}", position], singles.logits[str(i), position])
+
+
+def test_block_placement_does_not_matter() -> None:
+    """The same request where earlier ones have left the free list in another order each time."""
+    decoder = random_decoder(SPECS["qwen2"], make_kernels("auto", torch.bfloat16), torch.bfloat16)
+    prompt = [random.Random(6).randrange(97) for _ in range(100)]
+    params = SamplingParams(temperature=0, max_tokens=10)
+    expected = Bench(decoder).run([prompt], [params])
+    for seed in range(4):
+        bench = Bench(decoder, num_blocks=64, prefix_caching=False)
+        bench.run(*workload(10, seed), ids=[f"before-{i}" for i in range(10)])
+        assert_same(bench.run([prompt], [params]), expected)
