@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from quire.runner.kv_cache import KVCache
 from quire.runner.memory import CachePlan, check_weights_fit, plan_cache
 from quire.runner.rows import Rows
 from quire.runner.runner import Runner
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ def build_engine(source: ModelSource, config: EngineConfig, progress: Progress |
         f"{source.name}: {files.spec.family}, {files.spec.num_parameters / 1e6:,.0f}M parameters "
         f"({format_bytes(weights)}) on {describe(device, dtype)}, {decoder.kernels.name} kernels; {plan.describe()}"
     )
+    logger.info(description)
     eos_token_ids = tuple(dict.fromkeys((*files.spec.eos_token_ids, *tokenizer.eos_token_ids)))
     return Engine(core, runner, decoder, tokenizer, plan, eos_token_ids, description)
 

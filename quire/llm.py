@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,12 +20,11 @@ from quire.frontend.chat_template import ChatTemplate
 from quire.live_request import LiveRequest
 from quire.models.sources import resolve
 from quire.outputs import RequestDelta, RequestOutput
+from quire.progress import GenerationBar, ModelBars
 from quire.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
-ProgressFactory = Callable[[str], Callable[[int, int | None], None]]
-"""Given what is being done (download, load), returns what to call with done and total bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +45,15 @@ class LLM:
     one thread drives the engine.
     """
 
-    def __init__(
-        self, model: str | Path = "smollm2", *, progress: ProgressFactory | None = None, **options: Any
-    ) -> None:
+    def __init__(self, model: str | Path = "smollm2", **options: Any) -> None:
         known = EngineConfig.__dataclass_fields__
         for name in options:
             if name not in known:
                 raise InvalidRequestError(name, f"is no engine option; there are: {', '.join(known)}")
         config = EngineConfig(**options)
-        source = resolve(str(model), progress=progress("download") if progress else None)
-        self._engine: Engine | None = build_engine(source, config, progress("load") if progress else None)
+        with ModelBars(str(model)) as bars:
+            source = resolve(str(model), progress=bars("download"))
+            self._engine: Engine | None = build_engine(source, config, bars("load"))
         self._live: dict[str, LiveRequest] = {}
         self._owners: dict[str, tuple[LiveRequest, int]] = {}
         self._templates: dict[bool, ChatTemplate] = {}
@@ -86,12 +85,13 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        progress: Callable[[list[RequestDelta]], None] | None = None,
+        progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Answers to one or many prompts (text or token ids), in their order, computed as one batch.
 
         `params` is one for all or one per prompt. A request that fails does not stop the others: its
-        output says finish_reason "error" and why. `progress` is called after every step with what it gave.
+        output says finish_reason "error" and why. `progress` is a bar on the terminal; None shows one for
+        several prompts. There is none where stderr is no terminal.
         """
         return self._run([self._text_prompt(prompt) for prompt in _as_prompts(prompts)], params, progress)
 
@@ -101,7 +101,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        progress: Callable[[list[RequestDelta]], None] | None = None,
+        progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Answers to one or many conversations, through the model's chat template."""
         single = not messages or isinstance(messages[0], Mapping)
@@ -243,7 +243,7 @@ class LLM:
         self,
         prompts: Sequence[_Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        progress: Callable[[list[RequestDelta]], None] | None,
+        progress: bool | None,
     ) -> list[RequestOutput]:
         each = _as_params(params, len(prompts))
         request_ids: list[str] = []
@@ -252,14 +252,16 @@ class LLM:
             for prompt, one in zip(prompts, each, strict=True):
                 request_ids.append(self._add(prompt, one))
             waiting = set(request_ids)
-            while waiting:
-                deltas = self.step()
-                for delta in deltas:
-                    if delta.output is not None and delta.request_id in waiting:
-                        outputs[delta.request_id] = delta.output
-                        waiting.discard(delta.request_id)
-                if progress is not None and deltas:
-                    progress(deltas)
+            show = len(prompts) > 1 if progress is None else progress
+            with GenerationBar(len(prompts)) if show else contextlib.nullcontext() as bar:
+                while waiting:
+                    deltas = [delta for delta in self.step() if delta.request_id in waiting]
+                    for delta in deltas:
+                        if delta.output is not None:
+                            outputs[delta.request_id] = delta.output
+                            waiting.discard(delta.request_id)
+                    if bar is not None:
+                        bar.take(deltas)
         finally:
             self._abort_unfinished(request_ids)
         return [outputs[request_id] for request_id in request_ids]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from quire.kernels.ops import Kernels
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.select import select_kernels
 from quire.models.decoder import Decoder
+from quire.models.load import load_decoder, open_model
 from quire.sampling_params import SamplingParams
 from tests.random_models import SPECS, Bench, Transcript, random_decoder
 
@@ -66,6 +68,9 @@ def assert_same(got: Transcript, expected: Transcript) -> None:
     for key, logits in expected.logits.items():
         assert torch.equal(got.logits[key], logits), f"request {key[0]}, position {key[1]}"
 
+
+LENGTHS = [(0, 1), (40, 60), (40, 7), (16, 17), (0, 90), (32, 1), (0, 33), (40, 120)]
+"""Of the real model's prompts: tokens shared, tokens of its own."""
 
 SCENARIOS: dict[str, dict[str, Any]] = {
     "one batch": {},
@@ -185,6 +190,20 @@ def test_n_answers_equal_n_requests_with_their_seeds(length: int, dtype: str) ->
     for i in range(5):
         for position in range(length, length + 20):
             assert torch.equal(forked.logits[f"r/{i}", position], singles.logits[str(i), position])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_real_model_is_exact(dtype: str, smollm2_gguf: Path) -> None:
+    """SmolLM2: batches, chunks, prefix hits, preemption, swapping and hardly any memory."""
+    kernels = make_kernels("auto", DTYPES[dtype])
+    decoder = load_decoder(open_model(smollm2_gguf), kernels, DTYPES[dtype], CPU, max_position=1024)
+    source = random.Random(2)
+    shared = [source.randrange(3, 49_152) for _ in range(40)]
+    prompts = [shared[:common] + [source.randrange(3, 49_152) for _ in range(length)] for common, length in LENGTHS]
+    params = [SamplingParams(temperature=i % 3 * 0.5, seed=i, max_tokens=10) for i in range(len(prompts))]
+    expected = solo(decoder, prompts, params)
+    for name in ("one batch", "chunks of 7", "swapped every third step", "hardly any memory and a host tier"):
+        assert_same(Bench(decoder, **SCENARIOS[name]).run(prompts, params), expected)
 
 
 def test_block_placement_does_not_matter() -> None:

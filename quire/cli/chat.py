@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from quire.cli import options
-from quire.cli.progress import ProgressBars, say
+from quire.cli.terminal import say
 from quire.errors import InvalidRequestError, QuireError
 from quire.sampling_params import SamplingParams
 
@@ -56,9 +56,7 @@ def chat(
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens)
     from quire.llm import LLM
 
-    with ProgressBars(model) as bars:
-        llm = LLM(model, device=device, dtype=dtype, progress=bars)
-    with llm:
+    with LLM(model, device=device, dtype=dtype) as llm:
         say(llm.description)
         if not llm.has_chat_template:
             raise QuireError(f"{model} has no chat template, so it can't chat. Continue text with: quire run --raw")

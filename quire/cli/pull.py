@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from quire.cli.progress import ProgressBars
+from quire.progress import ModelBars
 
 
 def pull(
@@ -20,6 +20,6 @@ def pull(
     """
     from quire.models.sources import resolve
 
-    with ProgressBars(model) as bars:
+    with ModelBars(model) as bars:
         source = resolve(model, progress=bars("download"))
     print(f"{model}: {source.path} ({source.origin})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -13,8 +14,9 @@ import typer
 
 from quire.cli import options
 from quire.cli.answers import AnswerPrinter
-from quire.cli.progress import ProgressBars, say
+from quire.cli.terminal import say
 from quire.errors import InvalidRequestError, QuireError
+from quire.progress import GenerationBar
 from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -59,9 +61,7 @@ def run(
     from quire.llm import LLM
 
     started = time.monotonic()
-    with ProgressBars(model) as bars:
-        llm = LLM(model, device=device, dtype=dtype, policy="priority" if priority else "fcfs", progress=bars)
-    with llm:
+    with LLM(model, device=device, dtype=dtype, policy="priority" if priority else "fcfs") as llm:
         loading = time.monotonic() - started
         say(f"{llm.description} ({loading:.1f} s)")
         _answer(llm, texts, each, system, raw or not llm.has_chat_template, json_lines)
@@ -79,12 +79,17 @@ def _answer(
     printer = _JsonPrinter(request_ids, texts) if json_lines else AnswerPrinter(request_ids, texts)
     started = time.monotonic()
     outputs: list[RequestOutput] = []
+    # Text that streams to the terminal is progress enough.
+    silent = json_lines or not sys.stdout.isatty()
     try:
-        while llm.has_work:
-            for delta in llm.step():
-                printer.take(delta)
-                if delta.output is not None:
-                    outputs.append(delta.output)
+        with GenerationBar(len(texts)) if silent else contextlib.nullcontext() as bar:
+            while llm.has_work:
+                deltas = llm.step()
+                for delta in deltas:
+                    printer.take(delta)
+                outputs += [delta.output for delta in deltas if delta.output is not None]
+                if bar is not None:
+                    bar.take(deltas)
     except KeyboardInterrupt:
         printer.interrupt()
         raise

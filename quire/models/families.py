@@ -6,15 +6,14 @@ quirks from `config.json`. Everything shared (sizes, rope, windows) is read by `
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.models.fields import Fields
+from quire.models.files import read_json
 from quire.models.spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
 
 MAX_CONFIG_BYTES = 16 * 2**20
@@ -167,7 +166,7 @@ def supported_architectures() -> str:
 
 def read_config(path: Path) -> ModelSpec:
     """The spec of a model in Hugging Face layout, from its config.json and generation_config.json."""
-    config = Fields(_read_json(path), str(path))
+    config = Fields(read_json(path, MAX_CONFIG_BYTES), str(path))
     family = _find_family(config)
     _refuse_what_is_not_supported(config)
     hidden_size = config.integer("hidden_size")
@@ -341,7 +340,7 @@ def _read_eos(config: Fields, generation_config: Path) -> tuple[int, ...]:
     found: list[int] = []
     sources = [config]
     if generation_config.is_file():
-        sources.append(Fields(_read_json(generation_config), str(generation_config)))
+        sources.append(Fields(read_json(generation_config, MAX_CONFIG_BYTES), str(generation_config)))
     for source in sources:
         value = source.raw("eos_token_id")
         for token_id in value if isinstance(value, list) else [value]:
@@ -352,17 +351,3 @@ def _read_eos(config: Fields, generation_config: Path) -> tuple[int, ...]:
             if token_id not in found:
                 found.append(token_id)
     return tuple(found)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ModelFormatError(f"{path}: larger than {MAX_CONFIG_BYTES >> 20} MiB, so not a model's config")
-        values = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ModelFormatError(f"{path}: can't be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ModelFormatError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ModelFormatError(f"{path}: should hold a JSON object")
-    return values

@@ -71,11 +71,6 @@ def resolve(model: str, *, offline: bool = False, progress: Progress | None = No
     return ModelSource(model, kind, found, f"Hugging Face hub, {hub_id}")
 
 
-def pull(model: str, progress: Progress | None = None) -> ModelSource:
-    """Makes sure a model is on this machine."""
-    return resolve(model, progress=progress)
-
-
 def list_models() -> list[LocalModel]:
     """What is on this machine, in Quire's cache and in the Hugging Face cache, sorted by name."""
     return sorted([*_quire_models(), *_hub_models()], key=lambda model: model.name)

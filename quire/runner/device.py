@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 from pathlib import Path
 
@@ -51,6 +53,14 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return min(_system_available(), _cgroup_available())
+
+
+def return_freed_memory() -> None:
+    """Hands what was freed back to the operating system: allocators keep it for themselves otherwise."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    with contextlib.suppress(OSError, AttributeError):  # glibc only
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _cpu_multiplies_bfloat16() -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quire.models.decoder import Decoder
 from quire.runner.batch import InputBatch, build_batch
+from quire.runner.device import return_freed_memory
 from quire.runner.kv_cache import KVCache
 from quire.runner.rows import Rows
 from quire.runner.sampler import SamplingBatch, sample
@@ -49,6 +50,7 @@ class Runner:
         """Lets go of weights and cache, whoever else still holds this runner."""
         self._decoder.to("meta")
         self._kv_cache.release()
+        return_freed_memory()
 
     def _sample(
         self, step_id: int, sampling: Sequence[ScheduledRequest], batch: InputBatch, hidden: Tensor

@@ -233,7 +233,7 @@ def test_a_repository_without_safetensors_says_what_to_look_for(hub_cache: Path)
 def test_models_of_both_caches_are_listed(home: Path, hub_cache: Path, tmp_path: Path) -> None:
     assert sources.list_models() == []
     make_wheel(home / "wheels")
-    sources.pull("tiny")
+    sources.resolve("tiny")
     content = weights(tmp_path)
     cached_repo(hub_cache, "org/safe", {"config.json": b"{}", "model.safetensors": content})
     cached_repo(hub_cache, "org/tagged", {"model.safetensors": content}, ref="v2")

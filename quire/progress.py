@@ -1,0 +1,91 @@
+"""Progress on the terminal: bars on stderr, only where somebody is looking."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+if TYPE_CHECKING:
+    from quire.outputs import RequestDelta
+
+Report = Callable[[int, int | None], None]
+_TITLES = {"download": "Downloading", "load": "Loading weights"}
+
+
+class _Bars:
+    """A rich progress display that goes away when it is done, and shows nothing when nobody looks."""
+
+    def __init__(self, *columns: ProgressColumn) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            *columns,
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            transient=True,
+            disable=not sys.stderr.isatty(),
+        )
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+
+class ModelBars(_Bars):
+    """Bars for downloads and loading; calling it with `download` or `load` gives the function to report to."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(TaskProgressColumn(), DownloadColumn(), TransferSpeedColumn())
+        self._name = name
+
+    def __call__(self, activity: str) -> Report:
+        task: TaskID | None = None
+
+        def report(done: int, total: int | None) -> None:
+            nonlocal task
+            if task is None:
+                task = self._progress.add_task(f"{_TITLES[activity]} {self._name}", total=total)
+            self._progress.update(task, completed=done, total=total)
+
+        return report
+
+
+class GenerationBar(_Bars):
+    """How many prompts are answered, and how many tokens a second that takes."""
+
+    def __init__(self, num_prompts: int) -> None:
+        super().__init__(MofNCompleteColumn(), TextColumn("prompts, {task.fields[rate]:.1f} tokens/s"))
+        self._task = self._progress.add_task("Generating", total=num_prompts, rate=0.0)
+        self._num_tokens = 0
+        self._started = time.monotonic()
+
+    def take(self, deltas: Iterable[RequestDelta]) -> None:
+        """Counts what one step gave."""
+        finished = 0
+        for delta in deltas:
+            self._num_tokens += len(delta.token_ids)
+            finished += delta.output is not None
+        rate = self._num_tokens / max(time.monotonic() - self._started, 1e-9)
+        self._progress.update(self._task, advance=finished, rate=rate)
