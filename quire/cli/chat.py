@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from quire.cli import options
@@ -107,19 +111,15 @@ class Conversation:
             self._messages.pop()
             say(f"error: {error}. /reset starts over.")
             return
-        aborted = False
-        while self._llm.has_work:
-            try:
+        with noticing_interrupts() as interrupted:
+            while self._llm.has_work:
+                if interrupted.is_set():
+                    self._llm.abort(request_id)
                 for delta in self._llm.step():
                     pieces.append(delta.text)
                     sys.stdout.write(delta.text)
                     sys.stdout.flush()
                     self._last = delta.output or self._last
-            except KeyboardInterrupt:
-                if aborted:
-                    raise
-                aborted = True
-                self._llm.abort(request_id)
         print()
         if self._last is not None and self._last.finish_reason == "error":
             say(f"error: {self._last.error}")
@@ -179,6 +179,22 @@ class Conversation:
         if metrics.time_per_output_token:
             lines.append(f"then {1 / metrics.time_per_output_token:.1f} tokens/s")
         say("\n".join(lines))
+
+
+@contextlib.contextmanager
+def noticing_interrupts() -> Iterator[threading.Event]:
+    """Ctrl-C sets the event instead of breaking into the step that is being computed; a second one breaks in."""
+    interrupted = threading.Event()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        interrupted.set()
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def read_message() -> str:

@@ -129,11 +129,10 @@ class EngineCore:
             self._drain(self._in_flight.popleft()[1])
         now = self._clock() if self._clock is not None else now
         message = _describe(error)
-        # A fault somebody foresaw explains itself; anything else is a bug, and its trace is needed.
+        # A fault somebody foresaw, or Ctrl-C, explains itself; anything else is a bug, and its trace is needed.
         cause = error.__cause__ or error
-        logger.error(
-            "step %d failed: %s", step.step_id, message, exc_info=None if isinstance(cause, QuireError) else cause
-        )
+        expected = isinstance(cause, QuireError) or not isinstance(cause, Exception)
+        logger.error("step %d failed: %s", step.step_id, message, exc_info=None if expected else cause)
         for failed in self.scheduler.fail(step, message, now):
             if self.step_log is not None:
                 self.step_log.append(StepLogEntry(failed, None, message, now))

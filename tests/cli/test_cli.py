@@ -170,3 +170,23 @@ def test_chat_keeps_the_conversation_and_knows_its_commands(smollm2_gguf: Path) 
     assert "temperature: must be a number" in done.stderr
     assert "there is no /nonsense" in done.stderr
     assert "never reached" not in done.stdout
+
+
+def test_ctrl_c_in_a_chat_stops_the_answer_and_not_the_program(smollm2_gguf: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "quire.cli.main", "chat", "-n", "4000", "--model", str(smollm2_gguf)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("Count from one to ten thousand.\n")
+    process.stdin.flush()
+    assert process.stdout.read(1)  # the answer has begun
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate("/stats\n/quit\n", timeout=60)
+    assert process.returncode == 0, errors
+    assert "ended by abort" in errors
+    assert "Traceback" not in errors
