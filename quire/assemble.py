@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 
 from quire.config import EngineConfig, format_bytes
+from quire.constrain import GrammarCompiler
+from quire.constrain.masks import Constrainer
 from quire.engine import EngineCore, Scheduler, SchedulerConfig, StepLog
 from quire.frontend.tokenizer import Tokenizer
 from quire.kernels.select import select_kernels
@@ -38,6 +40,8 @@ class Engine:
     tokenizer: Tokenizer
     plan: CachePlan
     eos_token_ids: tuple[int, ...]
+    grammars: GrammarCompiler
+    """For structured output; makes nothing before it is asked."""
     description: str
     """What was loaded, where, in which format, and what fits: for the start-up message."""
 
@@ -56,7 +60,10 @@ def build_engine(source: ModelSource, config: EngineConfig, progress: Progress |
     plan = plan_cache(files.spec, config, dtype, free_memory(device))
     cache = KVCache(files.spec, plan.num_blocks, plan.num_host_blocks, plan.block_size, dtype, device)
     rows = Rows(config.max_num_seqs, plan.max_model_len, plan.block_size, device)
-    runner = Runner(decoder, cache, rows, plan.block_size)
+    eos_token_ids = tuple(dict.fromkeys((*files.spec.eos_token_ids, *tokenizer.eos_token_ids)))
+    grammars = GrammarCompiler(tokenizer, files.spec.vocab_size, eos_token_ids)
+    constrainer = Constrainer(grammars, config.max_num_seqs, files.spec.vocab_size, device)
+    runner = Runner(decoder, cache, rows, plan.block_size, constrainer)
     core = EngineCore(
         Scheduler(_scheduler_config(config, plan)),
         runner,
@@ -69,8 +76,7 @@ def build_engine(source: ModelSource, config: EngineConfig, progress: Progress |
         f"({format_bytes(weights)}) on {describe(device, dtype)}, {decoder.kernels.name} kernels; {plan.describe()}"
     )
     logger.info(description)
-    eos_token_ids = tuple(dict.fromkeys((*files.spec.eos_token_ids, *tokenizer.eos_token_ids)))
-    return Engine(core, runner, decoder, tokenizer, plan, eos_token_ids, description)
+    return Engine(core, runner, decoder, tokenizer, plan, eos_token_ids, grammars, description)
 
 
 def _check_fit(spec: ModelSpec, config: EngineConfig, dtype: torch.dtype, free: int) -> None:

@@ -3,26 +3,69 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from quire.engine import Request, RequestUpdate
+from quire.constrain import Grammar
+from quire.engine import Request, RequestMetrics, RequestUpdate
 from quire.frontend.detokenizer import IncrementalDetokenizer
+from quire.frontend.stop_strings import StopMatcher, stop_automaton
 from quire.frontend.tokenizer import Tokenizer
-from quire.outputs import Completion, RequestDelta, RequestOutput
+from quire.outputs import Completion, Logprob, RequestDelta, RequestOutput, TokenLogprobs
+from quire.sampling_params import SamplingParams
+from quire.step import PromptScores, TokenScore
 
 
 class _Answer:
-    """One of the n answers, as far as it has come."""
+    """One of the answers, as far as it has come."""
 
-    def __init__(self, tokenizer: Tokenizer, continued: Sequence[int], seed: int) -> None:
-        self.detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids=continued)
+    def __init__(self, tokenizer: Tokenizer, continued: Sequence[int], params: SamplingParams, seed: int) -> None:
+        # Spaces between special tokens need no switch: no decoder that `Tokenizer` accepts puts any there.
+        self.detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, continued)
+        self.matcher: StopMatcher | None = None
+        if params.stop:
+            self.matcher = StopMatcher(stop_automaton(params.stop), params.include_stop_str_in_output)
+        self.params = params
         self.seed = seed
         self.token_ids: list[int] = []
+        self.scores: list[TokenScore] = []
         self.pieces: list[str] = []
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string its text has come to."""
+        return self.matcher.match if self.matcher is not None else None
+
+    def read(self, update: RequestUpdate) -> tuple[int, str]:
+        """Takes tokens in until a stop string is complete: how many, and the text that is certain now."""
+        text = ""
+        count = 0
+        for token_id in update.new_token_ids:
+            count += 1
+            self.token_ids.append(token_id)
+            is_last = count == len(update.new_token_ids)
+            if is_last and update.stop_token_id is not None and not self.params.include_stop_str_in_output:
+                break
+            text += self._match(self.detokenizer.push(token_id))
+            if self.stop_string is not None:
+                break
+        self.scores += update.scores[:count]
+        if update.finish_reason is not None and self.stop_string is None:
+            rest = self.detokenizer.finish()
+            # A character that was never completed is no place to stop.
+            text += rest if self.matcher is None else self.matcher.push(rest, may_stop=False) + self.matcher.finish()
+        if text:
+            self.pieces.append(text)
+        return count, text
+
+    def _match(self, text: str) -> str:
+        if self.matcher is None:
+            return text
+        return self.matcher.push(text, may_stop=len(self.token_ids) > self.params.min_tokens)
 
 
 class LiveRequest:
-    """Collects the updates of one request (all its n answers) into deltas and, at last, an output."""
+    """Collects the updates of one request (all its answers) into deltas and, at last, an output."""
 
     def __init__(
         self,
@@ -30,33 +73,52 @@ class LiveRequest:
         prompt: str | None,
         prompt_token_ids: tuple[int, ...],
         requests: Sequence[Request],
+        params: SamplingParams,
         tokenizer: Tokenizer,
         continues_prompt: bool,
     ) -> None:
-        """`continues_prompt`: the answer goes on with the prompt's text, as opposed to a chat's new turn."""
+        """`params` as the caller gave them; `continues_prompt`: the answer goes on with the prompt's text, as
+        opposed to a chat's new turn."""
         self.request_id = request_id
         self.names = [request.request_id for request in requests]
+        self.grammar: Grammar | None = None
+        """Of structured output; whoever holds one keeps it compiled."""
         self.unread: deque[RequestDelta] | None = None
         """Deltas in order, kept only for a request that is being streamed."""
         self._prompt = prompt
         self._prompt_token_ids = prompt_token_ids
+        self._params = params
+        self._tokenizer = tokenizer
         continued = prompt_token_ids if continues_prompt else ()
-        self._answers = [_Answer(tokenizer, continued, request.seed) for request in requests]
+        self._answers = [_Answer(tokenizer, continued, params, request.seed) for request in requests]
         self._completions: list[Completion | None] = [None] * len(requests)
+        self._prompt_scores: dict[int, TokenScore] = {}
 
-    def advance(self, index: int, update: RequestUpdate) -> RequestDelta:
-        """Takes in what the engine reported of answer `index`."""
+    def take_prompt_scores(self, found: PromptScores) -> None:
+        """Scores of prompt positions, from whichever answer computed them; some may come again."""
+        self._prompt_scores.update(enumerate(found.scores, start=found.start))
+
+    def advance(self, index: int, update: RequestUpdate, end: Callable[[], RequestMetrics]) -> RequestDelta:
+        """Takes in what the engine reported of answer `index`. If a stop string is complete with it, `end` is
+        called, which ends the answer in the engine."""
         answer = self._answers[index]
-        answer.token_ids.extend(update.new_token_ids)
-        shown = update.new_token_ids if update.stop_token_id is None else update.new_token_ids[:-1]
-        text = "".join([answer.detokenizer.push(token_id) for token_id in shown])
-        if update.finish_reason is not None:
-            text += answer.detokenizer.finish()
-        if text:
-            answer.pieces.append(text)
+        count, text = answer.read(update)
+        if answer.stop_string is not None and update.finish_reason is None:
+            update = update._replace(metrics=end())
+        if answer.stop_string is not None:
+            update = update._replace(finish_reason="stop", error=None)
         if update.finish_reason is not None:
             self._completions[index] = self._complete(index, answer, update)
-        delta = RequestDelta(self.request_id, index, text, update.new_token_ids, update.finish_reason, self._output())
+        wanted = self._params.logprobs is not None
+        delta = RequestDelta(
+            request_id=self.request_id,
+            index=index,
+            text=text,
+            token_ids=update.new_token_ids[:count],
+            logprobs=tuple(map(self._spell, update.scores[:count])) if wanted else (),
+            finish_reason=update.finish_reason,
+            output=self._output(),
+        )
         if self.unread is not None:
             self.unread.append(delta)
         return delta
@@ -64,19 +126,53 @@ class LiveRequest:
     def _complete(self, index: int, answer: _Answer, update: RequestUpdate) -> Completion:
         assert update.finish_reason is not None
         assert update.metrics is not None
+        scored = self._params.logprobs is not None or self._params.best_of is not None
         return Completion(
             index=index,
             text="".join(answer.pieces),
             token_ids=tuple(answer.token_ids),
             finish_reason=update.finish_reason,
-            stop_token_id=update.stop_token_id,
+            stop_reason=answer.stop_string if answer.stop_string is not None else update.stop_token_id,
             seed=answer.seed,
             error=update.error,
             metrics=update.metrics,
+            logprobs=tuple(map(self._spell, answer.scores)) if self._params.logprobs is not None else None,
+            cumulative_logprob=sum(score.logprob for score in answer.scores) if scored else None,
         )
 
     def _output(self) -> RequestOutput | None:
         done = [completion for completion in self._completions if completion is not None]
         if len(done) < len(self._completions):
             return None
-        return RequestOutput(self.request_id, self._prompt, self._prompt_token_ids, tuple(done))
+        if self._params.best_of is not None:
+            done = sorted(done, key=_mean_logprob, reverse=True)[: self._params.n]
+            done = [replace(completion, index=index) for index, completion in enumerate(done)]
+        return RequestOutput(
+            self.request_id, self._prompt, self._prompt_token_ids, tuple(done), self._prompt_logprobs()
+        )
+
+    def _prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        if self._params.prompt_logprobs is None:
+            return None
+        found = (self._prompt_scores.get(position) for position in range(len(self._prompt_token_ids)))
+        return tuple(None if score is None else self._spell(score) for score in found)
+
+    def _spell(self, score: TokenScore) -> TokenLogprobs:
+        top = tuple(
+            Logprob(token_id, logprob, rank, self._bytes(token_id))
+            for rank, (token_id, logprob) in enumerate(score.top, start=1)
+        )
+        return TokenLogprobs(score.token_id, score.logprob, score.rank, self._bytes(score.token_id), top)
+
+    def _bytes(self, token_id: int) -> bytes:
+        # A model may have more rows than its tokenizer has tokens.
+        return self._tokenizer.token_bytes(token_id) if token_id < self._tokenizer.vocab_size else b""
+
+
+def _mean_logprob(completion: Completion) -> tuple[bool, float]:
+    """How good an answer is; those that did not come to an end of their own are behind all others."""
+    whole = completion.finish_reason in ("stop", "length")
+    count = len(completion.token_ids)
+    if completion.cumulative_logprob is None or not count:
+        return whole, float("-inf")
+    return whole, completion.cumulative_logprob / count

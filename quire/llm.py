@@ -7,16 +7,20 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
 from quire.assemble import Engine, build_engine
+from quire.beam_search import BeamSearchOutput, BeamSearchParams, Continuations, check_choices, search_beams
 from quire.config import EngineConfig
-from quire.engine import RequestUpdate, make_requests
+from quire.engine import RequestMetrics, RequestUpdate, make_requests
 from quire.errors import InvalidRequestError, QuireError
 from quire.frontend.chat_template import ChatTemplate
+from quire.frontend.detokenizer import IncrementalDetokenizer
+from quire.frontend.resolve import resolve_tokens
 from quire.live_request import LiveRequest
 from quire.models.sources import resolve
 from quire.outputs import RequestDelta, RequestOutput
@@ -108,6 +112,39 @@ class LLM:
         conversations = cast("Sequence[Sequence[Message]]", [messages] if single else messages)
         return self._run([self._chat_prompt(one, tools) for one in conversations], params, progress)
 
+    def beam_search(
+        self,
+        prompt: Prompt,
+        beam_width: int,
+        max_tokens: int,
+        *,
+        length_penalty: float = 1.0,
+        ignore_eos: bool = False,
+        stop_token_ids: Sequence[int] = (),
+    ) -> BeamSearchOutput:
+        """The `beam_width` likeliest continuations found by beam search; `quire.beam_search` says exactly how.
+
+        Beams end at the model's end-of-sequence tokens (unless `ignore_eos`) and at `stop_token_ids`. They run
+        as ordinary requests of one token each and share their common tokens through the prefix cache.
+        """
+        engine = self.engine
+        start = self._text_prompt(prompt)
+        check_choices(ignore_eos, stop_token_ids, engine.decoder.spec.vocab_size)
+        ends = frozenset(stop_token_ids) if ignore_eos else frozenset((*engine.eos_token_ids, *stop_token_ids))
+        params = BeamSearchParams(beam_width, max_tokens, length_penalty, ends)
+        params = replace(params, max_tokens=max(1, min(max_tokens, engine.plan.max_model_len - len(start.token_ids))))
+        one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=params.num_continuations)
+
+        def expand(beams: Sequence[tuple[int, ...]]) -> list[Continuations]:
+            prompts = [_Prompt(None, [*start.token_ids, *token_ids], continues=True) for token_ids in beams]
+            return [_continuations(output) for output in self._run(prompts, one, None)]
+
+        beams = [
+            replace(beam, text=self._text_after(start.token_ids, beam.token_ids, beam.stop_token_id is not None))
+            for beam in search_beams(params, expand)
+        ]
+        return BeamSearchOutput(start.text, tuple(start.token_ids), tuple(beams))
+
     # Answers as they come
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
@@ -165,6 +202,7 @@ class LLM:
         if engine is not None:
             if engine.core.step_log is not None:
                 engine.core.step_log.close()
+            engine.grammars.close()
             engine.runner.release()
         self._live.clear()
         self._owners.clear()
@@ -196,20 +234,21 @@ class LLM:
     def _add(self, prompt: _Prompt, params: SamplingParams | None, request_id: str | None = None) -> str:
         params = params or SamplingParams()
         engine = self.engine
-        for token_id in params.stop_token_ids:
-            if token_id >= engine.decoder.spec.vocab_size:
-                size = engine.decoder.spec.vocab_size
-                raise InvalidRequestError("stop_token_ids", f"{token_id} is outside the vocabulary of {size}")
+        params.check_token_ids(engine.decoder.spec.vocab_size)
+        resolved = resolve_tokens(params, engine.tokenizer)
+        # Compiled here, so that a bad grammar fails this call alone; held, so that it is there at admission.
+        grammar = None if params.structured is None else engine.grammars.compile(params.structured)
         if request_id is None:
             self._counter += 1
             request_id = f"request-{self._counter}"
         if request_id in self._live:
             raise InvalidRequestError("request_id", f"{request_id!r} is in use")
         seed = params.seed if params.seed is not None else secrets.randbits(64)
-        requests = make_requests(request_id, prompt.token_ids, params, seed, engine.eos_token_ids)
+        requests = make_requests(request_id, prompt.token_ids, params, seed, engine.eos_token_ids, resolved)
         live = LiveRequest(
-            request_id, prompt.text, tuple(prompt.token_ids), requests, engine.tokenizer, prompt.continues
+            request_id, prompt.text, tuple(prompt.token_ids), requests, params, engine.tokenizer, prompt.continues
         )
+        live.grammar = grammar
         now = time.monotonic()
         added: list[str] = []
         try:
@@ -217,7 +256,8 @@ class LLM:
                 engine.core.add_request(request, now)
                 added.append(request.request_id)
         except QuireError:
-            engine.core.abort(added, now)
+            for name in added:
+                engine.core.end(name, "abort", now)
             raise
         self._live[request_id] = live
         for index, request in enumerate(requests):
@@ -226,18 +266,28 @@ class LLM:
 
     def _deltas(self, updates: list[RequestUpdate]) -> list[RequestDelta]:
         deltas: list[RequestDelta] = []
+        ended = {update.request_id: update.metrics for update in updates if update.finish_reason is not None}
         for update in updates:
             owner = self._owners.get(update.request_id)
             if owner is None:
-                continue  # refused while it was being added, with its siblings
+                continue  # its caller has left
             live, index = owner
-            delta = live.advance(index, update)
+            if update.prompt_scores is not None:
+                live.take_prompt_scores(update.prompt_scores)
+            if not update.new_token_ids and update.finish_reason is None:
+                continue
+            delta = live.advance(index, update, partial(self._end, update.request_id, ended))
             deltas.append(delta)
             if delta.finish_reason is not None:
                 del self._owners[update.request_id]
             if delta.output is not None:
                 del self._live[live.request_id]
         return deltas
+
+    def _end(self, name: str, ended: Mapping[str, RequestMetrics | None]) -> RequestMetrics:
+        """Ends an answer whose text has come to a stop string, unless the engine just did so itself."""
+        metrics = ended.get(name)
+        return metrics if metrics is not None else self.engine.core.end(name, "stop", time.monotonic())
 
     def _run(
         self,
@@ -266,10 +316,17 @@ class LLM:
             self._abort_unfinished(request_ids)
         return [outputs[request_id] for request_id in request_ids]
 
+    def _text_after(self, prompt_ids: Sequence[int], token_ids: Sequence[int], drop_last: bool) -> str:
+        detokenizer = IncrementalDetokenizer(self.engine.tokenizer, prompt_ids=prompt_ids)
+        shown = token_ids[:-1] if drop_last else token_ids
+        return "".join([detokenizer.push(token_id) for token_id in shown]) + detokenizer.finish()
+
     def _stream(self, prompt: _Prompt, params: SamplingParams | None) -> Iterator[str]:
         params = params or SamplingParams()
         if params.n != 1:
             raise InvalidRequestError("n", "a stream carries one answer; use generate for more")
+        if params.best_of not in (None, 1):
+            raise InvalidRequestError("best_of", "can't be streamed: the best is known at the end; use generate")
         request_id = self._add(prompt, params)
         # Other streams may drive the engine on: what it gives this one meanwhile waits here.
         unread = self._live[request_id].unread = deque()
@@ -300,6 +357,13 @@ class LLM:
             for request_id in unfinished:
                 for name in self._live.pop(request_id).names:
                     self._owners.pop(name, None)
+
+
+def _continuations(output: RequestOutput) -> Continuations:
+    completion = output.completions[0]
+    if not completion.logprobs:
+        raise QuireError(f"the beam search failed: {completion.error or completion.finish_reason}")
+    return [(entry.token_id, entry.logprob) for entry in completion.logprobs[0].top]
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -8,6 +8,30 @@ from quire.step import FinishReason, RequestMetrics
 
 
 @dataclass(frozen=True, slots=True)
+class Logprob:
+    """How likely the model held a token, by its own logits: before masks, penalties and temperature."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 for the most likely token; among equals the lower id comes first."""
+    token_bytes: bytes
+    """What the token stands for; may be part of a character."""
+
+    @property
+    def text(self) -> str:
+        return self.token_bytes.decode(errors="replace")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs(Logprob):
+    """A token of a sequence, and what else the model held likely there."""
+
+    top: tuple[Logprob, ...]
+    """The most likely tokens, as many as were asked for (or as there are), the likeliest first."""
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """One answer."""
 
@@ -15,13 +39,23 @@ class Completion:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
-    """stop (the model ended it), length, abort, deadline or error."""
-    stop_token_id: int | None
-    """The token that ended it, if one did; it is the last of `token_ids` and not part of `text`."""
+    """stop (the model, a stop string or the grammar ended it), length, abort, deadline or error."""
+    stop_reason: str | int | None
+    """The stop string or the token id that ended it. None if none did: then it was the grammar, or not "stop"."""
     seed: int
     """What to pass as `seed`, with n=1, to get this answer again."""
     error: str | None
     metrics: RequestMetrics
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One for each of `token_ids`, if they were asked for."""
+    cumulative_logprob: float | None = None
+    """The sum of the tokens' logprobs, if they were asked for or `best_of` needed them."""
+
+    @property
+    def stop_token_id(self) -> int | None:
+        """The token that ended it, if one did; it is the last of `token_ids` and not part of `text`, unless
+        `include_stop_str_in_output` asks for it."""
+        return self.stop_reason if isinstance(self.stop_reason, int) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +67,10 @@ class RequestOutput:
     """As text, if it came as text."""
     prompt_token_ids: tuple[int, ...]
     completions: tuple[Completion, ...]
+    """By index; with `best_of`, the best first."""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """One for each of `prompt_token_ids`, if they were asked for. The first is None: nothing precedes it. So are
+    those that a request which was aborted or failed has not computed."""
 
     @property
     def text(self) -> str:
@@ -61,8 +99,12 @@ class RequestDelta:
 
     request_id: str
     index: int
+    """Of the answer; with `best_of`, of one of the candidates, who are not in the order of the output yet."""
     text: str
+    """Without what may turn out to be a stop string: that comes with a later delta, or never."""
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    """One for each of `token_ids`, if they were asked for."""
     finish_reason: FinishReason | None
     output: RequestOutput | None
     """The whole request, once its last answer has finished."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import ResolvedTokens, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 CopyKind = Literal["device_to_host", "host_to_device", "device_to_device"]
@@ -63,6 +63,11 @@ class Admission:
     arrival: float
     forked_from: int | None = None
     """The row whose prompt blocks it shares (its cached tokens come from there), for n > 1."""
+    resolved: ResolvedTokens = field(default_factory=ResolvedTokens)
+    """What the parameters that are text mean in tokens."""
+    score_prompt_from: int | None = None
+    """The first prompt position whose logprobs are still wanted; None if none are. All tokens from the one
+    before it on are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +121,25 @@ class Step:
         return sum(entry.num_tokens for entry in self.scheduled)
 
 
+class TokenScore(NamedTuple):
+    """How likely the model held a token, and which ones it held most likely: from the logits as the model
+    gave them, before masks, penalties and temperature."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 for the most likely token; among equals the lower id comes first."""
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, logprob) of the most likely tokens, as many as were asked for, the first ranks first."""
+
+
+class PromptScores(NamedTuple):
+    """Scores of consecutive prompt positions."""
+
+    start: int
+    scores: tuple[TokenScore, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What a runner found: for each request that samples its tokens, or what went wrong with it alone."""
@@ -123,6 +147,12 @@ class StepResult:
     step_id: int
     tokens: Mapping[str, tuple[int, ...]]
     errors: Mapping[str, str] = field(default_factory=dict)
+    scores: Mapping[str, tuple[TokenScore, ...]] = field(default_factory=dict)
+    """One for each of `tokens`, for the requests that ask for logprobs."""
+    prompt_scores: Mapping[str, PromptScores] = field(default_factory=dict)
+    """For the prompt positions this step could score, where they were asked for."""
+    ended: frozenset[str] = frozenset()
+    """Requests that are complete with these tokens, whatever these are (their grammar has come to its end)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +193,7 @@ class RequestMetrics:
 
 
 class RequestUpdate(NamedTuple):
-    """What a request gained: tokens, its end, or both. Each request gets exactly one with a finish reason."""
+    """What a request gained: tokens, scores, its end. Each request gets exactly one with a finish reason."""
 
     request_id: str
     new_token_ids: tuple[int, ...]
@@ -173,3 +203,7 @@ class RequestUpdate(NamedTuple):
     error: str | None = None
     metrics: RequestMetrics | None = None
     """With the finish reason."""
+    scores: tuple[TokenScore, ...] = ()
+    """One for each new token, if logprobs were asked for."""
+    prompt_scores: PromptScores | None = None
+    """Positions of the prompt; the same ones may come again, from another answer to the same prompt too."""

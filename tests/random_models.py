@@ -18,7 +18,7 @@ from quire.runner.kv_cache import KVCache
 from quire.runner.rows import Rows
 from quire.runner.runner import Runner
 from quire.sampling_params import SamplingParams
-from quire.step import ScheduledRequest
+from quire.step import ScheduledRequest, TokenScore
 
 _PLAIN = ModelSpec(
     family="llama",
@@ -74,6 +74,9 @@ class Transcript:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     logits: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     """By request and the position the logits predict."""
+    scores: dict[str, list[TokenScore]] = field(default_factory=dict)
+    prompt_scores: dict[str, dict[int, TokenScore]] = field(default_factory=dict)
+    """By the name of the call (all its answers share them) and position."""
     steps: int = 0
     preemptions: int = 0
     cached_tokens: int = 0
@@ -140,6 +143,10 @@ class Bench:
                     scheduler.preempt(running[transcript.steps % len(running)].request_id)
             for update in self.core.step(float(transcript.steps)):
                 transcript.tokens.setdefault(update.request_id, []).extend(update.new_token_ids)
+                transcript.scores.setdefault(update.request_id, []).extend(update.scores)
+                if update.prompt_scores is not None:
+                    known = transcript.prompt_scores.setdefault(update.request_id.split("/")[0], {})
+                    known.update(enumerate(update.prompt_scores.scores, start=update.prompt_scores.start))
                 assert update.error is None, update.error
             check_invariants(scheduler)
         for request in live.values():

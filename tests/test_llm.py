@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import subprocess
 import sys
@@ -226,6 +227,7 @@ def test_close_gives_memory_back_and_later_calls_say_so(smollm2_gguf: Path) -> N
     loaded = resident()
     llm.close()
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what nobody holds, the C library may keep: that is not the question here
     assert loaded - resident() > 400_000  # KiB, of 135M parameters of 4 bytes
     with pytest.raises(QuireError, match="closed"):
         llm.generate("Hello", GREEDY)

@@ -8,22 +8,67 @@ from typing import Any
 import pytest
 
 from quire.errors import InvalidRequestError
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import SamplingParams, StructuredOutput
 
 NAN, INF = float("nan"), float("inf")
 BAD: dict[str, list[Any]] = {
     "temperature": [NAN, INF, -0.1, 101, True, "1", None],
     "top_k": [-1, 1.5, True, "3", None, NAN],
     "top_p": [0, -0.5, 1.01, NAN, True, "0.9", None],
+    "min_p": [-0.1, 1.1, NAN, INF, True, "0.1", None],
+    "typical_p": [0, 1.1, NAN, True, "0.1", None],
+    "top_n_sigma": [-1, 1001, NAN, INF, True, "1", None],
+    "repetition_penalty": [0, -1, 101, NAN, INF, True, "1", None],
+    "presence_penalty": [-2.1, 2.1, NAN, INF, True, "1", None],
+    "frequency_penalty": [-2.1, 2.1, NAN, INF, True, "1", None],
+    "no_repeat_ngram_size": [-1, 65, 1.0, True, "1", None],
+    "dry_multiplier": [-1, 101, NAN, INF, True, "1", None],
+    "dry_base": [0.9, 101, NAN, INF, True, "1", None],
+    "dry_allowed_length": [0, 65, 1.0, True, "1", None],
+    "dry_sequence_breakers": [5, [""], [5], ["x" * 1025], ["x"] * 65, None],
+    "xtc_probability": [-0.1, 1.1, NAN, True, "1", None],
+    "xtc_threshold": [-0.1, 1.1, NAN, True, "1", None],
+    "logit_bias": [
+        5,
+        "5",
+        [5],
+        {-1: 1.0},
+        {1.5: 1.0},
+        {"1": 1.0},
+        {1: 101},
+        {1: NAN},
+        {1: INF},
+        {1: "1"},
+        ((1, 1.0), (1, 2.0)),
+        dict.fromkeys(range(1025), 1.0),
+    ],
+    "allowed_token_ids": [[], 5, "5", [-1], [1.0], [True]],
+    "bad_words": [5, [""], [5], ["x" * 1025], ["x"] * 1025, None],
     "seed": [-1, 2**64, 1.0, True, "7"],
     "max_tokens": [0, -5, 1.5, True, "9", INF],
     "min_tokens": [-1, 1.5, True, None, 10_000],
     "ignore_eos": [1, "true", None],
+    "stop": [5, "", [""], [5], ["x" * 1025], ["x"] * 65, None],
     "stop_token_ids": [5, "5", [-1], [1.0], [True], list(range(1025))],
+    "include_stop_str_in_output": [1, "true", None],
     "n": [0, -1, 129, 1.0, True, None],
+    "best_of": [0, 129, 1.0, True],
+    "logprobs": [-1, 101, 1.0, True],
+    "prompt_logprobs": [-1, 101, 1.0, True],
+    "skip_special_tokens": [1, "true", None],
+    "spaces_between_special_tokens": [1, "true", None],
+    "cache_salt": [5, "x" * 1025, b"x"],
     "priority": [1.5, True, "high", None, 2**40],
     "deadline": [0, -1, NAN, INF, True, "soon"],
-    "cache_salt": [5, "x" * 1025, b"x"],
+    "structured": [5, "json", {}, {"regexp": "x"}, {"regex": "x", "grammar": "y"}],
+    "logits_processors": [5, [5], print, [print] * 17, None],
+}
+BAD_STRUCTURED: dict[str, list[Any]] = {
+    "json_schema": [5, "", "x" * (256 * 1024 + 1), {"a": {1, 2}}, {"a": NAN}],
+    "json_object": [1, "yes"],
+    "regex": [5, "", "x" * (16 * 1024 + 1)],
+    "choice": [5, [], [""], [5], ["x"] * 1025, ["é" * (128 * 1024), "x"]],
+    "grammar": [5, "", "é" * (128 * 1024 + 1)],
 }
 
 
@@ -43,3 +88,50 @@ def test_params_are_frozen_and_lists_become_tuples() -> None:
     assert params.stop_token_ids == (1, 2)
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.temperature = 2.0  # type: ignore[misc]
+
+
+def test_best_of_is_at_least_n() -> None:
+    assert SamplingParams(n=3, best_of=3).best_of == 3
+    with pytest.raises(InvalidRequestError, match=r"^best_of: is 2, less than n"):
+        SamplingParams(n=3, best_of=2)
+
+
+def test_params_can_be_hashed_compared_and_copied() -> None:
+    params = SamplingParams(
+        logit_bias={7: 1, 3: -0.5},
+        stop="end",
+        bad_words=["a"],
+        structured=StructuredOutput(json_schema={"type": "null"}),
+    )
+    assert params.logit_bias == ((3, -0.5), (7, 1.0))
+    assert params.stop == ("end",)
+    copy = dataclasses.replace(params, temperature=0.5)
+    assert dataclasses.replace(copy, temperature=1.0) == params
+    assert len({params, copy, dataclasses.replace(params)}) == 2
+
+
+def test_ids_outside_the_vocabulary_are_refused_by_field() -> None:
+    for field, value in (("stop_token_ids", [9]), ("allowed_token_ids", [0, 9]), ("logit_bias", {9: 1.0})):
+        params = SamplingParams(**{field: value})  # type: ignore[arg-type]
+        params.check_token_ids(10)
+        with pytest.raises(InvalidRequestError, match=f"^{field}: 9 is outside the vocabulary of 9"):
+            params.check_token_ids(9)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [(field, value) for field, values in BAD_STRUCTURED.items() for value in values]
+)
+def test_bad_structured_output_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"^structured\.{field}: "):
+        StructuredOutput(**{field: value})
+    assert {field.name for field in dataclasses.fields(StructuredOutput)} == set(BAD_STRUCTURED)
+
+
+def test_a_structured_output_has_exactly_one_form() -> None:
+    for fields in ({}, {"regex": "a", "json_object": True}, {"choice": ["a"], "grammar": "b"}):
+        with pytest.raises(InvalidRequestError, match=r"^structured: must give exactly one"):
+            StructuredOutput(**fields)  # type: ignore[arg-type]
+    assert SamplingParams(structured={"choice": ["a", "b"]}).structured == StructuredOutput(  # type: ignore[arg-type]
+        choice=("a", "b")
+    )
+    assert StructuredOutput(json_schema={"type": "null"}).json_schema == '{"type": "null"}'

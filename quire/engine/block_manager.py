@@ -165,6 +165,9 @@ class BlockManager:
         if not self.config.prefix_caching:
             return hits
         num_blocks = (num_tokens - 1) // self.block_size
+        if request.score_prompt_from is not None:
+            # A prompt position is scored by computing the token before it.
+            num_blocks = min(num_blocks, (request.score_prompt_from - 1) // self.block_size)
         keys = request.block_keys
         self.cache.extend_keys(keys, request.token_ids, num_blocks, request.extra_keys)
         previous: BlockKey | None = None

@@ -12,7 +12,7 @@ from quire.engine.request import Request
 from quire.engine.scheduler import Scheduler
 from quire.engine.step_log import StepLog, StepLogEntry
 from quire.errors import EngineError, InvalidRequestError, QuireError
-from quire.step import RequestUpdate, Step, StepResult
+from quire.step import FinishReason, RequestMetrics, RequestUpdate, Step, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +77,10 @@ class EngineCore:
     def abort(self, request_ids: Iterable[str], now: float) -> None:
         """Ends requests by name or group name; their last update comes with the next step."""
         self.scheduler.abort(request_ids, now)
+
+    def end(self, request_id: str, reason: FinishReason, now: float) -> RequestMetrics:
+        """Ends a live request for a reason its owner found; no further update about it comes."""
+        return self.scheduler.end(request_id, reason, now)
 
     def step(self, now: float) -> list[RequestUpdate]:
         """One turn of the loop: submits a step if the pipe has room, then waits for the oldest one if the

@@ -15,7 +15,7 @@ from typing import Literal
 from quire.engine.config import SchedulerConfig
 from quire.errors import EngineError
 from quire.sampling_params import SamplingParams
-from quire.step import Admission, Step, StepResult
+from quire.step import Admission, PromptScores, Step, StepResult, TokenScore
 
 StepFault = Literal["submit", "result"]
 
@@ -47,6 +47,21 @@ def choose_token(
         stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos)}
         allowed = [token for token in allowed if token not in stops] or allowed
     return allowed[hash((state, seed, position)) % len(allowed)]
+
+
+def fake_score(state: int, token_id: int) -> TokenScore:
+    """How likely the fake model holds a token to follow one of that state."""
+    mixed = hash((state, token_id, 1))
+    return TokenScore(token_id, -(mixed % 4096) / 64, 1 + mixed % 7)
+
+
+def solo_prompt_scores(prompt: Sequence[int], params: SamplingParams) -> list[TokenScore]:
+    """The scores of a prompt's tokens from the second on, without any engine."""
+    salt = salt_number(params)
+    states: list[int] = []
+    for position, token_id in enumerate(prompt):
+        states.append(token_state(position, token_id, states, salt))
+    return [fake_score(state, token_id) for state, token_id in zip(states, prompt[1:], strict=False)]
 
 
 def solo_run(
@@ -148,11 +163,15 @@ class FakeRunner:
             failing = self.request_faults[step.step_id] % len(step.scheduled)
         tokens: dict[str, tuple[int, ...]] = {}
         errors: dict[str, str] = {}
+        scores: dict[str, PromptScores] = {}
         for index, entry in enumerate(step.scheduled):
             row = self._rows[entry.row]
             row.block_ids.extend(entry.new_block_ids)
             broken = index == failing or fault is not None
             token = self._compute(row, entry.start, entry.num_tokens, broken)
+            found = self._score_prompt(row, entry.start, entry.num_tokens)
+            if found is not None and index != failing:
+                scores[entry.request_id] = found
             if entry.samples:
                 # Also where it failed: a step may be in flight already that goes on from there.
                 row.token_ids.append(token)
@@ -162,7 +181,7 @@ class FakeRunner:
                 errors[entry.request_id] = f"injected: {entry.request_id} failed in step {step.step_id}"
         if fault is not None:
             return FakePending(EngineError(f"injected: step {step.step_id} failed"))
-        return FakePending(StepResult(step.step_id, tokens, errors))
+        return FakePending(StepResult(step.step_id, tokens, errors, prompt_scores=scores))
 
     def _change_rows(self, step: Step) -> None:
         given_up = [(notice.request_id, notice.row) for notice in step.preempted]
@@ -231,3 +250,17 @@ class FakeRunner:
             admission.eos_token_ids,
             num_output,
         )
+
+    def _score_prompt(self, row: _Row, start: int, num_tokens: int) -> PromptScores | None:
+        """The positions that the tokens just computed predict, as far as they are in the prompt and wanted."""
+        admission = row.admission
+        if admission.score_prompt_from is None:
+            return None
+        first = max(start + 1, admission.score_prompt_from)
+        end = min(start + num_tokens + 1, admission.num_prompt_tokens)
+        if first >= end:
+            return None
+        size = self.config.block_size
+        states = [self._device[row.block_ids[p // size]][p % size] for p in range(first - 1, end - 1)]
+        tokens = admission.token_ids[first:end]
+        return PromptScores(first, tuple(map(fake_score, states, tokens)))

@@ -13,7 +13,7 @@ from quire.engine.config import SchedulerConfig
 from quire.engine.request import Request, RequestStatus
 from quire.engine.request_queue import RequestQueue
 from quire.errors import CapacityError, InvalidRequestError
-from quire.step import Finished, FinishReason, Preemption, PreemptionKind, RequestUpdate
+from quire.step import Finished, FinishReason, Preemption, PreemptionKind, RequestUpdate, TokenScore
 
 
 class Ledger:
@@ -111,6 +111,7 @@ class Ledger:
         now: float,
         new_token_ids: tuple[int, ...] = (),
         error: str | None = None,
+        scores: tuple[TokenScore, ...] = (),
     ) -> None:
         """Ends a request, gives up all it holds, and notes what is to be told about it."""
         row = request.row
@@ -138,7 +139,7 @@ class Ledger:
             )
         )
         self.updates.append(
-            RequestUpdate(request.request_id, new_token_ids, reason, request.stop_token_id, error, metrics)
+            RequestUpdate(request.request_id, new_token_ids, reason, request.stop_token_id, error, metrics, scores)
         )
 
     def _forget(self, request: Request) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from quire.engine.block_pool import Block
 from quire.engine.prefix_cache import BlockKey
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import ResolvedTokens, SamplingParams
 from quire.step import FinishReason, RequestMetrics
 
 
@@ -20,6 +20,14 @@ class RequestStatus(enum.Enum):
     SWAPPED = "swapped"
     """Preempted, with blocks of its own on the host tier."""
     FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class PromptProgress:
+    """How far a prompt's logprobs have come; the n answers to it share one."""
+
+    next_position: int = 1
+    """The first prompt position whose scores have not come back. The first token has none: nothing precedes it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +48,9 @@ class Request:
     """Shared by the n answers to one prompt."""
     index: int = 0
     """Which of the n answers this is."""
+    resolved: ResolvedTokens = field(default_factory=ResolvedTokens)
+    """What the parameters that are text mean in tokens."""
+    prompt_progress: PromptProgress = field(default_factory=PromptProgress)
 
     status: RequestStatus = RequestStatus.WAITING
     priority: int = 0
@@ -113,6 +124,13 @@ class Request:
         """What besides the tokens its cached prefixes depend on."""
         return () if self.params.cache_salt is None else (self.params.cache_salt,)
 
+    @property
+    def score_prompt_from(self) -> int | None:
+        """The first prompt position whose logprobs are still wanted; None if none are."""
+        position = self.prompt_progress.next_position
+        wanted = self.params.prompt_logprobs is not None and position < len(self.prompt_token_ids)
+        return position if wanted else None
+
     def metrics(self) -> RequestMetrics:
         """Its counts and times; only a finished request has them all."""
         assert self.finished is not None
@@ -138,17 +156,31 @@ def make_requests(
     params: SamplingParams,
     seed: int,
     eos_token_ids: Iterable[int] = (),
+    resolved: ResolvedTokens | None = None,
 ) -> list[Request]:
-    """The `params.n` requests behind one call: answer i is what a request of its own with seed + i would be.
+    """The requests behind one call, `best_of` or else `n` of them: answer i is what a request of its own with
+    seed + i would be.
 
     A single answer keeps the name; several are named `request_id/0`, `request_id/1` and so on, in one group.
     """
     prompt = tuple(prompt_token_ids)
     eos = tuple(eos_token_ids)
-    if params.n == 1:
-        return [Request(request_id, prompt, params, seed, eos)]
-    single = replace(params, n=1)
+    count = params.n if params.best_of is None else params.best_of
+    single = params if count == 1 else replace(params, n=1, best_of=None)
+    if params.best_of is not None and params.logprobs is None:
+        single = replace(single, logprobs=0)  # the best are found by their logprobs
+    progress = PromptProgress()
     return [
-        Request(f"{request_id}/{i}", prompt, single, (seed + i) % 2**64, eos, group_id=request_id, index=i)
-        for i in range(params.n)
+        Request(
+            request_id=request_id if count == 1 else f"{request_id}/{i}",
+            prompt_token_ids=prompt,
+            params=single,
+            seed=(seed + i) % 2**64,
+            eos_token_ids=eos,
+            group_id=None if count == 1 else request_id,
+            index=i,
+            resolved=resolved or ResolvedTokens(),
+            prompt_progress=progress,
+        )
+        for i in range(count)
     ]

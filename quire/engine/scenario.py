@@ -144,6 +144,7 @@ def _make_arrival(
         priority=rng.choice([0, 0, 1, -1]),
         deadline=rng.choice([None, None, None, rng.uniform(0.5, 40.0)]),
         cache_salt=rng.choice([None, None, "a", "b"]),
+        prompt_logprobs=rng.choice([None, None, 0]),
     )
     # Few names, so that they are used again while results of their last owner are still in flight.
     return Arrival(turn, f"r{rng.randint(0, 5)}", prompt, params, rng.choice([rng.randint(0, 3), 2**64 - 1]))

@@ -16,7 +16,16 @@ from quire.engine.config import SchedulerConfig
 from quire.engine.ledger import Ledger
 from quire.engine.request import Request
 from quire.errors import EngineError, InvalidRequestError, QuireError
-from quire.step import Admission, RequestUpdate, ScheduledRequest, Step, StepResult
+from quire.step import (
+    Admission,
+    FinishReason,
+    PromptScores,
+    RequestMetrics,
+    RequestUpdate,
+    ScheduledRequest,
+    Step,
+    StepResult,
+)
 
 _make = tuple.__new__
 """Makes a named tuple in half the time its own constructor takes: two are made per row and step."""
@@ -68,6 +77,14 @@ class Scheduler:
             for target in list(self.ledger.members(request_id)) if request is None else [request]:
                 self.ledger.finish(target, "abort", now)
 
+    def end(self, request_id: str, reason: FinishReason, now: float) -> RequestMetrics:
+        """Ends a live request for a reason its owner found (a stop string in its text), who is told its metrics
+        here and gets no further update about it."""
+        self.ledger.finish(self.ledger.get(request_id), reason, now)
+        metrics = self.ledger.updates.pop().metrics
+        assert metrics is not None
+        return metrics
+
     def set_priority(self, request_id: str, priority: int) -> None:
         """Moves a request to another place in the order."""
         if self.config.policy != "priority":
@@ -118,6 +135,8 @@ class Scheduler:
         requests = self._take_oldest(step, result)
         tokens_of = result.tokens
         errors = result.errors
+        scores_of = result.scores
+        ended = result.ended
         step_id = step.step_id
         block_size = self.config.block_size
         ledger = self.ledger
@@ -128,6 +147,8 @@ class Scheduler:
             if errors and request_id in errors:
                 self._fail_request(request, step_id, errors[request_id], now)
                 continue
+            if result.prompt_scores and request_id in result.prompt_scores:
+                self._note_prompt_scores(request, result.prompt_scores[request_id])
             if request.finish_reason is not None:
                 continue  # It ended while this was computed: the result is dropped.
             if request.row is not None and request.admitted_step <= step_id:
@@ -147,13 +168,16 @@ class Scheduler:
             if request.first_token is None:
                 request.first_token = now
                 request.forked_from = None
+            scores = scores_of.get(request_id, ()) if scores_of else ()
             if tokens[0] in request.stop_ids and request.num_output_tokens > request.params.min_tokens:
                 request.stop_token_id = tokens[0]
-                ledger.finish(request, "stop", now, tokens)
+                ledger.finish(request, "stop", now, tokens, scores=scores)
+            elif ended and request_id in ended:
+                ledger.finish(request, "stop", now, tokens, scores=scores)
             elif len(token_ids) >= request.max_total_tokens:
-                ledger.finish(request, "length", now, tokens)
+                ledger.finish(request, "length", now, tokens, scores=scores)
             else:
-                updates.append(_make(RequestUpdate, (request_id, tokens, None, None, None, None)))
+                updates.append(_make(RequestUpdate, (request_id, tokens, None, None, None, None, scores, None)))
         return self.take_updates()
 
     def fail(self, step: Step, message: str, now: float) -> list[Step]:
@@ -324,9 +348,23 @@ class Scheduler:
                 eos_token_ids=request.eos_token_ids,
                 arrival=request.arrival,
                 forked_from=None if source is None else source.row,
+                resolved=request.resolved,
+                # Whoever it was forked from scores the prompt, in steps already submitted.
+                score_prompt_from=request.score_prompt_from if source is None else None,
             )
         )
         self._schedule_chunk(request, draft, block_ids[placement.num_ready_blocks :])
+
+    def _note_prompt_scores(self, request: Request, found: PromptScores) -> None:
+        """Passes scores of a prompt on, to another answer to it if the one that computed them has ended."""
+        progress = request.prompt_progress
+        if found.start > progress.next_position:
+            return  # What comes before it failed, so this was computed from rubbish.
+        progress.next_position = max(progress.next_position, found.start + len(found.scores))
+        takers = [request] if request.finish_reason is None else self.ledger.members(request.group_id)[:1]
+        for taker in takers:
+            if taker.prompt_progress is progress:  # the group's name may belong to other requests by now
+                self.ledger.updates.append(RequestUpdate(taker.request_id, (), prompt_scores=found))
 
     def _fail_request(self, request: Request, step_id: int, message: str, now: float) -> None:
         """Ends a request that failed by itself, and those who took over its prompt before this was known."""

@@ -18,15 +18,15 @@ from functools import partial
 
 from quire.engine.block_manager import BlockManager
 from quire.engine.core import EngineCore
-from quire.engine.fake_runner import FakeRunner, solo_run
+from quire.engine.fake_runner import FakeRunner, solo_prompt_scores, solo_run
 from quire.engine.invariants import check_invariants
 from quire.engine.metrics import EngineMetrics
-from quire.engine.request import Request, make_requests
+from quire.engine.request import PromptProgress, Request, make_requests
 from quire.engine.scenario import Arrival, FaultyPool, Scenario, make_scenario
 from quire.engine.scheduler import Scheduler
 from quire.engine.step_log import StepLog, StepLogEntry
 from quire.errors import CapacityError, InvalidRequestError
-from quire.step import RequestMetrics, RequestUpdate
+from quire.step import RequestMetrics, RequestUpdate, TokenScore
 
 
 class SimulationError(AssertionError):
@@ -47,6 +47,8 @@ class Simulation:
     now: float = 0.0
     live: dict[str, tuple[Request, list[int]]] = field(default_factory=dict)
     """Requests that have not ended, with the tokens their updates brought."""
+    prompt_scores: dict[PromptProgress, dict[int, TokenScore]] = field(default_factory=dict)
+    """By what the answers to one prompt share, and position."""
     ended: list[RequestMetrics] = field(default_factory=list)
     work: int = 0
     """Tokens all requests together could need."""
@@ -109,6 +111,7 @@ class Simulation:
             else:
                 self._require(fits, f"{name} was taken in, though it can't fit")
                 self.live[request.request_id] = (request, [])
+                self.prompt_scores.setdefault(request.prompt_progress, {})
                 self.work += total
 
     def _disturb(self) -> None:
@@ -134,6 +137,10 @@ class Simulation:
         self._require(update.request_id in self.live, f"{update.request_id} was updated after its end")
         request, tokens = self.live[update.request_id]
         tokens.extend(update.new_token_ids)
+        if update.prompt_scores is not None:
+            start, scores = update.prompt_scores
+            known = self.prompt_scores[request.prompt_progress]
+            known.update(zip(range(start, start + len(scores)), scores, strict=True))
         if update.finish_reason is None:
             return
         del self.live[update.request_id]
@@ -156,6 +163,8 @@ class Simulation:
             right,
             f"{update.request_id} ended by {update.finish_reason} with {tokens}, alone {reason} {expected}",
         )
+        if complete:
+            self._check_prompt_scores(request)
         self._require(tokens == request.output_token_ids, f"{update.request_id}: updates and tokens differ")
         self._require(
             update.finish_reason != "error" or scenario.has_faults,
@@ -163,6 +172,14 @@ class Simulation:
         )
         assert update.metrics is not None
         self.ended.append(update.metrics)
+
+    def _check_prompt_scores(self, request: Request) -> None:
+        """Once one answer is complete, its prompt is scored, whoever computed it."""
+        found = self.prompt_scores[request.prompt_progress]
+        expected = {}
+        if request.params.prompt_logprobs is not None:
+            expected = dict(enumerate(solo_prompt_scores(request.prompt_token_ids, request.params), start=1))
+        self._require(found == expected, f"{request.request_id}: the prompt's scores are {found}, alone {expected}")
 
     def _check_end(self) -> None:
         self._require(not self.live, f"{sorted(self.live)} never ended")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from quire.errors import InvalidRequestError
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import ResolvedTokens, SamplingParams, StructuredOutput
 from quire.step import (
     Admission,
     BlockCopy,
@@ -25,7 +25,8 @@ from quire.step import (
     StepResult,
 )
 
-VERSION = 1
+VERSION = 2
+_DEFAULT_PARAMS = SamplingParams()
 _T = TypeVar("_T")
 
 
@@ -45,6 +46,9 @@ class StepLog:
 
     The ring holds references only; nothing is formatted unless there is a file. A file that can't be
     written any more never stops the engine: `file_error` says what happened, and the ring goes on.
+
+    Scores (logprobs) are left out: they are output, they say nothing about the engine, and those of one long
+    prompt can take a hundred megabytes.
     """
 
     def __init__(
@@ -65,6 +69,9 @@ class StepLog:
         return iter(self._ring)
 
     def append(self, entry: StepLogEntry) -> None:
+        if entry.result is not None and (entry.result.scores or entry.result.prompt_scores):
+            bare = dataclasses.replace(entry.result, scores={}, prompt_scores={})
+            entry = dataclasses.replace(entry, result=bare)
         self._ring.append(entry)
         for listener in self._listeners:
             listener(entry)
@@ -87,7 +94,8 @@ class StepLog:
 
 
 def read_step_log(path: Path) -> list[StepLogEntry]:
-    """The entries of a file, equal to those written; says which line is wrong if one is."""
+    """The entries of a file, equal to those written (but for logits processors, which are code and stay out of
+    it); says which line is wrong if one is."""
     entries = []
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
@@ -106,14 +114,11 @@ def encode_entry(entry: StepLogEntry) -> str:
         if field.name not in ("scheduled", "copies", "admitted", "preempted", "finished")
     }
     step["scheduled"] = [item._asdict() for item in entry.step.scheduled]
-    step["admitted"] = [dataclasses.asdict(item) for item in entry.step.admitted]
+    step["admitted"] = [_encode_admission(item) for item in entry.step.admitted]
     step["preempted"] = [dataclasses.asdict(item) for item in entry.step.preempted]
     step["finished"] = [dataclasses.asdict(item) for item in entry.step.finished]
     step["copies"] = [item._asdict() for item in entry.step.copies]
-    result = None
-    if entry.result is not None:
-        tokens = {request_id: list(tokens) for request_id, tokens in entry.result.tokens.items()}
-        result = {"step_id": entry.result.step_id, "tokens": tokens, "errors": dict(entry.result.errors)}
+    result = None if entry.result is None else _encode_result(entry.result)
     line = {"version": VERSION, "step": step, "result": result, "error": entry.error}
     line["committed"] = entry.committed
     return json.dumps(line, separators=(",", ":"))
@@ -133,15 +138,57 @@ def decode_entry(line: str) -> StepLogEntry:
         ("copies", BlockCopy),
     ):
         step[name] = tuple(_build(kind, item) for item in step[name])
-    admitted = [{**item, "params": _build(SamplingParams, item["params"])} for item in step["admitted"]]
-    step["admitted"] = tuple(_build(Admission, item) for item in admitted)
-    result = None
-    if data["result"] is not None:
-        tokens = {request_id: tuple(tokens) for request_id, tokens in data["result"]["tokens"].items()}
-        result = StepResult(data["result"]["step_id"], tokens, data["result"]["errors"])
+    step["admitted"] = tuple(_decode_admission(item) for item in step["admitted"])
+    result = None if data["result"] is None else _decode_result(data["result"])
     return StepLogEntry(Step(**step), result, data["error"], data["committed"])
+
+
+def _encode_admission(admission: Admission) -> dict[str, Any]:
+    item = {field.name: getattr(admission, field.name) for field in dataclasses.fields(admission)}
+    item["params"] = _encode_params(admission.params)
+    item["resolved"] = dataclasses.asdict(admission.resolved)
+    return item
+
+
+def _encode_params(params: SamplingParams) -> dict[str, Any]:
+    """The parameters that differ from their defaults, but for logits processors: those are code."""
+    given = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+    del given["logits_processors"]
+    if params.structured is not None:
+        given["structured"] = dataclasses.asdict(params.structured)
+    return {name: value for name, value in given.items() if value != getattr(_DEFAULT_PARAMS, name)}
+
+
+def _decode_admission(item: dict[str, Any]) -> Admission:
+    params = dict(item["params"])
+    if "structured" in params:
+        params["structured"] = _build(StructuredOutput, params["structured"])
+    resolved = _build(ResolvedTokens, item["resolved"])
+    return _build(Admission, {**item, "params": _build(SamplingParams, params), "resolved": resolved})
+
+
+def _encode_result(result: StepResult) -> dict[str, Any]:
+    return {
+        "step_id": result.step_id,
+        "tokens": {request_id: list(tokens) for request_id, tokens in result.tokens.items()},
+        "errors": dict(result.errors),
+        "ended": sorted(result.ended),
+    }
+
+
+def _decode_result(item: dict[str, Any]) -> StepResult:
+    return StepResult(
+        step_id=item["step_id"],
+        tokens={request_id: tuple(tokens) for request_id, tokens in item["tokens"].items()},
+        errors=item["errors"],
+        ended=frozenset(item["ended"]),
+    )
 
 
 def _build(kind: Callable[..., _T], fields: dict[str, Any]) -> _T:
     """Lists become tuples again: no record holds a list."""
-    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+    return kind(**{key: _tuples(value) for key, value in fields.items()})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

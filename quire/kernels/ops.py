@@ -119,3 +119,15 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Softmax over router_logits [rows, experts] in float32, the top_k (lowest index first among
         equals), weights renormalised on request, experts applied in ascending expert index."""
+
+    def gumbel_argmax(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:
+        """int64 [rows]: the argmax of float32 logits [rows, vocab] / temperature [rows] + Gumbel noise of the
+        int32 keys [rows, 2] (`noise.py`), and of the logits alone in rows of temperature 0. The lowest id wins
+        among equals; rows of nothing but minus infinity give 0."""
+
+    def top_values(self, x: Tensor, k: int) -> Tensor:
+        """The k largest numbers of each row of float32 x [rows, size], descending, [rows, k]."""
+
+    def keep_between_(self, x: Tensor, low: Tensor, high: Tensor) -> None:
+        """Numbers of float32 x [rows, size] below their row's low [rows] or above its high [rows] become minus
+        infinity. A limit that is NaN is none."""

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels.noise import gumbel_noise
 from quire.kernels.ops import ExpertWeights, LayerCache, PagedBatch
 
 ROW_TILE = 32
@@ -93,6 +94,20 @@ class ReferenceKernels:
             hidden = self.silu_mul(self.linear(x[row], experts.gate_up[expert]))
             output[row] += self.linear(hidden, experts.down[expert]).float() * weights[row, rank, None]
         return output.to(x.dtype)
+
+    def gumbel_argmax(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:
+        if not (temperature > 0).any():
+            return logits.argmax(-1)
+        drawn = (temperature > 0).unsqueeze(1)
+        scores = logits / temperature.unsqueeze(1).where(drawn, 1.0)
+        noise = gumbel_noise(keys, logits.shape[1])
+        return torch.where(drawn, scores + noise, logits).argmax(-1)
+
+    def top_values(self, x: Tensor, k: int) -> Tensor:
+        return x.topk(k, sorted=True).values
+
+    def keep_between_(self, x: Tensor, low: Tensor, high: Tensor) -> None:
+        x.masked_fill_((x < low.unsqueeze(1)) | (x > high.unsqueeze(1)), float("-inf"))
 
 
 def route(router_logits: Tensor, top_k: int, normalize_weights: bool) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
+from quire.runner.sampling_batch import PARAMETERS, RowLists, SamplingBatch, read_lists, read_parameters
 from quire.step import Admission, ScheduledRequest
 
 
@@ -20,32 +23,33 @@ class Rows:
         self.token_ids = torch.zeros(max_num_seqs, max_model_len + 1, dtype=torch.int64, device=device)
         self.block_tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=device)
         self._num_blocks = [0] * max_num_seqs
-        self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
-        self.top_k = np.zeros(max_num_seqs, dtype=np.int64)
-        self.top_p = np.ones(max_num_seqs, dtype=np.float32)
-        self.seed = np.zeros(max_num_seqs, dtype=np.uint64)
-        self.min_length = np.zeros(max_num_seqs, dtype=np.int64)
-        """Tokens, prompt included, before which the end tokens can't be chosen."""
-        self.end_token_ids: list[tuple[int, ...]] = [()] * max_num_seqs
+        self._parameters = np.zeros(max_num_seqs, dtype=PARAMETERS)
+        self._lists = [RowLists()] * max_num_seqs
 
     def admit(self, admission: Admission) -> None:
-        row, params = admission.row, admission.params
+        row = admission.row
         tokens = torch.tensor(admission.token_ids, dtype=torch.int64)
         self.token_ids[row, : len(tokens)] = tokens.to(self.token_ids.device)
         self._num_blocks[row] = 0
         self._append_blocks(row, admission.block_ids)
-        self.temperature[row] = params.temperature
-        self.top_k[row] = params.top_k
-        self.top_p[row] = params.top_p
-        self.seed[row] = admission.seed
-        self.min_length[row] = admission.num_prompt_tokens + params.min_tokens
-        ends = () if params.ignore_eos else admission.eos_token_ids
-        self.end_token_ids[row] = (*ends, *params.stop_token_ids)
+        self._parameters[row] = read_parameters(admission)
+        self._lists[row] = read_lists(admission, self.token_ids.device)
 
     def extend(self, scheduled: ScheduledRequest) -> None:
         """Takes up the blocks a request gained for this step."""
         if scheduled.new_block_ids:
             self._append_blocks(scheduled.row, scheduled.new_block_ids)
+
+    def sampling_batch(
+        self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], masks: Tensor | None = None
+    ) -> SamplingBatch:
+        """The parameters of `rows`, whose next tokens will stand at `positions`.
+
+        `masks` [len(rows), words] int32 say which tokens a row's grammar allows, bit by bit; they count for
+        the rows that asked for structured output.
+        """
+        lists = tuple(self._lists[row] for row in rows.tolist())
+        return SamplingBatch(self._parameters[rows], lists, rows, positions, self.token_ids, masks)
 
     def _append_blocks(self, row: int, block_ids: tuple[int, ...]) -> None:
         start = self._num_blocks[row]

@@ -186,7 +186,7 @@ def test_ctrl_c_in_a_chat_stops_the_answer_and_not_the_program(smollm2_gguf: Pat
     process.stdin.flush()
     assert process.stdout.read(1)  # the answer has begun
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate("/stats\n/quit\n", timeout=60)
+    _, errors = process.communicate("/stats\n/quit\n", timeout=60)
     assert process.returncode == 0, errors
     assert "ended by abort" in errors
     assert "Traceback" not in errors

@@ -14,7 +14,7 @@ from quire.engine.request import Request, make_requests
 from quire.engine.scheduler import Scheduler
 from quire.engine.step_log import StepLog
 from quire.sampling_params import SamplingParams
-from quire.step import RequestUpdate, Step
+from quire.step import PromptScores, RequestUpdate, Step
 
 VOCAB = 50
 
@@ -50,6 +50,7 @@ class Harness:
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, RequestUpdate] = {}
+        self.prompt_scores: list[tuple[str, PromptScores]] = []
         self.now = 0.0
 
     @property
@@ -70,6 +71,8 @@ class Harness:
             self.now += 1.0
             for update in self.core.step(self.now):
                 self.tokens[update.request_id].extend(update.new_token_ids)
+                if update.prompt_scores is not None:
+                    self.prompt_scores.append((update.request_id, update.prompt_scores))
                 if update.finish_reason is not None:
                     assert update.request_id not in self.ends
                     self.ends[update.request_id] = update

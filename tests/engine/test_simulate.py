@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from quire.engine.block_manager import BlockManager
+from quire.engine.request import Request
 from quire.engine.scheduler import Scheduler
 from quire.engine.simulate import SimulationError, main, run_seed
-from quire.step import BlockCopy
+from quire.step import BlockCopy, PromptScores
 
 SEEDS_PER_TEST = 200
 
@@ -44,3 +48,34 @@ def test_a_scheduler_that_forgets_someone_is_noticed(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Scheduler, "_schedule_waiting", lambda self, draft: None)
     with pytest.raises(SimulationError, match="no end after"):
         run_seed(12)
+
+
+def test_a_scheduler_that_loses_a_prompts_scores_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    note = Scheduler._note_prompt_scores
+
+    def only_for_the_living(self: Scheduler, request: Request, found: PromptScores) -> None:
+        if request.finish_reason is None:
+            note(self, request, found)
+        else:
+            request.prompt_progress.next_position = found.start + len(found.scores)
+
+    monkeypatch.setattr(Scheduler, "_note_prompt_scores", only_for_the_living)
+    with pytest.raises(SimulationError, match="the prompt's scores are"):
+        run_seed(1761)
+
+
+def test_prefix_hits_over_positions_to_be_scored_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    match = BlockManager._match
+
+    def greedy(self: BlockManager, request: Request, num_tokens: int) -> Any:
+        params, request.params = request.params, replace(request.params, prompt_logprobs=None)
+        try:
+            return match(self, request, num_tokens)
+        finally:
+            request.params = params
+
+    monkeypatch.setattr(BlockManager, "_match", greedy)
+    assert main(["--seeds", "200"]) == 1
+    assert "the prompt's scores are" in capsys.readouterr().err

@@ -17,8 +17,8 @@ from quire.engine.request import make_requests
 from quire.engine.scheduler import Scheduler
 from quire.engine.step_log import StepLog, StepLogEntry, decode_entry, encode_entry, read_step_log
 from quire.errors import InvalidRequestError
-from quire.sampling_params import SamplingParams
-from quire.step import Finished, Step, StepResult
+from quire.sampling_params import ResolvedTokens, SamplingParams, StructuredOutput
+from quire.step import Admission, Finished, PromptScores, Step, StepResult, TokenScore
 from tests.engine.harness import config
 
 
@@ -26,9 +26,18 @@ def run_with(log: StepLog) -> list[int]:
     """A run with everything in it: forks, preemption, swapping, a failed step; returns the step ids."""
     limits = config(num_blocks=9, num_host_blocks=6)
     core = EngineCore(Scheduler(limits), FakeRunner(limits, 50, step_faults={15: "result"}), 2, log)
-    params = SamplingParams(max_tokens=14, stop_token_ids=(1, 2), deadline=99.5, cache_salt="é")
+    params = SamplingParams(
+        max_tokens=14,
+        stop_token_ids=(1, 2),
+        deadline=99.5,
+        cache_salt="é",
+        prompt_logprobs=0,
+        logit_bias={3: 1.5, 4: -2.0},
+        structured=StructuredOutput(choice=("a", "b")),
+    )
+    resolved = ResolvedTokens(((1, 2), (3,)), (4, 5))
     for name, n in (("a", 2), ("b", 1), ("c", 1)):
-        for request in make_requests(name, range(10), replace(params, n=n), 2**64 - 1, [49]):
+        for request in make_requests(name, range(10), replace(params, n=n), 2**64 - 1, [49], resolved):
             core.add_request(request, 0.25)
     now = 0.25
     while core.has_work:
@@ -45,10 +54,32 @@ def test_file_reads_back_equal_to_what_was_written(tmp_path: Path) -> None:
     entries = read_step_log(path)
     assert entries == list(log)
     assert [entry.step.step_id for entry in entries] == step_ids
-    assert all(json.loads(line)["version"] == 1 for line in path.read_text().splitlines())
+    assert all(json.loads(line)["version"] == 2 for line in path.read_text().splitlines())
     assert any(entry.error for entry in entries)
     assert any(entry.step.copies for entry in entries)
     assert any(entry.step.preempted for entry in entries)
+
+
+def test_ends_and_parameters_survive_a_line() -> None:
+    params = SamplingParams(
+        logprobs=2,
+        stop=("END", "é"),
+        logits_processors=(lambda token_ids, logits: logits,),
+        structured=StructuredOutput(json_schema={"type": "object"}),
+    )
+    admission = Admission("a", 0, (1, 2), 2, (), 0, 0, params, 3, (), 0.0, None, ResolvedTokens(((7, 8),)), 1)
+    result = StepResult(0, {"a": (5,)}, ended=frozenset("ab"))
+    got = decode_entry(encode_entry(StepLogEntry(Step(0, 0.0, admitted=(admission,)), result, None, 1.0)))
+    assert got.result == result
+    assert got.step.admitted == (replace(admission, params=replace(params, logits_processors=())),)
+
+
+def test_scores_are_not_kept() -> None:
+    score = TokenScore(5, -0.1, 1)
+    result = StepResult(0, {"a": (5,)}, {}, {"a": (score,)}, {"a": PromptScores(1, (score, score))}, frozenset("a"))
+    log = StepLog()
+    log.append(StepLogEntry(Step(0, 0.0), result, None, 1.0))
+    assert list(log) == [StepLogEntry(Step(0, 0.0), StepResult(0, {"a": (5,)}, ended=frozenset("a")), None, 1.0)]
 
 
 def test_metrics_of_a_file_equal_those_gathered_live(tmp_path: Path) -> None:
@@ -95,9 +126,9 @@ def test_a_file_that_cannot_be_written_stops_the_file_and_not_the_engine(tmp_pat
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"version": 2}', "not a step log of version 1 .found 2."),
+        ('{"version": 1}', "not a step log of version 2 .found 1."),
         ("[]", "found None"),
-        ('{"version": 1}', "step"),
+        ('{"version": 2}', "step"),
         ("{", "Expecting"),
     ],
 )

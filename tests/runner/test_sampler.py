@@ -1,88 +1,78 @@
-"""Sampling against its definition, the noise against its distribution, and rows against their company."""
+"""Sampling: draws against their distribution, the noise against its own, and rows against their company."""
 
 from __future__ import annotations
 
-import dataclasses
+import random
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from torch import Tensor
 
-from quire.runner.noise import gumbel_noise, noise_keys
-from quire.runner.sampler import SamplingBatch, sample
-
-
-def batch(rows: int, **changes: object) -> SamplingBatch:
-    plain = SamplingBatch(
-        temperature=np.ones(rows, np.float32),
-        top_k=np.zeros(rows, np.int64),
-        top_p=np.ones(rows, np.float32),
-        seed=np.arange(rows, dtype=np.uint64),
-        position=np.full(rows, 5, np.int64),
-        forbidden=((),) * rows,
-    )
-    return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
+from quire.kernels.noise import gumbel_noise
+from quire.kernels.reference import ReferenceKernels
+from quire.runner.filters import sum_rows
+from quire.runner.noise import chances, noise_keys
+from quire.runner.sampler import sample
+from quire.sampling_params import ResolvedTokens, SamplingParams, StructuredOutput
+from tests.runner.sampling_definition import before_temperature, kept, probabilities
+from tests.runner.sampling_support import Job, RecordingKernels, make_batch, run
 
 
-def kept_by_definition(logits: list[float], temperature: float, top_k: int, top_p: float) -> set[int]:
-    """Which tokens may be drawn, in float64 and plain Python."""
-    scaled = np.array(logits, dtype=np.float64) / temperature
-    order = sorted(range(len(scaled)), key=lambda i: (-scaled[i], i))
-    if top_k:
-        kth = scaled[order[min(top_k, len(order)) - 1]]
-        order = [i for i in order if scaled[i] >= kth]
-    weights = np.exp(scaled[order] - scaled[order].max())
-    probabilities = weights / weights.sum()
-    kept, reached = set(), 0.0
-    for i, probability in zip(order, probabilities, strict=True):
-        if kept and reached >= top_p and top_p < 1:
-            break
-        kept.add(i)
-        reached += probability
-    return kept
+@pytest.fixture(scope="module")
+def kernels() -> RecordingKernels:
+    return RecordingKernels()
 
 
-@settings(max_examples=60)
-@given(
-    logits=st.lists(st.integers(-40, 40).map(lambda i: i / 8), min_size=1, max_size=30),
-    temperature=st.sampled_from([0.5, 1.0, 2.0]),
-    top_k=st.integers(0, 12),
-    # Sums of these probabilities never land on these limits, so float32 and float64 agree on who is in.
-    top_p=st.sampled_from([0.0137, 0.31713, 0.77177, 0.93371, 1.0]),
-)
-def test_only_what_the_filters_keep_is_drawn_and_all_of_it(
-    logits: list[float], temperature: float, top_k: int, top_p: float
-) -> None:
-    draws = 400
-    rows = torch.tensor([logits]).repeat(draws, 1)
-    tokens = sample(
-        rows,
-        batch(
-            draws,
-            temperature=np.full(draws, temperature, np.float32),
-            top_k=np.full(draws, top_k, np.int64),
-            top_p=np.full(draws, top_p, np.float32),
-        ),
-    )
-    kept = kept_by_definition(logits, temperature, top_k, top_p)
-    drawn = set(tokens.tolist())
-    assert drawn <= kept
-    scaled = np.array([logits[i] for i in sorted(kept)]) / temperature
-    probabilities = np.exp(scaled - scaled.max()) / np.exp(scaled - scaled.max()).sum()
-    likely = {i for i, p in zip(sorted(kept), probabilities, strict=True) if p > 0.05}
-    assert likely <= drawn  # one of probability 0.05 is missed by 400 draws once in 10^9
+DISTRIBUTIONS: dict[str, dict[str, Any]] = {
+    "temperature 0.5": {"temperature": 0.5},
+    "temperature 1": {},
+    "temperature 1.7": {"temperature": 1.7},
+    "top_k and top_p": {"top_k": 5, "top_p": 0.9},
+    "min_p and bias": {"min_p": 0.07, "logit_bias": {3: 2.5, 0: -1.0}},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.2},
+    "typical and sigma": {"typical_p": 0.8, "top_n_sigma": 1.7},
+}
+LOGITS = [2.0, 1.0, 0.0, -1.0, 0.5, 0.5, -3.0]
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-def test_draws_follow_the_softmax(temperature: float) -> None:
-    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5, 0.5, -3.0])
+@pytest.mark.parametrize("reference", [False, True], ids=["cpu", "reference"])
+@pytest.mark.parametrize("name", list(DISTRIBUTIONS))
+def test_draws_follow_the_definition(name: str, reference: bool, kernels: RecordingKernels) -> None:
     draws = 50_000
-    tokens = sample(logits.repeat(draws, 1), batch(draws, temperature=np.full(draws, temperature, np.float32)))
-    expected = (logits.double() / temperature).softmax(0).numpy() * draws
-    observed = np.bincount(tokens.numpy(), minlength=7)
-    assert ((observed - expected) ** 2 / expected).sum() < 27.9  # chi-square with 6 degrees, p = 1e-4
+    job = Job(SamplingParams(seed=1, **DISTRIBUTIONS[name]), prompt=(2, 6), answer=(1, 1, 4))
+    batch = make_batch([job], len(LOGITS))
+    many = replace(
+        batch,
+        parameters=batch.parameters.repeat(draws),
+        lists=batch.lists * draws,
+        rows=batch.rows.repeat(draws),
+        position=batch.position.repeat(draws),
+    )
+    many.parameters["seed"] = np.arange(draws)
+    logits = torch.tensor([LOGITS]).repeat(draws, 1)
+    tokens = sample(logits, many, ReferenceKernels() if reference else kernels).token_ids
+    scores = [score / job.params.temperature for score in before_temperature(LOGITS, job)]
+    expected = np.array(probabilities(kept(scores, job))) * draws
+    observed = np.bincount(tokens.numpy(), minlength=len(LOGITS))
+    assert (observed[expected == 0] == 0).all()
+    possible = expected > 0
+    statistic = ((observed - expected)[possible] ** 2 / expected[possible]).sum()
+    # The 0.9999 quantiles of chi-square with 1 to 6 degrees of freedom.
+    assert statistic < {1: 15.1, 2: 18.4, 3: 21.1, 4: 23.5, 5: 25.7, 6: 27.9}[possible.sum() - 1]
+
+
+def test_xtc_strikes_as_often_as_asked(kernels: RecordingKernels) -> None:
+    seeds, positions = np.arange(50_000, dtype=np.uint64), np.full(50_000, 3)
+    struck = chances(seeds, positions) < 0.3
+    keys = noise_keys(seeds, positions).view(np.uint64)[:, 0]
+    assert abs(np.corrcoef(keys.astype(np.float64), chances(seeds, positions))[0, 1]) < 0.02  # not the noise's own bits
+    assert abs(struck.mean() - 0.3) < 4 * (0.3 * 0.7 / 50_000) ** 0.5
+    jobs = [Job(SamplingParams(seed=seed, xtc_probability=0.3, xtc_threshold=0.1), (0, 1, 2)) for seed in range(40)]
+    _, scores = run(torch.tensor([[3.0, 2.5, 0.0]]).repeat(40, 1), jobs, kernels)
+    assert (scores[:, 0] == float("-inf")).tolist() == struck[:40].tolist()
 
 
 def test_noise_of_neighbouring_positions_and_seeds_is_independent() -> None:
@@ -117,37 +107,152 @@ def test_noise_depends_on_seed_and_position_alone() -> None:
     assert not torch.equal(together[0], together[2])
 
 
-def test_temperature_zero_takes_the_lowest_id_among_equals() -> None:
-    logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, 5.0, 5.0, 5.0]])
-    assert sample(logits, batch(2, temperature=np.zeros(2, np.float32))).tolist() == [1, 0]
+def test_temperature_zero_takes_the_lowest_id_among_equals(kernels: RecordingKernels) -> None:
+    logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, 5.0, 5.0, 5.0], [0.0, 0.0, -1.0, 0.0]])
+    for temperature in (0.0, 1e-6):
+        jobs = [Job(SamplingParams(temperature=temperature, top_p=0.5, top_k=1))] * 3
+        for chosen in (kernels, ReferenceKernels()):
+            assert sample(logits.clone(), make_batch(jobs, 4), chosen).token_ids.tolist() == [1, 0, 0]
 
 
-@pytest.mark.parametrize("vocab_size", [7, 8191, 8193, 49152])
-def test_a_row_draws_the_same_in_any_company(vocab_size: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(6, vocab_size, generator=generator) * 3
-    mixed = batch(
-        6,
-        temperature=np.array([0, 1, 0.7, 1, 0, 2], np.float32),
-        top_k=np.array([0, 0, 5, 40, 3, 0], np.int64),
-        top_p=np.array([1, 1, 0.9, 1, 0.5, 0.3], np.float32),
-        forbidden=((), (), (1, 2), (), (0,), ()),
+def mixed_jobs(vocab_size: int, source: random.Random) -> list[Job]:
+    """Every parameter, in mixes, next to plain rows."""
+    high = min(vocab_size, 50)
+    mixes: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.0},
+        {"top_k": 5, "top_p": 0.9},
+        {"top_p": 0.3, "temperature": 2.0},
+        {"top_p": 0.995, "temperature": 3.0},
+        {"min_p": 0.05, "typical_p": 0.7},
+        {"typical_p": 0.98, "temperature": 4.0},
+        {"top_n_sigma": 1.5, "xtc_probability": 0.5, "xtc_threshold": 0.01},
+        {"repetition_penalty": 1.37, "temperature": 0.0},
+        {"presence_penalty": 0.31, "frequency_penalty": 0.77, "repetition_penalty": 0.83},
+        {"no_repeat_ngram_size": 2},
+        {"dry_multiplier": 0.83, "dry_base": 1.71, "dry_allowed_length": 1, "top_k": 40},
+        {"logit_bias": {0: 3.3, vocab_size - 1: -7.7}, "min_tokens": 60, "stop_token_ids": (1, 2)},
+        {"allowed_token_ids": tuple(range(0, vocab_size, 2))},
+        {"structured": StructuredOutput(regex="x"), "top_p": 0.8},
+        {"logits_processors": (lambda history, scores: scores + history[-1] / 10,)},
+        # Once more with other values, so that no feature is alone in a batch.
+        {"no_repeat_ngram_size": 4},
+        {"no_repeat_ngram_size": 1, "temperature": 0.5},
+        {"frequency_penalty": -0.3, "repetition_penalty": 1.9},
+        {"frequency_penalty": 0.6},
+        {"dry_multiplier": 0.3, "dry_base": 1.2, "dry_allowed_length": 4},
+        {"top_n_sigma": 0.7, "min_p": 0.01, "top_k": 700, "typical_p": 0.9, "top_p": 0.97},
+        {"xtc_probability": 1.0, "xtc_threshold": 0.003},
+        {"structured": StructuredOutput(regex="x"), "allowed_token_ids": (0, vocab_size - 1, 2, 5, 6)},
+    ]
+    jobs = []
+    for i, mix in enumerate(mixes):
+        piece = [source.randrange(high) for _ in range(source.randint(2, 9))]
+        history = piece * source.randint(2, 5)
+        cut = source.randint(1, len(history))
+        mask = None
+        if "structured" in mix:
+            mask = torch.tensor([source.random() < 0.5 for _ in range(vocab_size - 1)] + [True])
+        resolved = ResolvedTokens(((piece[0],), (*piece[-2:], piece[0])) if i % 3 == 0 else (), (piece[0],))
+        jobs.append(Job(SamplingParams(seed=i, **mix), history[:cut], history[cut:], resolved, (3,), mask))
+    return jobs
+
+
+@pytest.mark.parametrize("vocab_size", [7, 8191, 8193, 32000, 49152, 151936])
+def test_a_row_is_sampled_the_same_in_any_company(vocab_size: int, kernels: RecordingKernels) -> None:
+    source = random.Random(vocab_size)
+    jobs = mixed_jobs(vocab_size, source)
+    logits = torch.randn(len(jobs), vocab_size, generator=torch.Generator().manual_seed(0)) * 3
+    alone: list[tuple[int, Tensor]] = []
+    for i, job in enumerate(jobs):
+        sampled, scores = run(logits[i : i + 1], [job], kernels)
+        assert not sampled.failures()
+        alone.append((int(sampled.token_ids), scores[0]))
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            order = list(range(len(jobs)))
+            source.shuffle(order)
+            order += order[:3]
+            sampled, scores = run(logits[order], [jobs[i] for i in order], kernels)
+            for at, i in enumerate(order):
+                assert int(sampled.token_ids[at]) == alone[i][0]
+                assert torch.equal(scores[at], alone[i][1]), jobs[i].params
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_failing_processor_fails_its_request_alone(kernels: RecordingKernels) -> None:
+    def broken(history: Tensor, scores: Tensor) -> Tensor:
+        raise KeyError("mine")
+
+    def shapeless(history: Tensor, scores: Tensor) -> Tensor:
+        return scores[:2]
+
+    def poisonous(history: Tensor, scores: Tensor) -> Tensor:
+        return scores / 0
+
+    def forces_two(history: Tensor, scores: Tensor) -> Tensor:
+        assert history.tolist() == [4, 1]
+        scores[:] = float("-inf")
+        scores[2] = 0.0
+        return scores
+
+    functions = (None, broken, shapeless, poisonous, forces_two)
+    jobs = [Job(SamplingParams(logits_processors=() if f is None else (f,), seed=1), (4,), (1,)) for f in functions]
+    logits = torch.randn(1, 9, generator=torch.Generator().manual_seed(0)).repeat(5, 1)
+    sampled, _ = run(logits, jobs, kernels)
+    failures = sampled.failures()
+    assert list(failures) == [1, 2, 3]
+    assert "KeyError('mine')" in failures[1]
+    assert sampled.token_ids[4] == 2
+    assert sampled.token_ids[0] == run(logits[:1], jobs[:1], kernels)[0].token_ids[0]
+
+
+def test_what_was_in_a_row_before_does_not_count(kernels: RecordingKernels) -> None:
+    """Behind its own tokens a row holds those of earlier requests."""
+    params = SamplingParams(
+        temperature=0.0, repetition_penalty=4.0, frequency_penalty=1.0, no_repeat_ngram_size=1, dry_multiplier=5.0
     )
-    together = sample(logits.clone(), mixed)
-    for row in range(6):
-        single = SamplingBatch(*(getattr(mixed, field.name)[row : row + 1] for field in dataclasses.fields(mixed)))
-        assert sample(logits[row : row + 1].clone(), single).item() == together[row].item()
+    long = Job(params, (1, 1, 1, 1, 1), (1, 1))
+    short = Job(params, (1,), (2,))
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0, 9.0]]).repeat(2, 1)
+    sampled, scores = run(logits, [long, short], kernels)  # unwritten places of the rows hold token 4
+    assert sampled.token_ids.tolist() == [4, 4]
+    assert scores[:, 4].tolist() == [9.0, 9.0]
 
 
-def test_forbidden_tokens_are_never_chosen() -> None:
-    logits = torch.tensor([[9.0, 1.0, 0.0]]).repeat(200, 1)
-    forbidden = batch(200, forbidden=((0,),) * 200)
-    assert 0 not in sample(logits.clone(), forbidden).tolist()
-    greedy = dataclasses.replace(forbidden, temperature=np.zeros(200, np.float32))
-    assert set(sample(logits, greedy).tolist()) == {1}
+def test_sums_over_the_vocabulary_have_the_same_bits_in_any_company() -> None:
+    threads = torch.get_num_threads()
+    try:
+        for size in (1, 2, 7, 8191, 49152, 151936):
+            values = torch.randn(16, size, generator=torch.Generator().manual_seed(size)).exp()
+            torch.set_num_threads(2)
+            together = sum_rows(values)
+            for count in (1, 2):
+                torch.set_num_threads(count)
+                assert all(torch.equal(sum_rows(values[i : i + 1]), together[i : i + 1]) for i in range(16))
+            torch.testing.assert_close(together[:, 0].double(), values.double().sum(-1), rtol=1e-6, atol=0)
+    finally:
+        torch.set_num_threads(threads)
 
 
-def test_the_only_token_left_is_chosen_whatever_the_noise() -> None:
-    logits = torch.full((5000, 4), float("-inf"))
-    logits[:, 2] = 0.0
-    assert set(sample(logits, batch(5000)).tolist()) == {2}
+def test_dry_stops_at_breakers(kernels: RecordingKernels) -> None:
+    params = SamplingParams(temperature=0.0, dry_multiplier=1.0, dry_base=2.0, dry_allowed_length=1)
+    history = (1, 2, 7, 3, 4, 1, 2, 7, 3)
+    for breakers, lost in (((), 8.0), ((7,), 1.0), ((2,), 2.0), ((3,), 0.0), ((4,), 0.0)):
+        _, scores = run(torch.zeros(1, 8), [Job(params, history, resolved=ResolvedTokens((), breakers))], kernels)
+        assert scores[0].tolist() == [0.0] * 4 + [-lost] + [0.0] * 3
+
+
+def test_bad_words_begin_in_the_answer(kernels: RecordingKernels) -> None:
+    words = ResolvedTokens(((1, 2), (3, 1, 2), (5,)))
+    for prompt, answer, banned in (
+        ((0, 1), (), {5}),
+        ((0,), (1,), {2, 5}),
+        ((0, 3), (1,), {2, 5}),
+        ((3, 1), (0,), {5}),
+    ):
+        _, scores = run(torch.zeros(1, 6), [Job(SamplingParams(), prompt, answer, words)], kernels)
+        assert {i for i, score in enumerate(scores[0].tolist()) if score == float("-inf")} == banned

@@ -35,6 +35,9 @@ _rope_arguments = Struct("PqPPPqqqi").pack
 _silu_mul_arguments = Struct("PqPqqi").pack
 _write_kv_arguments = Struct("PqPqPPPqqqqi").pack
 _attention_arguments = Struct("PqPPPPPPqqqqqqqfi").pack
+_gumbel_argmax_arguments = Struct("PqPPPqqi").pack
+_top_values_arguments = Struct("PqPqqqi").pack
+_keep_between_arguments = Struct("PqPPqqi").pack
 
 _Function = Callable[[bytes], None]
 _threads = torch.get_num_threads
@@ -64,6 +67,9 @@ class CpuKernels:
         self._silu_mul = _functions(library, "silu_mul")
         self._attention = _functions(library, "attention")
         self._write_kv = _function(library, "quire_write_kv")
+        self._gumbel_argmax = _function(library, "quire_gumbel_argmax")
+        self._top_values = _function(library, "quire_top_values")
+        self._keep_between = _function(library, "quire_keep_between")
         if self.has_amx:
             self._linear[torch.bfloat16] = _function(library, "quire_linear_amx")
             self._attention[torch.bfloat16] = _function(library, "quire_attention_amx")
@@ -267,6 +273,44 @@ class CpuKernels:
                 output[rows[part]] += self.linear(hidden, experts.down[expert]).float() * weights[part]
                 start += count
         return output.to(x.dtype)
+
+    def gumbel_argmax(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:
+        rows, size = logits.shape
+        if logits.dtype != torch.float32 or temperature.dtype != torch.float32 or keys.dtype != torch.int32:
+            raise TypeError(f"logits {logits.dtype}, temperature {temperature.dtype}, keys {keys.dtype}")
+        logits, temperature, keys = _with_whole_rows(logits), temperature.contiguous(), keys.contiguous()
+        out = torch.empty(rows, dtype=torch.int64)
+        self._gumbel_argmax(
+            _gumbel_argmax_arguments(
+                logits.data_ptr(),
+                logits.stride(0),
+                temperature.data_ptr(),
+                keys.data_ptr(),
+                out.data_ptr(),
+                rows,
+                size,
+                _threads(),
+            )
+        )
+        return out
+
+    def top_values(self, x: Tensor, k: int) -> Tensor:
+        rows, size = x.shape
+        if x.dtype != torch.float32 or not 1 <= k <= size:
+            raise ValueError(f"there are no {k} largest of {x.dtype} rows of {size}")
+        x = _with_whole_rows(x)
+        out = x.new_empty(rows, k)
+        self._top_values(_top_values_arguments(x.data_ptr(), x.stride(0), out.data_ptr(), rows, size, k, _threads()))
+        return out
+
+    def keep_between_(self, x: Tensor, low: Tensor, high: Tensor) -> None:
+        rows, size = x.shape
+        if {x.dtype, low.dtype, high.dtype} != {torch.float32} or x.stride(1) != 1:
+            raise ValueError(f"x {x.dtype} with strides {x.stride()}, limits {low.dtype} and {high.dtype}")
+        low, high = low.contiguous(), high.contiguous()
+        self._keep_between(
+            _keep_between_arguments(x.data_ptr(), x.stride(0), low.data_ptr(), high.data_ptr(), rows, size, _threads())
+        )
 
 
 class _ByDtype(dict[torch.dtype, _Function]):

@@ -1,0 +1,129 @@
+"""Beam search: the likeliest continuations, found by following the best few at once.
+
+At every step each live beam is followed by every token. From the likeliest of all these downwards, those that
+end with an end token are finished, and the others go on, until there are `beam_width` of them. The answer
+are the `beam_width` best of what is finished, by `cumulative_logprob / length ** length_penalty`, where the
+length counts the new tokens, the end token among them; what is still live after `max_tokens` counts as
+finished. The search ends early only when nothing live can get among the best any more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from quire.errors import InvalidRequestError
+from quire.field_checks import check_bool, check_int, check_real
+from quire.sampling_params import MAX_LOGPROBS
+
+Continuations = Sequence[tuple[int, float]]
+"""(token id, logprob) of the most likely next tokens, the likeliest first."""
+Expand = Callable[[Sequence[tuple[int, ...]]], Sequence[Continuations]]
+"""Given the new tokens of every live beam, each one's `BeamSearchParams.num_continuations` likeliest next ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchParams:
+    """How to search; checked once."""
+
+    beam_width: int
+    max_tokens: int
+    length_penalty: float
+    end_token_ids: frozenset[int]
+
+    def __post_init__(self) -> None:
+        check_int("beam_width", self.beam_width, 1, MAX_LOGPROBS)
+        check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        check_real("length_penalty", self.length_penalty, -10.0, 10.0)
+        if self.num_continuations > MAX_LOGPROBS:
+            raise InvalidRequestError(
+                "beam_width",
+                f"and the number of end tokens ({len(self.end_token_ids)}) must be at most {MAX_LOGPROBS} together",
+            )
+
+    @property
+    def num_continuations(self) -> int:
+        """Of one beam, at most this many can matter: as many as go on, and every end token."""
+        return self.beam_width + len(self.end_token_ids)
+
+    def score(self, cumulative_logprob: float, length: int) -> float:
+        return cumulative_logprob / math.pow(length, self.length_penalty)
+
+    def best_score(self, cumulative_logprob: float, length: int) -> float:
+        """The most a beam of that many tokens can come to: no further token makes it likelier."""
+        return self.score(cumulative_logprob, self.max_tokens if self.length_penalty > 0 else length)
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """A continuation that was followed to its end."""
+
+    token_ids: tuple[int, ...]
+    cumulative_logprob: float
+    score: float
+    finish_reason: Literal["stop", "length"]
+    text: str = ""
+
+    @property
+    def stop_token_id(self) -> int | None:
+        """The token that ended it; it is the last of `token_ids` and not part of `text`."""
+        return self.token_ids[-1] if self.finish_reason == "stop" else None
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOutput:
+    """The beams found, the best first."""
+
+    prompt: str | None
+    """As text, if it came as text."""
+    prompt_token_ids: tuple[int, ...]
+    beams: tuple[Beam, ...]
+
+    @property
+    def text(self) -> str:
+        return self.beams[0].text
+
+
+def check_choices(ignore_eos: bool, stop_token_ids: Sequence[int], vocab_size: int) -> None:
+    """Refuses what can't say how beams end."""
+    check_bool("ignore_eos", ignore_eos)
+    for token_id in stop_token_ids:
+        check_int("stop_token_ids", token_id, 0, vocab_size - 1)
+
+
+def search_beams(params: BeamSearchParams, expand: Expand) -> list[Beam]:
+    """The best beams, the best first; equally good ones in the order in which they were found."""
+    live: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
+    finished: list[Beam] = []
+    for length in range(1, params.max_tokens + 1):
+        extended = [
+            (total + logprob, index, token_id)
+            for index, ((_, total), found) in enumerate(
+                zip(live, expand([token_ids for token_ids, _ in live]), strict=True)
+            )
+            for token_id, logprob in found
+        ]
+        extended.sort(key=lambda item: (-item[0], item[1], item[2]))
+        going_on: list[tuple[tuple[int, ...], float]] = []
+        for total, index, token_id in extended:
+            token_ids = (*live[index][0], token_id)
+            if token_id in params.end_token_ids:
+                finished.append(Beam(token_ids, total, params.score(total, length), "stop"))
+            else:
+                going_on.append((token_ids, total))
+            if len(going_on) == params.beam_width:
+                break
+        live = going_on
+        finished = _best(finished, params.beam_width)
+        if not live:
+            break
+        if len(finished) == params.beam_width and params.best_score(live[0][1], length) < finished[-1].score:
+            return finished
+    finished += [Beam(ids, total, params.score(total, len(ids)), "length") for ids, total in live]
+    return _best(finished, params.beam_width)
+
+
+def _best(beams: list[Beam], count: int) -> list[Beam]:
+    return sorted(beams, key=lambda beam: -beam.score)[:count]

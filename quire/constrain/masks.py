@@ -1,0 +1,223 @@
+"""Masks of allowed tokens for the runner's rows, computed while the model runs.
+
+The runner admits a row with its grammar, starts the masks of the rows that will sample before it runs the
+model, takes them when the logits are there, and tells which tokens were drawn. A step without constrained
+rows costs one look at an array of flags.
+
+Where it meets other controls:
+- Only tokens of text are ever allowed, and the end-of-sequence tokens where the text may end. So a
+  grammar can't have the model write control tokens, not even a Lark grammar that names one.
+- The request ends when nothing can follow, or with an end-of-sequence token, `ignore_eos` or not.
+- `min_tokens` forbids ends where the text could also go on. Where only an end can follow, the grammar wins.
+- Stop strings and stop tokens end an answer as ever, so possibly before its text is a whole one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.constrain.grammar import GrammarCompiler, Vocabulary
+from quire.constrain.guidance import import_llguidance
+from quire.constrain.state import GrammarState
+from quire.errors import QuireError
+from quire.sampling_params import StructuredOutput
+
+if TYPE_CHECKING:
+    import llguidance
+
+Words = npt.NDArray[np.int32]
+Rows = npt.NDArray[np.int64]
+
+_MAX_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RowMasks:
+    """What the rows of one step may choose from, in the order they were asked for."""
+
+    words: Tensor
+    """int32 [rows, ceil(vocab / 32)]; bit i % 32 of word i // 32 says whether token i is allowed."""
+    masked: npt.NDArray[np.bool_]
+    """Which rows have a grammar; the words of the others allow everything."""
+    only_ends: npt.NDArray[np.bool_]
+    """Rows whose grammar leaves nothing but what `min_tokens` forbids: there it must not be forbidden."""
+    errors: dict[int, str]
+    """Rows whose requests fail, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advanced:
+    """What became of the rows that took a token."""
+
+    ended: frozenset[int] = frozenset()
+    """Rows whose grammar has come to its end with this token."""
+    errors: dict[int, str] = field(default_factory=dict)
+
+
+class Constrainer:
+    """The grammars of the runner's rows. Used by one thread; masks are computed in others."""
+
+    def __init__(self, compiler: GrammarCompiler, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self._compiler = compiler
+        self._device = device
+        self._num_words = -(-vocab_size // 32)
+        self._max_num_seqs = max_num_seqs
+        self._states: dict[int, GrammarState] = {}
+        self._is_constrained = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._broken: dict[int, str] = {}
+        """Rows that can't have their grammar, and why."""
+        self._ends: dict[int, Words] = {}
+        """By row, the tokens that `min_tokens` forbids; rows without it are not here."""
+        self._worker: _MaskWorker | None = None
+        self._started: Future[dict[int, str]] | None = None
+
+    def admit(
+        self,
+        row: int,
+        structured: StructuredOutput,
+        output_token_ids: Sequence[int] = (),
+        end_token_ids: Sequence[int] = (),
+    ) -> None:
+        """Gives a row its grammar, which was compiled once at the border already.
+
+        `output_token_ids` is the answer so far, after a preemption; `end_token_ids` is what `min_tokens`
+        forbids, empty without it.
+        """
+        self.drop(row)
+        self._is_constrained[row] = True
+        try:
+            grammar = self._compiler.compile(structured)
+        except QuireError as error:  # it was good at the border, so this is bad luck: only this request's
+            self._broken[row] = str(error)
+            return
+        if self._worker is None:
+            self._worker = _MaskWorker(grammar.vocabulary, self._max_num_seqs)
+        self._states[row] = GrammarState(grammar, output_token_ids)
+        if end_token_ids:
+            self._ends[row] = _packed(end_token_ids, self._num_words)
+
+    def drop(self, row: int) -> None:
+        """The row's request has left it, constrained or not."""
+        if self._is_constrained[row]:
+            for by_row in (self._states, self._broken, self._ends):
+                by_row.pop(row, None)
+            self._is_constrained[row] = False
+
+    def start(self, rows: Rows) -> None:
+        """Begins with the masks of those of `rows` that have a grammar."""
+        self._settle()
+        states = {row: self._states[row] for row in rows[self._is_constrained[rows]].tolist() if row in self._states}
+        if states:
+            assert self._worker is not None
+            self._started = self._worker.start(states)
+
+    def masks(self, rows: Rows) -> RowMasks | None:
+        """The masks of `rows`, the same as were started; None if none of them has a grammar."""
+        masked = self._is_constrained[rows]
+        if not masked.any():
+            return None
+        errors = {row: self._broken[row] for row in rows.tolist() if row in self._broken}
+        words = np.full((len(rows), self._num_words), -1, dtype=np.int32)
+        if self._started is not None:
+            assert self._worker is not None
+            errors |= self._started.result()
+            self._started = None
+            computed = np.fromiter((row in self._states for row in rows.tolist()), np.bool_, len(rows))
+            words[computed] = self._worker.words[rows[computed]]
+        only_ends = np.zeros(len(rows), dtype=np.bool_)
+        for i in np.flatnonzero(masked).tolist() if self._ends else ():
+            ends = self._ends.get(int(rows[i]))
+            only_ends[i] = ends is not None and not (words[i] & ~ends).any()
+        return RowMasks(torch.from_numpy(words).to(self._device), masked, only_ends, errors)
+
+    def advance(self, rows: Rows, tokens: Sequence[int]) -> Advanced:
+        """Tells the grammars which tokens their rows drew."""
+        if not self._is_constrained[rows].any():
+            return Advanced()
+        ended: set[int] = set()
+        errors: dict[int, str] = {}
+        for row, token in zip(rows.tolist(), tokens, strict=True):
+            state = self._states.get(row)
+            if state is None:
+                continue
+            if not state.advance(token):
+                errors[row] = _explain(state.error)
+            elif state.is_finished:
+                ended.add(row)
+        return Advanced(frozenset(ended), errors)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._settle()
+        if self._worker is not None:
+            self._worker.close()
+
+    def _settle(self) -> None:
+        """Waits for masks that nobody took, as after an error in the model: they use the same memory."""
+        if self._started is not None:
+            self._started.exception()
+            self._started = None
+
+
+class _MaskWorker:
+    """Computes masks into memory of its own, one row of words for each of the runner's rows."""
+
+    def __init__(self, vocabulary: Vocabulary, max_num_seqs: int) -> None:
+        num_words = -(-vocabulary.size // 32)
+        self.words: Words = np.zeros((max_num_seqs, num_words), dtype=np.int32)
+        self._text = _packed(vocabulary.text_token_ids, num_words)
+        self._text_and_ends = self._text | _packed(vocabulary.eos_token_ids, num_words)
+        threads = min(_MAX_THREADS, os.cpu_count() or 1)
+        self._executor: llguidance.LLExecutor = import_llguidance().LLExecutor(num_threads=threads)
+        # One thread waits for llguidance's own ones, so that the caller need not.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="quire-masks")
+
+    def start(self, states: Mapping[int, GrammarState]) -> Future[dict[int, str]]:
+        return self._thread.submit(self._compute, states)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def _compute(self, states: Mapping[int, GrammarState]) -> dict[int, str]:
+        """Fills the rows' words; returns the rows that can't go on, and why."""
+        self._fill(states)
+        # Whoever stumbled over an automaton that others filled up gets one of its own and tries again.
+        again = {row: state for row, state in states.items() if state.matcher.is_error() and state.start_over()}
+        if again:
+            self._fill(again)
+        rows = np.fromiter(states, np.int64, len(states))
+        may_end = np.fromiter((state.may_end for state in states.values()), np.bool_, len(states))
+        # llguidance lets a complement (~) or a token wildcard match control tokens, ends included.
+        words = self.words[rows] & np.where(may_end[:, None], self._text_and_ends, self._text)
+        self.words[rows] = words
+        is_empty: list[bool] = (words == 0).all(axis=1).tolist()
+        errors: dict[int, str] = {}
+        for (row, state), nothing_left in zip(states.items(), is_empty, strict=True):
+            if nothing_left or state.matcher.is_error():
+                errors[row] = _explain(state.error or "it leaves no token to choose")
+                self.words[row] = self._text
+        return errors
+
+    def _fill(self, states: Mapping[int, GrammarState]) -> None:
+        count, num_words = self.words.shape
+        matchers = [(state.matcher, row) for row, state in states.items()]
+        self._executor.unsafe_compute_mask_ptr(matchers, self.words.ctypes.data, num_words * 4, count)
+
+
+def _explain(error: str) -> str:
+    return f"structured: the grammar failed on this answer: {error}"
+
+
+def _packed(token_ids: Sequence[int], num_words: int) -> Words:
+    bits = np.zeros(num_words * 32, dtype=np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)

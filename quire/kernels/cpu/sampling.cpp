@@ -1,0 +1,206 @@
+// The choice of a token: argmax(logits / temperature + Gumbel noise), or the plain argmax at temperature 0; and
+// the largest values of a row, from which filters find their limits.
+//
+// Most tokens can't win, and that is seen without a logarithm. With v the uniform number behind a token's noise
+// -log(-log(1 - v)), the noise is below -log(v), and that is below -ln(2) times the number one gets by reading
+// v's bits as an integer (exponent and mantissa: a logarithm drawn in straight lines from below). Only what
+// could win by this bound is computed, in double precision, one at a time: a few dozen tokens of a row.
+#include <algorithm>
+#include <functional>
+
+#include "simd.h"
+#include "threads.h"
+
+namespace quire {
+namespace {
+
+constexpr float INFINITE = std::numeric_limits<float>::infinity();
+
+inline UIntVec mix(UIntVec bits) {
+  bits = (bits ^ (bits >> 16)) * 0x7feb352du;
+  bits = (bits ^ (bits >> 15)) * 0x846ca68bu;
+  return bits ^ (bits >> 16);
+}
+
+// The same numbers as quire/kernels/noise.py makes, bit for bit.
+inline Vec uniform(UIntVec ids, uint32_t first_key, uint32_t second_key) {
+  UIntVec bits = mix(mix((ids * 0x9e3779b1u) ^ first_key) ^ second_key) >> 1;
+  Vec v = (__builtin_convertvector((IntVec)bits, Vec) + 0.5f) * 4.656612873077393e-10f;  // 2^-31
+  const Vec below_one = splat(1.0f - 5.960464477539063e-08f);
+  return v > below_one ? below_one : v;
+}
+
+inline float gumbel(float v) { return float(-std::log(-std::log1p(-double(v)))); }
+
+// Above the noise of v, by a margin that covers the rounding of this line.
+inline Vec bound(Vec v) {
+  Vec bits = __builtin_convertvector((IntVec)v, Vec);
+  return fma(bits, splat(-8.2629582e-08f), splat(88.0396919f));  // -ln(2) * (bits / 2^23 - 127), and 0.01 more
+}
+
+inline bool any(IntVec mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX2__)
+  return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+#else
+  int32_t found = 0;
+  for (int i = 0; i < LANES; ++i) found |= mask[i];
+  return found != 0;
+#endif
+}
+
+inline Vec read_scores(const float* logits, int64_t count) {
+  if (count >= LANES) return load(logits);
+  Vec v = splat(-INFINITE);
+  for (int i = 0; i < count; ++i) v[i] = logits[i];
+  return v;
+}
+
+struct Best {
+  float score = -INFINITE;
+  int64_t id = 0;
+};
+
+// In ascending order, and only what is higher replaces the best: the lowest id wins among equals.
+int64_t greedy(const float* logits, int64_t size) {
+  Best best;
+  for (int64_t i = 0; i < size; i += LANES) {
+    Vec scores = read_scores(logits + i, size - i);
+    if (!any(scores > best.score)) continue;
+    for (int lane = 0; lane < LANES; ++lane)
+      if (scores[lane] > best.score) best = {scores[lane], i + lane};
+  }
+  return best.id;
+}
+
+int64_t draw(const float* logits, int64_t size, float temperature, uint32_t first_key, uint32_t second_key) {
+  Best best;
+  UIntVec ids;
+  for (int lane = 0; lane < LANES; ++lane) ids[lane] = uint32_t(lane);
+  for (int64_t i = 0; i < size; i += LANES, ids += uint32_t(LANES)) {
+    Vec scores = read_scores(logits + i, size - i) / temperature;
+    Vec v = uniform(ids, first_key, second_key);
+    IntVec may_win = scores + bound(v) > best.score;
+    if (!any(may_win)) continue;
+    for (int lane = 0; lane < LANES; ++lane) {
+      if (!may_win[lane]) continue;
+      float score = scores[lane] + gumbel(v[lane]);
+      if (score > best.score) best = {score, i + lane};
+    }
+  }
+  return best.id;
+}
+
+struct GumbelArgmax {
+  const float* logits;
+  int64_t stride;
+  const float* temperature;
+  const uint32_t* keys;
+  int64_t* out;
+  int64_t rows, size;
+  int num_threads;
+
+  void run() const {
+    parallel_shares(num_threads, rows, size, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        const float* own = logits + row * stride;
+        out[row] = temperature[row] > 0 ? draw(own, size, temperature[row], keys[2 * row], keys[2 * row + 1])
+                                        : greedy(own, size);
+      }
+    });
+  }
+};
+
+// Values above `limit` are collected; when the buffer is full, only the k largest stay and the limit rises. A
+// value that equals the limit needn't come in: it is there k times over.
+class Largest {
+ public:
+  Largest(float* buffer, int64_t capacity, int64_t k) : buffer_(buffer), capacity_(capacity), k_(k) {}
+
+  void add(Vec values) {
+    IntVec higher = values > limit_;
+    if (!any(higher)) return;
+    if (count_ + LANES > capacity_) {
+      shrink();
+      higher = values > limit_;
+    }
+    for (int lane = 0; lane < LANES; ++lane) {
+      buffer_[count_] = values[lane];
+      count_ += higher[lane] != 0;
+    }
+  }
+
+  void write(float* out) {
+    if (count_ > k_) shrink();
+    std::sort(buffer_, buffer_ + count_, std::greater<float>());
+    std::copy(buffer_, buffer_ + count_, out);
+    std::fill(out + count_, out + k_, -INFINITE);
+  }
+
+ private:
+  void shrink() {
+    std::nth_element(buffer_, buffer_ + k_ - 1, buffer_ + count_, std::greater<float>());
+    limit_ = buffer_[k_ - 1];
+    count_ = k_;
+  }
+
+  float* buffer_;
+  int64_t capacity_, k_, count_ = 0;
+  float limit_ = -INFINITE;
+};
+
+struct TopValues {
+  const float* x;
+  int64_t stride;
+  float* out;
+  int64_t rows, size, k;
+  int num_threads;
+
+  void run() const {
+    parallel_shares(num_threads, rows, size, [&](int64_t begin, int64_t end) {
+      static thread_local Scratch scratch;
+      const int64_t capacity = 4 * k + 4 * LANES;
+      float* buffer = scratch.get<float>(size_t(capacity) + LANES);
+      for (int64_t row = begin; row < end; ++row) {
+        Largest largest(buffer, capacity, k);
+        for (int64_t i = 0; i < size; i += LANES) largest.add(read_scores(x + row * stride + i, size - i));
+        largest.write(out + row * k);
+      }
+    });
+  }
+};
+
+struct KeepBetween {
+  float* x;
+  int64_t stride;
+  const float *low, *high;
+  int64_t rows, size;
+  int num_threads;
+
+  void run() const {
+    parallel_shares(num_threads, rows, size, [&](int64_t begin, int64_t end) {
+      const Vec never = splat(-INFINITE);
+      for (int64_t row = begin; row < end; ++row) {
+        float* own = x + row * stride;
+        const Vec lowest = splat(low[row]), highest = splat(high[row]);
+        for (int64_t i = 0; i < size; i += LANES) {
+          const int64_t count = size - i;
+          Vec v = read_scores(own + i, count);
+          v = v < lowest ? never : v;
+          v = v > highest ? never : v;
+          count >= LANES ? store(own + i, v) : store_some(own + i, v, count);
+        }
+      }
+    });
+  }
+};
+
+}  // namespace
+}  // namespace quire
+
+extern "C" {
+void quire_keep_between(const quire::KeepBetween* call) { call->run(); }
+void quire_gumbel_argmax(const quire::GumbelArgmax* call) { call->run(); }
+void quire_top_values(const quire::TopValues* call) { call->run(); }
+}

@@ -1,0 +1,136 @@
+"""Constrained answers of the real model at temperature 1: whatever is finished is what was asked for, and
+whatever happens around it the answer is the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quire import LLM, RequestOutput, SamplingParams
+from quire.errors import InvalidRequestError
+from quire.sampling_params import StructuredOutput
+from tests.constrain.schemas import CHOICES, REGEXES, check, random_schemas
+
+PROMPT = "An example, as JSON:\n"
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+)
+PERSON = SamplingParams(seed=3, max_tokens=60, structured=StructuredOutput(json_schema=SCHEMA))
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2_gguf: Path) -> Iterator[LLM]:
+    with LLM(smollm2_gguf, dtype="bfloat16", kv_cache_memory="512MiB", max_model_len=1024) as llm:
+        yield llm
+
+
+def answers(llm: LLM, wanted: Sequence[StructuredOutput]) -> list[RequestOutput]:
+    params = [SamplingParams(seed=i, max_tokens=80, structured=structured) for i, structured in enumerate(wanted)]
+    return llm.generate([PROMPT] * len(wanted), params)
+
+
+def count_finished(outputs: Sequence[RequestOutput], wanted: Sequence[StructuredOutput]) -> int:
+    """Checks every finished answer, and that none failed."""
+    finished = 0
+    for output, structured in zip(outputs, wanted, strict=True):
+        assert output.finish_reason in ("stop", "length"), (structured, output.error)
+        if output.finish_reason == "stop":
+            check(structured, output.text)
+            finished += 1
+    return finished
+
+
+def test_two_hundred_random_schemas(llm: LLM) -> None:
+    wanted = [StructuredOutput(json_schema=schema) for schema in random_schemas(seed=7, count=200)]
+    assert count_finished(answers(llm, wanted), wanted) >= 180
+
+
+def test_regexes_choices_and_any_json(llm: LLM) -> None:
+    wanted = [StructuredOutput(regex=regex) for regex in REGEXES for _ in range(2)]
+    wanted += [StructuredOutput(choice=choice) for choice in CHOICES for _ in range(3)]
+    wanted += [StructuredOutput(json_object=True)] * 4
+    outputs = answers(llm, wanted)
+    assert count_finished(outputs, wanted) >= len(wanted) - 6
+    for output, structured in zip(outputs, wanted, strict=True):
+        assert not structured.choice or output.finish_reason == "stop"
+
+
+def test_n_answers_equal_single_ones_and_all_obey(llm: LLM) -> None:
+    output = llm.generate(PROMPT, replace(PERSON, n=4))[0]
+    for completion in output.completions:
+        assert completion.finish_reason == "stop"
+        assert set(json.loads(completion.text)) == {"name", "age"}
+        alone = llm.generate(PROMPT, replace(PERSON, seed=completion.seed))[0]
+        assert alone.token_ids == completion.token_ids
+    assert len({completion.text for completion in output.completions}) > 1
+
+
+def test_constrained_rows_do_not_touch_their_neighbours_and_the_other_way_round(llm: LLM) -> None:
+    free = SamplingParams(seed=8, max_tokens=30)
+    alone = [llm.generate(PROMPT, one)[0].token_ids for one in (PERSON, free)]
+    together = llm.generate([PROMPT] * 6, [PERSON, free] * 3)
+    assert [output.token_ids for output in together] == alone * 3
+
+
+def test_preemption_and_chunks_change_nothing(llm: LLM, smollm2_gguf: Path) -> None:
+    params = [replace(PERSON, seed=i, ignore_eos=i % 2 == 0) for i in range(12)]
+    prompt = "Here is a list of people. " * 12 + PROMPT
+    expected = [llm.generate(prompt, one)[0].token_ids for one in params]
+    block = 2 * 30 * 3 * 64 * 16 * 2  # bytes: keys and values, layers, heads, head size, tokens, bfloat16
+    with LLM(
+        smollm2_gguf,
+        dtype="bfloat16",
+        kv_cache_memory=26 * block,
+        max_model_len=200,
+        max_num_seqs=12,
+        max_batched_tokens=20,
+    ) as small:
+        outputs = small.generate([prompt] * 12, params)
+    assert sum(output.metrics.preemptions for output in outputs) > 0
+    assert [output.token_ids for output in outputs] == expected
+
+
+def test_min_tokens_gives_way_where_only_an_end_can_follow(llm: LLM) -> None:
+    params = SamplingParams(seed=1, min_tokens=30, max_tokens=50, structured=StructuredOutput(choice=("yes", "no")))
+    output = llm.generate("Is it? ", params)[0]
+    assert output.text in ("yes", "no")
+    assert output.finish_reason == "stop"
+
+
+def test_a_stop_string_ends_a_constrained_answer(llm: LLM) -> None:
+    output = llm.generate(PROMPT, replace(PERSON, stop=('"age"',)))[0]
+    assert output.finish_reason == "stop"
+    assert output.completions[0].stop_reason == '"age"'
+    assert '"age"' not in output.text
+    assert output.text.startswith('{"name"')
+
+
+def test_logprobs_are_the_models_own_and_come_with_structure(llm: LLM) -> None:
+    output = llm.generate(PROMPT, replace(PERSON, logprobs=2))[0]
+    logprobs = output.completions[0].logprobs
+    assert logprobs is not None
+    assert [entry.token_id for entry in logprobs] == list(output.token_ids)
+
+
+@pytest.mark.parametrize(
+    "structured",
+    [
+        StructuredOutput(json_schema='{"type": "objekt"}'),
+        StructuredOutput(regex="(unclosed"),
+        StructuredOutput(grammar="start: missing_rule"),
+        StructuredOutput(json_schema='{"type": "integer", "multipleOf": 1234567}'),
+    ],
+)
+def test_a_bad_or_explosive_grammar_fails_its_own_call(llm: LLM, structured: StructuredOutput) -> None:
+    with pytest.raises(InvalidRequestError, match="structured"):
+        llm.generate(PROMPT, SamplingParams(structured=structured))
+    assert llm.generate(PROMPT, PERSON)[0].finish_reason == "stop"

@@ -1,0 +1,120 @@
+"""The choice of a token and the largest values by the C++ kernels: against their definitions, in any company."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels.cpu.kernels import CpuKernels
+from quire.kernels.noise import gumbel_noise
+from quire.runner.noise import noise_keys
+from tests.kernels.cpu_support import REFERENCE, random
+
+VOCABULARIES = [1, 7, 16, 17, 8191, 8193, 32000, 49152, 151936]
+
+
+def keys_for(rows: int) -> Tensor:
+    return torch.from_numpy(noise_keys(np.arange(rows, dtype=np.uint64) * 7919, np.arange(rows) + 3))
+
+
+def temperatures(rows: int) -> Tensor:
+    values = torch.tensor([0.0, 1.0, 0.3, 0.01, 2.5, 50.0])
+    return values[torch.arange(rows) % len(values)]
+
+
+@pytest.mark.parametrize("vocab_size", VOCABULARIES)
+def test_the_token_is_the_one_of_the_definition(kernels: CpuKernels, vocab_size: int) -> None:
+    rows = 18
+    logits = random(rows, vocab_size, dtype=torch.float32, seed=vocab_size) * 4
+    keys, temperature = keys_for(rows), temperatures(rows)
+    chosen = kernels.gumbel_argmax(logits, temperature, keys)
+    drawn = (temperature > 0).unsqueeze(1)
+    truth = logits.double() / temperature.double().unsqueeze(1).where(drawn, 1.0)
+    truth += torch.where(drawn, gumbel_noise(keys, vocab_size).double(), 0.0)
+    best = truth.amax(-1)
+    # The noise is rounded differently here and there, so a hair's breadth may decide otherwise.
+    assert (best - truth.gather(1, chosen.unsqueeze(1))[:, 0] <= best.abs() * 1e-6).all()
+    assert (chosen == REFERENCE.gumbel_argmax(logits, temperature, keys)).sum() >= rows - 1
+
+
+def test_ties_and_forbidden_tokens(kernels: CpuKernels) -> None:
+    never = float("-inf")
+    logits = torch.full((4, 100), never)
+    logits[0, [7, 40, 99]] = 2.0
+    logits[1, 63] = -1e30
+    logits[3] = 5.0
+    assert kernels.gumbel_argmax(logits, torch.zeros(4), keys_for(4)).tolist() == [7, 63, 0, 0]
+    drawn = kernels.gumbel_argmax(logits.repeat(200, 1), torch.ones(800), keys_for(800)).view(200, 4)
+    assert set(drawn[:, 0].tolist()) == {7, 40, 99}
+    assert set(drawn[:, 1].tolist()) == {63}
+    assert set(drawn[:, 2].tolist()) == {0}
+    assert len(set(drawn[:, 3].tolist())) > 50
+
+
+def test_rising_scores_make_every_token_a_candidate(kernels: CpuKernels) -> None:
+    logits = torch.arange(5000.0).div(50).repeat(12, 1)
+    keys = keys_for(12)
+    chosen = kernels.gumbel_argmax(logits, torch.ones(12), keys)
+    assert chosen.tolist() == (logits + gumbel_noise(keys, 5000)).argmax(-1).tolist()
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_row_has_the_same_token_in_any_company(kernels: CpuKernels) -> None:
+    rows, vocab_size = 40, 3001
+    logits, keys, temperature = random(rows, vocab_size, dtype=torch.float32), keys_for(rows), temperatures(rows)
+    alone = [
+        kernels.gumbel_argmax(logits[i : i + 1], temperature[i : i + 1], keys[i : i + 1]).item() for i in range(rows)
+    ]
+    wide = torch.full((rows, vocab_size + 5), float("nan"))
+    wide[:, :vocab_size] = logits
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        assert kernels.gumbel_argmax(logits, temperature, keys).tolist() == alone
+        assert kernels.gumbel_argmax(wide[:, :vocab_size], temperature, keys).tolist() == alone
+    logits[::2] = float("nan")
+    assert kernels.gumbel_argmax(logits, temperature, keys)[1::2].tolist() == alone[1::2]
+
+
+def test_other_formats_are_refused(kernels: CpuKernels) -> None:
+    with pytest.raises(TypeError, match="bfloat16"):
+        kernels.gumbel_argmax(torch.zeros(1, 8, dtype=torch.bfloat16), torch.ones(1), keys_for(1))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("size", [1, 7, 16, 17, 3001, 49152])
+def test_the_largest_values_are_those_of_a_sort(kernels: CpuKernels, size: int) -> None:
+    x = random(9, size, dtype=torch.float32, seed=size)
+    x[1] = x[1].sort().values
+    x[2] = x[2].sort(descending=True).values
+    x[3] = x[3].round()
+    x[4] = float("-inf")
+    x[5, size // 2 :] = float("-inf")
+    expected = x.sort(-1, descending=True).values
+    for count in (1, 3):
+        torch.set_num_threads(count)
+        for k in sorted({1, min(2, size), min(40, size), size // 2 + 1, size}):
+            assert torch.equal(kernels.top_values(x, k), expected[:, :k])
+            assert torch.equal(REFERENCE.top_values(x, k), expected[:, :k])
+    wide = torch.full((9, size + 3), float("inf"))
+    wide[:, :size] = x
+    assert torch.equal(kernels.top_values(wide[:, :size], 1), expected[:, :1])
+    with pytest.raises(ValueError, match="largest"):
+        kernels.top_values(x, size + 1)
+
+
+@pytest.mark.parametrize("size", [1, 7, 16, 17, 3001])
+def test_what_lies_between_the_limits_stays(kernels: CpuKernels, size: int) -> None:
+    infinite = float("inf")
+    wide = random(5, size + 3, dtype=torch.float32, seed=size).mul_(4).round_()
+    low = torch.tensor([-2.0, -infinite, 1.0, float("nan"), -infinite])
+    high = torch.tensor([infinite, 2.0, 1.0, 0.0, infinite])
+    expected = wide.clone()
+    REFERENCE.keep_between_(expected[:, :size], low, high)
+    kernels.keep_between_(wide[:, :size], low, high)
+    assert torch.equal(wide, expected)
+    kept = expected[2, :size]
+    assert set(kept.tolist()) <= {1.0, -infinite}
+    with pytest.raises(ValueError, match="float64"):
+        kernels.keep_between_(wide, low.double(), high)

@@ -1,0 +1,89 @@
+"""Rows to sample, built from requests as the runner builds them, and what the filters made of their scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels.cpu.kernels import CpuKernels
+from quire.runner.rows import Rows
+from quire.runner.sampler import SampledTokens, sample
+from quire.runner.sampling_batch import SamplingBatch
+from quire.sampling_params import ResolvedTokens, SamplingParams
+from quire.step import Admission
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request at the moment its next token is chosen."""
+
+    params: SamplingParams
+    prompt: Sequence[int] = (0,)
+    answer: Sequence[int] = ()
+    resolved: ResolvedTokens = field(default_factory=ResolvedTokens)
+    eos: tuple[int, ...] = ()
+    mask: Tensor | None = None
+    """bool [vocab]: what a grammar allows."""
+
+    @property
+    def history(self) -> list[int]:
+        return [*self.prompt, *self.answer]
+
+
+class RecordingKernels(CpuKernels):
+    """The real kernels; keeps the scores they choose from."""
+
+    scores: Tensor
+
+    def gumbel_argmax(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:
+        self.scores = logits / torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
+        return super().gumbel_argmax(logits, temperature, keys)
+
+
+def pack(mask: Tensor) -> Tensor:
+    """bool [vocab] as int32 words, the lowest bit first."""
+    bits = np.packbits(mask.numpy(), bitorder="little")
+    words = -(-len(mask) // 32)
+    return torch.from_numpy(np.pad(bits, (0, words * 4 - len(bits))).view(np.int32))
+
+
+def make_batch(jobs: Sequence[Job], vocab_size: int, first_row: int = 0) -> SamplingBatch:
+    """As the runner makes it; permanent rows are not those of the batch, and were someone else's before."""
+    longest = max(len(job.history) for job in jobs)
+    rows = Rows(len(jobs) + first_row, longest + 8, 16, CPU)
+    rows.token_ids.fill_(vocab_size - 1)
+    order = list(range(first_row, first_row + len(jobs)))[::-1]
+    for row, job in zip(order, jobs, strict=True):
+        rows.admit(
+            Admission(
+                request_id=str(row),
+                row=row,
+                token_ids=tuple(job.history),
+                num_prompt_tokens=len(job.prompt),
+                block_ids=(),
+                num_cached_tokens=0,
+                num_host_tokens=0,
+                params=job.params,
+                seed=job.params.seed or 0,
+                eos_token_ids=job.eos,
+                arrival=0.0,
+                resolved=job.resolved,
+            )
+        )
+    masks = None
+    if any(job.mask is not None for job in jobs):
+        everything = torch.ones(vocab_size, dtype=torch.bool)
+        masks = torch.stack([pack(everything if job.mask is None else job.mask) for job in jobs])
+    return rows.sampling_batch(np.array(order), np.array([len(job.history) for job in jobs]), masks)
+
+
+def run(logits: Tensor, jobs: Sequence[Job], kernels: RecordingKernels) -> tuple[SampledTokens, Tensor]:
+    """The tokens and the scores they were chosen from (divided by the temperature)."""
+    tokens = sample(logits.clone(), make_batch(jobs, logits.shape[1]), kernels)
+    return tokens, kernels.scores
