@@ -25,6 +25,7 @@ check: .venv/test-installed
 bench: .venv/test-installed
 	$(BIN)/python bench/scheduler.py
 	$(BIN)/python bench/kernels_cpu.py
+	$(BIN)/python bench/sampling.py
 	$(BIN)/python bench/throughput_cpu.py
 
 .venv/bin/python:

@@ -53,10 +53,12 @@ def pack(mask: Tensor) -> Tensor:
     return torch.from_numpy(np.pad(bits, (0, words * 4 - len(bits))).view(np.int32))
 
 
-def make_batch(jobs: Sequence[Job], vocab_size: int, first_row: int = 0) -> SamplingBatch:
+def make_batch(
+    jobs: Sequence[Job], vocab_size: int, first_row: int = 0, device: torch.device = CPU
+) -> SamplingBatch:
     """As the runner makes it; permanent rows are not those of the batch, and were someone else's before."""
     longest = max(len(job.history) for job in jobs)
-    rows = Rows(len(jobs) + first_row, longest + 8, 16, CPU)
+    rows = Rows(len(jobs) + first_row, longest + 8, 16, device)
     rows.token_ids.fill_(vocab_size - 1)
     order = list(range(first_row, first_row + len(jobs)))[::-1]
     for row, job in zip(order, jobs, strict=True):
@@ -79,7 +81,7 @@ def make_batch(jobs: Sequence[Job], vocab_size: int, first_row: int = 0) -> Samp
     masks = None
     if any(job.mask is not None for job in jobs):
         everything = torch.ones(vocab_size, dtype=torch.bool)
-        masks = torch.stack([pack(everything if job.mask is None else job.mask) for job in jobs])
+        masks = torch.stack([pack(everything if job.mask is None else job.mask) for job in jobs]).to(device)
     return rows.sampling_batch(np.array(order), np.array([len(job.history) for job in jobs]), masks)
 
 
