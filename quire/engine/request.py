@@ -80,6 +80,8 @@ class Request:
     forked_from: Request | None = None
     """Whose prompt blocks it shares, until a result of its own has come back."""
 
+    has_failed: bool = False
+    """It failed by itself in some step: whatever steps in flight computed of it afterwards is rubbish."""
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: str | None = None

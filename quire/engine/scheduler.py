@@ -358,7 +358,7 @@ class Scheduler:
     def _note_prompt_scores(self, request: Request, found: PromptScores) -> None:
         """Passes scores of a prompt on, to another answer to it if the one that computed them has ended."""
         progress = request.prompt_progress
-        if found.start > progress.next_position:
+        if request.has_failed or found.start > progress.next_position:
             return  # What comes before it failed, so this was computed from rubbish.
         progress.next_position = max(progress.next_position, found.start + len(found.scores))
         takers = [request] if request.finish_reason is None else self.ledger.members(request.group_id)[:1]
@@ -368,7 +368,9 @@ class Scheduler:
 
     def _fail_request(self, request: Request, step_id: int, message: str, now: float) -> None:
         """Ends a request that failed by itself, and those who took over its prompt before this was known."""
-        # Also when the request itself has ended meanwhile: its blocks live on in its forks.
+        # Also when the request itself has ended meanwhile: its blocks live on in its forks, and steps in
+        # flight may still score its prompt.
+        request.has_failed = True
         for member in list(self.ledger.members(request.group_id)):
             if member.forked_from is request and member.admitted_step > step_id:
                 text = f"shares the prompt of request {request.request_id}, which failed: {message}"

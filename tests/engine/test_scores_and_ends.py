@@ -9,7 +9,7 @@ from quire.engine.request import make_requests
 from quire.engine.scheduler import Scheduler
 from quire.errors import InvalidRequestError
 from quire.sampling_params import ResolvedTokens, SamplingParams
-from quire.step import StepResult, TokenScore
+from quire.step import PromptScores, StepResult, TokenScore
 from tests.engine.harness import Harness, config
 
 PROMPT = list(range(20))
@@ -141,3 +141,26 @@ def test_what_text_means_in_tokens_reaches_the_runner() -> None:
     for request in make_requests("a", [1, 2], SamplingParams(), 0, (), resolved):
         scheduler.add(request, 0.0)
     assert scheduler.schedule(0.0).admitted[0].resolved == resolved
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_scores_computed_after_a_failure_are_not_passed_on(aborted: bool) -> None:
+    """Found by the simulator (seed 209670): one answer scores the first half of the prompt and is preempted,
+    another goes through the prompt, fails in a step that scores nothing, and a step in flight scores the rest."""
+    scheduler = Scheduler(config(max_batched_tokens=3, max_num_seqs=1, prefix_caching=False))
+    for request in make_requests("a", [3, 2, 1, 1, 3], SamplingParams(n=3, max_tokens=3, prompt_logprobs=0), 0):
+        scheduler.add(request, 0.0)
+    score = TokenScore(1, -1.0, 1, ())
+    first = scheduler.schedule(0.0)
+    scores = PromptScores(1, (score,) * 3)
+    scheduler.commit(first, StepResult(first.step_id, {}, prompt_scores={"a/0": scores}), 0.0)
+    scheduler.abort(["a/0"], 0.0)
+    second, third = scheduler.schedule(0.0), scheduler.schedule(0.0)
+    assert [entry.request_id for step in (second, third) for entry in step.scheduled] == ["a/1", "a/1"]
+    if aborted:
+        scheduler.abort(["a/1"], 0.0)
+    scheduler.commit(second, StepResult(second.step_id, {}, errors={"a/1": "broken"}), 0.0)
+    rubbish = StepResult(third.step_id, {"a/1": (5,)}, prompt_scores={"a/1": PromptScores(4, (score,))})
+    updates = scheduler.commit(third, rubbish, 0.0)
+    assert all(update.prompt_scores is None for update in updates)
+    assert scheduler.ledger.requests.keys() == {"a/2"}
