@@ -37,7 +37,7 @@ class AnswerPrinter:
             self._pending[request_id].clear()
             if request_id not in self._finished:
                 return
-            print("\n" if self._several and len(self._queue) > 1 else "")
+            print("\n" if self._several and len(self._queue) > 1 else "", flush=True)
             self._queue.pop(0)
             self._begun = False
 
