@@ -19,6 +19,7 @@ from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
 from quire.models.gguf_checkpoint import GgufCheckpoint
 from quire.models.load import ModelFiles, Progress, load_decoder, open_model
+from quire.models.npy_checkpoint import NpyCheckpoint
 from quire.models.sources import ModelSource
 from quire.models.spec import ModelSpec
 from quire.runner.device import describe, free_memory, pick_device, pick_dtype
@@ -109,4 +110,7 @@ def _scheduler_config(config: EngineConfig, plan: CachePlan) -> SchedulerConfig:
 def _open_tokenizer(checkpoint: Checkpoint, path: Path) -> Tokenizer:
     if isinstance(checkpoint, GgufCheckpoint):
         return Tokenizer.from_gguf(checkpoint.metadata)
+    if isinstance(checkpoint, NpyCheckpoint) and not (path / "tokenizer.json").exists():
+        logger.warning("%s has no tokenizer.json: text is read and written as UTF-8 bytes, token i being byte i", path)
+        return Tokenizer.of_bytes()
     return Tokenizer.from_hf_folder(path)

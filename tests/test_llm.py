@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tokenizers
+import transformers
 
 from quire import LLM, QuireError, RequestOutput, SamplingParams
 from quire.engine import read_step_log
@@ -257,3 +259,42 @@ def test_options_that_cannot_be_say_why(
 def test_importing_quire_is_quick_and_needs_no_torch() -> None:
     code = "import sys, quire; quire.SamplingParams; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_folder_of_npy_files_runs_with_bytes_for_tokens(tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "scripts" / "export_npy.py"
+    subprocess.run([sys.executable, script, "--out", tmp_path], check=True, capture_output=True)
+    with LLM(tmp_path, dtype="float32", kv_cache_memory="16MiB", max_model_len=64) as llm:
+        output = llm.generate("héllo", SamplingParams(temperature=0, max_tokens=4))[0]
+        assert bytes(output.prompt_token_ids) == "héllo".encode()
+        assert len(output.token_ids) == 4
+        words = llm.generate("x", SamplingParams(max_tokens=5, allowed_token_ids=list(b"abc")))[0]  # type: ignore[arg-type]
+        assert words.text.encode() == bytes(words.token_ids)
+
+
+def test_a_hugging_face_folder_runs_with_its_own_tokenizer_and_template(tmp_path: Path) -> None:
+    """A random model and a tokenizer trained on the spot, saved by the libraries everyone saves with."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(["some text to learn from"], trainer)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}<s>assistant:"
+    fast.save_pretrained(tmp_path)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.Qwen3Config(**sizes, num_hidden_layers=2, head_dim=8, vocab_size=len(fast), eos_token_id=1)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    messages = [{"role": "user", "content": "hi </s> there"}]
+    with LLM(tmp_path, kv_cache_memory="16MiB", max_model_len=128) as llm:
+        assert llm.engine.eos_token_ids == (1,)
+        tokens = llm.encode_chat(messages)
+        assert tokens.count(1) == 1  # the template's own end, not the user's
+        output = llm.chat(messages, SamplingParams(temperature=0, max_tokens=6))[0]
+        assert output.prompt_token_ids == tuple(tokens)
+        assert llm.generate(tokens, SamplingParams(temperature=0, max_tokens=6))[0].token_ids == output.token_ids

@@ -20,6 +20,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from quire.errors import InvalidRequestError
+from quire.frontend.byte_tokenizer import byte_tokenizer_parts
 from quire.frontend.gguf_tokenizer import read_gguf_tokenizer
 from quire.frontend.hf_tokenizer import read_hf_tokenizer
 from quire.frontend.token_text import TokenText
@@ -64,6 +65,11 @@ class Tokenizer:
     def from_gguf(cls, metadata: Mapping[str, object]) -> Tokenizer:
         """From a GGUF file's metadata: key to plain Python value, arrays as lists or tuples."""
         return cls(read_gguf_tokenizer(metadata))
+
+    @classmethod
+    def of_bytes(cls) -> Tokenizer:
+        """Token i is byte i: for teaching models that have no tokenizer."""
+        return cls(byte_tokenizer_parts())
 
     def encode(self, text: str, add_special_tokens: bool = True, allow_special: bool = False) -> list[int]:
         """Token ids of `text`.
