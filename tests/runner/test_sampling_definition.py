@@ -79,7 +79,8 @@ def check(logits: list[float], job: Job, kernels: RecordingKernels) -> None:
         return
     assert not sampled.failures()
     greedy, plain = run(row, [replace(job, params=replace(job.params, temperature=0.0))], kernels)
-    assert plain[0].tolist() == expected
+    # Equal but for the rounding of a power of dry_base.
+    torch.testing.assert_close(plain[0].double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=0)
     assert greedy.token_ids.item() == expected.index(max(expected))
     try:
         left = kept([score / job.params.temperature for score in expected], job)
