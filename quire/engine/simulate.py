@@ -14,8 +14,8 @@ import logging
 import random
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from quire.engine.block_manager import BlockManager
 from quire.engine.core import EngineCore
@@ -100,9 +100,7 @@ class Simulation:
         eos = self.scenario.eos_token_ids
         for request in make_requests(name, arrival.prompt, arrival.params, arrival.seed, eos):
             num_prompt = len(arrival.prompt)
-            total = min(
-                config.max_model_len, num_prompt + (arrival.params.max_tokens or config.max_model_len)
-            )
+            total = min(config.max_model_len, num_prompt + (arrival.params.max_tokens or config.max_model_len))
             fits = 0 < num_prompt < config.max_model_len
             fits = fits and total - 1 <= config.num_usable_blocks * config.block_size
             try:
@@ -155,11 +153,7 @@ class Simulation:
             scenario.config.max_model_len,
         )
         complete = update.finish_reason in ("stop", "length")
-        right = (
-            (tokens, update.finish_reason) == (expected, reason)
-            if complete
-            else tokens == expected[: len(tokens)]
-        )
+        right = (tokens, update.finish_reason) == (expected, reason) if complete else tokens == expected[: len(tokens)]
         self._require(
             right,
             f"{update.request_id} ended by {update.finish_reason} with {tokens}, alone {reason} {expected}",
@@ -240,22 +234,28 @@ def run_seed(seed: int, verbose: bool = False) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m quire.engine.simulate", description=__doc__.splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m quire.engine.simulate", description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=1000, help="how many seeds to play")
     parser.add_argument("--start", type=int, default=0, help="the first of them")
     parser.add_argument("--seed", type=int, help="play this one alone and show every step")
     options = parser.parse_args(arguments)
-    if options.seed is None:
-        logging.getLogger("quire").setLevel(logging.CRITICAL)  # thousands of failures are meant to happen
-    play = partial(run_seed, verbose=options.seed is not None)
-    seeds = range(options.start, options.start + options.seeds) if options.seed is None else [options.seed]
+    if options.seed is not None:
+        return _play([options.seed], verbose=True)
+    logger = logging.getLogger("quire")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # thousands of failures are meant to happen
+    try:
+        return _play(range(options.start, options.start + options.seeds), verbose=False)
+    finally:
+        logger.setLevel(level)
+
+
+def _play(seeds: Sequence[int], verbose: bool) -> int:
     began = shown = time.monotonic()
     steps = 0
     for count, seed in enumerate(seeds, start=1):
         try:
-            steps += play(seed)
+            steps += run_seed(seed, verbose=verbose)
         except SimulationError as error:
             print(error, file=sys.stderr)
             return 1
