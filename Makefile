@@ -20,6 +20,7 @@ test: check
 
 check: .venv/test-installed
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 
 bench: .venv/test-installed

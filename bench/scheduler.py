@@ -20,9 +20,7 @@ from quire.sampling_params import SamplingParams
 def fake_result(step: Step) -> StepResult:
     """A token for everyone who samples, no two rows the same."""
     tokens = {
-        entry.request_id: ((entry.start * 7919 + entry.row) % 50_000,)
-        for entry in step.scheduled
-        if entry.samples
+        entry.request_id: ((entry.start * 7919 + entry.row) % 50_000,) for entry in step.scheduled if entry.samples
     }
     return StepResult(step.step_id, tokens)
 

@@ -22,7 +22,7 @@ PROMPTS = [
     "Der schnelle braune Fuchs",
     "La vie est",
     "1, 1, 2, 3, 5, 8,",
-    "{\"name\": \"Alice\", \"age\":",
+    '{"name": "Alice", "age":',
     "The mitochondria is",
     "To be, or not to be,",
     "<html>\n  <body>\n",

@@ -100,9 +100,7 @@ class BlockManager:
             if not isinstance(hit, Block):
                 self.host.touch(hit[0])
         request.num_published_blocks = len(hits.found)
-        return Placement(
-            len(hits.found), len(hits.device) * self.block_size, len(hits.host_slots) * self.block_size
-        )
+        return Placement(len(hits.found), len(hits.device) * self.block_size, len(hits.host_slots) * self.block_size)
 
     def fork(self, request: Request, source: Request, reserve_tokens: int) -> Placement | None:
         """Fills the table of a request with the prompt of another answer to it: full blocks are shared, the
@@ -192,9 +190,7 @@ class BlockManager:
             keys[index] = previous = found
         return hits
 
-    def _share_and_allocate(
-        self, shared: list[Block], host_slots: Iterable[int], num_fresh: int
-    ) -> list[Block] | None:
+    def _share_and_allocate(self, shared: list[Block], host_slots: Iterable[int], num_fresh: int) -> list[Block] | None:
         """References `shared`, then takes fresh blocks; if that can't be done, nothing is held."""
         for block in shared:
             self.pool.share(block)

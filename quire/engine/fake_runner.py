@@ -133,9 +133,7 @@ class FakeRunner:
     def __post_init__(self) -> None:
         size = self.config.block_size
         # What a slot holds before anything is written to it: different everywhere.
-        self._device = [
-            [-(1 + block * size + i) for i in range(size)] for block in range(self.config.num_blocks)
-        ]
+        self._device = [[-(1 + block * size + i) for i in range(size)] for block in range(self.config.num_blocks)]
         self._host: list[list[int]] = [[-(10**6)] * size for _ in range(self.config.num_host_blocks)]
         self._rows: dict[int, _Row] = {}
         self._has_failed = False

@@ -38,9 +38,7 @@ def check_blocks(blocks: BlockManager, holders: Iterable[Request]) -> None:
     free = list(pool.free_blocks())
     free_ids = {block.block_id for block in free}
     if not len(free_ids) == len(free) == pool.num_free:
-        raise InvariantError(
-            f"{len(free_ids)} blocks at {len(free)} places of the free list, not {pool.num_free}"
-        )
+        raise InvariantError(f"{len(free_ids)} blocks at {len(free)} places of the free list, not {pool.num_free}")
     for before, after in pairwise(free):
         if after.previous is not before:
             raise InvariantError(f"{after} does not link back to {before}")

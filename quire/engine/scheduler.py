@@ -88,9 +88,7 @@ class Scheduler:
     def set_priority(self, request_id: str, priority: int) -> None:
         """Moves a request to another place in the order."""
         if self.config.policy != "priority":
-            raise InvalidRequestError(
-                "priority", "counts under policy 'priority' only; this engine runs 'fcfs'"
-            )
+            raise InvalidRequestError("priority", "counts under policy 'priority' only; this engine runs 'fcfs'")
         self.ledger.set_priority(self.ledger.get(request_id), priority)
 
     def preempt(self, request_id: str, why: str = "asked for") -> None:
@@ -141,9 +139,7 @@ class Scheduler:
         block_size = self.config.block_size
         ledger = self.ledger
         updates = ledger.updates
-        for request, (request_id, _, start, num_tokens, samples, _) in zip(
-            requests, step.scheduled, strict=True
-        ):
+        for request, (request_id, _, start, num_tokens, samples, _) in zip(requests, step.scheduled, strict=True):
             if errors and request_id in errors:
                 self._fail_request(request, step_id, errors[request_id], now)
                 continue
@@ -227,9 +223,7 @@ class Scheduler:
                 new_block_ids = (block_id,)
             if start < request.computed_before:
                 request.recomputed_tokens += 1
-            scheduled.append(
-                _make(ScheduledRequest, (request.request_id, row, start, 1, True, new_block_ids))
-            )
+            scheduled.append(_make(ScheduledRequest, (request.request_id, row, start, 1, True, new_block_ids)))
             requests.append(request)
             request.num_computed_tokens = num_tokens
             request.num_placeholders += 1

@@ -85,9 +85,7 @@ def safe_member(folder: Path, name: str) -> Path:
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, up to Python 3.12
         raise ModelFormatError(f"{path}: can't be read: {error}") from error
     if not any(real.is_relative_to(allowed) for allowed in (home, *_cache_blobs(home))):
-        raise ModelFormatError(
-            f"{path}: unsafe link: it leads out of its folder to {real}; put the file itself there"
-        )
+        raise ModelFormatError(f"{path}: unsafe link: it leads out of its folder to {real}; put the file itself there")
     if not present:
         raise ModelFormatError(f"{path}: the file is missing; is the download complete?")
     return path

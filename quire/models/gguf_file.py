@@ -80,9 +80,7 @@ def _join_parts(path: Path, count: int) -> GgufFile:
         part = _read_part(safe_member(path.parent, f"{match[1]}-{number + 1:05d}-of-{count:05d}{match[3]}"))
         got = part.metadata.get("split.no"), part.metadata.get("split.count")
         if got != (number, count):
-            raise ModelFormatError(
-                f"{part.path}: expected split.no {number} of split.count {count}, got {quote(got)}"
-            )
+            raise ModelFormatError(f"{part.path}: expected split.no {number} of split.count {count}, got {quote(got)}")
         for name, info in part.tensors.items():
             if name in tensors:
                 other = tensors[name].file.name
@@ -134,8 +132,7 @@ def _read_version(path: Path, reader: _HeaderReader) -> int:
     if version & 0xFFFF == 0 and version != 0:
         raise UnsupportedModelError(f"{path}: a big-endian GGUF file; Quire reads little-endian ones")
     raise UnsupportedModelError(
-        f"{path}: GGUF version {version}; Quire reads versions 2 and 3: "
-        "convert the model again with current tools"
+        f"{path}: GGUF version {version}; Quire reads versions 2 and 3: convert the model again with current tools"
     )
 
 

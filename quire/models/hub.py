@@ -71,8 +71,7 @@ def fetch_from_hub(hub_id: HubId, *, offline: bool = False, progress: Progress |
     gguf_files = _gguf_files(hub_id, offline)
     if gguf_files:
         raise UnsupportedModelError(
-            f"{hub_id.repo} has only GGUF files; choose one, for example {hub_id}:{gguf_files[0]}"
-            f"{_found(gguf_files)}"
+            f"{hub_id.repo} has only GGUF files; choose one, for example {hub_id}:{gguf_files[0]}{_found(gguf_files)}"
         )
     raise UnsupportedModelError(
         f"{hub_id.repo} has no safetensors files, and Quire never opens pickled weights (*.bin); "
@@ -84,9 +83,7 @@ def _found(names: list[str]) -> str:
     return f" (found: {', '.join(names)})" if names else ""
 
 
-def _snapshot(
-    hub_id: HubId, allow: list[str], ignore: list[str], offline: bool, progress: Progress | None
-) -> Path:
+def _snapshot(hub_id: HubId, allow: list[str], ignore: list[str], offline: bool, progress: Progress | None) -> Path:
     from huggingface_hub import errors as hub_errors
     from huggingface_hub import snapshot_download
 

@@ -102,9 +102,7 @@ def _parse_header(path: Path, name: str, header: str) -> tuple[str, tuple[int, .
         why = f"is stored as {quote(descr)}"
         if "O" in descr:
             why = "holds Python objects, which Quire never unpickles"
-        raise UnsupportedModelError(
-            f"{path}: tensor {quote(name)} {why}: save it as little-endian float32 or float16"
-        )
+        raise UnsupportedModelError(f"{path}: tensor {quote(name)} {why}: save it as little-endian float32 or float16")
     if found["order"] == "True":
         got = "Fortran order: save np.ascontiguousarray(…)"
         raise tensor_error(path, name, "rows stored one after the other", got)

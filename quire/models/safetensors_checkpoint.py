@@ -169,9 +169,7 @@ def _check_entry(path: Path, name: str, entry: object, data_start: int, size: in
     num_bytes = offsets[1] - offsets[0]
     expected = math.prod(shape) * WEIGHT_BITS[dtype] // 8
     if num_bytes != expected:
-        raise tensor_error(
-            path, name, f"{expected} bytes for {dtype} of shape {list(shape)}", f"{num_bytes} bytes"
-        )
+        raise tensor_error(path, name, f"{expected} bytes for {dtype} of shape {list(shape)}", f"{num_bytes} bytes")
     return TensorInfo(name, shape, dtype, path, num_bytes, data_start + offsets[0])
 
 

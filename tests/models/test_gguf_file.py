@@ -90,9 +90,7 @@ def test_metadata_of_every_type_is_read(tmp_path: Path) -> None:
 
 def test_a_file_of_the_gguf_package_reads_back(tmp_path: Path) -> None:
     path = tmp_path / "written.gguf"
-    numbers = {
-        f"t{i}": np.random.default_rng(i).standard_normal((2, 3, 64), dtype=np.float32) for i in range(3)
-    }
+    numbers = {f"t{i}": np.random.default_rng(i).standard_normal((2, 3, 64), dtype=np.float32) for i in range(3)}
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_custom_alignment(64)
     writer.add_array("tokenizer.ggml.tokens", ["x", "ÿ", "你好"])
@@ -168,9 +166,7 @@ def test_chunks_cover_a_shape_once_in_order_and_within_the_limit(shape: tuple[in
 
 @pytest.mark.parametrize("dtype", ["Q4_1", "Q6_K", "F16"])
 @pytest.mark.parametrize("shape", [(3, 300, 1024), (2, 2**19 + 1024)])
-def test_tensors_larger_than_a_chunk_are_read_whole(
-    tmp_path: Path, dtype: str, shape: tuple[int, ...]
-) -> None:
+def test_tensors_larger_than_a_chunk_are_read_whole(tmp_path: Path, dtype: str, shape: tuple[int, ...]) -> None:
     layout = BLOCK_LAYOUTS[dtype]
     num_bytes = int(np.prod(shape)) // layout.num_elements * layout.num_bytes
     # Small bytes make small float16 scales, so nothing overflows.
@@ -182,9 +178,7 @@ def test_tensors_larger_than_a_chunk_are_read_whole(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_reading_fills_a_strided_view_in_any_dtype_and_nothing_else(
-    tmp_path: Path, dtype: torch.dtype
-) -> None:
+def test_reading_fills_a_strided_view_in_any_dtype_and_nothing_else(tmp_path: Path, dtype: torch.dtype) -> None:
     checkpoint = open_checkpoint(save(tmp_path, small_model()))
     packed = torch.nn.Parameter(torch.full((64, 9), 7, dtype=dtype))
     checkpoint.read_into("Q4_0", packed[:, 3:9:2].T)
@@ -194,9 +188,7 @@ def test_reading_fills_a_strided_view_in_any_dtype_and_nothing_else(
 
 def test_reading_into_a_wrong_shape_names_tensor_expected_got_and_file(tmp_path: Path) -> None:
     path = save(tmp_path, small_model())
-    with pytest.raises(
-        ModelFormatError, match=r"m\.gguf: tensor 'F32': expected shape \[64, 3\], got shape \[3, 64\]"
-    ):
+    with pytest.raises(ModelFormatError, match=r"m\.gguf: tensor 'F32': expected shape \[64, 3\], got shape \[3, 64\]"):
         open_checkpoint(path).read_into("F32", torch.empty(64, 3))
 
 
@@ -341,9 +333,7 @@ def test_faults_of_split_models_are_named(tmp_path: Path) -> None:
     path = split_model(tmp_path, 2)
     renamed = tmp_path / "renamed.gguf"
     renamed.write_bytes(path.read_bytes())
-    with pytest.raises(
-        ModelFormatError, match=r"expected a name like NAME-00001-of-00002\.gguf, got 'renamed\.gguf'"
-    ):
+    with pytest.raises(ModelFormatError, match=r"expected a name like NAME-00001-of-00002\.gguf, got 'renamed\.gguf'"):
         open_checkpoint(renamed)
     (tmp_path / "big-00002-of-00002.gguf").unlink()
     with pytest.raises(ModelFormatError, match=r"big-00002-of-00002\.gguf: the file is missing"):

@@ -34,9 +34,7 @@ def run_resolve(model: str, endpoint: str, home: Path) -> dict[str, object]:
         environment.pop(name, None)
     environment |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     command = [sys.executable, "-c", RESOLVE, model]
-    result = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False, cwd=home, timeout=60
-    )
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=home, timeout=60)
     assert result.returncode == 0, result.stderr
     answer: dict[str, object] = json.loads(result.stdout)
     answer["stderr"] = result.stderr

@@ -43,9 +43,7 @@ def test_loading_takes_little_memory_beside_the_parameters(tmp_path: Path, forma
         path, limit = tmp_path, one + 8 * 2**20
     else:
         path, limit = tmp_path / "m.gguf", 16 * 2**20
-        path.write_bytes(
-            Gguf(tensors=[Tensor(name, (8192, 1024), TYPE_IDS["Q4_1"]) for name in tensors]).build()
-        )
+        path.write_bytes(Gguf(tensors=[Tensor(name, (8192, 1024), TYPE_IDS["Q4_1"]) for name in tensors]).build())
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", MEASURE, str(path)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

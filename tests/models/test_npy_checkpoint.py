@@ -123,9 +123,7 @@ def test_a_bad_file_is_refused_naming_file_and_fault(tmp_path: Path, case: str) 
 @pytest.mark.parametrize("dtype", ["<f8", ">f4", "<i4", "<c8", "|b1"])
 def test_other_dtypes_are_unsupported(tmp_path: Path, dtype: str) -> None:
     np.save(tmp_path / "w.npy", np.zeros((2, 3), np.dtype(dtype)))
-    with pytest.raises(
-        UnsupportedModelError, match=r"tensor 'w' is stored as '.*': save it as little-endian"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"tensor 'w' is stored as '.*': save it as little-endian"):
         open_checkpoint(tmp_path)
 
 
@@ -179,9 +177,7 @@ def test_a_damaged_file_is_read_or_refused_and_nothing_else(
 
 @given(st.text(alphabet="{}[]()',: 0123456789TrueFalsdcshpot_n<f4\n", max_size=120))
 @settings(max_examples=200)
-def test_any_header_is_read_or_refused_and_nothing_else(
-    tmp_path_factory: pytest.TempPathFactory, text: str
-) -> None:
+def test_any_header_is_read_or_refused_and_nothing_else(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     folder = tmp_path_factory.getbasetemp() / "npy_headers"
     folder.mkdir(exist_ok=True)
     (folder / "w.npy").write_bytes(npy(text, 24))

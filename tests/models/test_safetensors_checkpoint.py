@@ -46,9 +46,7 @@ def write_sharded(folder: Path, shards: dict[str, dict[str, torch.Tensor]]) -> d
 
 
 def write_index(folder: Path, weight_map: object) -> None:
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": weight_map})
-    )
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "weights.safetensors"])
@@ -177,9 +175,7 @@ def test_a_bad_file_is_refused_naming_file_and_fault(tmp_path: Path, case: str) 
 def test_a_dtype_that_holds_no_plain_weights_is_unsupported(tmp_path: Path, dtype: str, bits: int) -> None:
     size = 6 * bits // 8
     (tmp_path / "model.safetensors").write_bytes(header_file({"w": entry(dtype, offsets=[0, size])}, size))
-    with pytest.raises(
-        UnsupportedModelError, match=rf"tensor 'w' is stored as {dtype}; Quire loads F64, F32"
-    ):
+    with pytest.raises(UnsupportedModelError, match=rf"tensor 'w' is stored as {dtype}; Quire loads F64, F32"):
         open_checkpoint(tmp_path)
 
 
@@ -364,9 +360,7 @@ _entries = st.fixed_dictionaries(
 )
 
 
-@given(
-    st.dictionaries(st.text(max_size=4), st.one_of(_json_values, _entries), max_size=3), st.integers(0, 40)
-)
+@given(st.dictionaries(st.text(max_size=4), st.one_of(_json_values, _entries), max_size=3), st.integers(0, 40))
 @settings(max_examples=300)
 def test_any_header_is_read_or_refused_and_nothing_else(
     tmp_path_factory: pytest.TempPathFactory, header: dict[str, object], data_bytes: int

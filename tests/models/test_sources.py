@@ -52,15 +52,11 @@ def test_a_gguf_file_is_found_by_itself_or_as_the_only_one_of_its_folder(tmp_pat
         source = resolve(str(model))
         assert (source.kind, source.path) == ("gguf", folder / "a.gguf")
     make_folder(folder, "b.gguf")
-    with pytest.raises(
-        UnsupportedModelError, match=r"give the path of one of its \.gguf files: a\.gguf, b\.gguf"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"give the path of one of its \.gguf files: a\.gguf, b\.gguf"):
         resolve(str(folder))
 
 
-def test_a_path_under_the_home_folder_may_begin_with_a_tilde(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_under_the_home_folder_may_begin_with_a_tilde(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(home))
     make_folder(home / "model", "a.gguf")
     assert resolve("~/model/a.gguf").path == home / "model" / "a.gguf"
@@ -111,9 +107,7 @@ def test_a_misspelt_alias_gets_a_suggestion(home: Path, model: str) -> None:
     "model", ["", "nowhere.gguf", "./org/name", "/a/b", "a/b/c", "x" * 5000, "a\0b", "org/../name"]
 )
 def test_what_cannot_be_found_lists_what_was_tried(home: Path, model: str) -> None:
-    with pytest.raises(
-        ModelNotFoundError, match=r"was not found: no file or folder .*; no alias .*smollm2.*org/name"
-    ):
+    with pytest.raises(ModelNotFoundError, match=r"was not found: no file or folder .*; no alias .*smollm2.*org/name"):
         resolve(model)
 
 
@@ -221,9 +215,7 @@ def test_a_gguf_file_of_a_repository_is_found(hub_cache: Path) -> None:
 
 def test_a_repository_without_safetensors_says_what_to_look_for(hub_cache: Path) -> None:
     cached_repo(hub_cache, "org/name", {"config.json": b"{}", "pytorch_model.bin": b""})
-    with pytest.raises(
-        UnsupportedModelError, match=r"org/name has no safetensors files.*never opens pickled"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"org/name has no safetensors files.*never opens pickled"):
         resolve("org/name")
 
 

@@ -53,9 +53,7 @@ def pack(mask: Tensor) -> Tensor:
     return torch.from_numpy(np.pad(bits, (0, words * 4 - len(bits))).view(np.int32))
 
 
-def make_batch(
-    jobs: Sequence[Job], vocab_size: int, first_row: int = 0, device: torch.device = CPU
-) -> SamplingBatch:
+def make_batch(jobs: Sequence[Job], vocab_size: int, first_row: int = 0, device: torch.device = CPU) -> SamplingBatch:
     """As the runner makes it; permanent rows are not those of the batch, and were someone else's before."""
     longest = max(len(job.history) for job in jobs)
     rows = Rows(len(jobs) + first_row, longest + 8, 16, device)
