@@ -28,6 +28,8 @@ class Linear(nn.Module):
     def forward(self, kernels: Kernels, x: Tensor) -> Tensor:
         return kernels.linear(x, self.weight, self.bias)
 
+    __call__ = forward  # here and below: no hooks, so not through the machinery that looks for them
+
 
 class Attention(nn.Module):
     """Packed query, key and value projections, perhaps normed heads, rope, attention over the cache."""
@@ -48,7 +50,7 @@ class Attention(nn.Module):
         spec = self.spec
         rows = x.shape[0]
         packed = self.qkv(kernels, x).view(rows, -1, spec.head_dim)
-        query, key, value = packed.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
+        query, key, value = packed.split_with_sizes((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
         if self.query_norm is not None and self.key_norm is not None:
             query = kernels.rms_norm(query, self.query_norm, spec.rms_norm_eps)
             key = kernels.rms_norm(key, self.key_norm, spec.rms_norm_eps)
@@ -57,8 +59,9 @@ class Attention(nn.Module):
             key = kernels.rope(key, positions, cos_sin)
         kernels.write_kv_(key, value, cache, batch.slot_mapping)
         attended = kernels.attention(query, cache, batch, self.scale, self.layer.sliding_window)
-        output: Tensor = self.output(kernels, attended.view(rows, spec.query_size))
-        return output
+        return self.output(kernels, attended.view(rows, spec.query_size))
+
+    __call__ = forward
 
 
 class Mlp(nn.Module):
@@ -70,8 +73,9 @@ class Mlp(nn.Module):
         self.down = Linear(intermediate_size, hidden_size, bias, dtype)
 
     def forward(self, kernels: Kernels, x: Tensor) -> Tensor:
-        output: Tensor = self.down(kernels, kernels.silu_mul(self.gate_up(kernels, x)))
-        return output
+        return self.down(kernels, kernels.silu_mul(self.gate_up(kernels, x)))
+
+    __call__ = forward
 
 
 class MoeMlp(nn.Module):
@@ -96,6 +100,8 @@ class MoeMlp(nn.Module):
         if self.shared is not None and self.shared_gate is not None:
             output = output + kernels.sigmoid_mul(self.shared_gate(kernels, x), self.shared(kernels, x))
         return output
+
+    __call__ = forward
 
 
 class DecoderLayer(nn.Module):
@@ -132,6 +138,8 @@ class DecoderLayer(nn.Module):
         normed, residual = kernels.add_rms_norm(attended, residual, self.mlp_norm, self.eps)
         return self.mlp(kernels, normed), residual
 
+    __call__ = forward
+
 
 class Decoder(nn.Module):
     """A whole model. Made without memory behind its parameters; `load.py` gives them their values."""
@@ -158,6 +166,8 @@ class Decoder(nn.Module):
         if residual is None:
             return kernels.rms_norm(x, self.final_norm, self.spec.rms_norm_eps)
         return kernels.add_rms_norm(x, residual, self.final_norm, self.spec.rms_norm_eps)[0]
+
+    __call__ = forward
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 scores [rows, vocab] of the hidden rows one asks for."""
