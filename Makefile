@@ -35,7 +35,7 @@ bench: .venv/test-installed
 
 .venv/run-installed: pyproject.toml | .venv/bin/python
 	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet -e ".[gguf]"
+	$(BIN)/pip install --quiet -e ".[gguf,structured]"
 	@touch $@
 
 .venv/test-installed: pyproject.toml | .venv/run-installed

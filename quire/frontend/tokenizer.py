@@ -52,7 +52,6 @@ class Tokenizer:
         self._text = TokenText(self._backend, self.vocab_size)
         self.strips_first_space = self._text.strips_first_space
         self._plain, guard_id = _without_special_tokens(self._backend)
-        self._guard_id = guard_id
         self._forbidden = (self.special_token_ids - {parts.unk_token_id}) | {guard_id}
         self._prefix, self._suffix = _surroundings(self._backend)
 
@@ -135,17 +134,12 @@ class Tokenizer:
         """The id of a token as the vocabulary spells it."""
         return self._backend.token_to_id(token)
 
-    def check_ids(self, ids: Sequence[int], field: str = "token_ids") -> None:
-        """Raises InvalidRequestError, naming `field`, for an id this vocabulary does not have."""
-        for token_id in ids:
-            self._check_id(token_id, field)
-
-    def _check_id(self, token_id: int, field: str = "token_ids") -> None:
+    def _check_id(self, token_id: int) -> None:
         if isinstance(token_id, bool) or not isinstance(token_id, int):
-            raise InvalidRequestError(field, f"token ids are whole numbers, not {token_id!r}")
+            raise InvalidRequestError("token_ids", f"token ids are whole numbers, not {token_id!r}")
         if not 0 <= token_id < self.vocab_size:
             raise InvalidRequestError(
-                field, f"token id {token_id} is outside the vocabulary, which has {self.vocab_size} tokens"
+                "token_ids", f"token id {token_id} is outside the vocabulary, which has {self.vocab_size} tokens"
             )
 
     @staticmethod
