@@ -107,6 +107,7 @@ def bench_attention(kernels: CpuKernels, dtype: torch.dtype, budget: float) -> N
             torch.arange(0, rows + 1, new, dtype=torch.int32),
             torch.full((num_sequences,), context, dtype=torch.int32),
             tables,
+            torch.arange(num_sequences, dtype=torch.int32),
             torch.zeros(rows, dtype=torch.int64),
             new,
             context,

@@ -27,7 +27,7 @@ from quire.runner.rows import Rows
 from quire.runner.sampler import sample
 from quire.runner.sampling_batch import SamplingBatch
 from quire.sampling_params import ResolvedTokens, StructuredOutput
-from quire.step import Admission
+from quire.step import Admission, Step
 
 VOCAB_SIZE = 49152
 CPU = torch.device("cpu")
@@ -68,9 +68,10 @@ def make_batch(name: str, rows: int, history: int) -> SamplingBatch:
     state = Rows(rows, history + 8, 16, CPU)
     resolved = ResolvedTokens(BAD_WORDS if "bad_words" in name else (), tuple(range(1500)) if name == "DRY" else ())
     # Text repeats itself: half of the tokens are from a few hundred, as in any language.
+    admitted = []
     for row in range(rows):
         tokens = [source.choice((source.randrange(300), source.randrange(VOCAB_SIZE))) for _ in range(history)]
-        state.admit(
+        admitted.append(
             Admission(
                 request_id=str(row),
                 row=row,
@@ -86,6 +87,7 @@ def make_batch(name: str, rows: int, history: int) -> SamplingBatch:
                 resolved=resolved,
             )
         )
+    state.apply(Step(0, 0.0, admitted=tuple(admitted)))
     masks = (
         torch.full((rows, VOCAB_SIZE // 32), 0x5A5A5A5A, dtype=torch.int32) if "structured" in FEATURES[name] else None
     )

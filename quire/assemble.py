@@ -6,10 +6,11 @@ import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from quire.config import EngineConfig, format_bytes
+from quire.config import EngineConfig, Limits, format_bytes
 from quire.constrain import GrammarCompiler
 from quire.constrain.masks import Constrainer
 from quire.engine import EngineCore, Scheduler, SchedulerConfig, StepLog
@@ -24,9 +25,12 @@ from quire.models.sources import ModelSource
 from quire.models.spec import ModelSpec
 from quire.runner.device import describe, free_memory, pick_device, pick_dtype
 from quire.runner.kv_cache import KVCache
-from quire.runner.memory import CachePlan, check_weights_fit, plan_cache
+from quire.runner.memory import CachePlan, Needs, check_weights_fit, measure_needs, plan_cache
 from quire.runner.rows import Rows
-from quire.runner.runner import Runner
+from quire.runner.runner import PlainDraw, Runner
+
+if TYPE_CHECKING:
+    from quire.runner.graphs import DecodeGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -54,36 +58,76 @@ def build_engine(source: ModelSource, config: EngineConfig, progress: Progress |
     files = open_model(source.path)
     try:
         tokenizer = _open_tokenizer(files.checkpoint, source.path)
-        _check_fit(files.spec, config, dtype, free_memory(device))
+        _check_fit(files.spec, config, dtype, device)
         decoder = _load(files, config, dtype, device, progress)
     finally:
         files.checkpoint.close()
-    plan = plan_cache(files.spec, config, dtype, free_memory(device))
-    cache = KVCache(files.spec, plan.num_blocks, plan.num_host_blocks, plan.block_size, dtype, device)
-    rows = Rows(config.max_num_seqs, plan.max_model_len, plan.block_size, device)
     eos_token_ids = tuple(dict.fromkeys((*files.spec.eos_token_ids, *tokenizer.eos_token_ids)))
-    grammars = GrammarCompiler(tokenizer, files.spec.vocab_size, eos_token_ids)
-    constrainer = Constrainer(grammars, config.max_num_seqs, files.spec.vocab_size, device)
-    runner = Runner(decoder, cache, rows, plan.block_size, constrainer)
+    return assemble(decoder, config, name=source.name, tokenizer=tokenizer, eos_token_ids=eos_token_ids)
+
+
+def assemble(
+    decoder: Decoder,
+    config: EngineConfig,
+    *,
+    name: str,
+    tokenizer: Tokenizer | None = None,
+    eos_token_ids: tuple[int, ...] = (),
+) -> Engine:
+    """An engine around a decoder whose weights are in place; without a tokenizer, tokens are bytes."""
+    spec, dtype, device = decoder.spec, decoder.dtype, decoder.embedding.device
+    tokenizer = Tokenizer.of_bytes() if tokenizer is None else tokenizer
+    limits = config.limits(device.type)
+    needs = measure_needs(decoder, limits, config.block_size, config.cuda_graphs)
+    plan = plan_cache(spec, config, limits, dtype, free_memory(device), needs)
+    cache = KVCache(spec, plan.num_blocks, plan.num_host_blocks, plan.block_size, dtype, device)
+    rows = Rows(limits.max_num_seqs, plan.max_model_len, plan.block_size, device)
+    grammars = GrammarCompiler(tokenizer, spec.vocab_size, eos_token_ids)
+    constrainer = Constrainer(grammars, limits.max_num_seqs, spec.vocab_size, device)
+    draw, graphs = _quick_ways(decoder, cache, rows, plan, limits, config)
+    runner = Runner(decoder, cache, rows, plan.block_size, constrainer, draw, graphs)
     core = EngineCore(
-        Scheduler(_scheduler_config(config, plan)),
+        Scheduler(_scheduler_config(config, plan, limits)),
         runner,
+        depth=2 if device.type == "cuda" else 1,  # the host prepares a step while the device computes another
         step_log=StepLog(path=Path(config.step_log) if config.step_log is not None else None),
         clock=time.monotonic,
     )
-    weights = sum(p.numel() * p.element_size() for p in decoder.parameters())
     description = (
-        f"{source.name}: {files.spec.family}, {files.spec.num_parameters / 1e6:,.0f}M parameters "
-        f"({format_bytes(weights)}) on {describe(device, dtype)}, {decoder.kernels.name} kernels; {plan.describe()}"
+        f"{name}: {spec.family}, {spec.num_parameters / 1e6:,.0f}M parameters "
+        f"({format_bytes(needs.weights)}) on {describe(device, dtype)}, {decoder.kernels.name} kernels; "
+        f"{plan.describe()}"
     )
     logger.info(description)
     return Engine(core, runner, decoder, tokenizer, plan, eos_token_ids, grammars, description)
 
 
-def _check_fit(spec: ModelSpec, config: EngineConfig, dtype: torch.dtype, free: int) -> None:
+def _quick_ways(
+    decoder: Decoder, cache: KVCache, rows: Rows, plan: CachePlan, limits: Limits, config: EngineConfig
+) -> tuple[PlainDraw | None, DecodeGraphs | None]:
+    """Sampling in one go and decode steps in one launch, where the kernels are made for that."""
+    if decoder.kernels.name != "triton":
+        return None, None
+    from quire.kernels.triton.kernels import TritonKernels  # needs triton, like the next ones
+    from quire.kernels.triton.sampling import sample_rows
+    from quire.runner.graphs import DecodeGraphs
+
+    assert isinstance(decoder.kernels, TritonKernels)
+    if not config.cuda_graphs:
+        return sample_rows, None
+    graphs = DecodeGraphs(
+        decoder, cache.layers, rows, decoder.kernels, plan.block_size, limits.max_num_seqs, plan.max_model_len
+    )
+    graphs.warm_up()
+    return sample_rows, graphs
+
+
+def _check_fit(spec: ModelSpec, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
     """Says what can't work before the weights are read; the real plan is made when they are there."""
+    free = free_memory(device)
     check_weights_fit(spec, dtype, free)
-    _scheduler_config(config, plan_cache(spec, config, dtype, free - spec.num_parameters * dtype.itemsize))
+    needs, limits = Needs(spec.num_parameters * dtype.itemsize), config.limits(device.type)
+    _scheduler_config(config, plan_cache(spec, config, limits, dtype, free - needs.weights, needs), limits)
 
 
 def _load(
@@ -94,11 +138,11 @@ def _load(
     return load_decoder(files, kernels, dtype, device, max_position, progress)
 
 
-def _scheduler_config(config: EngineConfig, plan: CachePlan) -> SchedulerConfig:
+def _scheduler_config(config: EngineConfig, plan: CachePlan, limits: Limits) -> SchedulerConfig:
     return SchedulerConfig(
         num_blocks=plan.num_blocks,
-        max_num_seqs=config.max_num_seqs,
-        max_batched_tokens=config.max_batched_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        max_batched_tokens=limits.max_batched_tokens,
         max_model_len=plan.max_model_len,
         block_size=plan.block_size,
         policy=config.policy,

@@ -14,6 +14,19 @@ _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, 
 
 
 @dataclass(frozen=True, slots=True)
+class Limits:
+    """How much is computed at once, and how much memory the cache may take."""
+
+    max_num_seqs: int
+    max_batched_tokens: int
+    kv_cache_memory: int | float | str
+
+
+_CPU_LIMITS = Limits(64, 512, 0.25)
+_GPU_LIMITS = Limits(256, 8192, 0.9)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Engine options, with defaults that suit most."""
 
@@ -22,21 +35,25 @@ class EngineConfig:
     dtype: str = "auto"
     """auto (what is fastest on the device), float32, bfloat16 or float16."""
     kernels: str = "auto"
-    """auto (the fastest that run here) or reference (plain torch)."""
+    """auto (the fastest that run here), reference (plain torch), cpu or triton."""
     max_model_len: int | None = None
     """The longest sequence, prompt and answer; None: the model's own limit, or what the cache can hold."""
-    max_num_seqs: int = 64
-    """How many requests run at once."""
-    max_batched_tokens: int = 512
-    """How many tokens one step computes at most; longer prompts are computed in chunks."""
+    max_num_seqs: int | None = None
+    """How many requests run at once; None: 64 on a CPU, 256 on a GPU."""
+    max_batched_tokens: int | None = None
+    """How many tokens one step computes at most; longer prompts are computed in chunks. None: 512 on a CPU, 8192
+    on a GPU."""
     block_size: int = 16
     """Tokens per block of the cache."""
-    kv_cache_memory: int | float | str = 0.25
-    """Memory for keys and values: bytes (`2**30`, "2GiB") or a fraction of what is free (0.25)."""
+    kv_cache_memory: int | float | str | None = None
+    """Memory for keys and values: bytes (`2**30`, "2GiB") or a fraction of what weights and activations leave free
+    (0.25); None: 0.25 on a CPU, 0.9 on a GPU."""
     host_cache_memory: int | str = 0
     """Memory of the host tier below the prefix cache, in bytes; 0 turns it off."""
     prefix_caching: bool = True
     """Whether requests share the computed blocks of equal prefixes."""
+    cuda_graphs: bool = True
+    """On a GPU: whether decode steps are captured and launched as a whole. The same bits either way."""
     policy: Literal["fcfs", "priority"] = "fcfs"
     """The order of waiting requests: by arrival, or by priority and then arrival."""
     step_log: Path | str | None = None
@@ -46,20 +63,29 @@ class EngineConfig:
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise InvalidRequestError("device", f"must be auto, cpu, cuda or cuda:N, not {self.device!r}")
         _check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
-        _check_choice("kernels", self.kernels, ("auto", "reference", "cpu"))
+        _check_choice("kernels", self.kernels, ("auto", "reference", "cpu", "triton"))
         _check_choice("policy", self.policy, ("fcfs", "priority"))
         for field in ("max_num_seqs", "max_batched_tokens", "block_size", "max_model_len"):
             value = getattr(self, field)
-            if value is None and field == "max_model_len":
+            if value is None and field != "block_size":
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InvalidRequestError(field, f"must be a whole number of at least 1, not {value!r}")
         if isinstance(self.kv_cache_memory, float) and not 0 < self.kv_cache_memory <= 1:
             message = f"as a fraction of free memory must be above 0 and at most 1, not {self.kv_cache_memory}"
             raise InvalidRequestError("kv_cache_memory", message)
-        if not isinstance(self.kv_cache_memory, float):
+        if self.kv_cache_memory is not None and not isinstance(self.kv_cache_memory, float):
             parse_bytes("kv_cache_memory", self.kv_cache_memory, low=1)
         parse_bytes("host_cache_memory", self.host_cache_memory, low=0)
+
+    def limits(self, device_type: str) -> Limits:
+        """The limits for a kind of device ("cpu", "cuda"), with its defaults where none were given."""
+        default = _GPU_LIMITS if device_type == "cuda" else _CPU_LIMITS
+        return Limits(
+            self.max_num_seqs or default.max_num_seqs,
+            self.max_batched_tokens or default.max_batched_tokens,
+            default.kv_cache_memory if self.kv_cache_memory is None else self.kv_cache_memory,
+        )
 
 
 def parse_bytes(field: str, value: int | str, low: int = 0) -> int:

@@ -42,6 +42,7 @@ def paged_batch(
         query_start=torch.tensor(query_start, dtype=torch.int32, device=device),
         context_lens=torch.tensor(context_lens, dtype=torch.int32, device=device),
         block_tables=tables.to(device),
+        table_rows=torch.arange(len(sequences), dtype=torch.int32, device=device),
         slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
         max_query_len=max(count for _, count, _ in sequences),
         max_context_len=max(context_lens),

@@ -17,10 +17,15 @@ The rules of exactness, which tests check with `torch.equal`:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
+
+Int32Array = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +41,17 @@ class PagedBatch:
     context_lens: Tensor
     """int32 [num_sequences]: tokens of the sequence after this step, the new ones included."""
     block_tables: Tensor
-    """int32 [num_sequences, max_blocks]: token t lies in block `block_tables[i, t // block_size]`."""
+    """int32 [tables, max_blocks]: token t lies in block `block_tables[table_rows[i], t // block_size]`."""
+    table_rows: Tensor
+    """int32 [num_sequences]: which of the tables is whose."""
     slot_mapping: Tensor
     """int64 [rows]: where each row's key and value go, `block * block_size + offset`."""
     max_query_len: int
     """The most rows any one sequence has here (a bound for grids; results don't depend on it)."""
     max_context_len: int
     """The longest of `context_lens` (likewise a bound only)."""
+    work: Mapping[str, Tensor] | None = None
+    """What the backend's `attention_work` made of the batch, on the device; None: it does so itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +74,15 @@ class ExpertWeights:
     """[num_experts, 2 * intermediate, hidden]: gate rows first, then up rows."""
     down: Tensor
     """[num_experts, hidden, intermediate]."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """How a packed query, key and value row is divided."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
 
 
 class Kernels(Protocol):
@@ -90,18 +108,39 @@ class Kernels(Protocol):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual): the sum is rounded to the model's dtype first."""
 
-    def rope(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
-        """Rotates x [rows, heads, head_dim] by `cos_sin[positions]` [max_position, head_dim]:
-        cosines in the first half, sines in the second; dimension i pairs with i + head_dim / 2."""
+    def qkv_to_cache_(
+        self,
+        qkv: Tensor,
+        shape: HeadShape,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        positions: Tensor,
+        cos_sin: Tensor | None,
+        cache: LayerCache,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """Takes packed projections [rows, query heads | key heads | value heads] apart: norms the query and key
+        heads (`norms`: their weights), rotates both by `cos_sin[positions]` [max_position, head_dim] (cosines in the
+        first half, sines in the second; dimension i pairs with i + head_dim / 2; None: no rotation), stores keys and
+        values into their slots (none where the slot is negative) and returns queries [rows, heads, head_dim]."""
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up of [rows, 2 * size] -> [rows, size]; gate is the first half."""
+    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """silu(gate) * up of gate_up = linear(x, weight, bias) [rows, 2 * size]; gate is the first half."""
 
     def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
         """sigmoid(gate) * x of [rows, 1] and [rows, size]."""
 
-    def write_kv_(self, keys: Tensor, values: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
-        """Stores [rows, num_kv_heads, head_dim] keys and values into their slots."""
+    def gather_inputs(
+        self, token_rows: Tensor, positions: Tensor, token_ids: Tensor, block_tables: Tensor, block_size: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """For each token of a step, given by int32 row and position [tokens]: its id `token_ids[row, position]`, its
+        position and the slot of its key and value, int64 each. A row of -1 is padding: token 0, slot -1."""
+
+    def attention_work(
+        self, query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array, shape: HeadShape
+    ) -> dict[str, Int32Array]:
+        """How the backend shares out the attention of a step, made on the host where the lengths are known
+        (`shape` says how many heads). The runner uploads it and hands it back as `PagedBatch.work`."""
 
     def attention(
         self,

@@ -8,12 +8,14 @@ KEY_TILE, the last tile filled up with zeros.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.noise import gumbel_noise
-from quire.kernels.ops import ExpertWeights, LayerCache, PagedBatch
+from quire.kernels.ops import ExpertWeights, HeadShape, Int32Array, LayerCache, PagedBatch
 
 ROW_TILE = 32
 QUERY_TILE = 16
@@ -53,6 +55,22 @@ class ReferenceKernels:
         first, second = x.float().chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
+    def qkv_to_cache_(
+        self,
+        qkv: Tensor,
+        shape: HeadShape,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        positions: Tensor,
+        cos_sin: Tensor | None,
+        cache: LayerCache,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        return qkv_to_cache_(self, qkv, shape, norms, eps, positions, cos_sin, cache, slot_mapping)
+
+    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.silu_mul(self.linear(x, weight, bias))
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return (gate.float() * sigmoid(gate)).to(gate.dtype) * up
@@ -61,9 +79,21 @@ class ReferenceKernels:
         return sigmoid(gate).to(x.dtype) * x
 
     def write_kv_(self, keys: Tensor, values: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
-        block, offset = slot_mapping // cache.block_size, slot_mapping % cache.block_size
+        # Padding goes to block 0, which is nobody's.
+        slots = slot_mapping.clamp_min(0)
+        block, offset = slots // cache.block_size, slots % cache.block_size
         cache.keys[block, :, offset] = keys
         cache.values[block, :, offset] = values
+
+    def gather_inputs(
+        self, token_rows: Tensor, positions: Tensor, token_ids: Tensor, block_tables: Tensor, block_size: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return gather_inputs(token_rows, positions, token_ids, block_tables, block_size)
+
+    def attention_work(
+        self, query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array, shape: HeadShape
+    ) -> dict[str, Int32Array]:
+        return {}
 
     def attention(
         self,
@@ -75,9 +105,10 @@ class ReferenceKernels:
     ) -> Tensor:
         output = torch.empty_like(query)
         starts, context_lens = batch.query_start.tolist(), batch.context_lens.tolist()
+        tables = batch.table_rows.tolist()
         for i, context_len in enumerate(context_lens):
             first_row, end_row = starts[i], starts[i + 1]
-            keys, values = _gather_tiles(cache, batch.block_tables[i], context_len)
+            keys, values = _gather_tiles(cache, batch.block_tables[tables[i]], context_len)
             for row in range(first_row, end_row, QUERY_TILE):
                 tile_rows = slice(row, min(row + QUERY_TILE, end_row))
                 position = context_len - (end_row - row)
@@ -108,6 +139,52 @@ class ReferenceKernels:
 
     def keep_between_(self, x: Tensor, low: Tensor, high: Tensor) -> None:
         x.masked_fill_((x < low.unsqueeze(1)) | (x > high.unsqueeze(1)), float("-inf"))
+
+
+class _HeadKernels(Protocol):
+    """The steps of `qkv_to_cache_`."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def rope(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor: ...
+
+    def write_kv_(self, keys: Tensor, values: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None: ...
+
+
+def qkv_to_cache_(
+    kernels: _HeadKernels,
+    qkv: Tensor,
+    shape: HeadShape,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    positions: Tensor,
+    cos_sin: Tensor | None,
+    cache: LayerCache,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """`Kernels.qkv_to_cache_` step by step."""
+    packed = qkv.view(qkv.shape[0], -1, shape.head_dim)
+    query, key, value = packed.split_with_sizes((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
+    if norms is not None:
+        query = kernels.rms_norm(query, norms[0], eps)
+        key = kernels.rms_norm(key, norms[1], eps)
+    if cos_sin is not None:
+        query = kernels.rope(query, positions, cos_sin)
+        key = kernels.rope(key, positions, cos_sin)
+    kernels.write_kv_(key, value, cache, slot_mapping)
+    return query
+
+
+def gather_inputs(
+    token_rows: Tensor, positions: Tensor, token_ids: Tensor, block_tables: Tensor, block_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`Kernels.gather_inputs`."""
+    rows, places = token_rows.long(), positions.long()
+    padding = rows < 0
+    rows = rows.clamp_min(0)
+    blocks = block_tables[rows, places // block_size].long()
+    slots = blocks * block_size + places % block_size
+    return token_ids[rows, places].masked_fill(padding, 0), places, slots.masked_fill(padding, -1)
 
 
 def route(router_logits: Tensor, top_k: int, normalize_weights: bool) -> tuple[Tensor, Tensor]:

@@ -15,13 +15,15 @@ logger = logging.getLogger(__name__)
 
 
 def select_kernels(device: torch.device, dtype: torch.dtype, name: str = "auto") -> Kernels:
-    """The fastest kernels there are for `device` and `dtype`, or those called `name` ("reference", "cpu").
+    """The fastest kernels there are for `device` and `dtype`, or those called `name` ("reference", "cpu", "triton").
 
-    "auto" falls back to the reference kernels with one warning where the CPU kernels can't be built; asked for
-    by name, a backend that can't run here is a DeviceError.
+    "auto" falls back to the reference kernels with one warning where the others can't be had; asked for by name,
+    a backend that can't run here is a DeviceError.
     """
-    if name not in ("auto", "reference", "cpu"):
-        raise DeviceError(f'There are no kernels called "{name}"; choose auto, reference or cpu.')
+    if name not in ("auto", "reference", "cpu", "triton"):
+        raise DeviceError(f'There are no kernels called "{name}"; choose auto, reference, cpu or triton.')
+    if name == "triton" or (name == "auto" and device.type == "cuda"):
+        return _triton_kernels(device, name)
     fits_cpu = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
     if name == "cpu" and not fits_cpu:
         raise DeviceError(f"The cpu kernels compute on the CPU in float32 or bfloat16, not on {device} in {dtype}.")
@@ -34,3 +36,20 @@ def select_kernels(device: torch.device, dtype: torch.dtype, name: str = "auto")
             raise
         logger.warning("Running on the reference kernels, which are several times slower. %s", error)
         return ReferenceKernels()
+
+
+def _triton_kernels(device: torch.device, name: str) -> Kernels:
+    problem = None
+    if device.type != "cuda":
+        problem = f"they run on NVIDIA GPUs, not on {device}"
+    else:
+        try:
+            from quire.kernels.triton.kernels import TritonKernels  # triton comes with torch's CUDA builds only
+
+            return TritonKernels()
+        except ImportError as error:
+            problem = f"{error} (pip install triton)"
+    if name == "triton":
+        raise DeviceError(f"The triton kernels can't be used: {problem}.")
+    logger.warning("Running on the reference kernels, which are many times slower: %s.", problem)
+    return ReferenceKernels()

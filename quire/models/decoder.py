@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.ops import ExpertWeights, Kernels, LayerCache, PagedBatch
+from quire.kernels.ops import ExpertWeights, HeadShape, Kernels, LayerCache, PagedBatch
 from quire.models.rope import cos_sin_table
 from quire.models.spec import LayerSpec, ModelSpec
 
@@ -39,6 +39,7 @@ class Attention(nn.Module):
         self.spec = spec
         self.layer = layer
         self.scale = spec.head_dim**-0.5
+        self.shape = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self.qkv = Linear(spec.hidden_size, spec.query_size + 2 * spec.kv_size, spec.qkv_bias, dtype)
         self.output = Linear(spec.query_size, spec.hidden_size, spec.output_bias, dtype)
         self.query_norm = _parameter(spec.head_dim, dtype=dtype) if spec.qk_norm else None
@@ -47,19 +48,16 @@ class Attention(nn.Module):
     def forward(
         self, kernels: Kernels, x: Tensor, positions: Tensor, cos_sin: Tensor, batch: PagedBatch, cache: LayerCache
     ) -> Tensor:
-        spec = self.spec
-        rows = x.shape[0]
-        packed = self.qkv(kernels, x).view(rows, -1, spec.head_dim)
-        query, key, value = packed.split_with_sizes((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
+        qkv = self.qkv(kernels, x)
+        norms = None
         if self.query_norm is not None and self.key_norm is not None:
-            query = kernels.rms_norm(query, self.query_norm, spec.rms_norm_eps)
-            key = kernels.rms_norm(key, self.key_norm, spec.rms_norm_eps)
-        if self.layer.use_rope:
-            query = kernels.rope(query, positions, cos_sin)
-            key = kernels.rope(key, positions, cos_sin)
-        kernels.write_kv_(key, value, cache, batch.slot_mapping)
+            norms = self.query_norm, self.key_norm
+        rotation = cos_sin if self.layer.use_rope else None
+        query = kernels.qkv_to_cache_(
+            qkv, self.shape, norms, self.spec.rms_norm_eps, positions, rotation, cache, batch.slot_mapping
+        )
         attended = kernels.attention(query, cache, batch, self.scale, self.layer.sliding_window)
-        return self.output(kernels, attended.view(rows, spec.query_size))
+        return self.output(kernels, attended.view(x.shape[0], self.spec.query_size))
 
     __call__ = forward
 
@@ -73,7 +71,8 @@ class Mlp(nn.Module):
         self.down = Linear(intermediate_size, hidden_size, bias, dtype)
 
     def forward(self, kernels: Kernels, x: Tensor) -> Tensor:
-        return self.down(kernels, kernels.silu_mul(self.gate_up(kernels, x)))
+        activated = kernels.linear_silu_mul(x, self.gate_up.weight, self.gate_up.bias)
+        return self.down(kernels, activated)
 
     __call__ = forward
 
@@ -171,8 +170,12 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 scores [rows, vocab] of the hidden rows one asks for."""
-        head = self.embedding if self.head is None else self.head
-        return self.kernels.linear(hidden, head).float()
+        return self.kernels.linear(hidden, self.head_weight).float()
+
+    @property
+    def head_weight(self) -> Tensor:
+        """What turns hidden states into scores [vocab, hidden], packed."""
+        return self.embedding if self.head is None else self.head
 
     def finish_loading(self, max_position: int, device: torch.device) -> None:
         """Once all parameters have their values: the rope table, and the kernels' own weight layouts."""

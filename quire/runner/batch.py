@@ -7,58 +7,101 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
-from quire.kernels.ops import PagedBatch
+from quire.kernels.ops import HeadShape, Kernels, PagedBatch
 from quire.runner.rows import Rows
+from quire.runner.staging import StagingRing
 from quire.step import ScheduledRequest
 
 
 @dataclass(frozen=True, slots=True)
+class StepShape:
+    """What the host knows of a step's scheduled requests, one entry each, in their order."""
+
+    rows: npt.NDArray[np.int32]
+    starts: npt.NDArray[np.int32]
+    counts: npt.NDArray[np.int32]
+    samples: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, scheduled: Sequence[ScheduledRequest]) -> StepShape:
+        if not scheduled:
+            none = np.zeros(0, np.int32)
+            return cls(none, none, none, np.zeros(0, np.bool_))
+        _, rows, starts, counts, samples, _ = zip(*scheduled, strict=True)
+        return cls(
+            np.array(rows, np.int32),
+            np.array(starts, np.int32),
+            np.array(counts, np.int32),
+            np.array(samples, np.bool_),
+        )
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every request computes one token and samples the next."""
+        return bool((self.counts == 1).all() and self.samples.all())
+
+    @property
+    def sampling_rows(self) -> npt.NDArray[np.int64]:
+        """The permanent row of each request that samples."""
+        return self.rows[self.samples].astype(np.int64)
+
+    @property
+    def sampling_positions(self) -> npt.NDArray[np.int64]:
+        """Where in its sequence each sampled token will stand."""
+        return (self.starts + self.counts)[self.samples].astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
 class InputBatch:
-    """What the decoder and the sampler take for one step."""
+    """What the decoder takes for one step."""
 
     token_ids: Tensor
     positions: Tensor
     paged: PagedBatch
     sampling_indices: Tensor
     """Which of the step's token rows are scored, in the order of the requests that sample."""
-    sampling_rows: npt.NDArray[np.int64]
-    """The permanent row of each request that samples."""
-    sampling_positions: npt.NDArray[np.int64]
-    """Where in its sequence each sampled token will stand."""
+    sampling_rows: Tensor
+    """int32: the permanent row of each of them."""
+    sampling_positions: Tensor
+    """int32: where in its sequence its sampled token will stand."""
 
 
-def build_batch(scheduled: Sequence[ScheduledRequest], rows: Rows, block_size: int) -> InputBatch:
+def build_batch(
+    shape: StepShape, rows: Rows, kernels: Kernels, staging: StagingRing, block_size: int, heads: HeadShape
+) -> InputBatch:
     """Lays the scheduled requests' tokens one after the other."""
-    device = rows.token_ids.device
-    row = np.fromiter((s.row for s in scheduled), np.int64, len(scheduled))
-    start = np.fromiter((s.start for s in scheduled), np.int64, len(scheduled))
-    count = np.fromiter((s.num_tokens for s in scheduled), np.int64, len(scheduled))
-    samples = np.fromiter((s.samples for s in scheduled), np.bool_, len(scheduled))
-    end = start + count
-    query_start = np.concatenate((np.zeros(1, np.int64), count.cumsum()))
+    ends = shape.starts + shape.counts
+    query_start = np.concatenate((np.zeros(1, np.int32), shape.counts.cumsum(dtype=np.int32)))
     # For every token row of the step: its request's permanent row and its position in the sequence.
-    token_row = torch.from_numpy(row.repeat(count)).to(device)
-    first = (start - query_start[:-1]).repeat(count)
-    positions = torch.from_numpy(first + np.arange(query_start[-1])).to(device)
-    max_context_len = int(end.max())
-    tables = rows.block_tables[torch.from_numpy(row).to(device), : -(-max_context_len // block_size)]
-    blocks = rows.block_tables[token_row, positions // block_size].long()
+    token_rows = shape.rows.repeat(shape.counts)
+    first = (shape.starts - query_start[:-1]).repeat(shape.counts)
+    positions = first + np.arange(query_start[-1], dtype=np.int32)
+    sampling = (query_start[1:] - 1)[shape.samples]
+    work = kernels.attention_work(shape.counts, ends, shape.rows, heads)
+    sent = staging.upload(
+        (
+            token_rows,
+            positions,
+            query_start,
+            ends,
+            shape.rows,
+            sampling,
+            shape.rows[shape.samples],
+            ends[shape.samples],
+            *work.values(),
+        )
+    )
+    token_ids, places, slots = kernels.gather_inputs(sent[0], sent[1], rows.token_ids, rows.block_tables, block_size)
     paged = PagedBatch(
-        query_start=torch.from_numpy(query_start.astype(np.int32)).to(device),
-        context_lens=torch.from_numpy(end.astype(np.int32)).to(device),
-        block_tables=tables,
-        slot_mapping=blocks * block_size + positions % block_size,
-        max_query_len=int(count.max()),
-        max_context_len=max_context_len,
+        query_start=sent[2],
+        context_lens=sent[3],
+        block_tables=rows.block_tables,
+        table_rows=sent[4],
+        slot_mapping=slots,
+        max_query_len=int(shape.counts.max()),
+        max_context_len=int(ends.max()),
+        work={name: part.view(values.shape) for (name, values), part in zip(work.items(), sent[8:], strict=True)},
     )
-    return InputBatch(
-        token_ids=rows.token_ids[token_row, positions],
-        positions=positions,
-        paged=paged,
-        sampling_indices=torch.from_numpy(query_start[1:][samples] - 1).to(device),
-        sampling_rows=row[samples],
-        sampling_positions=end[samples],
-    )
+    return InputBatch(token_ids, places, paged, sent[5].long(), sent[6], sent[7])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
 
 from quire.kernels.ops import LayerCache
 from quire.models.spec import ModelSpec
@@ -18,7 +17,8 @@ def bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int
 
 
 class KVCache:
-    """[layers, 2, num_blocks, kv_heads, block_size, head_dim], and the same with host slots for the tier.
+    """[layers, 2, num_blocks, kv_heads, block_size, head_dim], and for the tier [slots, layers, 2, ...]: a block on the
+    host lies in one piece, so that it travels in one copy, from pinned memory and without anybody waiting.
 
     Memory is asked for but not touched here, so an operating system that commits pages on first use gives
     a large cache for free until it is needed.
@@ -36,24 +36,18 @@ class KVCache:
         shape = (spec.num_kv_heads, block_size, spec.head_dim)
         self._device = torch.empty(spec.num_layers, 2, num_blocks, *shape, dtype=dtype, device=device)
         self._host = torch.empty(
-            spec.num_layers, 2, num_host_blocks, *shape, dtype=dtype, pin_memory=device.type == "cuda"
+            num_host_blocks, spec.num_layers, 2, *shape, dtype=dtype, pin_memory=device.type == "cuda"
         )
         self.layers = [LayerCache(keys, values) for keys, values in self._device]
 
     def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
         """Carries out a step's copies in their order."""
         for copy in copies:
-            source, target = self._sides(copy)
-            target[:, :, copy.target].copy_(source[:, :, copy.source])
+            source = self._host[copy.source] if copy.kind == "host_to_device" else self._device[:, :, copy.source]
+            target = self._host[copy.target] if copy.kind == "device_to_host" else self._device[:, :, copy.target]
+            target.copy_(source, non_blocking=True)
 
     def release(self) -> None:
         """Gives the memory back; the cache can't be used afterwards."""
         self.layers = []
         self._device = self._host = torch.empty(0)
-
-    def _sides(self, copy: BlockCopy) -> tuple[Tensor, Tensor]:
-        if copy.kind == "device_to_host":
-            return self._device, self._host
-        if copy.kind == "host_to_device":
-            return self._host, self._device
-        return self._device, self._device

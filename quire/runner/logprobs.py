@@ -48,6 +48,11 @@ class LogprobRows:
         if admission.score_prompt_from is not None:
             self._prompts[admission.row] = admission
 
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether some row's prompt is not wholly scored."""
+        return bool(self._prompts)
+
     def asking(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Which of these rows want the tokens they sample scored, as indices into `rows`."""
         return np.flatnonzero(self._num_top[rows] > _NOT_ASKED)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
 
-from quire.config import EngineConfig, format_bytes, parse_bytes
+from quire.config import EngineConfig, Limits, format_bytes, parse_bytes
 from quire.errors import CapacityError, InvalidRequestError
+from quire.kernels.ops import PagedBatch
+from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec
-from quire.runner.kv_cache import bytes_per_block
+from quire.runner.kv_cache import KVCache, bytes_per_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,8 @@ class CachePlan:
     block_size: int
     bytes_per_block: int
     max_model_len: int
+    needs: str
+    """What else takes memory, for the start-up message."""
 
     @property
     def num_tokens(self) -> int:
@@ -37,7 +42,7 @@ class CachePlan:
         if self.num_host_blocks:
             host_bytes = format_bytes(self.num_host_blocks * self.bytes_per_block)
             text += f"; host tier of {self.num_host_blocks * self.block_size:,} tokens ({host_bytes})"
-        return text
+        return f"{text} ({self.needs})"
 
 
 def check_weights_fit(spec: ModelSpec, dtype: torch.dtype, free: int) -> None:
@@ -51,18 +56,92 @@ def check_weights_fit(spec: ModelSpec, dtype: torch.dtype, free: int) -> None:
         )
 
 
-def plan_cache(spec: ModelSpec, config: EngineConfig, dtype: torch.dtype, free: int) -> CachePlan:
-    """`free` is what is left once the weights are loaded."""
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What is taken before the cache is: measured on a GPU, where memory that is missing later is a failed step.
+    On a CPU activations are small beside what a default cache leaves free, and are not counted."""
+
+    weights: int
+    activations: int = 0
+    """At the largest step."""
+    graphs: int = 0
+    """One pool for all of them: the activations of the largest."""
+
+    def table(self, free: int) -> str:
+        """Who takes what, for people; `free` is what is left when the weights are there."""
+        entries = (
+            ("weights", self.weights),
+            ("activations", self.activations),
+            ("graphs", self.graphs),
+            ("free for the cache", max(free - self.activations - self.graphs, 0)),
+        )
+        return ", ".join(f"{name} {format_bytes(size)}" for name, size in entries if size or name == "weights")
+
+
+@torch.inference_mode()
+def measure_needs(decoder: Decoder, limits: Limits, block_size: int, cuda_graphs: bool) -> Needs:
+    """Computes the largest step there can be and looks at the peak. Compiles the kernels on the way."""
+    weights = sum(p.numel() * p.element_size() for p in decoder.parameters())
+    device = decoder.embedding.device
+    if device.type != "cuda":
+        return Needs(weights)
+    try:
+        activations = _peak_of_step(decoder, limits.max_batched_tokens, limits.max_num_seqs, block_size)
+        graphs = _peak_of_step(decoder, limits.max_num_seqs, limits.max_num_seqs, block_size) if cuda_graphs else 0
+    except torch.OutOfMemoryError as error:
+        free = torch.cuda.mem_get_info(device)[0]
+        raise CapacityError(
+            f"a step of {limits.max_batched_tokens:,} tokens does not fit: weights {format_bytes(weights)}, "
+            f"{format_bytes(free)} left. Lower max_batched_tokens or max_num_seqs."
+        ) from error
+    torch.cuda.empty_cache()
+    return Needs(weights, activations, graphs)
+
+
+def _peak_of_step(decoder: Decoder, num_tokens: int, num_scored: int, block_size: int) -> int:
+    """Memory above what was taken before, for a step of sequences of full length, in a cache of one block."""
+    device, spec = decoder.embedding.device, decoder.spec
+    cache = KVCache(spec, 1, 0, block_size, decoder.dtype, device)
+    longest = min(num_tokens, len(decoder.cos_sin))
+    lengths = [longest] * (num_tokens // longest) + ([num_tokens % longest] if num_tokens % longest else [])
+    places = torch.cat([torch.arange(length) for length in lengths]).to(device)
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    batch = PagedBatch(
+        query_start=starts,
+        context_lens=starts.diff(),
+        block_tables=torch.zeros(1, -(-longest // block_size), dtype=torch.int32, device=device),
+        table_rows=torch.zeros(len(lengths), dtype=torch.int32, device=device),
+        slot_mapping=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        max_query_len=longest,
+        max_context_len=longest,
+    )
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    hidden = decoder(places % spec.vocab_size, places, batch, cache.layers)
+    scores = decoder.logits(hidden[:num_scored])
+    _ = scores.clone(), scores.exp()  # sampling with filters holds about as much at once
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def plan_cache(
+    spec: ModelSpec, config: EngineConfig, limits: Limits, dtype: torch.dtype, free: int, needs: Needs
+) -> CachePlan:
+    """`free` is what is left once the weights are loaded, what else they `need` not yet taken off."""
+    table = needs.table(free)
+    free = max(free - needs.activations - needs.graphs, 0)
     if config.max_model_len is not None and config.max_model_len > spec.max_position:
         raise InvalidRequestError(
             "max_model_len", f"is {config.max_model_len}, but the model was made for at most {spec.max_position}"
         )
     block_bytes = bytes_per_block(spec, config.block_size, dtype)
-    wanted = config.kv_cache_memory
+    wanted = limits.kv_cache_memory
     budget = int(wanted * free) if isinstance(wanted, float) else parse_bytes("kv_cache_memory", wanted)
     if budget > free:
         raise CapacityError(
-            f"the cache does not fit: kv_cache_memory is {format_bytes(budget)}, but {format_bytes(free)} are free"
+            f"the cache does not fit: kv_cache_memory is {format_bytes(budget)}, but {format_bytes(free)} are free "
+            f"({table}). Lower kv_cache_memory, or max_batched_tokens and max_num_seqs."
         )
     affordable = budget // block_bytes - 1
     longest = config.max_model_len or spec.max_position
@@ -72,16 +151,17 @@ def plan_cache(spec: ModelSpec, config: EngineConfig, dtype: torch.dtype, free: 
         raise CapacityError(
             f"one request of {needed * config.block_size:,} tokens does not fit: {needed + 1:,} blocks of "
             f"{config.block_size} tokens x {format_bytes(block_bytes)} = {format_bytes((needed + 1) * block_bytes)}, "
-            f"but kv_cache_memory is {format_bytes(budget)} ({wanted} asked for, {format_bytes(free)} free). "
+            f"but kv_cache_memory is {format_bytes(budget)} ({wanted} asked for, {format_bytes(free)} free: {table}). "
             "Raise kv_cache_memory or lower max_model_len."
         )
     longest = min(longest, affordable * config.block_size)
     # More than every row at full length could never be used.
-    useful = config.max_num_seqs * -(-longest // config.block_size)
+    useful = limits.max_num_seqs * -(-longest // config.block_size)
     return CachePlan(
         num_blocks=1 + min(affordable, useful),
         num_host_blocks=parse_bytes("host_cache_memory", config.host_cache_memory) // block_bytes,
         block_size=config.block_size,
         bytes_per_block=block_bytes,
         max_model_len=longest,
+        needs=table,
     )

@@ -1,27 +1,43 @@
-"""Computes steps, one after the other, and knows nothing of queues, blocks' owners or why."""
+"""Computes steps, one after the other, and knows nothing of queues, blocks' owners or why.
+
+`submit` sends a step off and returns; nothing in it waits for the device. The tokens a step samples are written to
+the rows on the device, where the next step finds them, and travel to the host on a stream of their own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from quire.constrain.masks import Constrainer
 from quire.errors import EngineError
+from quire.kernels.ops import HeadShape
 from quire.models.decoder import Decoder
-from quire.runner.batch import InputBatch, build_batch
+from quire.runner.batch import InputBatch, StepShape, build_batch
 from quire.runner.device import return_freed_memory
 from quire.runner.kv_cache import KVCache
 from quire.runner.logprobs import LogprobRows, score_prompt, score_tokens
+from quire.runner.outcome import Outcome
+from quire.runner.pending import PendingStep, Results
 from quire.runner.rows import Rows
 from quire.runner.sampler import sample
-from quire.step import Admission, PromptScores, ScheduledRequest, Step, StepResult, TokenScore
+from quire.runner.staging import StagingRing
+from quire.step import Admission, ScheduledRequest, Step, StepResult
+
+if TYPE_CHECKING:
+    from quire.runner.graphs import DecodeGraphs  # needs triton
 
 LogitsObserver = Callable[[Sequence[ScheduledRequest], Tensor], None]
 """Sees the requests that sample and their logits before anything is masked; for tests and tools."""
 
+PlainDraw = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""`quire.kernels.triton.sampling.sample_rows`, where it runs."""
+
 _NOT_NUMBERS = "the model's scores are not numbers (NaN)"
+_NOTHING_LEFT = "no token is left to choose from: masks and bans forbid all"
 
 
 class Runner:
@@ -34,52 +50,94 @@ class Runner:
         rows: Rows,
         block_size: int,
         constrainer: Constrainer | None = None,
+        draw: PlainDraw | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
-        """The `constrainer` is needed for requests with structured output only."""
+        """The `constrainer` is needed for requests with structured output only. `draw` and `graphs` make steps quicker
+        in which nobody asks for more than a temperature."""
+        device = rows.token_ids.device
         self._decoder = decoder
         self._constrainer = constrainer
         self._kv_cache = kv_cache
         self._rows = rows
         self._logprobs = LogprobRows(len(rows.token_ids))
         self._block_size = block_size
+        spec = decoder.spec
+        self._heads = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        self._staging = StagingRing(device)
+        self._results = Results(device)
+        self._draw = draw
+        self._graphs = graphs
         self.observe_logits: LogitsObserver | None = None
 
     @torch.inference_mode()
-    def submit(self, step: Step) -> FinishedStep:
-        """Computes the step. On the CPU it is done when this returns."""
+    def submit(self, step: Step) -> PendingStep:
+        """Sends the step off. On the CPU it is done when this returns."""
         self._kv_cache.copy_blocks(step.copies)
         for row in (*(gone.row for gone in step.finished), *(gone.row for gone in step.preempted)):
             if row is not None and self._constrainer is not None:
                 self._constrainer.drop(row)
         for admission in step.admitted:
-            self._rows.admit(admission)
             self._logprobs.admit(admission)
             self._admit_grammar(admission)
-        for scheduled in step.scheduled:
-            self._rows.extend(scheduled)
-        errors: dict[str, str] = {}
-        ended: set[str] = set()
-        tokens: dict[str, tuple[int, ...]] = {}
-        scores: dict[str, tuple[TokenScore, ...]] = {}
-        prompt_scores: dict[str, PromptScores] = {}
-        if step.scheduled:
-            batch = build_batch(step.scheduled, self._rows, self._block_size)
-            if self._constrainer is not None:
-                self._constrainer.start(batch.sampling_rows)  # the masks are computed while the model runs
-            hidden = self._decoder(batch.token_ids, batch.positions, batch.paged, self._kv_cache.layers)
-            sampling = [scheduled for scheduled in step.scheduled if scheduled.samples]
-            if sampling:
-                tokens, scores = self._sample(sampling, batch, hidden, errors, ended)
-            prompt_scores = self._score_prompts(step.scheduled, hidden, errors)
-        return FinishedStep(StepResult(step.step_id, tokens, errors, scores, prompt_scores, frozenset(ended)))
+        self._rows.apply(step)
+        if not step.scheduled:
+            return self._results.pending((), lambda _: StepResult(step.step_id, {}))
+        pending = self._compute(step)
+        if self._graphs is not None and not self._graphs.is_complete:
+            self._graphs.capture_next()
+        return pending
 
     def release(self) -> None:
         """Lets go of weights and cache, whoever else still holds this runner."""
+        self._graphs = None
         self._decoder.to("meta")
         self._kv_cache.release()
         if self._constrainer is not None:
             self._constrainer.close()
         return_freed_memory()
+
+    def _compute(self, step: Step) -> PendingStep:
+        shape = StepShape.of(step.scheduled)
+        outcome = Outcome(step.step_id)
+        sampling = [scheduled for scheduled in step.scheduled if scheduled.samples]
+        decoded = None
+        if self._graphs is not None and shape.is_decode and not self._logprobs.scores_prompts:
+            decoded = self._graphs.run(shape)
+        if decoded is not None and self._are_plain(shape):
+            _read_sampled(outcome, sampling, decoded.sampled.clone())
+        elif decoded is not None:
+            self._start_masks(shape)
+            self._sample(outcome, sampling, shape, decoded.logits.float())
+        else:
+            self._start_masks(shape)  # they are computed while the model runs
+            batch = build_batch(shape, self._rows, self._decoder.kernels, self._staging, self._block_size, self._heads)
+            hidden = self._decoder(batch.token_ids, batch.positions, batch.paged, self._kv_cache.layers)
+            if sampling and self._draw is not None and self._are_plain(shape):
+                _read_sampled(outcome, sampling, self._draw_plain(batch, hidden))
+            elif sampling:
+                self._sample(outcome, sampling, shape, self._decoder.logits(hidden[batch.sampling_indices]))
+            self._score_prompts(outcome, step.scheduled, hidden)
+        return self._results.pending(outcome.tensors, outcome.read)
+
+    def _draw_plain(self, batch: InputBatch, hidden: Tensor) -> Tensor:
+        """What a graph does at its end."""
+        assert self._draw is not None
+        kernels, rows = self._decoder.kernels, self._rows
+        logits = kernels.linear(hidden[batch.sampling_indices], self._decoder.head_weight)
+        drawn = self._draw(
+            logits, batch.sampling_rows, rows.seeds, rows.temperatures, batch.sampling_positions, rows.token_ids
+        )
+        return torch.stack((drawn[0], drawn[1].long()))
+
+    def _are_plain(self, shape: StepShape) -> bool:
+        """Whether the tokens of a graph are all that is asked for."""
+        rows = shape.sampling_rows
+        return self.observe_logits is None and self._rows.are_plain(rows) and not len(self._logprobs.asking(rows))
+
+    def _start_masks(self, shape: StepShape) -> None:
+        if self._constrainer is not None:
+            self._constrainer.start(shape.sampling_rows)
 
     def _admit_grammar(self, admission: Admission) -> None:
         params = admission.params
@@ -91,72 +149,55 @@ class Runner:
         answer = admission.token_ids[admission.num_prompt_tokens :]
         self._constrainer.admit(admission.row, params.structured, answer, ends if params.min_tokens else ())
 
-    def _sample(
-        self,
-        sampling: Sequence[ScheduledRequest],
-        batch: InputBatch,
-        hidden: Tensor,
-        errors: dict[str, str],
-        ended: set[str],
-    ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[TokenScore, ...]]]:
-        """Draws a token for each of these requests and scores it for those that ask; notes who failed, and
-        whose grammar has ended."""
-        logits = self._decoder.logits(hidden[batch.sampling_indices])
+    def _sample(self, outcome: Outcome, sampling: Sequence[ScheduledRequest], shape: StepShape, logits: Tensor) -> None:
+        """Draws a token for each of these requests and scores it for those that ask."""
+        rows, positions = shape.sampling_rows, shape.sampling_positions
         if self.observe_logits is not None:
             self.observe_logits(sampling, logits)
         broken = logits.sum(-1).isnan()  # a NaN anywhere in the row
-        asking = self._logprobs.asking(batch.sampling_rows)
+        asking = self._logprobs.asking(rows)
         # Sampling changes the logits; whoever asks for logprobs gets those of the model.
         unchanged = logits[torch.from_numpy(asking).to(logits.device)] if len(asking) else None
-        masks = None if self._constrainer is None else self._constrainer.masks(batch.sampling_rows)
-        sampling_batch = self._rows.sampling_batch(
-            batch.sampling_rows, batch.sampling_positions, None if masks is None else masks.words
-        )
+        masks = None if self._constrainer is None else self._constrainer.masks(rows)
+        sampling_batch = self._rows.sampling_batch(rows, positions, None if masks is None else masks.words)
         if masks is not None:
             sampling_batch.parameters["min_length"][masks.only_ends] = 0  # where only an end can follow, it may
         sampled = sample(logits, sampling_batch, self._decoder.kernels)
         drawn = sampled.token_ids
         device = drawn.device
-        self._rows.token_ids[
-            torch.from_numpy(batch.sampling_rows).to(device), torch.from_numpy(batch.sampling_positions).to(device)
-        ] = drawn
-        tokens: dict[str, tuple[int, ...]] = {
-            entry.request_id: (token,) for entry, token in zip(sampling, drawn.tolist(), strict=True)
-        }
-        failures = sampled.failures() | dict.fromkeys(broken.nonzero()[:, 0].tolist(), _NOT_NUMBERS)
+        self._rows.token_ids[torch.from_numpy(rows).to(device), torch.from_numpy(positions).to(device)] = drawn
+        flags = broken.long() + 2 * sampled.nothing_left.long()
+        _read_sampled(outcome, sampling, torch.stack((drawn, flags)))
+        for index, message in sampled.errors.items():
+            outcome.errors[sampling[index].request_id] = message
         if self._constrainer is not None and masks is not None:
-            advanced = self._constrainer.advance(batch.sampling_rows, drawn.tolist())
+            advanced = self._constrainer.advance(rows, drawn.tolist())
             broken_rows = masks.errors | advanced.errors
-            failures |= {i: broken_rows[s.row] for i, s in enumerate(sampling) if s.row in broken_rows}
-            ended.update(s.request_id for s in sampling if s.row in advanced.ended)
-        for index, message in failures.items():
-            errors[sampling[index].request_id] = message
-            del tokens[sampling[index].request_id]
-        scores: dict[str, tuple[TokenScore, ...]] = {}
+            outcome.errors |= {s.request_id: broken_rows[s.row] for s in sampling if s.row in broken_rows}
+            outcome.ended.update(s.request_id for s in sampling if s.row in advanced.ended)
         if unchanged is not None:
-            num_top = self._logprobs.num_top(batch.sampling_rows[asking])
+            num_top = self._logprobs.num_top(rows[asking])
             found = score_tokens(unchanged, drawn[torch.from_numpy(asking).to(device)], num_top)
-            scores = {sampling[i].request_id: (score,) for i, score in zip(asking, found, strict=True)}
-        return tokens, scores
+            outcome.scores |= {sampling[i].request_id: (score,) for i, score in zip(asking, found, strict=True)}
 
-    def _score_prompts(
-        self, scheduled: Sequence[ScheduledRequest], hidden: Tensor, errors: dict[str, str]
-    ) -> dict[str, PromptScores]:
-        results: dict[str, PromptScores] = {}
+    def _score_prompts(self, outcome: Outcome, scheduled: Sequence[ScheduledRequest], hidden: Tensor) -> None:
         for part in self._logprobs.prompt_rows(scheduled):
             found = score_prompt(part, hidden, self._decoder.logits, self._rows.token_ids)
             if found is None:
-                errors[part.request_id] = _NOT_NUMBERS
+                outcome.errors[part.request_id] = _NOT_NUMBERS
             else:
-                results[part.request_id] = found
-        return results
+                outcome.prompt_scores[part.request_id] = found
 
 
-class FinishedStep:
-    """The pending result of a runner that does not run ahead."""
+def _read_sampled(outcome: Outcome, sampling: Sequence[ScheduledRequest], sampled: Tensor) -> None:
+    """`sampled` int64 [2, requests]: tokens and flags."""
 
-    def __init__(self, result: StepResult) -> None:
-        self._result = result
+    def read(tensors: Sequence[Tensor]) -> None:
+        tokens, flags = tensors[0].tolist()
+        for scheduled, token, flag in zip(sampling, tokens, flags, strict=True):
+            if flag:
+                outcome.errors.setdefault(scheduled.request_id, _NOT_NUMBERS if flag & 1 else _NOTHING_LEFT)
+            else:
+                outcome.tokens[scheduled.request_id] = (token,)
 
-    def result(self) -> StepResult:
-        return self._result
+    outcome.add((sampled,), read)

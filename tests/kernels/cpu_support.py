@@ -65,6 +65,7 @@ def make_batch(tables: Tensor, context_lens: list[int], query_lens: list[int]) -
         torch.tensor(starts, dtype=torch.int32),
         torch.tensor(context_lens, dtype=torch.int32),
         tables,
+        torch.arange(len(tables), dtype=torch.int32),
         torch.zeros(starts[-1], dtype=torch.int64),
         max(query_lens),
         max(context_lens),

@@ -14,7 +14,7 @@ from quire.runner.rows import Rows
 from quire.runner.sampler import SampledTokens, sample
 from quire.runner.sampling_batch import SamplingBatch
 from quire.sampling_params import ResolvedTokens, SamplingParams
-from quire.step import Admission
+from quire.step import Admission, Step
 
 CPU = torch.device("cpu")
 
@@ -59,23 +59,24 @@ def make_batch(jobs: Sequence[Job], vocab_size: int, first_row: int = 0, device:
     rows = Rows(len(jobs) + first_row, longest + 8, 16, device)
     rows.token_ids.fill_(vocab_size - 1)
     order = list(range(first_row, first_row + len(jobs)))[::-1]
-    for row, job in zip(order, jobs, strict=True):
-        rows.admit(
-            Admission(
-                request_id=str(row),
-                row=row,
-                token_ids=tuple(job.history),
-                num_prompt_tokens=len(job.prompt),
-                block_ids=(),
-                num_cached_tokens=0,
-                num_host_tokens=0,
-                params=job.params,
-                seed=job.params.seed or 0,
-                eos_token_ids=job.eos,
-                arrival=0.0,
-                resolved=job.resolved,
-            )
+    admitted = [
+        Admission(
+            request_id=str(row),
+            row=row,
+            token_ids=tuple(job.history),
+            num_prompt_tokens=len(job.prompt),
+            block_ids=(),
+            num_cached_tokens=0,
+            num_host_tokens=0,
+            params=job.params,
+            seed=job.params.seed or 0,
+            eos_token_ids=job.eos,
+            arrival=0.0,
+            resolved=job.resolved,
         )
+        for row, job in zip(order, jobs, strict=True)
+    ]
+    rows.apply(Step(0, 0.0, admitted=tuple(admitted)))
     masks = None
     if any(job.mask is not None for job in jobs):
         everything = torch.ones(vocab_size, dtype=torch.bool)

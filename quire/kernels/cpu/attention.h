@@ -23,7 +23,7 @@ struct Attention {
   const T* query;
   int64_t query_stride;
   const T *keys, *values;
-  const int32_t *query_start, *context_lens, *block_tables;
+  const int32_t *query_start, *context_lens, *block_tables, *table_rows;
   T* out;
   int64_t num_sequences, max_blocks, num_heads, num_kv_heads, head_dim, block_size, window;  // window 0: none
   float scale;  // with log2(e) in it: weights are powers of two
@@ -98,7 +98,7 @@ struct Rows {
   T* out(int64_t r) const { return call.out + (query_row(r) * call.num_heads + head(r)) * call.head_dim; }
   // Fills in where tokens [tile.begin, tile.end) lie in keys or values.
   void find(KeyTile& tile) const {
-    const int32_t* table = call.block_tables + task.sequence * call.max_blocks;
+    const int32_t* table = call.block_tables + call.table_rows[task.sequence] * call.max_blocks;
     const int64_t head_size = call.block_size * call.head_dim;
     for (int64_t t = tile.begin; t < tile.end;) {
       int64_t block = t / call.block_size, next_block = std::min((block + 1) * call.block_size, tile.end);

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from quire.errors import DeviceError, UnsupportedModelError
 from quire.kernels.cpu.build import load_library
-from quire.kernels.ops import ExpertWeights, LayerCache, PagedBatch
-from quire.kernels.reference import route, sigmoid
+from quire.kernels.ops import ExpertWeights, HeadShape, Int32Array, LayerCache, PagedBatch
+from quire.kernels.reference import gather_inputs, qkv_to_cache_, route, sigmoid
 
 _MAX_HEAD_DIM = 256
 _LOG2_E = math.log2(math.e)
@@ -34,7 +34,7 @@ _add_rms_norm_arguments = Struct("PPPPPqqfi").pack
 _rope_arguments = Struct("PqPPPqqqi").pack
 _silu_mul_arguments = Struct("PqPqqi").pack
 _write_kv_arguments = Struct("PqPqPPPqqqqi").pack
-_attention_arguments = Struct("PqPPPPPPqqqqqqqfi").pack
+_attention_arguments = Struct("PqPPPPPPPqqqqqqqfi").pack
 _gumbel_argmax_arguments = Struct("PqPPPqqi").pack
 _top_values_arguments = Struct("PqPqqqi").pack
 _keep_between_arguments = Struct("PqPPqqi").pack
@@ -179,6 +179,9 @@ class CpuKernels:
         )
         return out
 
+    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.silu_mul(self.linear(x, weight, bias))
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         rows, width = gate_up.shape
         gate_up = _with_whole_rows(gate_up)
@@ -212,6 +215,29 @@ class CpuKernels:
             )
         )
 
+    def qkv_to_cache_(
+        self,
+        qkv: Tensor,
+        shape: HeadShape,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        positions: Tensor,
+        cos_sin: Tensor | None,
+        cache: LayerCache,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        return qkv_to_cache_(self, qkv, shape, norms, eps, positions, cos_sin, cache, slot_mapping)
+
+    def gather_inputs(
+        self, token_rows: Tensor, positions: Tensor, token_ids: Tensor, block_tables: Tensor, block_size: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return gather_inputs(token_rows, positions, token_ids, block_tables, block_size)
+
+    def attention_work(
+        self, query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array, shape: HeadShape
+    ) -> dict[str, Int32Array]:
+        return {}
+
     def attention(
         self,
         query: Tensor,
@@ -229,7 +255,7 @@ class CpuKernels:
         keys = cache.keys
         _, kv_heads, block_size, _ = keys.shape
         block_tables = batch.block_tables.contiguous()
-        num_sequences, max_blocks = block_tables.shape
+        num_sequences, max_blocks = len(batch.table_rows), block_tables.shape[1]
         out = query.new_empty(rows, num_heads, head_dim)
         self._attention[query.dtype](
             _attention_arguments(
@@ -240,6 +266,7 @@ class CpuKernels:
                 batch.query_start.data_ptr(),
                 batch.context_lens.data_ptr(),
                 block_tables.data_ptr(),
+                batch.table_rows.data_ptr(),
                 out.data_ptr(),
                 num_sequences,
                 max_blocks,

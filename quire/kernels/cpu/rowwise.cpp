@@ -157,6 +157,7 @@ struct WriteKv {
   void run() const {
     parallel_shares(num_threads, rows, heads * head_bytes, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
+        if (slots[row] < 0) continue;  // padding
         int64_t block = slots[row] / block_size, offset = slots[row] % block_size;
         for (int64_t head = 0; head < heads; ++head) {
           int64_t target = ((block * heads + head) * block_size + offset) * head_bytes;

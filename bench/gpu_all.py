@@ -1,0 +1,81 @@
+"""Several GPU benchmarks one after the other, each in a process of its own, and one table of all at the end.
+
+    python bench/gpu_all.py                                                # everything the goals name
+    python bench/gpu_all.py decode:qwen3-0.6b throughput:qwen3-8b --minutes 9
+    python bench/gpu_all.py decode:qwen3-0.6b --batches 1,32 --profile     # further options go to the benchmarks
+
+What does not fit into the minutes is left out and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
+
+from bench.report import Result, read_json, table
+
+BENCHMARKS = ("throughput", "decode", "prefill", "startup")
+EVERYTHING = (
+    "decode:qwen3-0.6b",
+    "throughput:qwen3-0.6b",
+    "prefill:qwen3-0.6b",
+    "startup:qwen3-0.6b",
+    "decode:llama-3.2-1b",
+    "decode:qwen3-8b",
+    "throughput:qwen3-8b",
+    "prefill:qwen3-8b",
+    "decode:qwen3-30b-a3b",
+    "throughput:qwen3-30b-a3b",
+)
+
+
+def run_job(job: str, extra: list[str], seconds: float) -> tuple[list[Result], str]:
+    """The figures (as far as it came), and what went wrong if anything did."""
+    benchmark, _, shape = job.partition(":")
+    with TemporaryDirectory() as folder:
+        figures = Path(folder) / "figures.json"
+        script = Path(__file__).with_name(f"{benchmark}.py")
+        command = [sys.executable, str(script), "--shape", shape or "qwen3-0.6b", "--json", str(figures), *extra]
+        try:
+            status = subprocess.run(command, timeout=seconds, check=False).returncode
+            problem = f"ended with status {status}" if status else ""
+        except subprocess.TimeoutExpired:
+            problem = f"stopped after {seconds:.0f} s"
+        return read_json(figures) if figures.exists() else [], problem
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("jobs", nargs="*", default=EVERYTHING, metavar="BENCHMARK:SHAPE", help="default: all goals")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for all of them together")
+    options, extra = parser.parse_known_args()
+    for job in options.jobs:
+        if job.partition(":")[0] not in BENCHMARKS:
+            parser.error(f"{job}: there are {', '.join(BENCHMARKS)}, each with :SHAPE")
+    ends = time.monotonic() + 60 * options.minutes
+    results: list[Result] = []
+    problems: list[str] = []
+    for job in options.jobs:
+        left = ends - time.monotonic()
+        if left < 1:
+            problems.append(f"{job}: no time left")
+            continue
+        print(f"\n== {job} ({left:.0f} s left)", flush=True)
+        found, problem = run_job(job, extra, left)
+        results += found
+        if problem:
+            problems.append(f"{job}: {problem}")
+    print("\n" + table(results))
+    for problem in problems:
+        print(problem)
+    sys.exit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""What other engines reached on an H200 with the same workloads in bfloat16, and what Quire aims at there.
+
+Measured 2026-11-15 with random weights, the best of two runs; the exact one is vLLM in its batch-invariant mode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+VLLM = "vLLM 0.26"
+VLLM_EXACT = "vLLM, exact"
+NANO_VLLM = "nano-vllm"
+GOAL = "goal"
+
+Figures = dict[str, float]
+"""By measure: tokens/s of `throughput` and `prefill`, ms per step of `decode N`, seconds of `startup`."""
+
+
+def _figures(throughput: float, decode: tuple[float, ...], prefill: float | None, startup: float | None) -> Figures:
+    figures = {"throughput": throughput}
+    figures |= {f"decode {batch}": ms for batch, ms in zip((1, 8, 32, 128, 256), decode, strict=True)}
+    if prefill is not None:
+        figures["prefill"] = prefill
+    if startup is not None:
+        figures["startup"] = startup
+    return figures
+
+
+PEERS: dict[str, dict[str, Figures]] = {
+    "qwen3-0.6b": {
+        GOAL: {
+            "throughput": 33_000,
+            "decode 1": 0.60,
+            "decode 32": 1.2,
+            "decode 256": 3.6,
+            "prefill": 324_000,
+            "startup": 5,
+        },
+        VLLM: _figures(21_778, (2.19, 2.55, 2.94, 4.69, 7.91), 324_000, 84),
+        VLLM_EXACT: _figures(18_295, (3.77, 3.71, 3.77, 5.10, 7.77), 278_000, 129),
+        NANO_VLLM: _figures(18_435, (2.26, 2.31, 2.75, 4.47, 6.57), None, 25),
+    },
+    "qwen3-8b": {
+        GOAL: {"throughput": 11_000, "decode 1": 4.2, "prefill": 42_600},
+        VLLM: _figures(9367, (5.11, 5.57, 5.66, 7.55, 11.5), 42_600, 66),
+    },
+    "llama-3.2-1b": {
+        GOAL: {"decode 1": 0.80},
+        VLLM: _figures(22_694, (2.04, 2.28, 2.80, 4.20, 7.19), 248_000, 71),
+    },
+    "qwen3-30b-a3b": {
+        GOAL: {"throughput": 6500, "decode 1": 2.5},
+        VLLM: _figures(5423, (4.10, 8.86, 15.3, 18.5, 21.2), 66_100, 111),
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One other figure beside ours."""
+
+    name: str
+    value: float
+    times_better: float
+    """How many times better ours is; below 1 it is worse."""
+
+
+def is_rate(measure: str) -> bool:
+    """Whether more is better."""
+    return measure in ("throughput", "prefill")
+
+
+def times_better(measure: str, ours: float, other: float) -> float:
+    return ours / other if is_rate(measure) else other / ours
+
+
+def compare(shape: str, measure: str, ours: float) -> list[Comparison]:
+    """Our figure next to the goal and every engine that was measured."""
+    return [
+        Comparison(name, figures[measure], times_better(measure, ours, figures[measure]))
+        for name, figures in PEERS.get(shape, {}).items()
+        if measure in figures
+    ]

@@ -1,0 +1,171 @@
+"""An engine around random weights of a true shape, and a way to drive it that notes the time of every step."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from bench.ceiling import Rates, measure_rates
+from bench.shapes import CONFIGS, spec_of
+from quire.assemble import Engine, assemble
+from quire.config import EngineConfig
+from quire.engine import EngineCore, Request, make_requests
+from quire.kernels.ops import Kernels
+from quire.kernels.select import select_kernels
+from quire.models.decoder import Decoder
+from quire.models.spec import ModelSpec
+from quire.runner.device import pick_device, pick_dtype
+from quire.sampling_params import SamplingParams
+
+MAX_MODEL_LEN = 4096
+
+
+def random_decoder(
+    spec: ModelSpec, kernels: Kernels, dtype: torch.dtype, device: torch.device, std: float = 0.02, seed: int = 0
+) -> Decoder:
+    """Random values drawn on the device itself: norms are 1, everything else is normal."""
+    decoder = Decoder(spec, kernels, dtype)
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, parameter in decoder.named_parameters():
+        owner, _, last = name.rpartition(".")
+        value = torch.empty(parameter.shape, dtype=dtype, device=device)
+        if "norm" in last:
+            value.fill_(1.0)
+        else:
+            value.normal_(std=std, generator=generator)
+        setattr(decoder.get_submodule(owner), last, nn.Parameter(value, requires_grad=False))
+    decoder.finish_loading(min(MAX_MODEL_LEN, spec.max_position), device)
+    return decoder
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """An engine to measure, and what its device could do."""
+
+    shape: str
+    engine: Engine
+    rates: Rates
+
+    @property
+    def core(self) -> EngineCore:
+        return self.engine.core
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.engine.decoder.spec
+
+    @property
+    def itemsize(self) -> int:
+        return self.engine.decoder.dtype.itemsize
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What all the GPU benchmarks take."""
+    parser.add_argument("--shape", choices=list(CONFIGS), default="qwen3-0.6b")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
+    parser.add_argument("--kernels", default="auto", help="auto, or a backend by its name")
+    parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--max-batched-tokens", type=int, help="default: the engine's own choice")
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--depth", type=int, help="steps in flight; default: the engine's own choice")
+    parser.add_argument("--repeats", type=int, default=2, help="runs, of which the best counts, as with the peers")
+    parser.add_argument("--profile", action="store_true", help="one more run: time per kernel, time per part of a step")
+    parser.add_argument("--profile-steps", type=int, default=64, help="how many steps the profile covers")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there too")
+
+
+def open_machine(options: argparse.Namespace) -> Machine:
+    """Measures the device while its memory is free, then fills it with an engine. Prints what there is."""
+    device = pick_device(options.device)
+    dtype = pick_dtype(options.dtype, device)
+    rates = measure_rates(device, dtype)
+    config = EngineConfig(
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        kernels=options.kernels,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=options.max_num_seqs,
+        max_batched_tokens=options.max_batched_tokens,
+        cuda_graphs=not options.eager,
+    )
+    kernels = select_kernels(device, dtype, options.kernels)
+    engine = assemble(random_decoder(spec_of(options.shape), kernels, dtype, device), config, name=options.shape)
+    if options.depth is not None:
+        engine.core.depth = options.depth
+    print(engine.description)
+    print(f"The device {rates} (measured now). Steps in flight: {engine.core.depth}.", flush=True)
+    machine = Machine(options.shape, engine, rates)
+    warm_up(machine)
+    return machine
+
+
+def random_prompts(count: int, length: int, seed: int) -> list[list[int]]:
+    """Prompts of which no two share a beginning; another seed gives all others."""
+    source = random.Random(seed)
+    return [[source.randint(0, 10_000) for _ in range(length)] for _ in range(count)]
+
+
+def requests_for(
+    prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], prefix: str, temperature: float = 0.6
+) -> list[Request]:
+    """One request per prompt, which runs to its full number of tokens."""
+    return [
+        request
+        for i, (prompt, new) in enumerate(zip(prompts, max_tokens, strict=True))
+        for request in make_requests(
+            f"{prefix}-{i}", prompt, SamplingParams(temperature=temperature, max_tokens=new, ignore_eos=True), seed=i
+        )
+    ]
+
+
+@dataclass(slots=True)
+class Run:
+    """What driving the engine gave."""
+
+    began: float
+    times: list[float] = field(default_factory=list)
+    """When each step returned."""
+    new_tokens: list[int] = field(default_factory=list)
+    """How many tokens it brought."""
+
+    @property
+    def seconds(self) -> float:
+        return self.times[-1] - self.began
+
+
+def drive(core: EngineCore, requests: Sequence[Request], before_step: Callable[[int], None] | None = None) -> Run:
+    """Runs the requests to their end. A request that fails ends the benchmark.
+
+    `before_step` is called with the number of steps so far.
+    """
+    clock = time.perf_counter
+    run = Run(clock())
+    for request in requests:
+        core.add_request(request, run.began)
+    while core.has_work:
+        if before_step is not None:
+            before_step(len(run.times))
+        updates = core.step(clock())
+        run.times.append(clock())
+        run.new_tokens.append(sum(len(update.new_token_ids) for update in updates))
+        for update in updates:
+            if update.error is not None:
+                raise RuntimeError(f"request {update.request_id} failed: {update.error}")
+    expected = sum(request.params.max_tokens or 0 for request in requests)
+    if sum(run.new_tokens) != expected:
+        raise RuntimeError(f"{sum(run.new_tokens)} tokens came back, {expected} were asked for")
+    return run
+
+
+def warm_up(machine: Machine) -> None:
+    """A request before anything is measured, as the peers' benchmarks send one. It is long enough for the engine
+    to capture its decode graphs, one after each step."""
+    steps = 16 + machine.core.scheduler.config.max_num_seqs // 16
+    drive(machine.core, requests_for(random_prompts(1, 16, seed=-1), [steps], "warm-up"))

@@ -1,0 +1,56 @@
+"""The process whose start `startup.py` times: loads a model folder, computes one token, prints when each part was done.
+
+Times are of the system's monotonic clock, which parent and child share.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+STARTED = time.monotonic()
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
+
+
+def main(folder: str, device: str, dtype: str) -> None:
+    marks = [("python", STARTED)]
+
+    def mark(part: str) -> None:
+        marks.append((part, time.monotonic()))
+
+    # Here, so that their time is told apart.
+    import torch
+
+    from quire.assemble import build_engine
+    from quire.config import EngineConfig
+    from quire.engine import make_requests
+    from quire.models.sources import resolve
+    from quire.runner.device import pick_device
+    from quire.sampling_params import SamplingParams
+
+    mark("imports")
+    torch.ones(1, device=pick_device(device))
+    mark("device")
+    weights_read: list[float] = []
+
+    def progress(done: int, total: int) -> None:
+        if done == total:
+            weights_read.append(time.monotonic())
+
+    engine = build_engine(resolve(folder), EngineConfig(device=device, dtype=dtype, max_model_len=4096), progress)
+    marks.append(("files, tokenizer, weights", weights_read[-1]))
+    mark("cache, kernels, runner")
+    [request] = make_requests("first", range(100, 228), SamplingParams(temperature=0.6, max_tokens=1), seed=0)
+    engine.core.add_request(request, time.monotonic())
+    while not request.num_output_tokens:
+        for update in engine.core.step(time.monotonic()):
+            if update.error is not None:
+                raise RuntimeError(update.error)
+    mark("first token")
+    print(json.dumps({"marks": marks, "about": engine.description}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

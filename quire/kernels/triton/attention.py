@@ -1,0 +1,410 @@
+"""Attention over the paged cache: one tile body for one query or a thousand.
+
+Keys are walked in tiles of KEY_TILE, and tiles are grouped into splits of SPLIT_TILES. Within a split the softmax
+runs along from tile to tile; the splits' results are merged in order. Both numbers are constants, so a query's
+bits don't depend on how many queries are computed with it or on which program computes which split:
+
+- `_decode_kernel` gives each split of a sequence with few queries to a program of its own; the last one to
+  finish merges them. It walks a list of (sequence, split) pairs, so its grid does not depend on the lengths.
+- `_prefill_kernel` gives each tile of queries to one program, which walks all splits one after the other.
+
+The two use different tensor-core instructions (mma for 16 rows, wgmma for 64), which add in the same order. What
+a reduction over a tile's layout would make of a sum is not the same for both, so the sum of the softmax's weights
+is a product with ones. Query heads that share a key head are rows of one tile: row r of a sequence is query
+r // group, head r % group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cache
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.ops import HeadShape, Int32Array, LayerCache
+from quire.kernels.triton.launch import LAUNCH, USE_PDL, begin
+
+KEY_TILE = 64
+SPLIT_TILES = 8
+SPLIT = KEY_TILE * SPLIT_TILES
+FEW_ROWS = 16
+"""Sequences with at most so many (query, head) rows per key head are attended split by split."""
+MANY_ROWS = 64
+_ONES = 16
+_FEW_REGISTERS = 128
+"""Per thread, for four programs on a multiprocessor at once."""
+_ENTRY = 8
+"""Numbers per item of work."""
+MAX_PARTIALS = 1 << 16
+"""Splits that wait to be merged in one step, at most."""
+
+
+@triton.jit
+def _load_tile(pointers, mask, MASKED: tl.constexpr):
+    if MASKED:
+        return tl.load(pointers, mask=mask, other=0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def _attend_tile(
+    query, highest, total, output, first_key, context_len, position,
+    keys, values, table, kv_head, block_stride, head_stride, scale,
+    window, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr, WINDOW: tl.constexpr, ONES: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds one tile of keys to the running softmax of the queries: highest [rows], total [rows, ONES] (all columns
+    the same), output [rows, D_PAD]."""
+    key = first_key + tl.arange(0, KEYS)
+    exists = key < context_len
+    block = _load_tile(table + key // BLOCK_SIZE, exists, MASKED)
+    if WIDE:
+        block = block.to(tl.int64)
+    place = block * block_stride + kv_head * head_stride + (key % BLOCK_SIZE) * D
+    column = tl.arange(0, D_PAD)
+    mask = (exists[:, None] | (not MASKED)) & (column < D)[None, :]
+    # What lies past the sequence's end is nobody's and may be NaN: it is not read.
+    k = _load_tile(keys + place[:, None] + column[None, :], mask, MASKED or D != D_PAD)
+    scores = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
+    if MASKED:
+        visible = key[None, :] <= position[:, None]
+        if WINDOW:
+            visible = visible & (key[None, :] > position[:, None] - window)
+        scores = tl.where(visible, scores, float("-inf"))
+    new_highest = tl.maximum(highest, tl.max(scores, 1))
+    # Where nothing is visible yet the maximum is -inf, and -inf - -inf would be NaN.
+    reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+    weights = tl.exp2(scores - reference[:, None]).to(values.dtype.element_ty)
+    decay = tl.exp2(highest - reference)
+    v = _load_tile(values + place[:, None] + column[None, :], mask, MASKED or D != D_PAD)
+    # The sum of the weights is a product too: the order of a reduction would depend on the tile's layout.
+    ones = tl.full((KEYS, ONES), 1.0, values.dtype.element_ty)
+    total = tl.dot(weights, ones, total * decay[:, None], input_precision="ieee")
+    output = tl.dot(weights, v, output * decay[:, None], input_precision="ieee")
+    return new_highest, total, output
+
+
+@triton.jit
+def _merge(highest, total, output, split_highest, split_total, split_output):
+    """Adds a split's result to those of the splits before it."""
+    new_highest = tl.maximum(highest, split_highest)
+    reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+    old = tl.exp2(highest - reference)
+    new = tl.exp2(split_highest - reference)
+    total = total * old[:, None] + split_total * new[:, None]
+    output = output * old[:, None] + split_output * new[:, None]
+    return new_highest, total, output
+
+
+@triton.jit
+def _load_queries(
+    query, first_row, rows, num_queries, kv_head, num_heads, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr
+):
+    """Rows of (query, head of the group) pairs, [rows, D_PAD], zeros past the sequence's last."""
+    column = tl.arange(0, D_PAD)
+    place = (first_row + rows // GROUP).to(tl.int64) * num_heads + kv_head * GROUP + rows % GROUP
+    mask = (rows < num_queries * GROUP)[:, None] & (column < D)[None, :]
+    return tl.load(query + place[:, None] * D + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_output(
+    out, output, total, first_row, rows, num_queries, kv_head, num_heads,
+    GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, D_PAD)
+    place = (first_row + rows // GROUP).to(tl.int64) * num_heads + kv_head * GROUP + rows % GROUP
+    mask = (rows < num_queries * GROUP)[:, None] & (column < D)[None, :]
+    divisor = tl.max(total, 1)  # its columns are the same
+    result = output / tl.where(divisor == 0.0, 1.0, divisor)[:, None]
+    tl.store(out + place[:, None] * D + column[None, :], result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _read_entry(entry):
+    return (
+        tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4),
+        tl.load(entry + 5), tl.load(entry + 6),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["window"])
+def _decode_kernel(
+    query, out, keys, values, block_tables, work, partial_output, partial_state, arrived,
+    table_stride, block_stride, head_stride, scale, window, num_heads, num_kv_heads,
+    GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr, WINDOW: tl.constexpr, ONES: tl.constexpr,
+    STAGES: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`work` int32 [1 + items, 8] begins with the number of items; then for each: where the partial results of its
+    sequence begin, first split, first row, number of queries, context length, row of the block table, split after
+    the last. An item is one split, or all of a sequence's, which are then merged here. There are at least as many
+    entries as programs, so that the first one can be read before the number of items is known."""
+    begin(PDL)
+    rows = tl.arange(0, ROWS)
+    column = tl.arange(0, D_PAD)
+    item = tl.program_id(0)
+    count = tl.load(work) * num_kv_heads
+    entry = work + (1 + item // num_kv_heads) * 8
+    partial, first_split, first_row, num_queries, context_len, table_row, end_split = _read_entry(entry)
+    while item < count:
+        kv_head = item % num_kv_heads
+        item += tl.num_programs(0)
+        # The next entry is read now, so that it is there when this item is done; past the last, this one again.
+        following = work + (1 + tl.minimum(item, count - 1) // num_kv_heads) * 8
+        next_entry = _read_entry(following)
+        table = block_tables + table_row.to(tl.int64) * table_stride
+        position = context_len - num_queries + rows // GROUP
+        num_tiles = tl.cdiv(context_len, KEYS)
+        num_splits = tl.cdiv(num_tiles, TILES)
+        q = _load_queries(query, first_row, rows, num_queries, kv_head, num_heads, GROUP, D, D_PAD)
+        highest = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS, ONES), tl.float32)
+        output = tl.zeros((ROWS, D_PAD), tl.float32)
+        first_tile = first_split * TILES
+        if WINDOW:
+            first_tile = tl.maximum(first_tile, tl.maximum(context_len - num_queries - window + 1, 0) // KEYS)
+        last_tile = tl.minimum(end_split * TILES, num_tiles)
+        split_highest, split_total, split_output = highest, total, output
+        # One loop over the tiles of all splits, so that loads run ahead over their borders too.
+        for tile in tl.range(first_tile, last_tile, num_stages=STAGES):
+            split_highest, split_total, split_output = _attend_tile(
+                q, split_highest, split_total, split_output, tile * KEYS, context_len, position, keys, values,
+                table, kv_head, block_stride, head_stride, scale, window, D, D_PAD, BLOCK_SIZE, KEYS, WINDOW, ONES,
+                WIDE, True,
+            )  # fmt: skip
+            ends = ((tile + 1) % TILES == 0) | (tile + 1 == last_tile)
+            # The first split is merged into nothing, which changes no bit.
+            merged = _merge(highest, total, output, split_highest, split_total, split_output)
+            highest = tl.where(ends, merged[0], highest)
+            total = tl.where(ends, merged[1], total)
+            output = tl.where(ends, merged[2], output)
+            split_highest = tl.where(ends, float("-inf"), split_highest)
+            split_total = tl.where(ends, 0.0, split_total)
+            split_output = tl.where(ends, 0.0, split_output)
+        if end_split - first_split == num_splits:
+            _store_output(out, output, total, first_row, rows, num_queries, kv_head, num_heads, GROUP, D, D_PAD)
+        else:
+            used = (rows < num_queries * GROUP)[:, None]
+            slot = ((partial + first_split) * num_kv_heads + kv_head).to(tl.int64)
+            state = partial_state + slot * 2 * ROWS + rows
+            tl.store(partial_output + (slot * ROWS + rows[:, None]) * D_PAD + column[None, :], output, mask=used)
+            tl.store(state, highest)
+            tl.store(state + ROWS, tl.max(total, 1))
+            tl.debug_barrier()  # all threads' stores come before the count, which makes them visible
+            counter = arrived + partial * num_kv_heads + kv_head
+            before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+            if before == num_splits - 1:
+                highest = tl.full((ROWS,), float("-inf"), tl.float32)
+                total = tl.zeros((ROWS, ONES), tl.float32)
+                output = tl.zeros((ROWS, D_PAD), tl.float32)
+                for other in range(0, num_splits):
+                    slot = ((partial + other) * num_kv_heads + kv_head).to(tl.int64)
+                    state = partial_state + slot * 2 * ROWS + rows
+                    place = partial_output + (slot * ROWS + rows[:, None]) * D_PAD + column[None, :]
+                    other_total = tl.load(state + ROWS, cache_modifier=".cg")
+                    highest, total, output = _merge(
+                        highest, total, output, tl.load(state, cache_modifier=".cg"),
+                        tl.broadcast_to(other_total[:, None], (ROWS, ONES)),
+                        tl.load(place, mask=used, other=0.0, cache_modifier=".cg"),
+                    )  # fmt: skip
+                _store_output(out, output, total, first_row, rows, num_queries, kv_head, num_heads, GROUP, D, D_PAD)
+                tl.store(counter, 0)
+        partial, first_split, first_row, num_queries, context_len, table_row, end_split = next_entry
+
+
+@triton.jit(do_not_specialize=["window"])
+def _prefill_kernel(
+    query, out, keys, values, block_tables, work,
+    table_stride, block_stride, head_stride, scale, window, num_heads,
+    GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr, WINDOW: tl.constexpr, ONES: tl.constexpr,
+    STAGES: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Items of `work` int32 [items, 8]: first of the tile's (query, head) rows, -, first row, number of queries,
+    context length, row of the block table."""
+    begin(PDL)
+    kv_head = tl.program_id(1)
+    entry = work + tl.program_id(0) * 8
+    first = tl.load(entry)
+    first_row = tl.load(entry + 2)
+    num_queries = tl.load(entry + 3)
+    context_len = tl.load(entry + 4)
+    table = block_tables + tl.load(entry + 5).to(tl.int64) * table_stride
+    rows = first + tl.arange(0, ROWS)
+    position = context_len - num_queries + rows // GROUP
+    q = _load_queries(query, first_row, rows, num_queries, kv_head, num_heads, GROUP, D, D_PAD)
+    highest = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS, ONES), tl.float32)
+    output = tl.zeros((ROWS, D_PAD), tl.float32)
+    # Keys after the tile's last query are invisible to all of it.
+    last_position = tl.minimum(context_len - num_queries + (first + ROWS - 1) // GROUP, context_len - 1)
+    num_tiles = last_position // KEYS + 1
+    # What the first query sees whole, all see: there nothing is masked.
+    first_position = context_len - num_queries + first // GROUP
+    first_tile = 0
+    full_tiles = (first_position + 1) // KEYS
+    if WINDOW:
+        first_tile = tl.maximum(first_position - window + 1, 0) // KEYS
+        full_tiles = 0
+    for split in range(first_tile // TILES, tl.cdiv(num_tiles, TILES)):
+        split_highest = tl.full((ROWS,), float("-inf"), tl.float32)
+        split_total = tl.zeros((ROWS, ONES), tl.float32)
+        split_output = tl.zeros((ROWS, D_PAD), tl.float32)
+        begin_tile = tl.maximum(split * TILES, first_tile)
+        end_tile = tl.minimum((split + 1) * TILES, num_tiles)
+        masked_tile = tl.maximum(tl.minimum(full_tiles, end_tile), begin_tile)
+        for tile in tl.range(begin_tile, masked_tile, num_stages=STAGES):
+            split_highest, split_total, split_output = _attend_tile(
+                q, split_highest, split_total, split_output, tile * KEYS, context_len, position, keys, values, table,
+                kv_head, block_stride, head_stride, scale, window, D, D_PAD, BLOCK_SIZE, KEYS, WINDOW, ONES, WIDE,
+                False,
+            )  # fmt: skip
+        for tile in tl.range(masked_tile, end_tile, num_stages=STAGES):
+            split_highest, split_total, split_output = _attend_tile(
+                q, split_highest, split_total, split_output, tile * KEYS, context_len, position, keys, values, table,
+                kv_head, block_stride, head_stride, scale, window, D, D_PAD, BLOCK_SIZE, KEYS, WINDOW, ONES, WIDE,
+                True,
+            )  # fmt: skip
+        highest, total, output = _merge(highest, total, output, split_highest, split_total, split_output)
+    _store_output(out, output, total, first_row, rows, num_queries, kv_head, num_heads, GROUP, D, D_PAD)
+
+
+def attention_work(
+    query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array, shape: HeadShape, num_programs: int
+) -> dict[str, Int32Array]:
+    """The lists the two kernels walk: `few` for sequences with few queries, `many` for the others."""
+    first_rows = np.zeros_like(query_lens)
+    np.cumsum(query_lens[:-1], out=first_rows[1:])
+    group = shape.num_heads // shape.num_kv_heads
+    is_few = query_lens * group <= FEW_ROWS
+    work = {}
+    if is_few.all():
+        work["few"] = _work_of_few(first_rows, query_lens, context_lens, table_rows, shape.num_kv_heads, num_programs)
+        return work
+    rest = ~is_few
+    work["many"] = _work_of_many(first_rows[rest], query_lens[rest], context_lens[rest], table_rows[rest], group)
+    if is_few.any():
+        chosen = first_rows[is_few], query_lens[is_few], context_lens[is_few], table_rows[is_few]
+        work["few"] = _work_of_few(*chosen, shape.num_kv_heads, num_programs)
+    return work
+
+
+def _work_of_few(
+    first_rows: Int32Array,
+    query_lens: Int32Array,
+    context_lens: Int32Array,
+    table_rows: Int32Array,
+    num_kv_heads: int,
+    num_programs: int,
+) -> Int32Array:
+    splits = -(-context_lens // SPLIT)
+    # Where there is work for everyone, a sequence is not divided: that saves writing and merging partial results.
+    fair_share = int(context_lens.sum()) * num_kv_heads // num_programs
+    pieces = np.where(context_lens <= 2 * fair_share, 1, splits)
+    if pieces.max() == 1:
+        owner = np.argsort(-context_lens, kind="stable")  # long ones first: the last to start should be short
+        first_split, end_split, first_partial = np.zeros_like(owner), splits[owner], np.zeros_like(splits)
+        num_partials = 0
+    else:
+        owner = np.repeat(np.arange(len(pieces)), pieces)
+        first_split = np.arange(len(owner)) - (np.cumsum(pieces) - pieces)[owner]
+        end_split = np.where(pieces[owner] == 1, splits[owner], first_split + 1)
+        lengths = np.minimum(end_split * SPLIT, context_lens[owner]) - first_split * SPLIT
+        order = np.argsort(-lengths, kind="stable")
+        owner, first_split, end_split = owner[order], first_split[order], end_split[order]
+        partials = np.where(pieces > 1, splits, 0)
+        first_partial = np.cumsum(partials) - partials
+        num_partials = int(partials.sum())
+    entries = max(len(owner), -(-num_programs // num_kv_heads))
+    work = np.zeros((1 + entries, _ENTRY), dtype=np.int32)
+    work[0, :2] = len(owner), num_partials
+    filled = work[1 : 1 + len(owner)]
+    filled[:, 0] = first_partial[owner]
+    filled[:, 1] = first_split
+    filled[:, 2] = first_rows[owner]
+    filled[:, 3] = query_lens[owner]
+    filled[:, 4] = context_lens[owner]
+    filled[:, 5] = table_rows[owner]
+    filled[:, 6] = end_split
+    return work
+
+
+def _work_of_many(
+    first_rows: Int32Array, query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array, num_groups: int
+) -> Int32Array:
+    tiles = -(-query_lens * num_groups // MANY_ROWS)
+    owner = np.repeat(np.arange(len(tiles)), tiles)
+    first = (np.arange(len(owner)) - (np.cumsum(tiles) - tiles)[owner]) * MANY_ROWS
+    last_position = (context_lens - query_lens)[owner] + first // num_groups
+    order = np.argsort(-last_position, kind="stable")
+    owner, first = owner[order], first[order]
+    work = np.zeros((len(owner), _ENTRY), dtype=np.int32)
+    for field, values in enumerate((None, None, first_rows, query_lens, context_lens, table_rows)):
+        if values is not None:
+            work[:, field] = values[owner]
+    work[:, 0] = first
+    return work
+
+
+def attention(
+    query: Tensor,
+    cache: LayerCache,
+    block_tables: Tensor,
+    work: Mapping[str, Tensor],
+    num_partials: int,
+    scale: float,
+    sliding_window: int | None,
+) -> Tensor:
+    """Attention of query [rows, num_heads, head_dim]; rows that are in no list of `work` stay unwritten.
+
+    `num_partials`: how many splits wait to be merged at most (a bound: memory is taken for so many).
+    """
+    out = torch.empty_like(query)
+    _, num_heads, head_dim = query.shape
+    num_kv_heads, block_size = cache.keys.shape[1], cache.keys.shape[2]
+    strides = block_tables.stride(0), cache.keys.stride(0), cache.keys.stride(1)
+    numbers = scale * math.log2(math.e), sliding_window or 0
+    d_pad = max(16, triton.next_power_of_2(head_dim))
+    shape = num_heads // num_kv_heads, head_dim, d_pad, block_size
+    tensors = query, out, cache.keys, cache.values, block_tables
+    window = sliding_window is not None
+    wide = cache.keys.numel() >= 1 << 31  # numbers of 32 bits take half the registers
+    few, many = work.get("few"), work.get("many")
+    if many is not None and len(many):
+        warps = 4 if d_pad <= 128 else 8
+        _prefill_kernel[(len(many), num_kv_heads)](
+            *tensors, many, *strides, *numbers, num_heads, *shape,
+            MANY_ROWS, KEY_TILE, SPLIT_TILES, window, _ONES, 2, wide, USE_PDL, num_warps=warps, **LAUNCH,
+        )  # fmt: skip
+    if few is not None and len(few) > 1:
+        slots = max(num_partials, 1) * num_kv_heads
+        partial_output = torch.empty(slots * FEW_ROWS * d_pad, dtype=torch.float32, device=query.device)
+        partial_state = torch.empty(slots * 2 * FEW_ROWS, dtype=torch.float32, device=query.device)
+        programs = min((len(few) - 1) * num_kv_heads, most_programs(query.device))
+        _decode_kernel[(programs,)](
+            *tensors, few, partial_output, partial_state, _counters(query.device, num_kv_heads),
+            *strides, *numbers, num_heads, num_kv_heads, *shape,
+            FEW_ROWS, KEY_TILE, SPLIT_TILES, window, _ONES, 2, wide, USE_PDL,
+            num_warps=4, maxnreg=_FEW_REGISTERS if d_pad <= 128 else None, **LAUNCH,
+        )  # fmt: skip
+    return out
+
+
+@cache
+def _counters(device: torch.device, num_kv_heads: int) -> Tensor:
+    """How many splits of a sequence and key head are done: zero between launches, whoever merges resets it."""
+    return torch.zeros(MAX_PARTIALS * num_kv_heads, dtype=torch.int32, device=device)
+
+
+@cache
+def most_programs(device: torch.device) -> int:
+    """As many as run at once; each takes further items when it is done with one."""
+    if device.type != "cuda":
+        return 4
+    return 4 * torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,142 @@
+"""From the packed projections to what attention reads: norm and rotate heads, store keys and values.
+
+One kernel instead of six: each number of query, key and value is read once and written once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.launch import LAUNCH, USE_PDL, begin
+from quire.kernels.triton.shapes import as_rows, next_power_of_2, num_warps, row_stride
+
+_MAX_HEADS = 8
+"""Heads of one program at most: enough loads at once, and several programs even for a single row."""
+
+
+@triton.jit
+def _rotated(
+    first, second, norm_first, norm_second, cos, sin, eps,
+    D: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
+):  # fmt: skip
+    """Both halves of heads [heads, half], normed and rotated, rounded after each as the single steps do."""
+    dtype: tl.constexpr = first.dtype
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    if NORM:
+        mean = tl.sum(first * first + second * second, 1, keep_dims=True) / D
+        scale = tl.rsqrt(mean + eps)
+        first = ((first * scale).to(dtype).to(tl.float32) * norm_first.to(tl.float32)).to(dtype).to(tl.float32)
+        second = ((second * scale).to(dtype).to(tl.float32) * norm_second.to(tl.float32)).to(dtype).to(tl.float32)
+    if ROPE:
+        first, second = first * cos - second * sin, second * cos + first * sin
+    return first.to(dtype), second.to(dtype)
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
+def _qkv_to_cache_kernel(
+    qkv, query_norm, key_norm, positions, cos_sin, slots, query, keys, values,
+    qkv_stride, block_stride, head_stride, token_stride, eps,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads of one row: of the query, the key or the value, as the second grid index says."""
+    QUERY_TILES: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    KEY_TILES: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
+    tile = tl.program_id(1)
+    is_query = tile < QUERY_TILES
+    is_value = tile >= QUERY_TILES + KEY_TILES
+    column = tl.arange(0, HALF)[None, :]
+    within = column < D // 2
+    if NORM:
+        norm = query_norm if is_query else key_norm
+        norm_first = tl.load(norm + column, mask=within, other=0.0)  # constants: before the wait
+        norm_second = tl.load(norm + D // 2 + column, mask=within, other=0.0)
+    else:
+        norm_first, norm_second = 0.0, 0.0
+    begin(PDL)
+
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    if is_query:
+        head = tile * HEADS + tl.arange(0, HEADS)[:, None]
+        packed_head, exists = head, (head < NUM_HEADS) & within
+    elif is_value:
+        head = (tile - QUERY_TILES - KEY_TILES) * HEADS + tl.arange(0, HEADS)[:, None]
+        packed_head, exists = head + NUM_HEADS + NUM_KV_HEADS, (head < NUM_KV_HEADS) & within
+    else:
+        head = (tile - QUERY_TILES) * HEADS + tl.arange(0, HEADS)[:, None]
+        packed_head, exists = head + NUM_HEADS, (head < NUM_KV_HEADS) & within
+    source = qkv + row * qkv_stride + packed_head * D + column
+    first = tl.load(source, mask=exists, other=0.0)
+    second = tl.load(source + D // 2, mask=exists, other=0.0)
+
+    if not is_value:
+        if ROPE:
+            angle = cos_sin + tl.load(positions + row).to(tl.int64) * D + column
+            cos = tl.load(angle, mask=within, other=0.0)
+            sin = tl.load(angle + D // 2, mask=within, other=0.0)
+        else:
+            cos, sin = 0.0, 0.0
+        first, second = _rotated(first, second, norm_first, norm_second, cos, sin, eps, D, NORM, ROPE)
+
+    place = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * token_stride + head * head_stride + column
+    owned = exists & (slot >= 0)
+    if is_query:
+        target = query + (row * NUM_HEADS + head) * D + column
+        tl.store(target, first, mask=exists)
+        tl.store(target + D // 2, second, mask=exists)
+    elif is_value:
+        tl.store(values + place, first, mask=owned)
+        tl.store(values + place + D // 2, second, mask=owned)
+    else:
+        tl.store(keys + place, first, mask=owned)
+        tl.store(keys + place + D // 2, second, mask=owned)
+
+
+def qkv_to_cache(
+    qkv: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    eps: float,
+    positions: Tensor | None,
+    cos_sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """The rotated query [rows, num_heads, head_dim] of qkv [rows, (num_heads + 2 * num_kv_heads) * head_dim]; the
+    rotated keys and the values go to their slots of keys and values [blocks, kv_heads, block_size, head_dim].
+
+    Heads are normed where there are norms, and rotated by `cos_sin[positions]` (float32 [max_position, head_dim])
+    where there are positions. A row whose slot is negative is written to no cache.
+    """
+    if (query_norm is None) != (key_norm is None):
+        raise ValueError("query_norm and key_norm come together or not at all.")
+    if keys.stride() != values.stride() or keys.stride(3) != 1:
+        raise ValueError(f"Keys and values need one layout, heads in one piece: {keys.stride()}, {values.stride()}.")
+    source = as_rows(qkv)
+    rows = source.shape[0]
+    query = torch.empty(rows, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    if rows == 0:
+        return query
+    heads = min(_MAX_HEADS, next_power_of_2(num_kv_heads))
+    half = next_power_of_2(head_dim // 2)
+    tiles = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
+    _qkv_to_cache_kernel[(rows, tiles)](
+        source,
+        cos_sin if query_norm is None else query_norm,  # not read where there is none
+        cos_sin if key_norm is None else key_norm,
+        slot_mapping if positions is None else positions,
+        cos_sin, slot_mapping, query, keys, values,
+        row_stride(source), keys.stride(0), keys.stride(1), keys.stride(2), eps,
+        num_heads, num_kv_heads, head_dim, half, heads, keys.shape[2],
+        query_norm is not None, positions is not None, USE_PDL,
+        num_warps=num_warps(2 * heads * half), **LAUNCH,
+    )  # fmt: skip
+    return query

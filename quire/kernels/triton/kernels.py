@@ -1,0 +1,188 @@
+"""The Triton backend: meets `quire.kernels.ops.Kernels` on NVIDIA GPUs.
+
+Matrix products of half-precision weights go to cuBLAS, with its splitting of the inner dimension turned off and
+small batches padded to 16 rows. Whether cuBLAS then gives a row the same bits in any batch is not documented, so
+it is checked for each shape of weight when it is loaded; a shape that fails is computed by our own kernel.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.ops import ExpertWeights, HeadShape, Int32Array, LayerCache, PagedBatch
+from quire.kernels.reference import ReferenceKernels
+from quire.kernels.triton import attention as paged_attention
+from quire.kernels.triton import moe as experts_kernels
+from quire.kernels.triton.activations import sigmoid_mul, silu_mul
+from quire.kernels.triton.embedding import embedding
+from quire.kernels.triton.heads import qkv_to_cache
+from quire.kernels.triton.inputs import gather_inputs
+from quire.kernels.triton.linear import FEW_ROWS, linear
+from quire.kernels.triton.norms import add_rms_norm, rms_norm
+from quire.kernels.triton.sampling import gumbel_argmax, keep_between_, top_values
+
+logger = logging.getLogger(__name__)
+
+SMALLEST_BATCH = 16
+"""Fewer rows are padded: below this cuBLAS turns to other algorithms, which add in another order."""
+_CHECKED_ROWS = (SMALLEST_BATCH, 17, 64, 255, 256, 1000, 2048)
+_HEAD = 65536
+"""A weight with so many outputs is taken for the vocabulary's: it is applied to the rows that sample only."""
+
+
+def forbid_split_sums() -> None:
+    """Leaves cuBLAS no memory for partial sums, so that it can't split the inner dimension. It reads these when
+    it is first used in a process; a value somebody set is kept, and the check of each weight decides."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "1")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+class TritonKernels:
+    """Kernels for one GPU process."""
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        forbid_split_sums()
+        self._reference = ReferenceKernels()
+        self._is_exact: dict[tuple[torch.Size, torch.dtype], bool] = {}
+        self._num_programs = paged_attention.most_programs(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+    def pack_linear(self, weight: Tensor) -> Tensor:
+        if weight.dim() == 2 and weight.is_cuda and weight.dtype != torch.float32:
+            self._check(weight)
+        return weight
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        rows = x.shape[0]
+        if x.dtype == torch.float32:
+            result = self._reference.linear(x, weight, bias)  # tiles of a fixed number of rows
+        elif (rows <= FEW_ROWS and _is_quick(weight)) or not self._check(weight):
+            return linear(x, weight, bias, out)
+        elif out is not None and bias is None and rows >= SMALLEST_BATCH:
+            return torch.mm(x, weight.t(), out=out)
+        else:
+            padded = x if rows >= SMALLEST_BATCH else F.pad(x, (0, 0, 0, SMALLEST_BATCH - rows))
+            result = F.linear(padded, weight, bias)[:rows]
+        return result if out is None else out.copy_(result)
+
+    def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
+        return embedding(token_ids, weight)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(x, residual, weight, eps)
+
+    def qkv_to_cache_(
+        self,
+        qkv: Tensor,
+        shape: HeadShape,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        positions: Tensor,
+        cos_sin: Tensor | None,
+        cache: LayerCache,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        query_norm, key_norm = (None, None) if norms is None else norms
+        return qkv_to_cache(
+            qkv,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            query_norm,
+            key_norm,
+            eps,
+            None if cos_sin is None else positions,
+            qkv if cos_sin is None else cos_sin,
+            cache.keys,
+            cache.values,
+            slot_mapping,
+        )
+
+    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if x.shape[0] <= FEW_ROWS and _is_quick(weight) and x.dtype != torch.float32:
+            return linear(x, weight, bias, silu_mul=True)
+        return silu_mul(self.linear(x, weight, bias))
+
+    def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
+        return sigmoid_mul(gate, x)
+
+    def gather_inputs(
+        self, token_rows: Tensor, positions: Tensor, token_ids: Tensor, block_tables: Tensor, block_size: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return gather_inputs(token_rows, positions, token_ids, block_tables, block_size)
+
+    def attention_work(
+        self, query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array, shape: HeadShape
+    ) -> dict[str, Int32Array]:
+        return paged_attention.attention_work(query_lens, context_lens, table_rows, shape, self._num_programs)
+
+    def attention(
+        self,
+        query: Tensor,
+        cache: LayerCache,
+        batch: PagedBatch,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        work = batch.work
+        if work is None:  # outside an engine; inside, it was made before the step was sent off
+            shape = HeadShape(query.shape[1], cache.keys.shape[1], query.shape[2])
+            lists = self.attention_work(
+                batch.query_start.diff().cpu().numpy(),
+                batch.context_lens.cpu().numpy(),
+                batch.table_rows.cpu().numpy(),
+                shape,
+            )
+            work = {name: torch.from_numpy(values).to(query.device) for name, values in lists.items()}
+        few = work.get("few")
+        num_partials = 0 if few is None or batch.max_context_len <= paged_attention.SPLIT else len(few) - 1
+        return paged_attention.attention(query, cache, batch.block_tables, work, num_partials, scale, sliding_window)
+
+    def moe(
+        self, x: Tensor, router_logits: Tensor, experts: ExpertWeights, top_k: int, normalize_weights: bool
+    ) -> Tensor:
+        return experts_kernels.moe(x, router_logits, experts.gate_up, experts.down, top_k, normalize_weights)
+
+    def gumbel_argmax(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:
+        return gumbel_argmax(logits, temperature, keys)[0]
+
+    def top_values(self, x: Tensor, k: int) -> Tensor:
+        return top_values(x, k)
+
+    def keep_between_(self, x: Tensor, low: Tensor, high: Tensor) -> None:
+        keep_between_(x, low, high)
+
+    def _check(self, weight: Tensor) -> bool:
+        """Whether cuBLAS gives a row the same bits in batches of any size, for weights of this shape."""
+        key = weight.shape, weight.dtype
+        if key not in self._is_exact:
+            self._is_exact[key] = rows_are_exact(weight)
+            if not self._is_exact[key]:
+                logger.warning("cuBLAS changes bits with the batch for weights %s: using our own kernel", key)
+        return self._is_exact[key]
+
+
+def _is_quick(weight: Tensor) -> bool:
+    """Whether our own kernel is quicker than cuBLAS for a few rows: it overlaps with its neighbours, but walks the
+    inner dimension a little more slowly. Measured on an H200 (docs/performance.md)."""
+    return weight.shape[1] <= 4096
+
+
+def rows_are_exact(weight: Tensor) -> bool:
+    """Tries it: rows of random numbers, in batches of several sizes, against our own kernel."""
+    generator = torch.Generator(device=weight.device).manual_seed(0)
+    most = max(_CHECKED_ROWS) if weight.shape[0] < _HEAD else 256  # the head scores few rows at a time
+    x = torch.randn(most, weight.shape[1], device=weight.device, generator=generator).to(weight.dtype)
+    expected = linear(x, weight)
+    return all(torch.equal(F.linear(x[:rows], weight), expected[:rows]) for rows in _CHECKED_ROWS if rows <= most)

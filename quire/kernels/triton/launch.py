@@ -1,0 +1,32 @@
+"""How kernels follow each other: with programmatic dependent launch, the next kernel starts while this one ends.
+
+A kernel that is launched so may begin before the kernel before it has finished. It says at once that its own
+successor may start too, does what touches nothing but constants (fetching weights into the cache), and waits
+before it reads or writes anything else. Each kernel waits for the one before it to be complete, so the order
+of everything that is read and written is the order of the launches.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+"""Whether kernels run in Triton's interpreter on the CPU (for tests)."""
+
+USE_PDL = not INTERPRETED
+
+LAUNCH: dict[str, Any] = {"launch_pdl": True} if USE_PDL else {}
+"""Keyword arguments of every launch."""
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):
+    """The first lines of a kernel: let the next one start, then wait for the one before."""
+    if PDL:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()

@@ -1,0 +1,271 @@
+"""The choice of a token: argmax(logits / temperature + Gumbel noise), or the plain argmax at temperature 0.
+
+The noise is that of `quire/kernels/noise.py`: the same 32 random bits for every token; its two logarithms are
+the GPU's own and differ from the CPU's in the last places. The vocabulary goes in chunks of fixed size to
+many programs, and a second kernel folds what they found, so that one row is quick and many keep all busy.
+
+A number that is NaN makes the row's token 0 and sets HAS_NAN in its flags; a row without any score above
+minus infinity gives 0 and sets NOTHING_LEFT. So the host need not look at the logits again.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import libdevice
+
+from quire.kernels.triton.launch import INTERPRETED, LAUNCH, USE_PDL, begin
+from quire.kernels.triton.shapes import as_rows, next_power_of_2, row_stride
+
+HAS_NAN, NOTHING_LEFT = 1, 2
+"""Flags of a row that could not choose a token."""
+
+CHUNK = 4096
+"""Tokens of one program."""
+
+_HAS_NAN, _NOTHING_LEFT = tl.constexpr(HAS_NAN), tl.constexpr(NOTHING_LEFT)
+_NO_ID = tl.constexpr(2**31 - 1)
+_LARGEST_BELOW_ONE = tl.constexpr(1.0 - 2.0**-24)
+_LN_2 = tl.constexpr(0.6931471805599453)
+_COMPILED = tl.constexpr(not INTERPRETED)
+
+
+@triton.jit
+def _mix32(value):
+    value = (value ^ (value >> 16)) * 0x7FEB352D
+    value = (value ^ (value >> 15)) * 0x846CA68B
+    return value ^ (value >> 16)
+
+
+@triton.jit
+def _mix64(value):
+    value += 0x9E3779B97F4A7C15
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB
+    return value ^ (value >> 31)
+
+
+@triton.jit
+def _log2(x):
+    """One instruction instead of thirty, good to 2^-22; the interpreter doesn't know it."""
+    return libdevice.fast_log2f(x) if _COMPILED else tl.log2(x)
+
+
+@triton.jit
+def _gumbel(token_ids, first_key, second_key):
+    """Noise of uint32 token ids; -log(-log(1 - v)) for the uniform number v that their hash makes."""
+    bits = _mix32(_mix32((token_ids * 0x9E3779B1) ^ first_key) ^ second_key) >> 1
+    v = (bits.to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10  # 2^-31
+    v = tl.minimum(v, _LARGEST_BELOW_ONE)
+    # -log(1 - v): where v is small, and 1 - v would lose its digits, the first terms of its series.
+    series = 1 / 6 + v * (1 / 7)
+    series = 1 / 5 + v * series
+    series = 1 / 4 + v * series
+    series = 1 / 3 + v * series
+    series = 1 / 2 + v * series
+    series = v + v * v * series
+    inner = tl.where(v < 0.125, series, _log2(1.0 - v) * -_LN_2)
+    return _log2(inner) * -_LN_2
+
+
+@triton.jit
+def _higher(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _highest(scores):
+    """The maximum, or NaN if there is one. (The interpreter would take a second for the first way.)"""
+    if _COMPILED:
+        found = tl.reduce(scores, 0, _higher)
+    else:
+        found = tl.where(tl.max((scores != scores).to(tl.int32), 0) > 0, float("nan"), tl.max(scores, 0))
+    return found
+
+
+@triton.jit
+def _best_of_chunk(logits, temperature, first_key, second_key, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """The highest score of the program's chunk (NaN if there is one) and the lowest id that has it."""
+    token_id = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    score = tl.load(logits + token_id, mask=token_id < VOCAB, other=float("-inf")).to(tl.float32)
+    if temperature > 0:
+        score = score * (1.0 / temperature) + _gumbel(token_id.to(tl.uint32), first_key, second_key)
+    best = _highest(score)
+    return best, tl.min(tl.where(score == best, token_id, _NO_ID))
+
+
+@triton.jit(do_not_specialize_on_alignment=["temperatures", "keys"])
+def _scan_kernel(
+    logits, temperatures, keys, best, best_ids, stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """One chunk of one row, with keys from the host."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    first_key = tl.load(keys + 2 * row).to(tl.uint32, bitcast=True)
+    second_key = tl.load(keys + 2 * row + 1).to(tl.uint32, bitcast=True)
+    temperature = tl.load(temperatures + row)
+    score, token_id = _best_of_chunk(logits + row * stride, temperature, first_key, second_key, VOCAB, BLOCK)
+    place = row * tl.num_programs(1) + tl.program_id(1)
+    tl.store(best + place, score)
+    tl.store(best_ids + place, token_id)
+
+
+@triton.jit(do_not_specialize_on_alignment=["row_index", "seeds", "temperatures", "positions"])
+def _scan_rows_kernel(
+    logits, row_index, seeds, temperatures, positions, best, best_ids, stride,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one row, with keys made from the seed of the request's permanent row and the position."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    own = tl.load(row_index + row)
+    if own >= 0:
+        seed = tl.load(seeds + own).to(tl.uint64, bitcast=True)
+        mixed = _mix64(_mix64(seed) + tl.load(positions + row).to(tl.uint64))
+        first_key, second_key = mixed.to(tl.uint32), (mixed >> 32).to(tl.uint32)
+        temperature = tl.load(temperatures + own)
+        score, token_id = _best_of_chunk(logits + row * stride, temperature, first_key, second_key, VOCAB, BLOCK)
+        place = row * tl.num_programs(1) + tl.program_id(1)
+        tl.store(best + place, score)
+        tl.store(best_ids + place, token_id)
+
+
+@triton.jit
+def _best_of_row(best, best_ids, row, chunks, BLOCK: tl.constexpr):
+    """The token and the flags of what the chunks found."""
+    chunk = tl.arange(0, BLOCK)
+    score = tl.load(best + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
+    ids = tl.load(best_ids + row * chunks + chunk, mask=chunk < chunks, other=_NO_ID)
+    highest = _highest(score)
+    has_nan = highest != highest
+    token_id = tl.where(has_nan, 0, tl.min(tl.where(score == highest, ids, _NO_ID)))
+    flags = tl.where(has_nan, _HAS_NAN, tl.where(highest == float("-inf"), _NOTHING_LEFT, 0))
+    return token_id.to(tl.int64), flags
+
+
+@triton.jit(do_not_specialize_on_alignment=["out", "flags"])
+def _fold_kernel(best, best_ids, out, flags, chunks, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    token_id, flag = _best_of_row(best, best_ids, row, chunks, BLOCK)
+    tl.store(out + row, token_id)
+    tl.store(flags + row, flag)
+
+
+@triton.jit(do_not_specialize_on_alignment=["row_index", "positions", "token_ids", "out", "flags"])
+def _fold_rows_kernel(
+    best, best_ids, row_index, positions, token_ids, out, flags, chunks, token_stride,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    own = tl.load(row_index + row).to(tl.int64)
+    if own >= 0:
+        token_id, flag = _best_of_row(best, best_ids, row, chunks, BLOCK)
+        tl.store(token_ids + own * token_stride + tl.load(positions + row), token_id)
+        tl.store(out + row, token_id)
+        tl.store(flags + row, flag)
+
+
+@triton.jit(do_not_specialize_on_alignment=["low", "high"])
+def _keep_between_kernel(x, low, high, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    own = x + row * stride + column
+    value = tl.load(own, mask=column < SIZE, other=0.0)
+    excluded = (value < tl.load(low + row)) | (value > tl.load(high + row))
+    # All are written, not the excluded alone: those are nearly all, and whole vectors go faster.
+    tl.store(own, tl.where(excluded, float("-inf"), value), mask=column < SIZE)
+
+
+def gumbel_argmax(logits: Tensor, temperature: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens int64 [rows] and flags int32 [rows] of logits [rows, vocab] in float32, bfloat16 or float16, float32
+    temperatures [rows] and int32 keys [rows, 2]. The lowest id wins among equals."""
+    logits = as_rows(logits)
+    rows, vocab_size = logits.shape
+    best, best_ids = _partial_results(logits)
+    chunks = best.shape[1]
+    out, flags = _results(logits)
+    if rows:
+        _scan_kernel[(rows, chunks)](
+            logits, temperature, keys.contiguous(), best, best_ids, row_stride(logits),
+            vocab_size, CHUNK, USE_PDL, num_warps=8, **LAUNCH,
+        )  # fmt: skip
+        _fold_kernel[(rows,)](
+            best, best_ids, out, flags, chunks, next_power_of_2(chunks), USE_PDL, num_warps=1, **LAUNCH
+        )
+    return out, flags
+
+
+def sample_rows(
+    logits: Tensor,
+    row_index: Tensor,
+    seeds: Tensor,
+    temperatures: Tensor,
+    positions: Tensor,
+    token_ids: Tensor,
+    out: Tensor | None = None,
+    flags: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Draws the token of every row of logits [rows, vocab] as `gumbel_argmax` does and writes it to
+    `token_ids[row_index, positions]` (int64) and to `out` int64 [rows]; `flags` int32 [rows].
+
+    `row_index` int32 [rows] says whose logits these are: seeds (int64 or uint64) and temperatures (float32) are
+    those of the permanent rows. `positions` int32 [rows] is where the token will stand; with the seed it makes the
+    noise keys, as `quire.runner.noise.noise_keys` does. Where `row_index` is negative (padding) nothing is written.
+    """
+    if token_ids.stride(1) != 1:
+        raise ValueError("A row's token ids must lie side by side.")
+    logits = as_rows(logits)
+    rows, vocab_size = logits.shape
+    best, best_ids = _partial_results(logits)
+    chunks = best.shape[1]
+    if out is None or flags is None:
+        own_out, own_flags = _results(logits)
+        out, flags = own_out if out is None else out, own_flags if flags is None else flags
+    if rows:
+        _scan_rows_kernel[(rows, chunks)](
+            logits, row_index, seeds, temperatures, positions, best, best_ids, row_stride(logits),
+            vocab_size, CHUNK, USE_PDL, num_warps=8, **LAUNCH,
+        )  # fmt: skip
+        _fold_rows_kernel[(rows,)](
+            best, best_ids, row_index, positions, token_ids, out, flags, chunks, token_ids.stride(0),
+            next_power_of_2(chunks), USE_PDL, num_warps=1, **LAUNCH,
+        )  # fmt: skip
+    return out, flags
+
+
+def top_values(x: Tensor, k: int) -> Tensor:
+    """The k largest numbers of each row of float32 x [rows, size], descending. Values alone are the same whichever
+    of equal ones is taken, so torch's selection is exact."""
+    if k > x.shape[1]:
+        raise ValueError(f"A row of {x.shape[1]} numbers has no {k} largest.")
+    return x.topk(k, sorted=True).values
+
+
+def keep_between_(x: Tensor, low: Tensor, high: Tensor) -> None:
+    """Numbers of float32 x [rows, size] below their row's low [rows] or above its high [rows] become minus infinity.
+    A limit that is NaN is none."""
+    if x.stride(1) != 1 or low.dtype != x.dtype or high.dtype != x.dtype:
+        raise ValueError(f"Rows must lie in one piece and limits be {x.dtype}, not {low.dtype} and {high.dtype}.")
+    rows, size = x.shape
+    if rows:
+        _keep_between_kernel[(rows, triton.cdiv(size, CHUNK))](
+            x, low.contiguous(), high.contiguous(), x.stride(0), size, CHUNK, USE_PDL, num_warps=8, **LAUNCH
+        )
+
+
+def _partial_results(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for what the chunks of a row find."""
+    shape = (logits.shape[0], triton.cdiv(logits.shape[1], CHUNK))
+    best = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    return best, torch.empty(shape, dtype=torch.int32, device=logits.device)
+
+
+def _results(logits: Tensor) -> tuple[Tensor, Tensor]:
+    rows = logits.shape[0]
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    return out, torch.empty(rows, dtype=torch.int32, device=logits.device)

@@ -1,0 +1,164 @@
+"""Decode steps as CUDA graphs: one launch for a whole step, from the rows to the sampled tokens.
+
+A graph has fixed memory and a fixed number of rows, so there is one for each of a series of sizes, and a step takes
+the next larger one; the rows it has too many are padding, which is written nowhere. The graphs share one pool of memory
+and are captured largest first, so that the smaller ones live in the memory of the largest. Capturing takes tens of
+milliseconds each: one is made after each of the first steps, which are computed without graphs meanwhile.
+"""
+
+from __future__ import annotations
+
+import gc
+from bisect import bisect_left
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.kernels.ops import HeadShape, LayerCache, PagedBatch
+from quire.kernels.triton.attention import SPLIT
+from quire.kernels.triton.kernels import TritonKernels
+from quire.kernels.triton.sampling import sample_rows
+from quire.models.decoder import Decoder
+from quire.runner.batch import StepShape
+from quire.runner.rows import Rows
+from quire.runner.staging import StagingRing
+
+_MAX_WORK = 4096
+"""Items of attention in one graph; a step with more (many very long sequences) is computed without."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeOutput:
+    """What a decode step left on the device; valid until the next one."""
+
+    sampled: Tensor
+    """int64 [2, rows]: token ids, which are in the rows already, and flags (see `sample_rows`)."""
+    logits: Tensor
+    """[rows, vocab] in the model's dtype, untouched by sampling."""
+
+
+class DecodeGraphs:
+    """Captures and replays them."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        caches: list[LayerCache],
+        rows: Rows,
+        kernels: TritonKernels,
+        block_size: int,
+        max_num_seqs: int,
+        max_context_len: int,
+    ) -> None:
+        spec = decoder.spec
+        device = rows.token_ids.device
+        self._decoder = decoder
+        self._caches = caches
+        self._rows = rows
+        self._kernels = kernels
+        self._staging = StagingRing(device)
+        self._block_size = block_size
+        self._heads = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        self._max_context_len = max_context_len
+        self._sizes = graph_sizes(max_num_seqs)
+        self._to_capture = list(self._sizes)
+        """The largest is last and captured first."""
+        largest = -(-self._sizes[-1] // 16) * 16  # parts of the inputs begin at multiples of 16 numbers
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._largest = largest
+        self._inputs = torch.zeros(3 * largest + 8 * (1 + _MAX_WORK), dtype=torch.int32, device=device)
+        self._sampled = torch.zeros(2, largest, dtype=torch.int64, device=device)
+        self._logits = torch.zeros(largest, spec.vocab_size, dtype=decoder.dtype, device=device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @property
+    def is_complete(self) -> bool:
+        return not self._to_capture
+
+    def run(self, shape: StepShape) -> DecodeOutput | None:
+        """Computes a decode step, if there is a graph for it."""
+        count = len(shape.rows)
+        graph = self._graphs.get(self._sizes[bisect_left(self._sizes, count)])
+        if graph is None:
+            return None
+        work = self._kernels.attention_work(shape.counts, shape.starts + 1, shape.rows, self._heads)["few"]
+        if len(work) > 1 + _MAX_WORK:
+            return None
+        self._staging.upload(
+            (self._padded(shape.rows, -1), self._padded(shape.starts, 0), self._padded(shape.starts + 1, 0), work),
+            self._inputs,
+        )
+        graph.replay()
+        return DecodeOutput(self._sampled[:, :count], self._logits[:count])
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Computes the largest step with nothing but padding, so that all kernels are compiled and loaded."""
+        size = self._to_capture[-1]
+        self._inputs.zero_()
+        self._inputs[: self._largest] = -1
+        self._compute(size)
+
+    @torch.inference_mode()
+    def capture_next(self) -> None:
+        """Captures the largest graph that is missing. Nothing waits for the device, and it goes on computing."""
+        size = self._to_capture.pop()
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        gc_was_on = gc.isenabled()
+        gc.disable()  # memory freed by a collection in the middle would be freed within the capture
+        try:
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                self._compute(size)
+                graph.capture_end()
+        finally:
+            if gc_was_on:
+                gc.enable()
+        self._graphs[size] = graph
+
+    def _compute(self, size: int) -> None:
+        rows, positions, next_positions = self._inputs[: 3 * self._largest].view(3, -1)[:, :size].unbind()
+        work = self._inputs[3 * self._largest :].view(-1, 8)[: 1 + self._max_work(size)]
+        token_ids, places, slots = self._kernels.gather_inputs(
+            rows, positions, self._rows.token_ids, self._rows.block_tables, self._block_size
+        )
+        paged = PagedBatch(
+            query_start=rows,  # this and the next: in `work` already
+            context_lens=positions,
+            block_tables=self._rows.block_tables,
+            table_rows=rows,
+            slot_mapping=slots,
+            max_query_len=1,
+            max_context_len=self._max_context_len,
+            work={"few": work},
+        )
+        hidden = self._decoder(token_ids, places, paged, self._caches)
+        logits = self._kernels.linear(hidden, self._decoder.head_weight, out=self._logits[:size])
+        sample_rows(
+            logits,
+            rows,
+            self._rows.seeds,
+            self._rows.temperatures,
+            next_positions,
+            self._rows.token_ids,
+            *self._sampled[:, :size],
+        )
+
+    def _max_work(self, size: int) -> int:
+        return max(min(_MAX_WORK, size * -(-self._max_context_len // SPLIT)), 512)
+
+    def _padded(self, values: npt.NDArray[np.int32], filler: int) -> npt.NDArray[np.int32]:
+        result = np.full(self._largest, filler, np.int32)
+        result[: len(values)] = values
+        return result
+
+
+def graph_sizes(most: int) -> list[int]:
+    """Close together where a row more costs most: experts of padding rows are read for nothing."""
+    sizes = [*range(1, 8), *range(8, 16, 2), *range(16, 32, 4), *range(32, 64, 8), *range(64, most, 16)]
+    return [size for size in sizes if size < most] + [most]

@@ -1,0 +1,194 @@
+"""Paged attention by Triton: against float64, and the same bits however a sequence's queries are computed."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.kernels.triton.support import DEVICE, DTYPES, MARKS, NAN, ON_GPU, drawn, in_graph, random
+
+from quire.kernels.ops import HeadShape, LayerCache, PagedBatch  # isort: skip  (after the check for Triton)
+from quire.kernels.triton import attention as module  # isort: skip
+from quire.kernels.triton.kernels import TritonKernels  # isort: skip
+
+pytestmark = MARKS
+KERNELS = TritonKernels()
+DIMS = [64, 80, 96, 128, 256] if ON_GPU else [64, 80]
+LONG = 3000 if ON_GPU else 1100
+"""Several splits of 512."""
+
+
+def make(
+    lengths: list[int], queries: list[int], shape: HeadShape, dtype: torch.dtype, seed: int = 0, block_size: int = 16
+) -> tuple[Tensor, LayerCache, PagedBatch]:
+    """Sequences with random contents in randomly placed blocks; what belongs to nobody is NaN."""
+    counts = [-(-length // block_size) for length in lengths]
+    order = 1 + torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(seed))
+    sides = random(2, int(order.max()) + 1, shape.num_kv_heads, block_size, shape.head_dim, dtype=dtype, seed=seed)
+    tables = torch.zeros(len(lengths) + 1, max(counts), dtype=torch.int32)
+    taken = 0
+    owned = torch.zeros(sides.shape[1], block_size, dtype=torch.bool)
+    for i, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        tables[i, :count] = order[taken : taken + count].int()
+        taken += count
+        for token in range(length):
+            owned[int(tables[i, token // block_size]), token % block_size] = True
+    sides = sides.masked_fill(~owned.to(DEVICE)[None, :, None, :, None], NAN)
+    starts = [0, *itertools.accumulate(queries)]
+    batch = PagedBatch(
+        query_start=torch.tensor(starts, dtype=torch.int32, device=DEVICE),
+        context_lens=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        block_tables=tables.to(DEVICE),
+        table_rows=torch.arange(len(lengths), dtype=torch.int32, device=DEVICE),
+        slot_mapping=torch.zeros(starts[-1], dtype=torch.int64, device=DEVICE),
+        max_query_len=max(queries),
+        max_context_len=max(lengths),
+    )
+    query = random(starts[-1], shape.num_heads, shape.head_dim, dtype=dtype, seed=seed + 1)
+    return query, LayerCache(sides[0], sides[1]), batch
+
+
+def truth_of(query: Tensor, cache: LayerCache, batch: PagedBatch, window: int | None) -> Tensor:
+    out = torch.empty_like(query, dtype=torch.float64)
+    starts, lengths = batch.query_start.tolist(), batch.context_lens.tolist()
+    group = query.shape[1] // cache.keys.shape[1]
+    for i, length in enumerate(lengths):
+        blocks = batch.block_tables[batch.table_rows[i]].long()
+        keys, values = (
+            side[blocks].double().transpose(0, 1).flatten(1, 2)[:, :length].repeat_interleave(group, 0)
+            for side in (cache.keys, cache.values)
+        )
+        rows = slice(starts[i], starts[i + 1])
+        scores = query[rows].double().transpose(0, 1) @ keys.transpose(1, 2) * query.shape[2] ** -0.5
+        here = torch.arange(length - (starts[i + 1] - starts[i]), length, device=DEVICE)[:, None]
+        key = torch.arange(length, device=DEVICE)
+        visible = (key <= here) & (key > here - (window or length + 1))
+        out[rows] = (scores.masked_fill(~visible, float("-inf")).softmax(-1) @ values).transpose(0, 1)
+    return out
+
+
+def attend(query: Tensor, cache: LayerCache, batch: PagedBatch, window: int | None = None) -> Tensor:
+    return KERNELS.attention(query, cache, batch, query.shape[2] ** -0.5, window)
+
+
+@drawn
+@given(
+    st.sampled_from(DTYPES),
+    st.sampled_from([(4, 2), (3, 1), (7, 1), (4, 4), (16, 1), (17, 1)]),
+    st.sampled_from(DIMS),
+    st.lists(st.sampled_from([(1, 1), (1, 63), (1, 600), (5, 70), (40, 40), (33, 130)]), min_size=1, max_size=4),
+    st.sampled_from([None, 1, 50]),
+)
+def test_it_is_that_of_float64(
+    dtype: torch.dtype, heads: tuple[int, int], head_dim: int, sequences: list[tuple[int, int]], window: int | None
+) -> None:
+    queries, lengths = [list(each) for each in zip(*sequences, strict=True)]
+    query, cache, batch = make(lengths, queries, HeadShape(*heads, head_dim), dtype)
+    error = (attend(query, cache, batch, window).double() - truth_of(query, cache, batch, window)).abs().max().item()
+    assert error <= {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+
+
+@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize("heads", [(16, 8, 128), (9, 3, 64), (4, 1, 80)] if ON_GPU else [(2, 1, 64)], ids=str)
+def test_every_position_has_the_same_bits_in_any_chunk(heads: tuple[int, int, int], window: int | None) -> None:
+    """Decode = chunk = whole prompt, at every position of a long sequence. (In the interpreter products are numpy's,
+    whose order of additions depends on the tile: there the numbers are only close.)"""
+    same = torch.equal if ON_GPU else partial(torch.allclose, atol=1e-5)
+    dtype = torch.bfloat16 if ON_GPU else torch.float32
+    query, cache, batch = make([LONG], [LONG], HeadShape(*heads), dtype)
+    whole = attend(query, cache, batch, window)
+    step = 1 if ON_GPU else 97
+    positions = torch.arange(0, LONG, step)
+    alone = one_each(query, batch, positions, 1)
+    assert same(attend(query[positions.to(DEVICE)], cache, alone, window), whole[positions.to(DEVICE)])
+    for chunk in (2, 7, 64, 333) if ON_GPU else (7, 333):
+        for start in range(0, LONG, 5 * chunk * (1 if ON_GPU else 30)):
+            stop = min(start + chunk, LONG)
+            part = replace(
+                batch,
+                query_start=torch.tensor([0, stop - start], dtype=torch.int32, device=DEVICE),
+                context_lens=torch.tensor([stop], dtype=torch.int32, device=DEVICE),
+            )
+            assert same(attend(query[start:stop], cache, part, window), whole[start:stop]), (start, stop)
+
+
+def one_each(query: Tensor, batch: PagedBatch, positions: Tensor, count: int) -> PagedBatch:
+    """Each position as the last of a sequence of its own, all in the blocks of the one sequence of `batch`."""
+    return replace(
+        batch,
+        query_start=torch.arange(0, len(positions) * count + 1, count, dtype=torch.int32, device=DEVICE),
+        context_lens=(positions + 1).int().to(DEVICE),
+        table_rows=torch.zeros(len(positions), dtype=torch.int32, device=DEVICE),
+    )
+
+
+def test_the_work_may_be_shared_out_in_any_way() -> None:
+    """A split per program, whole sequences, few programs, many: the same bits."""
+    shape = HeadShape(4, 2, 64)
+    lengths = [LONG, 30, 513, 1024, 1]
+    query, cache, batch = make(lengths, [1] * 5, shape, torch.float16)
+    counts = np.ones(5, np.int32)
+    found = []
+    for programs in (2, 3, 64, 5000):
+        lists = module.attention_work(
+            counts, np.array(lengths, np.int32), np.arange(5, dtype=np.int32), shape, programs
+        )
+        work = {name: torch.from_numpy(values).to(DEVICE) for name, values in lists.items()}
+        found.append(module.attention(query, cache, batch.block_tables, work, 64, 0.125, None))
+    assert all(torch.equal(out, found[0]) for out in found)
+    assert torch.equal(attend(query, cache, batch), found[0])
+
+
+@drawn
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 5000)), min_size=1, max_size=20),
+    st.sampled_from([(4, 2), (16, 1), (3, 3)]),
+    st.sampled_from([2, 396]),
+)
+def test_the_lists_cover_everything_once(
+    sequences: list[tuple[int, int]], heads: tuple[int, int], programs: int
+) -> None:
+    queries = np.array([count for count, _ in sequences], np.int32)
+    lengths = np.array([count + before for count, before in sequences], np.int32)
+    shape = HeadShape(*heads, 64)
+    work = module.attention_work(queries, lengths, np.arange(len(queries), dtype=np.int32), shape, programs)
+    group = heads[0] // heads[1]
+    few, many = work.get("few", np.zeros((1, 8), np.int32)), work.get("many", np.zeros((0, 8), np.int32))
+    splits: dict[int, list[int]] = {}
+    partials: set[int] = set()
+    for where, first, _, count, length, row, end, _ in few[1 : 1 + few[0, 0]].tolist():
+        assert (count, length) == (queries[row], lengths[row])
+        splits.setdefault(row, []).extend(range(first, end))
+        if end - first < -(-length // module.SPLIT):
+            assert end == first + 1
+            assert where + first not in partials
+            partials.add(where + first)
+    assert partials == set(range(few[0, 1]))
+    tiles: dict[int, list[int]] = {}
+    for first, _, _, count, length, row, _, _ in many.tolist():
+        assert (count, length) == (queries[row], lengths[row])
+        tiles.setdefault(row, []).append(first)
+    for row, (count, length) in enumerate(zip(queries.tolist(), lengths.tolist(), strict=True)):
+        if row in splits:
+            assert count * group <= module.FEW_ROWS
+            assert sorted(splits[row]) == list(range(-(-length // module.SPLIT)))
+        else:
+            assert sorted(tiles[row]) == list(range(0, count * group, module.MANY_ROWS))
+    assert len(splits) + len(tiles) == len(queries)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs CUDA graphs")
+def test_a_graph_gives_the_same_bits() -> None:
+    query, cache, batch = make([LONG, 5, 700], [1, 1, 1], HeadShape(16, 8, 128), torch.bfloat16)
+    shape, ones = HeadShape(16, 8, 128), np.ones(3, np.int32)
+    lists = KERNELS.attention_work(ones, batch.context_lens.cpu().numpy(), np.arange(3, dtype=np.int32), shape)
+    batch = replace(batch, work={name: torch.from_numpy(values).to(DEVICE) for name, values in lists.items()})
+    assert torch.equal(in_graph(lambda: attend(query, cache, batch)), attend(query, cache, batch))

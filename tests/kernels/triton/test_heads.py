@@ -1,0 +1,132 @@
+"""Norm, rope and cache writes in one Triton kernel: against the single steps in float64, and each row alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.kernels.triton.support import (
+    DEVICE,
+    DTYPES,
+    MARKS,
+    ROW_COUNTS,
+    assert_close,
+    assert_rows_alone,
+    drawn,
+    random,
+)
+
+from quire.kernels.triton.heads import qkv_to_cache  # isort: skip  (after the check for Triton)
+
+pytestmark = MARKS
+EPS, BLOCK_SIZE, MAX_POSITION = 1e-6, 16, 300
+UNWRITTEN = 7.0
+
+
+def make_cache(rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    shape = (rows // BLOCK_SIZE + 2, num_kv_heads, BLOCK_SIZE, head_dim)
+    return torch.full(shape, UNWRITTEN, dtype=dtype, device=DEVICE), torch.full(
+        shape, UNWRITTEN, dtype=dtype, device=DEVICE
+    )
+
+
+def make_angles(head_dim: int) -> Tensor:
+    angles = random(MAX_POSITION, head_dim // 2, dtype=torch.float32, seed=9)
+    return torch.cat((angles.cos(), angles.sin()), -1)
+
+
+def truth_of(heads: Tensor, norm: Tensor | None, positions: Tensor | None, cos_sin: Tensor) -> Tensor:
+    """In float64, but rounded to the dtype where the single steps do."""
+    wide = heads.double()
+    if norm is not None:
+        wide = (wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt()).to(heads.dtype).double()
+        wide = (wide * norm.double()).to(heads.dtype).double()
+    if positions is None:
+        return wide
+    cos, sin = cos_sin[positions].double().unsqueeze(1).chunk(2, -1)
+    first, second = wide.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def in_slots(side: Tensor, slots: Tensor) -> Tensor:
+    return side[slots // BLOCK_SIZE, :, slots % BLOCK_SIZE]
+
+
+@drawn
+@given(
+    st.sampled_from(DTYPES),
+    st.sampled_from([(4, 2, 64), (3, 3, 80), (9, 3, 96), (16, 8, 128), (14, 2, 64), (4, 1, 256), (20, 20, 64)]),
+    st.integers(1, 3),
+    st.booleans(),
+    st.booleans(),
+)
+def test_heads_are_those_of_the_single_steps(
+    dtype: torch.dtype, shape: tuple[int, int, int], rows: int, normed: bool, rotated: bool
+) -> None:
+    num_heads, num_kv_heads, head_dim = shape
+    qkv = random(rows, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype, seed=rows)
+    query_norm, key_norm = (random(head_dim, dtype=dtype, seed=seed) if normed else None for seed in (1, 2))
+    positions = torch.arange(rows, device=DEVICE) * 50 + 3 if rotated else None
+    cos_sin = make_angles(head_dim)
+    slots = torch.randperm(rows + BLOCK_SIZE, generator=torch.Generator().manual_seed(rows))[:rows].to(DEVICE)
+    keys, values = make_cache(rows, num_kv_heads, head_dim, dtype)
+    query = qkv_to_cache(
+        qkv, num_heads, num_kv_heads, head_dim, query_norm, key_norm, EPS, positions, cos_sin, keys, values, slots
+    )
+    q, k, v = qkv.view(rows, -1, head_dim).split((num_heads, num_kv_heads, num_kv_heads), 1)
+    for got, heads, norm in ((query, q, query_norm), (in_slots(keys, slots), k, key_norm)):
+        truth = truth_of(heads, norm, positions, cos_sin)
+        # A number between two of the dtype may be rounded the other way, and the rotation mixes pairs.
+        first, second = truth.chunk(2, -1)
+        assert_close(got, truth, roundings=3, size=torch.cat((first.hypot(second),) * 2, -1))
+    assert torch.equal(in_slots(values, slots), v)
+    owned = torch.zeros(keys.shape[0] * BLOCK_SIZE, dtype=torch.bool, device=DEVICE)
+    owned[slots] = True
+    for side in (keys, values):
+        others = side.transpose(1, 2).reshape(len(owned), -1)[~owned]
+        assert (others == UNWRITTEN).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_is_alone(dtype: torch.dtype) -> None:
+    rows, num_heads, num_kv_heads, head_dim = max(ROW_COUNTS), 4, 2, 64
+    norms = random(2, head_dim, dtype=dtype, seed=4)
+    cos_sin = make_angles(head_dim)
+
+    def rotate(qkv: Tensor, positions: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        keys, values = make_cache(rows, num_kv_heads, head_dim, dtype)
+        query = qkv_to_cache(
+            qkv, num_heads, num_kv_heads, head_dim, norms[0], norms[1], EPS, positions, cos_sin, keys, values, slots
+        )
+        return query, in_slots(keys, slots), in_slots(values, slots)
+
+    qkv = random(rows, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    positions = torch.arange(rows, device=DEVICE) % MAX_POSITION
+    slots = torch.randperm(rows, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    assert_rows_alone(rotate, [qkv, positions, slots])
+
+
+def test_padding_rows_write_nothing_and_caches_may_be_views() -> None:
+    num_heads, num_kv_heads, head_dim = 4, 2, 64
+    qkv = random(3, (num_heads + 2 * num_kv_heads) * head_dim, dtype=torch.float32)
+    cos_sin = make_angles(head_dim)
+    both = torch.full((2, 3, num_kv_heads, BLOCK_SIZE, head_dim), UNWRITTEN, device=DEVICE).transpose(0, 1)
+    slots = torch.tensor([-1, 20, -1], device=DEVICE)
+    qkv_to_cache(qkv, num_heads, num_kv_heads, head_dim, None, None, EPS, None, cos_sin, both[:, 0], both[:, 1], slots)
+    heads = qkv.view(3, -1, head_dim)
+    assert torch.equal(both[1, 0, :, 4], heads[1, num_heads : num_heads + num_kv_heads])
+    assert torch.equal(both[1, 1, :, 4], heads[1, num_heads + num_kv_heads :])
+    assert (both != UNWRITTEN).sum() == 2 * num_kv_heads * head_dim
+
+
+def test_odd_arguments_are_refused() -> None:
+    qkv, norm = random(2, 4 * 64, dtype=torch.float32), random(64, dtype=torch.float32)
+    keys, values = make_cache(2, 1, 64, torch.float32)
+    slots = torch.tensor([0, 1], device=DEVICE)
+    with pytest.raises(ValueError, match="come together"):
+        qkv_to_cache(qkv, 2, 1, 64, norm, None, EPS, None, make_angles(64), keys, values, slots)
+    with pytest.raises(ValueError, match="one layout"):
+        qkv_to_cache(qkv, 2, 1, 64, None, None, EPS, None, make_angles(64), keys, values[:, :, ::2], slots)

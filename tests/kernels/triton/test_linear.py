@@ -1,0 +1,93 @@
+"""Matrix products: our own kernel and cuBLAS give the same bits, for any number of rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.kernels.triton.support import (
+    DEVICE,
+    DTYPES,
+    MARKS,
+    ON_GPU,
+    ROW_COUNTS,
+    assert_close,
+    assert_rows_alone,
+    drawn,
+    in_graph,
+    random,
+)
+
+from quire.kernels.triton.kernels import TritonKernels, rows_are_exact  # isort: skip  (after the check for Triton)
+from quire.kernels.triton.linear import linear  # isort: skip
+
+pytestmark = MARKS
+HALVES = [dtype for dtype in DTYPES if dtype != torch.float32]
+TRUE_SHAPES = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (4096, 12288), (2048, 8192), (151936, 1024)]
+
+
+@drawn
+@given(
+    st.sampled_from(DTYPES),
+    st.sampled_from([1, 5, 16, 17, 33, 300]),
+    st.sampled_from([1, 31, 64, 97, 130]),
+    st.sampled_from([16, 64, 100, 576]),
+    st.booleans(),
+)
+def test_products_are_those_of_float64(dtype: torch.dtype, rows: int, size: int, inner: int, has_bias: bool) -> None:
+    x, weight = random(rows, inner, dtype=dtype), random(size, inner, dtype=dtype, seed=1)
+    bias = random(size, dtype=dtype, seed=2) if has_bias else None
+    truth = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    magnitude = x.double().abs() @ weight.double().abs().T + 1
+    assert_close(linear(x, weight, bias), truth, size=magnitude)
+    assert_close(TritonKernels().linear(x, weight, bias), truth, size=magnitude)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(96, 64), (130, 300)] + ([(1024, 3072)] if ON_GPU else []), ids=str)
+def test_a_row_is_alone(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    kernels = TritonKernels()
+    weight, bias = random(*shape, dtype=dtype), random(shape[0], dtype=dtype, seed=1)
+    x = random(max(ROW_COUNTS), shape[1], dtype=dtype, seed=2)
+    assert_rows_alone(lambda x: kernels.linear(x, weight), [x])
+    assert_rows_alone(lambda x: kernels.linear(x, weight, bias), [x])
+    assert_rows_alone(lambda x: kernels.linear_silu_mul(x, weight, bias), [x])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 16, 20, 40])
+def test_the_fused_activation_is_the_unfused_one(dtype: torch.dtype, rows: int) -> None:
+    x, weight = random(rows, 128, dtype=dtype), random(160, 128, dtype=dtype, seed=1)
+    gate, up = linear(x, weight).double().chunk(2, dim=-1)
+    assert_close(linear(x, weight, silu_mul=True), F.silu(gate) * up, roundings=4, size=(gate * up).abs() + 1)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="cuBLAS runs on a GPU")
+@pytest.mark.parametrize("shape", TRUE_SHAPES, ids=str)
+def test_cublas_adds_in_the_same_order(shape: tuple[int, int]) -> None:
+    """The fact that decode steps (our kernel) and prompts (cuBLAS) agree on. Not true of every shape: for those that
+    fail, our kernel is used throughout; of these it is expected."""
+    TritonKernels()  # turns off what would change it
+    for dtype in HALVES:
+        assert rows_are_exact(random(*shape, dtype=dtype) * 0.02)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs CUDA graphs")
+def test_a_graph_gives_the_same_bits() -> None:
+    kernels = TritonKernels()
+    x, weight = random(16, 1024, dtype=torch.bfloat16), random(4096, 1024, dtype=torch.bfloat16, seed=1)
+    for rows in (1, 16):
+        part = x[:rows]
+        assert torch.equal(in_graph(lambda part=part: kernels.linear(part, weight)), kernels.linear(part, weight))
+
+
+@pytest.mark.parametrize("rows", [1, 16, 40])
+def test_results_go_where_they_are_wanted(rows: int) -> None:
+    kernels = TritonKernels()
+    x, weight = random(rows, 64, dtype=torch.float16), random(70, 64, dtype=torch.float16, seed=1)
+    out = torch.empty(rows, 70, dtype=torch.float16, device=DEVICE)
+    assert kernels.linear(x, weight, out=out) is out
+    assert torch.equal(out, kernels.linear(x, weight))

@@ -1,0 +1,155 @@
+"""Mixture of experts by Triton: routing, grouping and the whole, against definitions; each row alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quire.kernels import reference
+from tests.kernels.triton.support import (
+    DEVICE,
+    DTYPES,
+    MARKS,
+    NAN,
+    ON_GPU,
+    ROW_COUNTS,
+    assert_close,
+    assert_rows_alone,
+    drawn,
+    in_graph,
+    random,
+)
+
+from quire.kernels.triton.grouping import group_pairs  # isort: skip  (after the check for Triton)
+from quire.kernels.triton.moe import moe, route, tile_width  # isort: skip
+
+pytestmark = MARKS
+
+
+def ascending(router_logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """What the reference chooses, in ascending order of the experts."""
+    weights, chosen = reference.route(router_logits, top_k, normalize)
+    chosen, order = chosen.sort(-1)
+    return chosen, weights.gather(1, order)
+
+
+def truth_of(
+    x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, normalize: bool
+) -> tuple[Tensor, Tensor]:
+    """In float64, and the magnitude of what was added up for each number."""
+    chosen, weights = ascending(router_logits, top_k, normalize)
+    truth = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    size = torch.zeros_like(truth)
+    for row in range(len(x)):
+        for expert, weight in zip(chosen[row].tolist(), weights[row].double(), strict=True):
+            gate, up = (gate_up[expert].double() @ x[row].double()).chunk(2)
+            hidden = gate * gate.sigmoid() * up
+            truth[row] += down[expert].double() @ hidden * weight
+            size[row] += down[expert].double().abs() @ hidden.abs() * weight
+    return truth, size
+
+
+def make_layer(
+    rows: int, experts: int, hidden: int, intermediate: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        random(rows, hidden, dtype=dtype, seed=rows),
+        random(rows, experts, dtype=dtype, seed=1) * 2,
+        random(experts, 2 * intermediate, hidden, dtype=dtype, seed=2) * hidden**-0.5,
+        random(experts, hidden, intermediate, dtype=dtype, seed=3) * intermediate**-0.5,
+    )
+
+
+@drawn
+@given(
+    st.sampled_from(DTYPES),
+    st.integers(1, 20),
+    st.sampled_from([(8, 2, 64, 48), (4, 4, 72, 40), (60, 4, 40, 24), (3, 1, 136, 200)]),
+    st.booleans(),
+)
+def test_outputs_are_those_of_float64(
+    dtype: torch.dtype, rows: int, shape: tuple[int, int, int, int], normalize: bool
+) -> None:
+    experts, top_k, hidden, intermediate = shape
+    layer = make_layer(rows, experts, hidden, intermediate, dtype)
+    truth, size = truth_of(*layer, top_k, normalize)
+    assert_close(moe(*layer, top_k, normalize), truth, roundings=3, size=size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_is_alone(dtype: torch.dtype) -> None:
+    experts, top_k = 8, 2
+    counts = ROW_COUNTS if ON_GPU else (*ROW_COUNTS, 40)  # 40 rows take wider tiles
+    x, router_logits, gate_up, down = make_layer(max(counts), experts, 192, 96, dtype)
+    if dtype != torch.float32:
+        widths = {tile_width(count * top_k, experts, dtype) for count in counts}
+        assert widths == ({16, 64, 128} if ON_GPU else {16, 64})
+    assert_rows_alone(lambda x, logits: moe(x, logits, gate_up, down, top_k, True), [x, router_logits], counts)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(("experts", "top_k"), [(128, 8), (60, 4), (8, 2), (5, 5), (1, 1)])
+def test_routing_is_that_of_the_reference(experts: int, top_k: int, normalize: bool) -> None:
+    logits = random(6, experts, dtype=torch.float32, seed=experts)
+    logits[1] = logits[1].round()  # many equal ones
+    logits[2] = 0.0
+    logits[3, 0] = 200.0  # the others' weights vanish and are equal
+    expert_ids, weights = route(logits, top_k, normalize)
+    chosen, expected = ascending(logits, top_k, normalize)
+    assert torch.equal(expert_ids.view(-1, top_k).long(), chosen)
+    assert_close(weights.view(-1, top_k), expected.double(), roundings=16)
+
+
+@pytest.mark.parametrize("spoilt", [[NAN], [float("inf")], [float("-inf")] * 8, [NAN] * 8])
+def test_a_row_without_weights_gets_different_experts_all_the_same(spoilt: list[float]) -> None:
+    logits = random(3, 8, dtype=torch.float32)
+    logits[1, : len(spoilt)] = torch.tensor(spoilt, device=DEVICE)
+    expert_ids, weights = route(logits, 3, True)
+    chosen = expert_ids.view(3, 3)[1].tolist()
+    assert chosen == sorted(set(chosen))
+    assert 0 <= chosen[0] < chosen[-1] < 8
+    assert weights.view(3, 3)[1].isnan().all()
+    assert not weights.view(3, 3)[[0, 2]].isnan().any()
+
+
+@drawn
+@given(
+    st.sampled_from([(2, 2), (3, 4), (17, 8), (64, 8), (65, 8), (200, 8)]),
+    st.sampled_from([8, 60, 128]),
+    st.sampled_from([16, 64, 128]),
+    st.booleans(),
+)
+def test_tiles_hold_every_pair_once_with_its_expert(
+    shape: tuple[int, int], experts: int, width: int, crowded: bool
+) -> None:
+    rows, top_k = shape
+    used = top_k if crowded else experts
+    generator = torch.Generator().manual_seed(rows)
+    chosen = torch.stack([torch.randperm(used, generator=generator)[:top_k].sort().values for _ in range(rows)])
+    expert_ids = chosen.flatten().int().to(DEVICE)
+    tiles = group_pairs(expert_ids, experts, rows, width)
+    found: list[list[int]] = [[] for _ in range(experts)]
+    owners = tiles.experts.tolist()
+    num_tiles = sum(owner >= 0 for owner in owners)
+    assert owners == sorted(owners[:num_tiles]) + [-1] * (tiles.bound - num_tiles)
+    for tile, (owner, count) in enumerate(zip(owners, tiles.counts.tolist(), strict=True)):
+        if owner >= 0:
+            assert 1 <= count <= width
+            found[owner] += tiles.order[tile * width : tile * width + count].tolist()
+    for expert, pairs in enumerate(found):
+        assert pairs == (expert_ids == expert).nonzero()[:, 0].tolist()
+
+
+def test_no_rows() -> None:
+    x, router_logits, gate_up, down = make_layer(1, 4, 32, 16, torch.float32)
+    assert moe(x[:0], router_logits[:0], gate_up, down, 2, True).shape == (0, 32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2, 64, 65, 2000])
+def test_a_graph_gives_the_same_bits(rows: int) -> None:
+    layer = make_layer(rows, 60, 256, 128, torch.bfloat16)
+    assert torch.equal(in_graph(lambda: moe(*layer, 4, True)), moe(*layer, 4, True))
