@@ -10,9 +10,9 @@ finished. The search ends early only when nothing live can get among the best an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from quire.errors import InvalidRequestError
 from quire.field_checks import check_bool, check_int, check_real
@@ -93,17 +93,18 @@ def check_choices(ignore_eos: bool, stop_token_ids: Sequence[int], vocab_size: i
         check_int("stop_token_ids", token_id, 0, vocab_size - 1)
 
 
-def search_beams(params: BeamSearchParams, expand: Expand) -> list[Beam]:
-    """The best beams, the best first; equally good ones in the order in which they were found."""
+def beam_steps(params: BeamSearchParams) -> Generator[list[tuple[int, ...]], Sequence[Continuations], list[Beam]]:
+    """The search, step by step: yields the new tokens of every live beam, is sent each one's
+    `num_continuations` likeliest next ones, and returns the best beams, the best first; equally good ones in the
+    order in which they were found."""
     live: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
     finished: list[Beam] = []
     for length in range(1, params.max_tokens + 1):
+        found = yield [token_ids for token_ids, _ in live]
         extended = [
             (total + logprob, index, token_id)
-            for index, ((_, total), found) in enumerate(
-                zip(live, expand([token_ids for token_ids, _ in live]), strict=True)
-            )
-            for token_id, logprob in found
+            for index, ((_, total), continuations) in enumerate(zip(live, found, strict=True))
+            for token_id, logprob in continuations
         ]
         extended.sort(key=lambda item: (-item[0], item[1], item[2]))
         going_on: list[tuple[tuple[int, ...], float]] = []
@@ -123,6 +124,17 @@ def search_beams(params: BeamSearchParams, expand: Expand) -> list[Beam]:
             return finished
     finished += [Beam(ids, total, params.score(total, len(ids)), "length") for ids, total in live]
     return _best(finished, params.beam_width)
+
+
+def search_beams(params: BeamSearchParams, expand: Expand) -> list[Beam]:
+    """The best beams, the best first, where `expand` can tell how beams may go on."""
+    steps = beam_steps(params)
+    live = next(steps)
+    while True:
+        try:
+            live = steps.send(expand(live))
+        except StopIteration as end:
+            return cast("list[Beam]", end.value)
 
 
 def _best(beams: list[Beam], count: int) -> list[Beam]:

@@ -14,13 +14,14 @@ from types import TracebackType
 from typing import Any, cast
 
 from quire.assemble import Engine, build_engine
-from quire.beam_search import BeamSearchOutput, BeamSearchParams, Continuations, check_choices, search_beams
+from quire.beam_search import BeamSearchOutput, BeamSearchParams, check_choices
 from quire.config import EngineConfig
 from quire.engine import RequestMetrics, RequestUpdate, make_requests
 from quire.errors import InvalidRequestError, QuireError
 from quire.frontend.chat_template import ChatTemplate
 from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.resolve import resolve_tokens
+from quire.live_beams import LiveBeams
 from quire.live_request import LiveRequest
 from quire.models.sources import resolve
 from quire.outputs import RequestDelta, RequestOutput
@@ -60,6 +61,7 @@ class LLM:
             self._engine: Engine | None = build_engine(source, config, bars("load"))
         self._live: dict[str, LiveRequest] = {}
         self._owners: dict[str, tuple[LiveRequest, int]] = {}
+        self._searches: list[LiveBeams] = []
         self._templates: dict[bool, ChatTemplate] = {}
         """By whether tools are given."""
         self._counter = 0
@@ -125,7 +127,8 @@ class LLM:
         """The `beam_width` likeliest continuations found by beam search; `quire.beam_search` says exactly how.
 
         Beams end at the model's end-of-sequence tokens (unless `ignore_eos`) and at `stop_token_ids`. They run
-        as ordinary requests of one token each and share their common tokens through the prefix cache.
+        beside whatever else the engine does, share the blocks of their common tokens, and compute one token
+        each per step.
         """
         engine = self.engine
         start = self._text_prompt(prompt)
@@ -133,15 +136,20 @@ class LLM:
         ends = frozenset(stop_token_ids) if ignore_eos else frozenset((*engine.eos_token_ids, *stop_token_ids))
         params = BeamSearchParams(beam_width, max_tokens, length_penalty, ends)
         params = replace(params, max_tokens=max(1, min(max_tokens, engine.plan.max_model_len - len(start.token_ids))))
-        one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=params.num_continuations)
-
-        def expand(beams: Sequence[tuple[int, ...]]) -> list[Continuations]:
-            prompts = [_Prompt(None, [*start.token_ids, *token_ids], continues=True) for token_ids in beams]
-            return [_continuations(output) for output in self._run(prompts, one, None)]
-
+        self._counter += 1
+        search = LiveBeams(engine.core, f"beams-{self._counter}", start.token_ids, params, time.monotonic())
+        self._searches.append(search)
+        try:
+            while not search.is_done:
+                self.step()
+        finally:
+            self._searches.remove(search)
+            search.close(time.monotonic())
+        if search.error is not None:
+            raise search.error
         beams = [
             replace(beam, text=self._text_after(start.token_ids, beam.token_ids, beam.stop_token_id is not None))
-            for beam in search_beams(params, expand)
+            for beam in search.beams
         ]
         return BeamSearchOutput(start.text, tuple(start.token_ids), tuple(beams))
 
@@ -269,8 +277,11 @@ class LLM:
         ended = {update.request_id: update.metrics for update in updates if update.finish_reason is not None}
         for update in updates:
             owner = self._owners.get(update.request_id)
-            if owner is None:
-                continue  # its caller has left
+            if owner is None:  # a beam's, or its caller has left
+                for search in self._searches:
+                    if update.request_id in search.names:
+                        search.take(update, time.monotonic())
+                continue
             live, index = owner
             if update.prompt_scores is not None:
                 live.take_prompt_scores(update.prompt_scores)
@@ -357,13 +368,6 @@ class LLM:
             for request_id in unfinished:
                 for name in self._live.pop(request_id).names:
                     self._owners.pop(name, None)
-
-
-def _continuations(output: RequestOutput) -> Continuations:
-    completion = output.completions[0]
-    if not completion.logprobs:
-        raise QuireError(f"the beam search failed: {completion.error or completion.finish_reason}")
-    return [(entry.token_id, entry.logprob) for entry in completion.logprobs[0].top]
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

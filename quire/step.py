@@ -61,8 +61,9 @@ class Admission:
     seed: int
     eos_token_ids: tuple[int, ...]
     arrival: float
-    forked_from: int | None = None
-    """The row whose prompt blocks it shares (its cached tokens come from there), for n > 1."""
+    forked_from: str | None = None
+    """The request that its cached tokens were taken over from: another answer to the same prompt, or the one it
+    was forked from. None if they were found in the prefix cache."""
     resolved: ResolvedTokens = field(default_factory=ResolvedTokens)
     """What the parameters that are text mean in tokens."""
     score_prompt_from: int | None = None
@@ -171,7 +172,7 @@ class RequestMetrics:
     host_tokens: int
     """Brought back from the host tier, over all admissions."""
     forked_tokens: int
-    """Shared with another answer to the same prompt."""
+    """Taken over from another request: a fork, or another answer to the same prompt."""
     recomputed_tokens: int
     """Computed again after a preemption."""
     preemptions: int

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.engine import EngineCore, Request, Scheduler, SchedulerConfig, make_requests
+from quire.engine import EngineCore, Request, Scheduler, SchedulerConfig, StepLog, make_requests
 from quire.engine.invariants import check_invariants
 from quire.kernels.ops import Kernels
 from quire.models.decoder import Decoder
@@ -114,31 +114,42 @@ class Bench:
             layer.keys.fill_(float("nan"))
             layer.values.fill_(float("nan"))
         self.runner = Runner(decoder, cache, Rows(max_num_seqs, 1024, block_size, device), block_size)
-        self.core = EngineCore(Scheduler(config), self.runner)
+        self.log = StepLog()
+        self.core = EngineCore(Scheduler(config), self.runner, step_log=self.log)
         self._preempt_every = preempt_every
 
     def run(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], **names: Any) -> Transcript:
         """All the prompts at once, in this order; request i is called `names["ids"][i]` or just i."""
         transcript = Transcript()
         live: dict[str, Request] = {}
-
-        def observe(scheduled: Sequence[ScheduledRequest], logits: Tensor) -> None:
-            for entry, row in zip(scheduled, logits, strict=True):
-                transcript.logits[entry.request_id, entry.start + entry.num_tokens] = row.clone()
-
-        self.runner.observe_logits = observe
         ids = names.get("ids", range(len(prompts)))
         for request_id, prompt, one in zip(ids, prompts, params, strict=True):
             seed = one.seed if one.seed is not None else 0
             for request in make_requests(str(request_id), list(prompt), one, seed):
                 live[request.request_id] = request
                 self.core.add_request(request, 0.0)
+        self.drive(transcript)
+        for request in live.values():
+            transcript.preemptions += request.preemptions
+            transcript.cached_tokens += request.cached_tokens
+            transcript.host_tokens += request.host_tokens
+            transcript.forked_tokens += request.forked_tokens
+        return transcript
+
+    def drive(self, transcript: Transcript) -> None:
+        """Runs whatever is in the engine to its end and writes down what comes out."""
+
+        def observe(scheduled: Sequence[ScheduledRequest], logits: Tensor) -> None:
+            for entry, row in zip(scheduled, logits, strict=True):
+                transcript.logits[entry.request_id, entry.start + entry.num_tokens] = row.clone()
+
+        self.runner.observe_logits = observe
         scheduler = self.core.scheduler
         while self.core.has_work:
             transcript.steps += 1
             assert transcript.steps < 20_000
             if self._preempt_every and transcript.steps % self._preempt_every == 0:
-                running = [request for request in live.values() if request.row is not None]
+                running = [request for request in scheduler.ledger.requests.values() if request.row is not None]
                 if running:
                     scheduler.preempt(running[transcript.steps % len(running)].request_id)
             for update in self.core.step(float(transcript.steps)):
@@ -149,9 +160,3 @@ class Bench:
                     known.update(enumerate(update.prompt_scores.scores, start=update.prompt_scores.start))
                 assert update.error is None, update.error
             check_invariants(scheduler)
-        for request in live.values():
-            transcript.preemptions += request.preemptions
-            transcript.cached_tokens += request.cached_tokens
-            transcript.host_tokens += request.host_tokens
-            transcript.forked_tokens += request.forked_tokens
-        return transcript

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from quire import LLM, SamplingParams
 from quire.beam_search import Beam, BeamSearchParams, Continuations, search_beams
 from quire.errors import InvalidRequestError
+from quire.outputs import RequestDelta
 from tests.decoding import all_logits
 
 VOCAB = 6
@@ -153,16 +155,62 @@ def test_the_logprobs_are_those_of_the_sequence(llm: LLM) -> None:
             assert beam.text == llm.engine.tokenizer.decode(beam.token_ids[:-1])
 
 
-def test_beams_share_their_tokens_through_the_prefix_cache(llm: LLM) -> None:
+def test_every_beam_computes_one_token_per_step(llm: LLM) -> None:
     log = llm.engine.core.step_log
     assert log is not None
     before = len(log)
-    prompt = list(range(100, 164))
-    llm.beam_search([*prompt], 4, 6, ignore_eos=True)
-    computed = sum(entry.step.num_tokens for entry in list(log)[before:])
-    # The prompt once; then beams recompute at most what is in their last, unfinished block.
-    assert computed <= 64 + 5 * 4 * 16
+    llm.beam_search(list(range(100, 170)), 4, 6, ignore_eos=True)
+    computed = [entry.step.num_tokens for entry in list(log)[before:] if entry.step.num_tokens]
+    assert computed == [70, 4, 4, 4, 4, 4]
     assert llm.engine.core.scheduler.blocks.pool.num_free == llm.engine.plan.num_blocks - 1
+
+
+def test_the_beams_are_those_that_requests_of_one_token_find(llm: LLM) -> None:
+    prompt = llm.engine.tokenizer.encode("It was a dark and stormy")
+    params = BeamSearchParams(3, 6, 1.0, frozenset(llm.engine.eos_token_ids))
+    one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=params.num_continuations)
+
+    def expand(beams: Sequence[tuple[int, ...]]) -> list[Continuations]:
+        found: list[Continuations] = []
+        for output in llm.generate([[*prompt, *tokens] for tokens in beams], one):
+            logprobs = output.completions[0].logprobs
+            assert logprobs is not None
+            found.append([(entry.token_id, entry.logprob) for entry in logprobs[0].top])
+        return found
+
+    got = llm.beam_search(prompt, 3, 6).beams
+    assert [replace(beam, text="") for beam in got] == search_beams(params, expand)
+
+
+def test_a_stream_goes_on_around_a_search(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12)
+    expected = llm.generate("Once upon a time", params)[0].text
+    beams = llm.beam_search("The sea is", 3, 5)
+    stream = llm.stream("Once upon a time", params)
+    text = next(stream)
+    assert llm.beam_search("The sea is", 3, 5) == beams
+    assert text + "".join(stream) == expected
+
+
+def test_a_search_that_is_interrupted_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = 0
+    step = llm.step
+
+    def interrupted() -> list[RequestDelta]:
+        nonlocal steps
+        steps += 1
+        if steps == 4:
+            raise KeyboardInterrupt
+        return step()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.beam_search("The sea is", 3, 9)
+    scheduler = llm.engine.core.scheduler
+    assert not scheduler.ledger.requests
+    assert scheduler.blocks.pool.num_free == llm.engine.plan.num_blocks - 1
+    assert len(llm.beam_search("The sea is", 3, 2).beams) == 3
 
 
 def test_a_context_that_is_full_ends_the_search(llm: LLM) -> None:

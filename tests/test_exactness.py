@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from quire.engine import make_requests
 from quire.kernels.ops import Kernels
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.select import select_kernels
@@ -190,6 +191,30 @@ def test_n_answers_equal_n_requests_with_their_seeds(length: int, dtype: str) ->
     for i in range(5):
         for position in range(length, length + 20):
             assert torch.equal(forked.logits[f"r/{i}", position], singles.logits[str(i), position])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["mistral", "qwen3_moe"])
+def test_forks_of_a_running_request_equal_requests_of_their_own(family: str, dtype: str) -> None:
+    decoder = random_decoder(SPECS[family], make_kernels("auto", DTYPES[dtype]), DTYPES[dtype])
+    bench = Bench(decoder, prefix_caching=False)
+    (parent,) = make_requests("parent", range(30), SamplingParams(max_tokens=40), 1)
+    bench.core.add_request(parent, 0.0)
+    for turn in range(20):
+        bench.core.step(float(turn))
+    assert parent.num_committed_tokens == 49
+    params = [SamplingParams(temperature=i % 2 * 0.8, seed=i, max_tokens=12) for i in range(9)]
+    positions = [1, 16, 17, 29, 31, 32, 33, 48, 49]
+    prompts = [[*parent.token_ids[:position], 96, 95] for position in positions]
+    got = Transcript()
+    for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+        (child,) = make_requests(str(i), prompt, one, one.seed or 0)
+        bench.core.fork(child, parent, 20.0)
+    bench.core.end("parent", "abort", 20.0)
+    bench.drive(got)
+    assert_same(got, solo(decoder, prompts, params))
+    admitted = [a for entry in bench.log for a in entry.step.admitted if a.forked_from == "parent"]
+    assert [admission.num_cached_tokens for admission in admitted] == positions
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

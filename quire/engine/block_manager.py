@@ -69,10 +69,27 @@ class BlockManager:
         request.block_table.append(blocks[0])
         return blocks[0]
 
+    def fork(self, request: Request, source: Request, num_tokens: int) -> None:
+        """Has a request that waits hold the blocks of the source's first `num_tokens` tokens, which are its own
+        first ones too; `place` goes on from there. The last block may be partial: the source goes on filling
+        it, so `place` copies it."""
+        self.release(request)
+        num_full = num_tokens // self.block_size
+        request.block_table = source.block_table[: self.config.blocks_for(num_tokens)]
+        for block in request.block_table:
+            self.pool.share(block)
+        request.num_held_tokens = num_tokens
+        request.num_published_blocks = min(source.num_published_blocks, num_full)
+        request.forked_from = source.request_id
+        if len(request.block_keys) < num_full:
+            request.block_keys = source.block_keys[:num_full]
+
     def place(self, request: Request, reserve_tokens: int) -> Placement | None:
-        """Fills the table of a request that holds nothing, with blocks for all its known tokens: cached ones
-        as far as they go, fresh ones for the rest. None, and nothing changed, unless `reserve_tokens` would
-        fit too."""
+        """Fills the table of a request with blocks for all its known tokens: those it was forked with, or else
+        cached ones as far as they go, and fresh ones for the rest. None, and nothing changed, unless
+        `reserve_tokens` would fit too."""
+        if request.num_held_tokens:
+            return self._place_forked(request, reserve_tokens)
         num_tokens = len(request.token_ids)
         hits = self._match(request, num_tokens)
         num_free = self.pool.num_free - sum(block.ref_count == 0 for block in hits.device)
@@ -102,23 +119,6 @@ class BlockManager:
         request.num_published_blocks = len(hits.found)
         return Placement(len(hits.found), len(hits.device) * self.block_size, len(hits.host_slots) * self.block_size)
 
-    def fork(self, request: Request, source: Request, reserve_tokens: int) -> Placement | None:
-        """Fills the table of a request with the prompt of another answer to it: full blocks are shared, the
-        last, partial one is copied. All but the last prompt token count as computed. None if blocks lack."""
-        num_tokens = len(request.token_ids) - 1
-        num_shared, num_partial = divmod(num_tokens, self.block_size)
-        if self.config.blocks_for(reserve_tokens) - num_shared > self.pool.num_free:
-            return None
-        shared = source.block_table[:num_shared]
-        fresh = self._share_and_allocate(shared, (), 1)
-        if fresh is None:
-            return None
-        if num_partial:
-            partial = source.block_table[num_shared]
-            self._copies.append(BlockCopy("device_to_device", partial.block_id, fresh[0].block_id))
-        request.block_table = shared + fresh
-        return Placement(num_shared + (num_partial > 0), num_tokens, 0)
-
     def publish(self, request: Request) -> None:
         """Offers the blocks its committed tokens have filled to the cache."""
         num_full = request.num_committed_tokens // self.block_size
@@ -144,6 +144,8 @@ class BlockManager:
             self.pool.release(block)
         request.block_table = []
         request.num_published_blocks = 0
+        request.num_held_tokens = 0
+        request.forked_from = None
 
     def void(self, copies: Iterable[BlockCopy]) -> None:
         """These copies were never made, or not known to be: whatever they brought is forgotten."""
@@ -156,6 +158,29 @@ class BlockManager:
                 self.cache.remove(block)
                 if block.ref_count == 0:
                     self.pool.reposition(block)
+
+    def _place_forked(self, request: Request, reserve_tokens: int) -> Placement | None:
+        """Full blocks stay shared. A partial one is copied, unless nobody else has it any more."""
+        table, num_held = request.block_table, request.num_held_tokens
+        partial = table[-1] if num_held % self.block_size else None
+        copied = partial if partial is not None and partial.ref_count > 1 else None
+        num_ready = len(table)
+        num_own = num_ready - (copied is not None)
+        if self.config.blocks_for(reserve_tokens) - num_own > self.pool.num_free:
+            return None
+        fresh = self._allocate(self.config.blocks_for(len(request.token_ids)) - num_own)
+        if fresh is None:
+            return None
+        if copied is not None:
+            self._copies.append(BlockCopy("device_to_device", copied.block_id, fresh[0].block_id))
+            self.pool.release(table.pop())
+        elif partial is not None and partial.key is not None:
+            # Its last owner had filled it with other tokens, which are now overwritten.
+            self._save(partial)
+            self.cache.remove(partial)
+        table += fresh
+        request.num_held_tokens = 0
+        return Placement(num_ready, num_held, 0)
 
     def _match(self, request: Request, num_tokens: int) -> _Hits:
         """The cached blocks a request can start with; one token is always left to compute."""

@@ -20,14 +20,16 @@ def check_invariants(scheduler: Scheduler) -> None:
     """Raises InvariantError, saying what is wrong, unless all of this holds:
 
     - every block but 0 is either referenced or in the free list: free (cached ones among them) + referenced
-      = all; reference counts equal the block tables; the free list is linked both ways;
+      = all; reference counts equal the block tables of those who run and of those who hold blocks without
+      running; the free list is linked both ways;
     - the prefix cache maps each name to the one block that carries it, and a request's cached blocks carry
       the request's own tokens; host slots are free or named once;
     - each row is free or owned by one running request; queues, statuses and groups agree;
     - committed <= computed <= tokens, placeholders equal the samples in flight, blocks hold what is computed.
     """
-    check_blocks(scheduler.blocks, scheduler.ledger.running)
+    check_blocks(scheduler.blocks, (*scheduler.ledger.running, *scheduler.ledger.holders))
     _check_queues(scheduler)
+    _check_holders(scheduler)
     _check_groups(scheduler)
     _check_counts(scheduler)
 
@@ -105,10 +107,26 @@ def _check_queues(scheduler: Scheduler) -> None:
     if sorted(rows) != list(range(scheduler.config.max_num_seqs)):
         raise InvariantError(f"rows are lost or owned twice: {sorted(rows)}")
     for request in ledger.waiting:
-        if request.row is not None or request.block_table or request.num_computed_tokens:
-            raise InvariantError(f"{request.request_id} waits, but has row {request.row} or blocks")
+        if request.row is not None or request.num_computed_tokens:
+            raise InvariantError(f"{request.request_id} waits, but has row {request.row} or computed tokens")
+        if bool(request.block_table) != (request in ledger.holders):
+            raise InvariantError(f"{request.request_id} waits with {request.block_table}, but is no known holder")
         if request.status not in (RequestStatus.WAITING, RequestStatus.SWAPPED):
             raise InvariantError(f"{request.request_id} waits as {request.status}")
+
+
+def _check_holders(scheduler: Scheduler) -> None:
+    for request in scheduler.ledger.holders:
+        name, held, blocks = request.request_id, request.num_held_tokens, len(request.block_table)
+        if request.row is not None:
+            raise InvariantError(f"{name} runs, but is among those who hold blocks without running")
+        if request.finish_reason is None and blocks != scheduler.config.blocks_for(held):
+            raise InvariantError(f"{name} waits with {blocks} blocks for {held} tokens")
+        if not 0 < held < request.num_tokens:
+            raise InvariantError(f"{name} holds {held} of {request.num_tokens} tokens")
+    for request in scheduler.ledger.running:
+        if request.num_held_tokens:
+            raise InvariantError(f"{request.request_id} runs, but still holds {request.num_held_tokens} tokens")
 
 
 def _check_groups(scheduler: Scheduler) -> None:

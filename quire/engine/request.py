@@ -51,6 +51,9 @@ class Request:
     resolved: ResolvedTokens = field(default_factory=ResolvedTokens)
     """What the parameters that are text mean in tokens."""
     prompt_progress: PromptProgress = field(default_factory=PromptProgress)
+    keeps_blocks: bool = False
+    """After an end of its own (stop, length) it keeps its blocks, so that it can still be forked, until they are
+    let go or somebody needs them."""
 
     status: RequestStatus = RequestStatus.WAITING
     priority: int = 0
@@ -77,8 +80,12 @@ class Request:
     """Blocks of the table already offered to the prefix cache."""
     admitted_step: int = -1
     """The step that gave it its present row: results of earlier ones say nothing about its present blocks."""
-    forked_from: Request | None = None
-    """Whose prompt blocks it shares, until a result of its own has come back."""
+    forked_from: str | None = None
+    """The name of the request that its first blocks were taken over from."""
+    num_held_tokens: int = 0
+    """Tokens whose keys and values it holds without a row: it was forked and waits, or has ended and keeps them."""
+    unproven_source: Request | None = None
+    """Whose prompt it shares while that is still being computed, until a result of its own has come back."""
 
     has_failed: bool = False
     """It failed by itself in some step: whatever steps in flight computed of it afterwards is rubbish."""
@@ -132,6 +139,17 @@ class Request:
         position = self.prompt_progress.next_position
         wanted = self.params.prompt_logprobs is not None and position < len(self.prompt_token_ids)
         return position if wanted else None
+
+    def num_shared_with(self, source: Request, most: int) -> int:
+        """With how many tokens of another request's first `most` it begins, and need not compute."""
+        most = min(most, len(self.token_ids) - 1)
+        if self.score_prompt_from is not None:
+            # A prompt position is scored by computing the token before it.
+            most = min(most, self.score_prompt_from - 1)
+        own, others = self.token_ids[:most], source.token_ids[:most]
+        if own == others:
+            return most
+        return next(i for i, (token, other) in enumerate(zip(own, others, strict=True)) if token != other)
 
     def metrics(self) -> RequestMetrics:
         """Its counts and times; only a finished request has them all."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quire.engine.block_pool import Block, BlockPool
 from quire.engine.config import SchedulerConfig
@@ -36,6 +36,9 @@ class Scenario:
     abort_chance: float
     preempt_chance: float
     reprioritize_chance: float
+    fork_chance: float
+    keep_chance: float
+    """Of a request, to keep its blocks after its end, so that it can be forked then too."""
     step_faults: dict[int, StepFault] = field(default_factory=dict)
     copy_faults: frozenset[int] = frozenset()
     request_faults: dict[int, int] = field(default_factory=dict)
@@ -98,7 +101,17 @@ def make_scenario(seed: int) -> Scenario:
         request_faults=request_faults,
         refused_takes=_some_takes(rng) if rng.random() < 0.3 else frozenset(),
         broken_takes=_some_takes(rng) if faults in ("broken", "all") else frozenset(),
+        fork_chance=rng.choice([0.0, 0.1, 0.4]),
+        keep_chance=rng.choice([0.0, 0.5]),
     )
+
+
+def make_fork(rng: random.Random, scenario: Scenario, tokens: list[int], salt: str | None) -> Arrival:
+    """A request that goes on from a sequence, from anywhere in it, with some tokens of its own."""
+    position = rng.choice([len(tokens), max(1, len(tokens) - 1), rng.randint(1, len(tokens))])
+    own = rng.choices(range(scenario.vocab_size), k=rng.choice([0, 1, 1, 2, 5]))
+    arrival = _arrival_of(rng, scenario.config, scenario.vocab_size, (*tokens[:position], *own), turn=0)
+    return replace(arrival, params=replace(arrival.params, cache_salt=salt))
 
 
 def _some_takes(rng: random.Random) -> frozenset[int]:
@@ -126,6 +139,12 @@ def _make_arrival(
     prefix = rng.choice(prefixes)
     prompt = prefix[: rng.randint(0, len(prefix))]
     prompt += tuple(rng.choices(range(vocab_size), k=rng.choice([0, 1, 2, 5])))
+    return _arrival_of(rng, config, vocab_size, prompt, turn)
+
+
+def _arrival_of(
+    rng: random.Random, config: SchedulerConfig, vocab_size: int, prompt: tuple[int, ...], turn: int
+) -> Arrival:
     max_tokens: int | None
     if rng.random() < 0.95:
         # Mostly something that fits: the rest checks that refusals come when they should.

@@ -70,6 +70,15 @@ class Scheduler:
         """Takes a request in, or says why it never could be computed."""
         self.ledger.add(request, now)
 
+    def fork(self, request: Request, source: Request, now: float) -> None:
+        """Takes a request in that goes on from tokens of another one; see `Ledger.fork`."""
+        oldest = self.in_flight[0][0].step_id if self.in_flight else self._num_steps
+        self.ledger.fork(request, source, oldest, now)
+
+    def let_go(self, request: Request) -> None:
+        """Gives up the blocks a request holds without running: after its end, or forked and waiting."""
+        self.ledger.let_go(request)
+
     def abort(self, request_ids: Iterable[str], now: float) -> None:
         """Ends these requests (or all answers of a group) at once; unknown names have just finished."""
         for request_id in request_ids:
@@ -92,10 +101,12 @@ class Scheduler:
         self.ledger.set_priority(self.ledger.get(request_id), priority)
 
     def preempt(self, request_id: str, why: str = "asked for") -> None:
-        """Takes row and blocks from a request if it is running; it comes back when there is room."""
+        """Takes row and blocks from a request; it comes back when there is room."""
         request = self.ledger.get(request_id)
         if request.row is not None:
             self.ledger.preempt(request, why)
+        else:
+            self.ledger.let_go(request)
 
     def schedule(self, now: float) -> Step:
         """Decides the next step. Unless it is empty it must be submitted, then committed or failed."""
@@ -163,7 +174,7 @@ class Scheduler:
             token_ids.append(tokens[0])
             if request.first_token is None:
                 request.first_token = now
-                request.forked_from = None
+                request.unproven_source = None
             scores = scores_of.get(request_id, ()) if scores_of else ()
             if tokens[0] in request.stop_ids and request.num_output_tokens > request.params.min_tokens:
                 request.stop_token_id = tokens[0]
@@ -249,7 +260,7 @@ class Scheduler:
         request.num_placeholders += samples
 
     def _grow(self, request: Request, draft: _Draft) -> int | None:
-        """A block for the next token, taken from the least important running request if none is free.
+        """A block for the next token: a free one, else a held one, else one of the least important running request.
 
         The running queue is walked in its order, so whoever gives way has not been scheduled in this step.
         """
@@ -261,9 +272,10 @@ class Scheduler:
                 return None
             if block is not None:
                 return block.block_id
-            draft.preempting = True
-            why = f"request {request.request_id} needed a block and none was free"
-            self.ledger.preempt(self.ledger.running[-1], why)
+            if not self.ledger.reclaim(None):
+                draft.preempting = True
+                why = f"request {request.request_id} needed a block and none was free"
+                self.ledger.preempt(self.ledger.running[-1], why)
         return None
 
     def _schedule_waiting(self, draft: _Draft) -> None:
@@ -276,18 +288,23 @@ class Scheduler:
             if not ready:
                 index += 1
                 continue
-            reserve = min(len(request.token_ids) + 1, request.max_total_tokens - 1)
             try:
-                if source is None:
-                    placement = self.blocks.place(request, reserve)
-                else:
-                    placement = self.blocks.fork(request, source, reserve)
+                placement = self._place(request, source)
             except QuireError as error:
                 self.ledger.finish(request, "error", draft.now, error=str(error))
                 continue
-            if placement is None:
+            if placement is not None:
+                self._admit(request, placement, source, draft)
+            elif not self.ledger.reclaim(request):
                 return
-            self._admit(request, placement, source, draft)
+
+    def _place(self, request: Request, source: Request | None) -> Placement | None:
+        if source is not None:
+            self.blocks.fork(request, source, request.num_prompt_tokens - 1)
+        placement = self.blocks.place(request, min(len(request.token_ids) + 1, request.max_total_tokens - 1))
+        if placement is None and source is not None:
+            self.ledger.let_go(request)  # what the source is computing is not certain, so it can't be held
+        return placement
 
     def _readiness(self, request: Request, draft: _Draft) -> tuple[bool, Request | None]:
         """Whether a waiting request could be admitted now, and whose prompt it then shares."""
@@ -319,14 +336,15 @@ class Scheduler:
         request.admitted_step = draft.step_id
         request.num_computed_tokens = placement.num_device_tokens + placement.num_host_tokens
         request.host_tokens += placement.num_host_tokens
-        if source is None:
+        if request.forked_from is None:
             request.cached_tokens += placement.num_device_tokens
-            request.num_committed_tokens = request.num_computed_tokens
         else:
             request.forked_tokens += placement.num_device_tokens
-            if source.num_committed_tokens < request.num_computed_tokens:
-                # The prompt is still being computed, by the source or by the one it was forked from itself.
-                request.forked_from = source.forked_from or source
+        if source is None:
+            request.num_committed_tokens = request.num_computed_tokens
+        elif source.num_committed_tokens < request.num_computed_tokens:
+            # The prompt is still being computed, by the source or by the one it was forked from itself.
+            request.unproven_source = source.unproven_source or source
         block_ids = tuple(block.block_id for block in request.block_table)
         draft.admitted.append(
             Admission(
@@ -341,7 +359,7 @@ class Scheduler:
                 seed=request.seed,
                 eos_token_ids=request.eos_token_ids,
                 arrival=request.arrival,
-                forked_from=None if source is None else source.row,
+                forked_from=request.forked_from,
                 resolved=request.resolved,
                 # Whoever it was forked from scores the prompt, in steps already submitted.
                 score_prompt_from=request.score_prompt_from if source is None else None,
@@ -362,11 +380,10 @@ class Scheduler:
 
     def _fail_request(self, request: Request, step_id: int, message: str, now: float) -> None:
         """Ends a request that failed by itself, and those who took over its prompt before this was known."""
-        # Also when the request itself has ended meanwhile: its blocks live on in its forks, and steps in
-        # flight may still score its prompt.
+        # Also after its own end: its blocks live on in other answers, and steps in flight may still score its prompt.
         request.has_failed = True
         for member in list(self.ledger.members(request.group_id)):
-            if member.forked_from is request and member.admitted_step > step_id:
+            if member.unproven_source is request and member.admitted_step > step_id:
                 text = f"shares the prompt of request {request.request_id}, which failed: {message}"
                 self.ledger.finish(member, "error", now, error=text)
         if request.finish_reason is None:

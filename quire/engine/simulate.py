@@ -3,8 +3,8 @@
     python -m quire.engine.simulate --seeds 100000
     python -m quire.engine.simulate --seed 4711      # replays one, step by step
 
-Every finished request must equal its solo run, every cut one a beginning of it; nothing may leak, the
-invariants hold after every step, and nobody waits forever. What a seed does is fixed by the seed.
+Every finished request, forked or not, must equal its solo run, every cut one a beginning of it; nothing may
+leak, the invariants hold after every step, and nobody waits forever. What a seed does is fixed by the seed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from quire.engine.fake_runner import FakeRunner, solo_prompt_scores, solo_run
 from quire.engine.invariants import check_invariants
 from quire.engine.metrics import EngineMetrics
 from quire.engine.request import PromptProgress, Request, make_requests
-from quire.engine.scenario import Arrival, FaultyPool, Scenario, make_scenario
+from quire.engine.scenario import Arrival, FaultyPool, Scenario, make_fork, make_scenario
 from quire.engine.scheduler import Scheduler
 from quire.engine.step_log import StepLog, StepLogEntry
 from quire.errors import CapacityError, InvalidRequestError
 from quire.step import RequestMetrics, RequestUpdate, TokenScore
+
+MAX_FORKS = 12
 
 
 class SimulationError(AssertionError):
@@ -51,6 +53,9 @@ class Simulation:
     prompt_scores: dict[PromptProgress, dict[int, TokenScore]] = field(default_factory=dict)
     """By what the answers to one prompt share, and position."""
     ended: list[RequestMetrics] = field(default_factory=list)
+    sources: list[Request] = field(default_factory=list)
+    """Everyone there ever was, for forks."""
+    num_forks: int = 0
     work: int = 0
     """Tokens all requests together could need."""
 
@@ -92,7 +97,7 @@ class Simulation:
         self._check_end()
         return self.metrics.counters.steps
 
-    def _arrive(self, arrival: Arrival) -> None:
+    def _arrive(self, arrival: Arrival, source: Request | None = None) -> None:
         config = self.scenario.config
         name = arrival.name
         while any(key == name or key.startswith(f"{name}/") for key in self.live):
@@ -103,18 +108,23 @@ class Simulation:
             total = min(config.max_model_len, num_prompt + (arrival.params.max_tokens or config.max_model_len))
             fits = 0 < num_prompt < config.max_model_len
             fits = fits and total - 1 <= config.num_usable_blocks * config.block_size
+            request.keeps_blocks = self.rng.random() < self.scenario.keep_chance
             try:
-                self.core.add_request(request, self.now)
+                if source is None:
+                    self.core.add_request(request, self.now)
+                else:
+                    self.core.fork(request, source, self.now)
             except (InvalidRequestError, CapacityError) as error:
                 self._require(not fits, f"{name} was refused, though it fits: {error}")
             else:
                 self._require(fits, f"{name} was taken in, though it can't fit")
                 self.live[request.request_id] = (request, [])
+                self.sources.append(request)
                 self.prompt_scores.setdefault(request.prompt_progress, {})
                 self.work += total
 
     def _disturb(self) -> None:
-        """Aborts, preemptions and changes of priority, at any moment."""
+        """Aborts, preemptions, changes of priority and forks, at any moment."""
         scenario, rng = self.scenario, self.rng
         for chance, act in (
             (scenario.abort_chance, self._abort_one),
@@ -125,6 +135,19 @@ class Simulation:
             if names and rng.random() < chance:
                 act(rng.choice(names))
                 check_invariants(self.scheduler)
+        if self.sources and rng.random() < scenario.fork_chance:
+            # Mostly someone of whom there is something to be had.
+            with_blocks = [request for request in self.sources if request.block_table]
+            self._fork_or_let_go(rng.choice(with_blocks if with_blocks and rng.random() < 0.8 else self.sources))
+            check_invariants(self.scheduler)
+
+    def _fork_or_let_go(self, source: Request) -> None:
+        if self.rng.random() < 0.2:
+            self.core.let_go(source)
+        elif self.num_forks < MAX_FORKS:
+            self.num_forks += 1
+            arrival = make_fork(self.rng, self.scenario, source.token_ids, source.params.cache_salt)
+            self._arrive(arrival, source)
 
     def _abort_one(self, name: str) -> None:
         self.core.abort([self.rng.choice([name, name.split("/")[0]])], self.now)
@@ -178,6 +201,9 @@ class Simulation:
 
     def _check_end(self) -> None:
         self._require(not self.live, f"{sorted(self.live)} never ended")
+        for request in self.sources:
+            self.core.let_go(request)
+        check_invariants(self.scheduler)
         pool = self.scheduler.blocks.pool
         self._require(pool.num_free == len(pool.blocks) - 1, f"{pool.num_free} blocks are free at the end")
         told = sorted(self.ended, key=_by_name_and_time)

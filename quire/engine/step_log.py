@@ -25,7 +25,7 @@ from quire.step import (
     StepResult,
 )
 
-VERSION = 2
+VERSION = 3
 _DEFAULT_PARAMS = SamplingParams()
 _T = TypeVar("_T")
 

@@ -57,11 +57,25 @@ class Harness:
     def steps(self) -> list[Step]:
         return [entry.step for entry in self.log]
 
-    def add(self, name: str, prompt: Sequence[int], seed: int = 0, **params: Any) -> list[Request]:
+    def add(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        seed: int = 0,
+        source: Request | None = None,
+        keeps_blocks: bool = False,
+        **params: Any,
+    ) -> list[Request]:
+        """A new request, forked from `source` if there is one."""
         params.setdefault("max_tokens", 8)
         requests = make_requests(name, prompt, SamplingParams(**params), seed, self.eos)
         for request in requests:
-            self.core.add_request(request, self.now)
+            request.keeps_blocks = keeps_blocks
+            if source is None:
+                self.core.add_request(request, self.now)
+            else:
+                self.core.fork(request, source, self.now)
+            check_invariants(self.scheduler)
             self.requests[request.request_id] = request
             self.tokens[request.request_id] = []
         return requests

@@ -90,13 +90,26 @@ class NaiveBlocks:
             self.host.append(stored)
         return table + fresh
 
-    def fork(self, source: list[int], num_prompt: int, reserve: int) -> list[int] | None:
-        num_shared = (num_prompt - 1) // self.size
-        if self.blocks_for(reserve) - num_shared > len(self.free):
-            return None
-        for block in source[:num_shared]:
+    def fork(self, source: list[int], num_tokens: int) -> list[int]:
+        table = source[: self.blocks_for(num_tokens)]
+        for block in table:
             self.share(block)
-        return [*source[:num_shared], self.take([])]
+        return table
+
+    def place_forked(self, table: list[int], num_held: int, num_tokens: int, reserve: int) -> list[int] | None:
+        """A block that is not full and that others have too is exchanged for a copy."""
+        own = list(table)
+        partial = own[-1] if num_held % self.size else None
+        if partial is not None and self.refs[partial] > 1:
+            own.pop()
+        if self.blocks_for(reserve) - len(own) > len(self.free):
+            return None
+        own += [self.take([]) for _ in range(self.blocks_for(num_tokens) - len(own))]
+        if partial is not None and partial not in own:
+            self.release([partial])
+        elif partial in self.names:
+            self.save(self.names.pop(partial), [])
+        return own
 
     def publish(self, salt: str, tokens: list[int], table: list[int], first: int, num_computed: int) -> None:
         """Each block is offered once: `first` is the first that was not."""

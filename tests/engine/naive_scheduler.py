@@ -24,6 +24,15 @@ class NaiveRequest:
     table: list[int] | None = None
     """Its blocks while it runs."""
     was_admitted: bool = False
+    promised: list[int] = field(default_factory=list)
+    """The blocks it was forked with; it may lose them before it runs, but never gets others."""
+
+    @property
+    def held(self) -> list[int]:
+        """What it has of the promised blocks, if it does not run."""
+        blocks = [] if self.table is not None else [block.block_id for block in self.request.block_table]
+        assert blocks in ([], self.promised)
+        return blocks
 
     @property
     def num_tokens(self) -> int:
@@ -44,6 +53,8 @@ class NaiveScheduler:
         self.forced: set[str] = set()
         """Preempted from outside since the last step."""
         self.in_flight: list[tuple[Step, list[NaiveRequest]]] = []
+        self.kept: list[NaiveRequest] = []
+        """Requests that ended and may still have their blocks."""
 
     def judge(self, step: Step, now: float) -> None:
         """Checks a step against the rules, then takes it over."""
@@ -59,7 +70,8 @@ class NaiveScheduler:
         self._judge_admissions(step, alive, given_way)
         self._apply(step, alive)
         self.forced.clear()
-        held = {block for known in self.live.values() for block in known.table or ()}
+        held = {block for known in self.live.values() for block in known.table or known.held}
+        held |= {block for known in self.kept for block in known.held}
         assert step.num_free_blocks == self.config.num_usable_blocks - len(held)
         assert step.num_running == sum(known.table is not None for known in alive.values())
         assert step.num_waiting == len(alive) - step.num_running
@@ -95,11 +107,27 @@ class NaiveScheduler:
         num_running = sum(known.table is not None for known in alive.values()) + len(admitted)
         if num_running < self.config.max_num_seqs and step.num_tokens < self.config.max_batched_tokens:
             for known in passed:
-                need = min(known.num_tokens + 1, known.limit - 1)
-                fits = self.config.blocks_for(need) <= step.num_free_blocks
+                if known.in_flight:
+                    continue
+                # One of a group may be ready to share its prompt and lack room: nobody behind it is judged.
                 if self._is_ready(known, alive, admitted):
-                    assert not fits, "there was room"
-                    break
+                    need = min(known.num_tokens + 1, known.limit - 1)
+                    room = step.num_free_blocks + self._num_reclaimable(known, alive, admitted)
+                    assert self.config.blocks_for(need) > room, "there was room"
+                break
+
+    def _num_reclaimable(self, taker: NaiveRequest, alive: dict[str, NaiveRequest], admitted: list[str]) -> int:
+        """Blocks that only those behind the taker hold without running (or anyone, if nobody runs)."""
+        runs = [known for name, known in alive.items() if known.table is not None or name in admitted]
+        used = {block.block_id for known in runs for block in known.request.block_table}
+        loose = set()
+        for known in (*alive.values(), *self.kept):
+            if known is taker or known in runs:
+                continue
+            if runs and known.order < taker.order:
+                used.update(known.held)
+            loose.update(known.held)
+        return len(loose - used - set(taker.held))
 
     @staticmethod
     def _is_ready(known: NaiveRequest, alive: dict[str, NaiveRequest], admitted: list[str]) -> bool:
@@ -151,4 +179,7 @@ class NaiveScheduler:
         elif update.finish_reason is None:
             assert len(known.tokens) < len(known.answer), "it should have ended"
         if update.finish_reason is not None:
-            del self.live[update.request_id]
+            ended = self.live.pop(update.request_id)
+            if ended.request.keeps_blocks:
+                ended.promised, ended.table = [block.block_id for block in ended.request.block_table], None
+                self.kept.append(ended)

@@ -13,7 +13,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from quire.engine.block_manager import BlockManager
+from quire.engine.block_manager import BlockManager, Placement
 from quire.engine.config import SchedulerConfig
 from quire.engine.invariants import check_blocks
 from quire.engine.prefix_cache import BlockKey
@@ -30,6 +30,7 @@ class BlockMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.holders: list[tuple[Request, list[int]]] = []
+        """Forked ones that were not placed yet are among them: they have `num_held_tokens`."""
         self.count = 0
 
     @initialize(size=st.integers(1, 3), num_blocks=st.integers(2, 12), num_host=st.sampled_from([0, 0, 1, 2, 5]))
@@ -56,25 +57,43 @@ class BlockMachine(RuleBasedStateMachine):
         self.holders.append((request, expected))
 
     @precondition(lambda self: self.holders)
-    @rule(data=st.data())
-    def fork(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), extra=TOKENS)
+    def fork(self, data: st.DataObject, extra: list[int]) -> None:
         source, table = self.pick(data)
-        tokens = list(source.prompt_token_ids)
-        if source.num_computed_tokens < len(tokens) - 1:
+        num_certain = source.num_held_tokens or source.num_committed_tokens
+        if not num_certain:
             return
+        num_shared = data.draw(st.integers(1, num_certain), label="position")
         self.count += 1
-        request = Request(f"r{self.count}", tuple(tokens), source.params, seed=0)
-        expected = self.model.fork(table, len(tokens), len(tokens))
-        placement = self.blocks.fork(request, source, len(tokens))
+        request = Request(f"r{self.count}", (*source.token_ids[:num_shared], *extra), source.params, seed=0)
+        self.blocks.fork(request, source, num_shared)
+        self.holders.append((request, self.model.fork(table, num_shared)))
+
+    @precondition(lambda self: any(request.num_held_tokens for request, _ in self.holders))
+    @rule(data=st.data(), more=st.integers(0, 3))
+    def place_forked(self, data: st.DataObject, more: int) -> None:
+        request, table = data.draw(st.sampled_from([item for item in self.holders if item[0].num_held_tokens]))
+        num_held, num_tokens = request.num_held_tokens, len(request.token_ids)
+        expected = self.model.place_forked(table, num_held, num_tokens, num_tokens + more)
+        self.blocks.take_copies()
+        placement = self.blocks.place(request, num_tokens + more)
         assert (placement is None) == (expected is None)
-        if expected is not None:
-            request.num_computed_tokens = len(tokens) - 1
-            self.holders.append((request, expected))
+        if placement is None or expected is None:
+            assert request.num_held_tokens == num_held
+            return
+        assert placement == Placement(self.blocks.config.blocks_for(num_held), num_held, 0)
+        moved = [pair for pair in zip(table, expected, strict=False) if pair[0] != pair[1]]
+        copies = self.blocks.take_copies()
+        assert [(copy.source, copy.target) for copy in copies if copy.kind == "device_to_device"] == moved
+        table[:] = expected
+        request.num_computed_tokens = request.num_committed_tokens = num_held
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data(), token=st.integers(0, 1))
     def append(self, data: st.DataObject, token: int) -> None:
         request, table = self.pick(data)
+        if request.num_held_tokens:
+            return
         if len(request.token_ids) == len(table) * self.blocks.block_size:
             expected = self.model.grow()
             block = self.blocks.grow(request)
@@ -88,6 +107,8 @@ class BlockMachine(RuleBasedStateMachine):
     @rule(data=st.data(), count=st.integers(1, 8))
     def commit(self, data: st.DataObject, count: int) -> None:
         request, table = self.pick(data)
+        if request.num_held_tokens:
+            return
         request.num_computed_tokens = min(len(request.token_ids), request.num_computed_tokens + count)
         request.num_committed_tokens = request.num_computed_tokens
         salt, first = request.params.cache_salt or "", request.num_published_blocks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from hypothesis import settings
@@ -78,6 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from([None, "salt"]),
         deadline=st.sampled_from([None, None, 4.0]),
         seed=st.integers(0, 3),
+        keeps=st.booleans(),
     )
     def add(
         self,
@@ -88,17 +90,56 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt: str | None,
         deadline: float | None,
         seed: int,
+        keeps: bool,
     ) -> None:
         params = SamplingParams(max_tokens=max_tokens, n=n, priority=priority, cache_salt=salt, deadline=deadline)
+        self.take_in(prompt, params, seed, keeps)
+
+    @precondition(lambda self: self.naive.live or self.naive.kept)
+    @rule(
+        data=st.data(),
+        extra=st.lists(st.integers(0, 1), max_size=3),
+        max_tokens=st.integers(1, 6),
+        n=st.sampled_from([1, 1, 2]),
+        keeps=st.booleans(),
+    )
+    def fork(self, data: st.DataObject, extra: list[int], max_tokens: int, n: int, keeps: bool) -> None:
+        sources = [*self.naive.live.values(), *self.naive.kept]
+        known = sources[data.draw(st.integers(0, len(sources) - 1), label="source")]
+        tokens = known.request.token_ids
+        position = data.draw(st.integers(1, len(tokens)), label="position")
+        prompt = [*tokens[:position], *extra][: MAX_LEN - 1]
+        params = replace(known.request.params, max_tokens=max_tokens, n=n, deadline=None)
+        self.take_in(prompt, params, data.draw(st.integers(0, 3), label="seed"), keeps, known)
+
+    @precondition(lambda self: self.naive.kept)
+    @rule(data=st.data())
+    def let_go(self, data: st.DataObject) -> None:
+        known = self.naive.kept.pop(data.draw(st.integers(0, len(self.naive.kept) - 1), label="kept"))
+        self.scheduler.let_go(known.request)
+        assert not known.held
+
+    def take_in(
+        self, prompt: list[int], params: SamplingParams, seed: int, keeps: bool, source: NaiveRequest | None = None
+    ) -> None:
         name = f"r{self.count % 5}"
         if any(live.split("/")[0] == name for live in self.naive.live):
             name = f"q{self.count}"
         for request in make_requests(name, prompt, params, seed, EOS):
-            self.scheduler.add(request, self.now)
+            request.keeps_blocks = keeps
+            if source is None:
+                self.scheduler.add(request, self.now)
+            else:
+                self.scheduler.fork(request, source.request, self.now)
             answer, reason = solo_run(prompt, params, request.seed, EOS, VOCAB, MAX_LEN)
-            order = (priority if self.config.policy == "priority" else 0, self.now, self.count)
-            expires = float("inf") if deadline is None else self.now + deadline
-            self.naive.live[request.request_id] = NaiveRequest(request, answer, reason, order, expires)
+            since = self.now if source is None else source.order[1]
+            order = (params.priority if self.config.policy == "priority" else 0, since, self.count)
+            expires = float("inf") if params.deadline is None else self.now + params.deadline
+            known = self.naive.live[request.request_id] = NaiveRequest(request, answer, reason, order, expires)
+            if source is not None:
+                table = source.held if source.table is None else source.table
+                known.promised = [block.block_id for block in request.block_table]
+                assert known.promised == table[: len(known.promised)]
             self.count += 1
 
     @precondition(lambda self: len(self.pending) < MOST_IN_FLIGHT)
@@ -186,6 +227,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.late_result()
             self.bookkeeping_is_sound()
         assert not self.naive.live
+        for known in self.naive.kept:
+            self.scheduler.let_go(known.request)
+        check_invariants(self.scheduler)
         assert self.scheduler.blocks.pool.num_free == self.config.num_usable_blocks
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from quire.engine.block_manager import BlockManager
+from quire.engine.ledger import Ledger
 from quire.engine.request import Request
 from quire.engine.scheduler import Scheduler
 from quire.engine.simulate import SimulationError, main, run_seed
@@ -50,6 +51,14 @@ def test_a_scheduler_that_forgets_someone_is_noticed(monkeypatch: pytest.MonkeyP
         run_seed(12)
 
 
+def test_held_blocks_that_nobody_takes_back_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Ledger, "reclaim", lambda self, taker: False)
+    assert main(["--seeds", "60"]) == 1
+    assert "no end after" in capsys.readouterr().err
+
+
 def test_a_scheduler_that_loses_a_prompts_scores_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     note = Scheduler._note_prompt_scores
 
@@ -61,7 +70,7 @@ def test_a_scheduler_that_loses_a_prompts_scores_is_noticed(monkeypatch: pytest.
 
     monkeypatch.setattr(Scheduler, "_note_prompt_scores", only_for_the_living)
     with pytest.raises(SimulationError, match="the prompt's scores are"):
-        run_seed(1761)
+        run_seed(3089)
 
 
 def test_prefix_hits_over_positions_to_be_scored_are_noticed(

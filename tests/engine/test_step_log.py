@@ -54,7 +54,7 @@ def test_file_reads_back_equal_to_what_was_written(tmp_path: Path) -> None:
     entries = read_step_log(path)
     assert entries == list(log)
     assert [entry.step.step_id for entry in entries] == step_ids
-    assert all(json.loads(line)["version"] == 2 for line in path.read_text().splitlines())
+    assert all(json.loads(line)["version"] == 3 for line in path.read_text().splitlines())
     assert any(entry.error for entry in entries)
     assert any(entry.step.copies for entry in entries)
     assert any(entry.step.preempted for entry in entries)
@@ -67,7 +67,7 @@ def test_ends_and_parameters_survive_a_line() -> None:
         logits_processors=(lambda token_ids, logits: logits,),
         structured=StructuredOutput(json_schema={"type": "object"}),
     )
-    admission = Admission("a", 0, (1, 2), 2, (), 0, 0, params, 3, (), 0.0, None, ResolvedTokens(((7, 8),)), 1)
+    admission = Admission("a", 0, (1, 2), 2, (), 0, 0, params, 3, (), 0.0, "b", ResolvedTokens(((7, 8),)), 1)
     result = StepResult(0, {"a": (5,)}, ended=frozenset("ab"))
     got = decode_entry(encode_entry(StepLogEntry(Step(0, 0.0, admitted=(admission,)), result, None, 1.0)))
     assert got.result == result
@@ -126,9 +126,9 @@ def test_a_file_that_cannot_be_written_stops_the_file_and_not_the_engine(tmp_pat
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"version": 1}', "not a step log of version 2 .found 1."),
+        ('{"version": 2}', "not a step log of version 3 .found 2."),
         ("[]", "found None"),
-        ('{"version": 2}', "step"),
+        ('{"version": 3}', "step"),
         ("{", "Expecting"),
     ],
 )
