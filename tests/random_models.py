@@ -98,6 +98,7 @@ class Bench:
         max_batched_tokens: int = 512,
         prefix_caching: bool = True,
         preempt_every: int = 0,
+        depth: int = 1,
     ) -> None:
         config = SchedulerConfig(
             num_blocks=num_blocks,
@@ -115,7 +116,7 @@ class Bench:
             layer.values.fill_(float("nan"))
         self.runner = Runner(decoder, cache, Rows(max_num_seqs, 1024, block_size, device), block_size)
         self.log = StepLog()
-        self.core = EngineCore(Scheduler(config), self.runner, step_log=self.log)
+        self.core = EngineCore(Scheduler(config), self.runner, depth, step_log=self.log)
         self._preempt_every = preempt_every
 
     def run(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], **names: Any) -> Transcript:

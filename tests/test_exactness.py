@@ -65,7 +65,8 @@ def solo(decoder: Decoder, prompts: Sequence[Sequence[int]], params: Sequence[Sa
 
 def assert_same(got: Transcript, expected: Transcript) -> None:
     assert got.tokens == expected.tokens
-    assert got.logits.keys() == expected.logits.keys()
+    # With several steps in flight a request is computed on for a few tokens before its end is known.
+    assert got.logits.keys() >= expected.logits.keys()
     for key, logits in expected.logits.items():
         assert torch.equal(got.logits[key], logits), f"request {key[0]}, position {key[1]}"
 
@@ -84,6 +85,8 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "preempted every third step": {"preempt_every": 3, "max_batched_tokens": 64, "max_num_seqs": 24},
     "swapped every third step": {"preempt_every": 3, "num_host_blocks": 64, "max_batched_tokens": 96},
     "hardly any memory": {"num_blocks": 24, "max_batched_tokens": 96},
+    "two steps in flight": {"depth": 2, "max_num_seqs": 12, "max_batched_tokens": 64},
+    "three in flight, preempted": {"depth": 3, "preempt_every": 3, "max_batched_tokens": 64, "max_num_seqs": 24},
     "hardly any memory and a host tier": {"num_blocks": 24, "num_host_blocks": 12, "max_batched_tokens": 96},
 }
 

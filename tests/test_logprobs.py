@@ -18,7 +18,7 @@ from quire.errors import InvalidRequestError
 from quire.kernels.select import select_kernels
 from quire.models.decoder import Decoder
 from quire.outputs import TokenLogprobs
-from quire.runner.logprobs import ROWS_AT_ONCE, score_tokens
+from quire.runner.logprobs import ROWS_AT_ONCE, ScoreTensors, read_scores, score_on_device
 from quire.step import TokenScore
 from tests.decoding import all_logits
 from tests.random_models import SPECS, Bench, Transcript, random_decoder
@@ -33,6 +33,11 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "swapped every third step": {"preempt_every": 3, "num_host_blocks": 64, "max_batched_tokens": 40},
     "hardly any memory and a host tier": {"num_blocks": 24, "num_host_blocks": 12, "max_batched_tokens": 96},
 }
+
+
+def score_tokens(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> list[TokenScore]:
+    kernels = select_kernels(logits.device, torch.float32)
+    return read_scores(score_on_device(logits, token_ids, num_top, kernels), num_top)
 
 
 def make_decoder(family: str, dtype: torch.dtype) -> Decoder:
@@ -182,6 +187,18 @@ def test_a_rows_scores_do_not_depend_on_its_company() -> None:
     together = score_tokens(logits, tokens, [i % 30 for i in range(100)])
     for i in (0, 1, 57, 99):
         assert score_tokens(logits[i : i + 1].clone(), tokens[i : i + 1], [i % 30]) == [together[i]]
+
+
+def test_scores_are_read_from_copies_of_their_tensors() -> None:
+    logits = torch.randn(ROWS_AT_ONCE + 3, 50, generator=torch.Generator().manual_seed(1))
+    tokens = torch.arange(len(logits)) % 50
+    num_top = [i % 4 for i in range(len(logits))]
+    scores = score_on_device(logits, tokens, num_top, select_kernels(torch.device("cpu"), torch.float32))
+    copies = ScoreTensors(*(tensor.clone() for tensor in scores))
+    expected = score_tokens(logits, tokens, num_top)
+    tokens.zero_()  # as the tokens of a row that is somebody else's by then
+    assert read_scores(copies, num_top) == read_scores(scores, num_top) == expected
+    assert [len(score.top) for score in expected] == num_top
 
 
 # Through the API

@@ -1,8 +1,13 @@
 """Masks of allowed tokens for the runner's rows, computed while the model runs.
 
-The runner admits a row with its grammar, starts the masks of the rows that will sample before it runs the
-model, takes them when the logits are there, and tells which tokens were drawn. A step without constrained
-rows costs one look at an array of flags.
+The order of calls: the runner admits a row with its grammar; for each step it starts the masks of the rows that
+will sample, takes them when the logits are there (which sends them to the device without waiting for it), and, when
+the tokens that were drawn have arrived, tells which they are, with the epochs the masks came with. A step without
+constrained rows costs one look at an array of flags.
+
+A runner that is a step ahead learns the tokens of a step late: before it starts the masks of the next one, but maybe
+after it has dropped a row or given it to another request. Tokens of an earlier epoch are nobody's and are left out.
+Masks that were started too early, before a token they depend on was told, are computed again when they are taken.
 
 Where it meets other controls:
 - Only tokens of text are ever allowed, and the end-of-sequence tokens where the text may end. So a
@@ -29,6 +34,7 @@ from quire.constrain.grammar import GrammarCompiler, Vocabulary
 from quire.constrain.guidance import import_llguidance
 from quire.constrain.state import GrammarState
 from quire.errors import QuireError
+from quire.runner.upload import upload
 from quire.sampling_params import StructuredOutput
 
 if TYPE_CHECKING:
@@ -52,6 +58,8 @@ class RowMasks:
     """Rows whose grammar leaves nothing but what `min_tokens` forbids: there it must not be forbidden."""
     errors: dict[int, str]
     """Rows whose requests fail, and why."""
+    epochs: Rows
+    """Whose turn the rows were, for `Constrainer.advance`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +85,10 @@ class Constrainer:
         """Rows that can't have their grammar, and why."""
         self._ends: dict[int, Words] = {}
         """By row, the tokens that `min_tokens` forbids; rows without it are not here."""
+        self._epochs = np.zeros(max_num_seqs, dtype=np.int64)
+        """Counts a row's admissions and departures, so that a late token finds its request or nobody."""
         self._worker: _MaskWorker | None = None
-        self._started: Future[dict[int, str]] | None = None
+        self._started: _Started | None = None
 
     def admit(
         self,
@@ -93,6 +103,7 @@ class Constrainer:
         forbids, empty without it.
         """
         self.drop(row)
+        self._epochs[row] += 1
         self._is_constrained[row] = True
         try:
             grammar = self._compiler.compile(structured)
@@ -108,46 +119,61 @@ class Constrainer:
     def drop(self, row: int) -> None:
         """The row's request has left it, constrained or not."""
         if self._is_constrained[row]:
+            self._epochs[row] += 1
             for by_row in (self._states, self._broken, self._ends):
                 by_row.pop(row, None)
             self._is_constrained[row] = False
 
+    def constrains(self, rows: Rows) -> bool:
+        """Whether one of `rows` has a grammar."""
+        return bool(self._is_constrained[rows].any())
+
     def start(self, rows: Rows) -> None:
         """Begins with the masks of those of `rows` that have a grammar."""
         self._settle()
-        states = {row: self._states[row] for row in rows[self._is_constrained[rows]].tolist() if row in self._states}
+        states = self._states_of(rows)
         if states:
             assert self._worker is not None
-            self._started = self._worker.start(states)
+            self._started = _Started(states, self._worker.start(states))
 
     def masks(self, rows: Rows) -> RowMasks | None:
-        """The masks of `rows`, the same as were started; None if none of them has a grammar."""
+        """The masks of `rows`; None if none of them has a grammar. Waits for those that were started."""
         masked = self._is_constrained[rows]
         if not masked.any():
             return None
         errors = {row: self._broken[row] for row in rows.tolist() if row in self._broken}
         words = np.full((len(rows), self._num_words), -1, dtype=np.int32)
-        if self._started is not None:
+        states = self._states_of(rows)
+        if states:
+            if self._started is None or self._started.states != states:
+                self.start(rows)
+            assert self._started is not None
             assert self._worker is not None
-            errors |= self._started.result()
+            errors |= self._started.errors.result()
             self._started = None
-            computed = np.fromiter((row in self._states for row in rows.tolist()), np.bool_, len(rows))
+            computed = np.fromiter((row in states for row in rows.tolist()), np.bool_, len(rows))
             words[computed] = self._worker.words[rows[computed]]
         only_ends = np.zeros(len(rows), dtype=np.bool_)
         for i in np.flatnonzero(masked).tolist() if self._ends else ():
             ends = self._ends.get(int(rows[i]))
             only_ends[i] = ends is not None and not (words[i] & ~ends).any()
-        return RowMasks(torch.from_numpy(words).to(self._device), masked, only_ends, errors)
+        return RowMasks(upload(words, self._device), masked, only_ends, errors, self._epochs[rows])
 
-    def advance(self, rows: Rows, tokens: Sequence[int]) -> Advanced:
-        """Tells the grammars which tokens their rows drew."""
-        if not self._is_constrained[rows].any():
+    def advance(self, rows: Rows, tokens: Sequence[int], epochs: Rows | None = None) -> Advanced:
+        """Tells the grammars which tokens their rows drew. `epochs` are those of the masks they were drawn with: a
+        row that was dropped or admitted since is passed over. None: no row was."""
+        due = self._is_constrained[rows]
+        if epochs is not None:
+            due &= self._epochs[rows] == epochs
+        if not due.any():
             return Advanced()
+        self._settle()  # masks that were started before this are of no use, and read what is changed here
         ended: set[int] = set()
         errors: dict[int, str] = {}
-        for row, token in zip(rows.tolist(), tokens, strict=True):
-            state = self._states.get(row)
-            if state is None:
+        for row, token, is_due in zip(rows.tolist(), tokens, due.tolist(), strict=True):
+            state = self._states.get(row) if is_due else None
+            is_over = state is not None and state.is_finished  # drawn before that was known: nobody's
+            if state is None or is_over:
                 continue
             if not state.advance(token):
                 errors[row] = _explain(state.error)
@@ -161,11 +187,22 @@ class Constrainer:
         if self._worker is not None:
             self._worker.close()
 
+    def _states_of(self, rows: Rows) -> dict[int, GrammarState]:
+        return {row: self._states[row] for row in rows[self._is_constrained[rows]].tolist() if row in self._states}
+
     def _settle(self) -> None:
         """Waits for masks that nobody took, as after an error in the model: they use the same memory."""
         if self._started is not None:
-            self._started.exception()
+            self._started.errors.exception()
             self._started = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """Masks in the making."""
+
+    states: dict[int, GrammarState]
+    errors: Future[dict[int, str]]
 
 
 class _MaskWorker:
@@ -202,7 +239,9 @@ class _MaskWorker:
         is_empty: list[bool] = (words == 0).all(axis=1).tolist()
         errors: dict[int, str] = {}
         for (row, state), nothing_left in zip(states.items(), is_empty, strict=True):
-            if nothing_left or state.matcher.is_error():
+            if state.is_finished:
+                self.words[row] = self._text  # its end was not known when it was scheduled again: nobody will see it
+            elif nothing_left or state.matcher.is_error():
                 errors[row] = _explain(state.error or "it leaves no token to choose")
                 self.words[row] = self._text
         return errors

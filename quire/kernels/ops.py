@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +83,28 @@ class HeadShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+
+
+HAS_NAN = 1
+NOTHING_LEFT = 2
+"""Flags of a row that could not choose a token: not all of its scores are numbers, or all are minus infinity."""
+
+FILTERS = ("temperature", "top_n_sigma", "top_k", "top_p", "log_min_p", "typical_p", "xtc_threshold")
+"""The columns of what `Kernels.filter_rows_` takes, in the order in which they are applied. Out of use are a sigma of
+0, a k of 0, a p of 1, a log of minus infinity and a threshold of infinity."""
+
+
+class TokenScores(NamedTuple):
+    """How likely tokens are, and which are the likeliest."""
+
+    logprobs: Tensor
+    """float32 [rows]; NaN where the row's logits are not numbers."""
+    ranks: Tensor
+    """int64 [rows], from 1: by descending logit, and by ascending id among equals."""
+    top_ids: Tensor
+    """int64 [rows, num_top]: the first ranks."""
+    top_logprobs: Tensor
+    """float32 [rows, num_top]."""
 
 
 class Kernels(Protocol):
@@ -159,10 +181,24 @@ class Kernels(Protocol):
         """Softmax over router_logits [rows, experts] in float32, the top_k (lowest index first among
         equals), weights renormalised on request, experts applied in ascending expert index."""
 
-    def gumbel_argmax(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:
+    def gumbel_argmax(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         """int64 [rows]: the argmax of float32 logits [rows, vocab] / temperature [rows] + Gumbel noise of the
         int32 keys [rows, 2] (`noise.py`), and of the logits alone in rows of temperature 0. The lowest id wins
-        among equals; rows of nothing but minus infinity give 0."""
+        among equals. And int32 [rows] of flags: HAS_NAN or NOTHING_LEFT, where the token is 0, or none."""
+
+    def filter_rows_(self, logits: Tensor, rows: Tensor, limits: Tensor) -> None:
+        """Divides some rows (int64 [n], ascending) of float32 logits [rows, vocab] by their temperature and excludes
+        what the filters of float32 limits [n, FILTERS] exclude: that becomes minus infinity (`filters.py` has the
+        definition)."""
+
+    def match_lengths(self, tokens: Tensor, lengths: Tensor, breaks: Tensor | None, most: int) -> Tensor:
+        """int32 [rows, size]: for each place of tokens [rows, size] before the last of the row's `lengths` [rows]
+        (int64 both), how many tokens up to it are also the row's last ones: none that `breaks` (bool [rows, size])
+        marks, and at most `most`. 0 at all other places."""
+
+    def score_tokens(self, logits: Tensor, token_ids: Tensor, num_top: int) -> TokenScores:
+        """How likely int64 token_ids [rows] and the `num_top` likeliest tokens are under float32 logits
+        [rows, vocab]."""
 
     def top_values(self, x: Tensor, k: int) -> Tensor:
         """The k largest numbers of each row of float32 x [rows, size], descending, [rows, k]."""

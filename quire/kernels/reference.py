@@ -14,8 +14,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels.filters import filter_rows_
 from quire.kernels.noise import gumbel_noise
-from quire.kernels.ops import ExpertWeights, HeadShape, Int32Array, LayerCache, PagedBatch
+from quire.kernels.ops import (
+    HAS_NAN,
+    NOTHING_LEFT,
+    ExpertWeights,
+    HeadShape,
+    Int32Array,
+    LayerCache,
+    PagedBatch,
+    TokenScores,
+)
+from quire.kernels.repeats import match_lengths
+from quire.kernels.scores import score_tokens
 
 ROW_TILE = 32
 QUERY_TILE = 16
@@ -126,13 +138,25 @@ class ReferenceKernels:
             output[row] += self.linear(hidden, experts.down[expert]).float() * weights[row, rank, None]
         return output.to(x.dtype)
 
-    def gumbel_argmax(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:
-        if not (temperature > 0).any():
-            return logits.argmax(-1)
-        drawn = (temperature > 0).unsqueeze(1)
-        scores = logits / temperature.unsqueeze(1).where(drawn, 1.0)
-        noise = gumbel_noise(keys, logits.shape[1])
-        return torch.where(drawn, scores + noise, logits).argmax(-1)
+    def gumbel_argmax(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        scores = logits
+        if (temperature > 0).any():
+            drawn = (temperature > 0).unsqueeze(1)
+            scores = logits / temperature.unsqueeze(1).where(drawn, 1.0)
+            scores = torch.where(drawn, scores + gumbel_noise(keys, logits.shape[1]), logits)
+        token_ids = scores.argmax(-1)
+        best = scores.gather(1, token_ids.unsqueeze(1))[:, 0]  # NaN if there is one
+        flags = HAS_NAN * best.isnan().int() + NOTHING_LEFT * (best == float("-inf")).int()
+        return token_ids.masked_fill_(flags > 0, 0), flags
+
+    def filter_rows_(self, logits: Tensor, rows: Tensor, limits: Tensor) -> None:
+        filter_rows_(self, logits, rows, limits)
+
+    def match_lengths(self, tokens: Tensor, lengths: Tensor, breaks: Tensor | None, most: int) -> Tensor:
+        return match_lengths(tokens, lengths, breaks, most)
+
+    def score_tokens(self, logits: Tensor, token_ids: Tensor, num_top: int) -> TokenScores:
+        return score_tokens(logits, token_ids, num_top)
 
     def top_values(self, x: Tensor, k: int) -> Tensor:
         return x.topk(k, sorted=True).values

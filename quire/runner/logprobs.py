@@ -6,14 +6,17 @@ ask are scored, and a long prompt a few rows at a time: its logits are never all
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.kernels.ops import Kernels
 from quire.step import Admission, PromptScores, ScheduledRequest, TokenScore
 
 ROWS_AT_ONCE = 64
@@ -85,86 +88,68 @@ class LogprobRows:
             offset += entry.num_tokens
 
 
-def score_prompt(
-    part: PromptRows, hidden: Tensor, head: Callable[[Tensor], Tensor], token_ids: Tensor
-) -> PromptScores | None:
-    """The scores of one request's prompt positions, or None if the model's scores are not numbers.
+class ScoreTensors(NamedTuple):
+    """The scores of some tokens as tensors: on the device, or copies on the host."""
+
+    token_ids: Tensor
+    """int64 [rows]."""
+    logprobs: Tensor
+    """float32 [rows]; NaN where the model's scores are not numbers."""
+    ranks: Tensor
+    """int64 [rows]."""
+    top_ids: Tensor
+    """int64 [rows, most]: as many as the row that wants most."""
+    top_logprobs: Tensor
+    """float32 [rows, most]."""
+
+
+def score_on_device(logits: Tensor, token_ids: Tensor, num_top: Sequence[int], kernels: Kernels) -> ScoreTensors:
+    """Scores int64 token_ids [rows] under float32 logits [rows, vocab], with the most likely tokens of each row,
+    as many as it wants (or as there are). Waits for nothing on a GPU with kernels of its own."""
+    most = min(max(num_top), logits.shape[1])
+    parts: list[tuple[Tensor, ...]] = []
+    for begin in range(0, len(logits), ROWS_AT_ONCE):
+        part = slice(begin, begin + ROWS_AT_ONCE)
+        parts.append((token_ids[part], *kernels.score_tokens(logits[part], token_ids[part], most)))
+    return _joined(parts)
+
+
+def score_prompt_on_device(
+    part: PromptRows, hidden: Tensor, head: Callable[[Tensor], Tensor], token_ids: Tensor, kernels: Kernels
+) -> ScoreTensors:
+    """The scores of one request's prompt positions.
 
     `hidden` are the step's token rows, `token_ids` [rows, length] the permanent rows' tokens.
     """
-    scores: list[TokenScore] = []
     rows = hidden[part.indices]
+    parts: list[ScoreTensors] = []
     for begin in range(0, len(rows), ROWS_AT_ONCE):
         logits = head(rows[begin : begin + ROWS_AT_ONCE])
-        if bool(logits.sum().isnan()):
-            return None
         position = part.start + begin
         targets = token_ids[part.row, position : position + len(logits)]
-        scores += score_tokens(logits, targets, [part.num_top] * len(logits))
-    return PromptScores(part.start, tuple(scores))
+        parts.append(score_on_device(logits, targets, [part.num_top], kernels))
+    return _joined(parts)
 
 
-def score_tokens(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> list[TokenScore]:
-    """Scores int64 token_ids [rows] under float32 logits [rows, vocab], with the most likely tokens of each row,
-    as many as it wants (or as there are)."""
-    scores: list[TokenScore] = []
-    for begin in range(0, len(logits), ROWS_AT_ONCE):
-        part = slice(begin, begin + ROWS_AT_ONCE)
-        scores += _score_some(logits[part], token_ids[part], num_top[part])
-    return scores
-
-
-def _score_some(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> list[TokenScore]:
-    logprobs = logits.log_softmax(-1)
-    chosen = token_ids.unsqueeze(1)
-    top: list[list[tuple[int, float]]] = [[]] * len(logits)
-    if max(num_top) > 0:
-        top_ids = _most_likely(logits, min(max(num_top), logits.shape[1]))
-        top_logprobs = logprobs.gather(1, top_ids)
-        top = [list(zip(*pair, strict=True)) for pair in zip(top_ids.tolist(), top_logprobs.tolist(), strict=True)]
+def read_scores(scores: ScoreTensors, num_top: Sequence[int]) -> list[TokenScore]:
+    """What copies on the host say; `num_top` as it was when they were scored."""
+    token_ids, logprobs, ranks, top_ids, top_logprobs = (tensor.tolist() for tensor in scores)
     return [
-        TokenScore(token_id, logprob, rank, tuple(likely[:wanted]))
-        for token_id, logprob, rank, likely, wanted in zip(
-            token_ids.tolist(),
-            logprobs.gather(1, chosen).squeeze(1).tolist(),
-            _ranks(logits, chosen).tolist(),
-            top,
-            num_top,
-            strict=True,
+        TokenScore(token_id, logprob, rank, tuple(zip(ids[:wanted], likely[:wanted], strict=True)))
+        for token_id, logprob, rank, ids, likely, wanted in zip(
+            token_ids, logprobs, ranks, top_ids, top_logprobs, num_top, strict=True
         )
     ]
 
 
-def _most_likely(logits: Tensor, count: int) -> Tensor:
-    """The ids of each row's highest logits, the highest first and the lower id first among equals.
-
-    `topk` finds the values; which of several equal ones it picks is its own affair and is put right here.
-    """
-    vocab_size = logits.shape[1]
-    values, ids = logits.topk(min(count + 1, vocab_size))
-    ids = ids[:, :count]
-    if count < vocab_size:
-        tied = (values[:, count - 1] == values[:, count]).nonzero().squeeze(1)
-        if len(tied):
-            least = values[tied, count - 1].unsqueeze(1)
-            rows = logits[tied]
-            # Everything above the least value, then its equals by their ids (exact in float32 below 2**24).
-            numbers = torch.arange(vocab_size, dtype=torch.float32, device=logits.device)
-            order = torch.where(rows == least, -numbers, torch.where(rows > least, 1.0, float("-inf")))
-            ids[tied] = order.topk(count).indices
-    ids = ids.sort(-1).values
-    by_value = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True).indices
-    return ids.gather(1, by_value)
+def read_prompt_scores(part: PromptRows, scores: ScoreTensors) -> PromptScores | None:
+    """What copies on the host say, or None if the model's scores are not numbers."""
+    found = read_scores(scores, [part.num_top] * len(scores.token_ids))
+    if any(math.isnan(score.logprob) for score in found):
+        return None
+    return PromptScores(part.start, tuple(found))
 
 
-def _ranks(logits: Tensor, chosen: Tensor) -> Tensor:
-    """1 + how many tokens come before the chosen ones [rows, 1]: likelier ones, and equal ones of a lower id."""
-    value = logits.gather(1, chosen)
-    # Counted in float32, which is several times as fast as in integers here and exact below 2**24.
-    flags = torch.empty_like(logits)
-    ranks = torch.gt(logits, value, out=flags).sum(-1).long() + 1
-    tied = (torch.eq(logits, value, out=flags).sum(-1) > 1).nonzero().squeeze(1)
-    if len(tied):
-        lower = torch.arange(logits.shape[1], device=logits.device) < chosen[tied]
-        ranks[tied] += (flags[tied].bool() & lower).sum(-1)
-    return ranks
+def _joined(parts: Sequence[Sequence[Tensor]]) -> ScoreTensors:
+    """New tensors even of a single part: the tokens of a permanent row may be others by the time they are read."""
+    return ScoreTensors(*(torch.cat(column) for column in zip(*parts, strict=True)))

@@ -9,22 +9,33 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.constrain.masks import Constrainer
+from quire.constrain.masks import Constrainer, RowMasks
 from quire.errors import EngineError
 from quire.kernels.ops import HeadShape
 from quire.models.decoder import Decoder
 from quire.runner.batch import InputBatch, StepShape, build_batch
 from quire.runner.device import return_freed_memory
 from quire.runner.kv_cache import KVCache
-from quire.runner.logprobs import LogprobRows, score_prompt, score_tokens
+from quire.runner.logprobs import (
+    LogprobRows,
+    PromptRows,
+    ScoreTensors,
+    read_prompt_scores,
+    read_scores,
+    score_on_device,
+    score_prompt_on_device,
+)
 from quire.runner.outcome import Outcome
 from quire.runner.pending import PendingStep, Results
 from quire.runner.rows import Rows
 from quire.runner.sampler import sample
 from quire.runner.staging import StagingRing
+from quire.runner.upload import upload_all
 from quire.step import Admission, ScheduledRequest, Step, StepResult
 
 if TYPE_CHECKING:
@@ -68,6 +79,8 @@ class Runner:
         self._results = Results(device)
         self._draw = draw
         self._graphs = graphs
+        self._untold: PendingStep | None = None
+        """The last step that sampled under grammars, which may not know its tokens yet."""
         self.observe_logits: LogitsObserver | None = None
 
     @torch.inference_mode()
@@ -118,7 +131,10 @@ class Runner:
             elif sampling:
                 self._sample(outcome, sampling, shape, self._decoder.logits(hidden[batch.sampling_indices]))
             self._score_prompts(outcome, step.scheduled, hidden)
-        return self._results.pending(outcome.tensors, outcome.read)
+        pending = self._results.pending(outcome.tensors, outcome.read)
+        if self._constrainer is not None and self._constrainer.constrains(shape.sampling_rows):
+            self._untold = pending
+        return pending
 
     def _draw_plain(self, batch: InputBatch, hidden: Tensor) -> Tensor:
         """What a graph does at its end."""
@@ -136,8 +152,19 @@ class Runner:
         return self.observe_logits is None and self._rows.are_plain(rows) and not len(self._logprobs.asking(rows))
 
     def _start_masks(self, shape: StepShape) -> None:
-        if self._constrainer is not None:
+        """Begins with the masks, if they don't wait for tokens of the step before."""
+        if self._constrainer is not None and self._untold is None:
             self._constrainer.start(shape.sampling_rows)
+
+    def _masks(self, rows: npt.NDArray[np.int64]) -> RowMasks | None:
+        """The masks of rows that are about to sample. Tokens that were drawn a step before and have not been read
+        yet are read now: the grammars need them. The device computes this step's scores meanwhile."""
+        if self._constrainer is None or not self._constrainer.constrains(rows):
+            return None
+        if self._untold is not None:
+            self._untold.result()
+            self._untold = None
+        return self._constrainer.masks(rows)
 
     def _admit_grammar(self, admission: Admission) -> None:
         params = admission.params
@@ -154,39 +181,53 @@ class Runner:
         rows, positions = shape.sampling_rows, shape.sampling_positions
         if self.observe_logits is not None:
             self.observe_logits(sampling, logits)
-        broken = logits.sum(-1).isnan()  # a NaN anywhere in the row
         asking = self._logprobs.asking(rows)
+        where, at, scored = upload_all(logits.device, rows, positions, asking)
         # Sampling changes the logits; whoever asks for logprobs gets those of the model.
-        unchanged = logits[torch.from_numpy(asking).to(logits.device)] if len(asking) else None
-        masks = None if self._constrainer is None else self._constrainer.masks(rows)
+        unchanged = logits[scored] if len(asking) else None
+        masks = self._masks(rows)
         sampling_batch = self._rows.sampling_batch(rows, positions, None if masks is None else masks.words)
         if masks is not None:
             sampling_batch.parameters["min_length"][masks.only_ends] = 0  # where only an end can follow, it may
         sampled = sample(logits, sampling_batch, self._decoder.kernels)
-        drawn = sampled.token_ids
-        device = drawn.device
-        self._rows.token_ids[torch.from_numpy(rows).to(device), torch.from_numpy(positions).to(device)] = drawn
-        flags = broken.long() + 2 * sampled.nothing_left.long()
-        _read_sampled(outcome, sampling, torch.stack((drawn, flags)))
-        for index, message in sampled.errors.items():
-            outcome.errors[sampling[index].request_id] = message
-        if self._constrainer is not None and masks is not None:
-            advanced = self._constrainer.advance(rows, drawn.tolist())
-            broken_rows = masks.errors | advanced.errors
-            outcome.errors |= {s.request_id: broken_rows[s.row] for s in sampling if s.row in broken_rows}
-            outcome.ended.update(s.request_id for s in sampling if s.row in advanced.ended)
+        self._rows.token_ids[where, at] = sampled.token_ids
+
+        def read_tokens(tensors: Sequence[Tensor]) -> None:
+            tokens = tensors[0].tolist()
+            outcome.tokens |= {s.request_id: (token,) for s, token in zip(sampling, tokens, strict=True)}
+            failures = sampled.with_tensors(*tensors).failures()
+            outcome.errors |= {sampling[i].request_id: message for i, message in failures.items()}
+            if masks is not None and self._constrainer is not None:
+                advanced = self._constrainer.advance(rows, tokens, masks.epochs)
+                broken_rows = masks.errors | advanced.errors
+                outcome.errors |= {s.request_id: broken_rows[s.row] for s in sampling if s.row in broken_rows}
+                outcome.ended.update(s.request_id for s in sampling if s.row in advanced.ended)
+
+        outcome.add(sampled.tensors(), read_tokens)
         if unchanged is not None:
             num_top = self._logprobs.num_top(rows[asking])
-            found = score_tokens(unchanged, drawn[torch.from_numpy(asking).to(device)], num_top)
-            outcome.scores |= {sampling[i].request_id: (score,) for i, score in zip(asking, found, strict=True)}
+            names = [sampling[i].request_id for i in asking.tolist()]
+            scores = score_on_device(unchanged, sampled.token_ids[scored], num_top, self._decoder.kernels)
+
+            def read(tensors: Sequence[Tensor]) -> None:
+                found = read_scores(ScoreTensors(*tensors), num_top)
+                outcome.scores |= {name: (score,) for name, score in zip(names, found, strict=True)}
+
+            outcome.add(scores, read)
 
     def _score_prompts(self, outcome: Outcome, scheduled: Sequence[ScheduledRequest], hidden: Tensor) -> None:
+        kernels = self._decoder.kernels
         for part in self._logprobs.prompt_rows(scheduled):
-            found = score_prompt(part, hidden, self._decoder.logits, self._rows.token_ids)
-            if found is None:
-                outcome.errors[part.request_id] = _NOT_NUMBERS
-            else:
-                outcome.prompt_scores[part.request_id] = found
+            scores = score_prompt_on_device(part, hidden, self._decoder.logits, self._rows.token_ids, kernels)
+
+            def read(tensors: Sequence[Tensor], part: PromptRows = part) -> None:
+                found = read_prompt_scores(part, ScoreTensors(*tensors))
+                if found is None:
+                    outcome.errors[part.request_id] = _NOT_NUMBERS
+                else:
+                    outcome.prompt_scores[part.request_id] = found
+
+            outcome.add(scores, read)
 
 
 def _read_sampled(outcome: Outcome, sampling: Sequence[ScheduledRequest], sampled: Tensor) -> None:

@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.sampling_params import LogitsProcessor
+from quire.runner.upload import upload, upload_all
+from quire.sampling_params import LogitsProcessor, SamplingParams
 from quire.step import Admission
 
 Indices = npt.NDArray[np.int64]
@@ -45,6 +46,7 @@ PARAMETERS = np.dtype(
         ("seed", np.uint64),
         ("num_prompt_tokens", np.int64),
         ("min_length", np.int64),  # tokens, prompt included, before which the end tokens can't be chosen
+        ("is_plain", np.bool_),  # nothing but a temperature is asked for, once `min_length` is reached
         ("is_structured", np.bool_),
         ("has_bias", np.bool_),
         ("has_allowed", np.bool_),
@@ -78,8 +80,10 @@ def read_parameters(admission: Admission) -> tuple[Any, ...]:
     """The record of PARAMETERS for an admitted request."""
     params = admission.params
     bad_words = admission.resolved.bad_word_ids
+    temperature = params.temperature if params.temperature >= GREEDY_BELOW else 0.0
     own = {
-        "temperature": params.temperature if params.temperature >= GREEDY_BELOW else 0.0,
+        "temperature": temperature,
+        "is_plain": not (_masks(admission) or _changes_logits(params) or (temperature and _filters(params))),
         "seed": admission.seed,
         "num_prompt_tokens": admission.num_prompt_tokens,
         "min_length": admission.num_prompt_tokens + params.min_tokens,
@@ -93,6 +97,39 @@ def read_parameters(admission: Admission) -> tuple[Any, ...]:
     return tuple(own[name] if name in own else getattr(params, name) for name in PARAMETERS.fields or ())
 
 
+def _masks(admission: Admission) -> bool:
+    """Whether tokens are forbidden, `min_tokens` aside."""
+    params = admission.params
+    return (
+        params.structured is not None
+        or params.allowed_token_ids is not None
+        or bool(admission.resolved.bad_word_ids)
+        or params.no_repeat_ngram_size > 0
+    )
+
+
+def _changes_logits(params: SamplingParams) -> bool:
+    return (
+        bool(params.logit_bias)
+        or bool(params.logits_processors)
+        or params.repetition_penalty != 1
+        or params.presence_penalty != 0
+        or params.frequency_penalty != 0
+        or params.dry_multiplier > 0
+    )
+
+
+def _filters(params: SamplingParams) -> bool:
+    return (
+        params.top_k > 0
+        or params.top_p < 1
+        or params.min_p > 0
+        or params.typical_p < 1
+        or params.top_n_sigma > 0
+        or params.xtc_probability > 0
+    )
+
+
 def read_lists(admission: Admission, device: torch.device) -> RowLists:
     params, resolved = admission.params, admission.resolved
     ends = () if params.ignore_eos else admission.eos_token_ids
@@ -102,14 +139,14 @@ def read_lists(admission: Admission, device: torch.device) -> RowLists:
     starts = [(-1,) * (longest + 1 - len(word)) + word[:-1] for word in words]
 
     def ids(values: Any) -> Tensor | None:
-        return torch.tensor(values, dtype=torch.int64).to(device) if values else None
+        return upload(np.array(values, dtype=np.int64), device) if values else None
 
     return RowLists(
         end_ids=(*ends, *params.stop_token_ids),
         banned_ids=tuple(word[0] for word in resolved.bad_word_ids if len(word) == 1),
         allowed_ids=ids(params.allowed_token_ids),
         bias_ids=ids(list(bias)),
-        biases=torch.tensor(list(bias.values()), dtype=torch.float32).to(device) if bias else None,
+        biases=upload(np.array(list(bias.values()), dtype=np.float32), device) if bias else None,
         bad_word_starts=ids(starts),
         bad_word_ends=ids([word[-1] for word in words]),
         dry_breaker_ids=resolved.dry_breaker_ids,
@@ -145,14 +182,20 @@ class SamplingBatch:
         """The rows whose mask counts."""
         return np.flatnonzero(self.parameters["is_structured"])
 
-    def numbers(self, name: str, rows: Indices) -> Tensor:
-        """One parameter of some rows as a column [rows, 1] on the device."""
-        return self.on_device(self.parameters[name][rows]).unsqueeze(1)
+    @property
+    def is_plain(self) -> bool:
+        """Whether no row asks for more than a temperature for its next token."""
+        return bool((self.parameters["is_plain"] & (self.position >= self.parameters["min_length"])).all())
 
-    def history(self, rows: Indices) -> Tensor:
-        """The tokens of some rows, [rows, as many as the longest has]; what is past a row's end is anything."""
-        longest = int(self.position[rows].max())
-        return self.token_ids[:, :longest].index_select(0, self.on_device(self.rows[rows]))
+    def upload(self, *arrays: npt.NDArray[Any]) -> list[Tensor]:
+        """Arrays on the device, sent as one and without waiting for it."""
+        return upload_all(self.token_ids.device, *arrays)
 
-    def on_device(self, values: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(values).to(self.token_ids.device)
+    def columns(self, rows: Indices, *names: str) -> list[Tensor]:
+        """Parameters of some rows, each as a column [rows, 1] on the device."""
+        own = self.parameters[rows]
+        return self.upload(*(own[name][:, None] for name in names))
+
+    def history(self, rows: Tensor, longest: int) -> Tensor:
+        """The tokens of some permanent rows, [rows, longest]; what is past a row's end is anything."""
+        return self.token_ids[:, :longest].index_select(0, rows)

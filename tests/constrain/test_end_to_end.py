@@ -64,6 +64,18 @@ def test_regexes_choices_and_any_json(llm: LLM) -> None:
         assert not structured.choice or output.finish_reason == "stop"
 
 
+def test_running_ahead_changes_nothing(llm: LLM) -> None:
+    """The grammars then learn of a step's tokens only after the next step was sent off."""
+    wanted = [StructuredOutput(regex=regex) for regex in REGEXES] + [StructuredOutput(choice=CHOICES[0])] * 4
+    wanted += [StructuredOutput(json_schema=schema) for schema in random_schemas(seed=8, count=20)]
+    expected = [(output.token_ids, output.finish_reason) for output in answers(llm, wanted)]
+    llm.engine.core.depth = 2
+    try:
+        assert [(output.token_ids, output.finish_reason) for output in answers(llm, wanted)] == expected
+    finally:
+        llm.engine.core.depth = 1
+
+
 def test_n_answers_equal_single_ones_and_all_obey(llm: LLM) -> None:
     output = llm.generate(PROMPT, replace(PERSON, n=4))[0]
     for completion in output.completions:

@@ -159,6 +159,54 @@ def test_masks_nobody_took_are_no_trouble(constrainer: Constrainer, tokenizer: T
     assert _texts(tokenizer, _allowed(constrainer, 0)) == {b"b"}
 
 
+def test_a_late_token_reaches_its_own_request_or_nobody(constrainer: Constrainer, tokenizer: Tokenizer) -> None:
+    """A runner that is a step ahead tells the tokens after rows have left and come again."""
+    (a,), (b,) = tokenizer.encode_plain("a"), tokenizer.encode_plain("b")
+    for row in range(4):
+        constrainer.admit(row, StructuredOutput(regex="ab"))
+    rows = _rows(0, 1, 2, 3, 4)
+    constrainer.start(rows)
+    masks = constrainer.masks(rows)
+    assert masks is not None
+    constrainer.drop(1)
+    constrainer.drop(2)
+    constrainer.admit(2, StructuredOutput(regex="bab"))
+    constrainer.admit(3, StructuredOutput(regex="ab"), output_token_ids=[a])  # preempted; its token came in time
+    constrainer.admit(4, StructuredOutput(regex="c"))
+    advanced = constrainer.advance(rows, [a, b, a, a, a], masks.epochs)
+    assert (advanced.ended, advanced.errors) == (frozenset(), {})
+    assert b in _allowed(constrainer, 0)
+    assert a not in _allowed(constrainer, 0)
+    assert a not in _allowed(constrainer, 2)
+    assert b in _allowed(constrainer, 3)
+    assert _texts(tokenizer, _allowed(constrainer, 4)) == {b"c"}
+    constrainer.start(rows)
+    assert constrainer.masks(_rows(1)) is None
+
+
+def test_masks_started_before_a_token_was_told_are_not_used(constrainer: Constrainer, tokenizer: Tokenizer) -> None:
+    (a,), (b,) = tokenizer.encode_plain("a"), tokenizer.encode_plain("b")
+    constrainer.admit(0, StructuredOutput(regex="ab"))
+    rows = _rows(0)
+    constrainer.start(rows)
+    first = constrainer.masks(rows)
+    assert first is not None
+    constrainer.start(rows)
+    constrainer.advance(rows, [a], first.epochs)
+    second = constrainer.masks(rows)
+    assert second is not None
+    bits = np.unpackbits(second.words.numpy().view(np.uint8), bitorder="little")
+    assert np.flatnonzero(bits).tolist() == [b]
+    constrainer.advance(rows, [b], second.epochs)
+    constrainer.admit(1, StructuredOutput(regex="b"))
+    constrainer.start(_rows(1))
+    both = constrainer.masks(_rows(0, 1))  # not the rows that were started
+    assert both is not None
+    bits = np.unpackbits(both.words[1].numpy().view(np.uint8), bitorder="little")
+    assert b in np.flatnonzero(bits)
+    assert a not in np.flatnonzero(bits)
+
+
 def test_rows_do_not_depend_on_their_company(constrainer: Constrainer, tokenizer: Tokenizer) -> None:
     """Every row of a batch that shares a grammar gets the mask it would get alone, step by step."""
     structured = StructuredOutput(json_schema='{"type": "array", "items": {"type": "string", "maxLength": 6}}')

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quire.kernels.cpu.kernels import CpuKernels
 from quire.kernels.noise import gumbel_noise
+from quire.kernels.ops import HAS_NAN, NOTHING_LEFT
 from quire.runner.noise import noise_keys
 from tests.kernels.cpu_support import REFERENCE, random
 
@@ -29,14 +30,15 @@ def test_the_token_is_the_one_of_the_definition(kernels: CpuKernels, vocab_size:
     rows = 18
     logits = random(rows, vocab_size, dtype=torch.float32, seed=vocab_size) * 4
     keys, temperature = keys_for(rows), temperatures(rows)
-    chosen = kernels.gumbel_argmax(logits, temperature, keys)
+    chosen, flags = kernels.gumbel_argmax(logits, temperature, keys)
     drawn = (temperature > 0).unsqueeze(1)
     truth = logits.double() / temperature.double().unsqueeze(1).where(drawn, 1.0)
     truth += torch.where(drawn, gumbel_noise(keys, vocab_size).double(), 0.0)
     best = truth.amax(-1)
     # The noise is rounded differently here and there, so a hair's breadth may decide otherwise.
     assert (best - truth.gather(1, chosen.unsqueeze(1))[:, 0] <= best.abs() * 1e-6).all()
-    assert (chosen == REFERENCE.gumbel_argmax(logits, temperature, keys)).sum() >= rows - 1
+    assert (chosen == REFERENCE.gumbel_argmax(logits, temperature, keys)[0]).sum() >= rows - 1
+    assert (flags == 0).all()
 
 
 def test_ties_and_forbidden_tokens(kernels: CpuKernels) -> None:
@@ -45,8 +47,13 @@ def test_ties_and_forbidden_tokens(kernels: CpuKernels) -> None:
     logits[0, [7, 40, 99]] = 2.0
     logits[1, 63] = -1e30
     logits[3] = 5.0
-    assert kernels.gumbel_argmax(logits, torch.zeros(4), keys_for(4)).tolist() == [7, 63, 0, 0]
-    drawn = kernels.gumbel_argmax(logits.repeat(200, 1), torch.ones(800), keys_for(800)).view(200, 4)
+    for one in (kernels, REFERENCE):
+        chosen, flags = one.gumbel_argmax(logits, torch.zeros(4), keys_for(4))
+        assert chosen.tolist() == [7, 63, 0, 0]
+        assert flags.tolist() == [0, 0, NOTHING_LEFT, 0]
+    chosen, flags = kernels.gumbel_argmax(logits.repeat(200, 1), torch.ones(800), keys_for(800))
+    assert flags.view(200, 4).unique(dim=0).tolist() == [[0, 0, NOTHING_LEFT, 0]]
+    drawn = chosen.view(200, 4)
     assert set(drawn[:, 0].tolist()) == {7, 40, 99}
     assert set(drawn[:, 1].tolist()) == {63}
     assert set(drawn[:, 2].tolist()) == {0}
@@ -56,7 +63,7 @@ def test_ties_and_forbidden_tokens(kernels: CpuKernels) -> None:
 def test_rising_scores_make_every_token_a_candidate(kernels: CpuKernels) -> None:
     logits = torch.arange(5000.0).div(50).repeat(12, 1)
     keys = keys_for(12)
-    chosen = kernels.gumbel_argmax(logits, torch.ones(12), keys)
+    chosen, _ = kernels.gumbel_argmax(logits, torch.ones(12), keys)
     assert chosen.tolist() == (logits + gumbel_noise(keys, 5000)).argmax(-1).tolist()
 
 
@@ -65,16 +72,31 @@ def test_a_row_has_the_same_token_in_any_company(kernels: CpuKernels) -> None:
     rows, vocab_size = 40, 3001
     logits, keys, temperature = random(rows, vocab_size, dtype=torch.float32), keys_for(rows), temperatures(rows)
     alone = [
-        kernels.gumbel_argmax(logits[i : i + 1], temperature[i : i + 1], keys[i : i + 1]).item() for i in range(rows)
+        kernels.gumbel_argmax(logits[i : i + 1], temperature[i : i + 1], keys[i : i + 1])[0].item() for i in range(rows)
     ]
     wide = torch.full((rows, vocab_size + 5), float("nan"))
     wide[:, :vocab_size] = logits
     for count in (1, 2, 3):
         torch.set_num_threads(count)
-        assert kernels.gumbel_argmax(logits, temperature, keys).tolist() == alone
-        assert kernels.gumbel_argmax(wide[:, :vocab_size], temperature, keys).tolist() == alone
+        assert kernels.gumbel_argmax(logits, temperature, keys)[0].tolist() == alone
+        assert kernels.gumbel_argmax(wide[:, :vocab_size], temperature, keys)[0].tolist() == alone
     logits[::2] = float("nan")
-    assert kernels.gumbel_argmax(logits, temperature, keys)[1::2].tolist() == alone[1::2]
+    chosen, flags = kernels.gumbel_argmax(logits, temperature, keys)
+    assert chosen[1::2].tolist() == alone[1::2]
+    assert flags.tolist() == [HAS_NAN, 0] * (rows // 2)
+
+
+@pytest.mark.parametrize("place", [0, 15, 16, 98, 99])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_nan_is_flagged_wherever_it_is(kernels: CpuKernels, place: int, temperature: float) -> None:
+    logits = random(3, 100, dtype=torch.float32)
+    logits[1, place] = float("nan")
+    logits[2] = float("-inf")
+    logits[2, place] = float("nan")
+    for one in (kernels, REFERENCE):
+        chosen, flags = one.gumbel_argmax(logits, torch.full((3,), temperature), keys_for(3))
+        assert flags.tolist() == [0, HAS_NAN, HAS_NAN]
+        assert chosen[1:].tolist() == [0, 0]
 
 
 def test_other_formats_are_refused(kernels: CpuKernels) -> None:

@@ -41,7 +41,7 @@ class RecordingKernels(CpuKernels):
 
     scores: Tensor
 
-    def gumbel_argmax(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:
+    def gumbel_argmax(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         self.scores = logits / torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
         return super().gumbel_argmax(logits, temperature, keys)
 

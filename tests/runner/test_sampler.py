@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.kernels.filters import sum_rows
 from quire.kernels.noise import gumbel_noise
 from quire.kernels.reference import ReferenceKernels
-from quire.runner.filters import sum_rows
 from quire.runner.noise import chances, noise_keys
-from quire.runner.sampler import sample
+from quire.runner.sampler import SampledTokens, sample
 from quire.sampling_params import ResolvedTokens, SamplingParams, StructuredOutput
 from tests.runner.sampling_definition import before_temperature, kept, probabilities
 from tests.runner.sampling_support import Job, RecordingKernels, make_batch, run
@@ -73,6 +73,14 @@ def test_xtc_strikes_as_often_as_asked(kernels: RecordingKernels) -> None:
     jobs = [Job(SamplingParams(seed=seed, xtc_probability=0.3, xtc_threshold=0.1), (0, 1, 2)) for seed in range(40)]
     _, scores = run(torch.tensor([[3.0, 2.5, 0.0]]).repeat(40, 1), jobs, kernels)
     assert (scores[:, 0] == float("-inf")).tolist() == struck[:40].tolist()
+
+
+def test_xtc_with_a_threshold_everything_reaches_leaves_the_least_likely(kernels: RecordingKernels) -> None:
+    """Of what the filters before it left: what they excluded is not the least likely token, but none."""
+    params = SamplingParams(seed=1, min_p=0.2, xtc_probability=1.0, xtc_threshold=0.0)
+    sampled, scores = run(torch.tensor([[3.0, 2.5, 2.0, -9.0]]), [Job(params)], kernels)
+    assert not sampled.failures()
+    assert (scores > float("-inf")).tolist() == [[False, False, True, False]]
 
 
 def test_noise_of_neighbouring_positions_and_seeds_is_independent() -> None:
@@ -256,3 +264,53 @@ def test_bad_words_begin_in_the_answer(kernels: RecordingKernels) -> None:
     ):
         _, scores = run(torch.zeros(1, 6), [Job(SamplingParams(), prompt, answer, words)], kernels)
         assert {i for i, score in enumerate(scores[0].tolist()) if score == float("-inf")} == banned
+
+
+def test_a_plain_batch_costs_the_choice_alone() -> None:
+    """With nothing but temperatures asked for, the logits are read once and changed nowhere."""
+
+    class OnlyChoosing:
+        def gumbel_argmax(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+            return ReferenceKernels().gumbel_argmax(logits, temperature, keys)
+
+    jobs = [Job(SamplingParams(temperature=t, top_k=0 if t else 5, seed=1, min_tokens=2), (0,), (1, 2)) for t in (0, 1)]
+    batch = make_batch(jobs, 4)
+    logits = torch.randn(2, 4)
+    before = logits.clone()
+    assert batch.is_plain
+    assert sample(logits, batch, OnlyChoosing()).failures() == {}  # type: ignore[arg-type]
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("changes", DISTRIBUTIONS.values(), ids=list(DISTRIBUTIONS))
+def test_whoever_asks_for_more_is_not_plain(changes: dict[str, Any]) -> None:
+    assert make_batch([Job(SamplingParams(**changes))], 7).is_plain == (set(changes) <= {"temperature"})
+
+
+def test_every_mix_but_the_first_two_is_more_than_plain() -> None:
+    for i, job in enumerate(mixed_jobs(99, random.Random(0))):
+        words = replace(job, resolved=ResolvedTokens(()))
+        assert make_batch([words], 99).is_plain == (i < 2), job.params
+    assert not make_batch([Job(SamplingParams(min_tokens=1))], 9).is_plain
+    assert not make_batch([Job(SamplingParams(), resolved=ResolvedTokens(((1,),)))], 9).is_plain
+
+
+def test_a_nan_fails_its_row_though_it_is_masked(kernels: RecordingKernels) -> None:
+    jobs = [Job(SamplingParams(seed=1, allowed_token_ids=(0, 1))), Job(SamplingParams(seed=1)), Job(SamplingParams())]
+    logits = torch.zeros(3, 5)
+    logits[0, 4] = logits[1, 2] = float("nan")
+    sampled, _ = run(logits, jobs, kernels)
+    assert sampled.failures() == dict.fromkeys((0, 1), "the model's scores are not numbers (NaN)")
+    assert sampled.flags.tolist() == [1, 1, 0]
+
+
+def test_failures_are_read_from_copies_on_the_host() -> None:
+    sampled = SampledTokens(
+        torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int32), {1: "mine", 2: "mine"}
+    )
+    copied = sampled.with_tensors(torch.arange(4), torch.tensor([0, 2, 3, 6], dtype=torch.int32))
+    assert sampled.failures() == {1: "mine", 2: "mine"}
+    failures = copied.failures()
+    assert (failures[1], "NaN" in failures[2], "processor" in failures[3]) == ("mine", True, True)
+    assert [len(tensor) for tensor in copied.tensors()] == [4, 4]
+    assert copied.token_ids.tolist() == [0, 1, 2, 3]

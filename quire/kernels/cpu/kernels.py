@@ -18,8 +18,11 @@ from torch import Tensor
 
 from quire.errors import DeviceError, UnsupportedModelError
 from quire.kernels.cpu.build import load_library
-from quire.kernels.ops import ExpertWeights, HeadShape, Int32Array, LayerCache, PagedBatch
+from quire.kernels.filters import filter_rows_
+from quire.kernels.ops import ExpertWeights, HeadShape, Int32Array, LayerCache, PagedBatch, TokenScores
 from quire.kernels.reference import gather_inputs, qkv_to_cache_, route, sigmoid
+from quire.kernels.repeats import match_lengths
+from quire.kernels.scores import score_tokens
 
 _MAX_HEAD_DIM = 256
 _LOG2_E = math.log2(math.e)
@@ -35,7 +38,7 @@ _rope_arguments = Struct("PqPPPqqqi").pack
 _silu_mul_arguments = Struct("PqPqqi").pack
 _write_kv_arguments = Struct("PqPqPPPqqqqi").pack
 _attention_arguments = Struct("PqPPPPPPPqqqqqqqfi").pack
-_gumbel_argmax_arguments = Struct("PqPPPqqi").pack
+_gumbel_argmax_arguments = Struct("PqPPPPqqi").pack
 _top_values_arguments = Struct("PqPqqqi").pack
 _keep_between_arguments = Struct("PqPPqqi").pack
 
@@ -301,12 +304,12 @@ class CpuKernels:
                 start += count
         return output.to(x.dtype)
 
-    def gumbel_argmax(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:
+    def gumbel_argmax(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         rows, size = logits.shape
         if logits.dtype != torch.float32 or temperature.dtype != torch.float32 or keys.dtype != torch.int32:
             raise TypeError(f"logits {logits.dtype}, temperature {temperature.dtype}, keys {keys.dtype}")
         logits, temperature, keys = _with_whole_rows(logits), temperature.contiguous(), keys.contiguous()
-        out = torch.empty(rows, dtype=torch.int64)
+        out, flags = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.int32)
         self._gumbel_argmax(
             _gumbel_argmax_arguments(
                 logits.data_ptr(),
@@ -314,12 +317,22 @@ class CpuKernels:
                 temperature.data_ptr(),
                 keys.data_ptr(),
                 out.data_ptr(),
+                flags.data_ptr(),
                 rows,
                 size,
                 _threads(),
             )
         )
-        return out
+        return out, flags
+
+    def filter_rows_(self, logits: Tensor, rows: Tensor, limits: Tensor) -> None:
+        filter_rows_(self, logits, rows, limits)
+
+    def match_lengths(self, tokens: Tensor, lengths: Tensor, breaks: Tensor | None, most: int) -> Tensor:
+        return match_lengths(tokens, lengths, breaks, most)
+
+    def score_tokens(self, logits: Tensor, token_ids: Tensor, num_top: int) -> TokenScores:
+        return score_tokens(logits, token_ids, num_top)
 
     def top_values(self, x: Tensor, k: int) -> Tensor:
         rows, size = x.shape

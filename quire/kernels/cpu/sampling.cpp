@@ -57,29 +57,39 @@ inline Vec read_scores(const float* logits, int64_t count) {
   return v;
 }
 
+constexpr int32_t HAS_NAN = 1, NOTHING_LEFT = 2;  // as in quire/kernels/ops.py
+
 struct Best {
   float score = -INFINITE;
   int64_t id = 0;
+  bool has_nan = false;
+
+  int32_t flags() const { return has_nan ? HAS_NAN : score == -INFINITE ? NOTHING_LEFT : 0; }
 };
 
 // In ascending order, and only what is higher replaces the best: the lowest id wins among equals.
-int64_t greedy(const float* logits, int64_t size) {
+Best greedy(const float* logits, int64_t size) {
   Best best;
+  IntVec unordered = {};
   for (int64_t i = 0; i < size; i += LANES) {
     Vec scores = read_scores(logits + i, size - i);
+    unordered |= scores != scores;
     if (!any(scores > best.score)) continue;
     for (int lane = 0; lane < LANES; ++lane)
       if (scores[lane] > best.score) best = {scores[lane], i + lane};
   }
-  return best.id;
+  best.has_nan = any(unordered);
+  return best;
 }
 
-int64_t draw(const float* logits, int64_t size, float temperature, uint32_t first_key, uint32_t second_key) {
+Best draw(const float* logits, int64_t size, float temperature, uint32_t first_key, uint32_t second_key) {
   Best best;
+  IntVec unordered = {};
   UIntVec ids;
   for (int lane = 0; lane < LANES; ++lane) ids[lane] = uint32_t(lane);
   for (int64_t i = 0; i < size; i += LANES, ids += uint32_t(LANES)) {
     Vec scores = read_scores(logits + i, size - i) / temperature;
+    unordered |= scores != scores;
     Vec v = uniform(ids, first_key, second_key);
     IntVec may_win = scores + bound(v) > best.score;
     if (!any(may_win)) continue;
@@ -89,7 +99,8 @@ int64_t draw(const float* logits, int64_t size, float temperature, uint32_t firs
       if (score > best.score) best = {score, i + lane};
     }
   }
-  return best.id;
+  best.has_nan = any(unordered);
+  return best;
 }
 
 struct GumbelArgmax {
@@ -98,6 +109,7 @@ struct GumbelArgmax {
   const float* temperature;
   const uint32_t* keys;
   int64_t* out;
+  int32_t* flags;
   int64_t rows, size;
   int num_threads;
 
@@ -105,8 +117,10 @@ struct GumbelArgmax {
     parallel_shares(num_threads, rows, size, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         const float* own = logits + row * stride;
-        out[row] = temperature[row] > 0 ? draw(own, size, temperature[row], keys[2 * row], keys[2 * row + 1])
-                                        : greedy(own, size);
+        Best best = temperature[row] > 0 ? draw(own, size, temperature[row], keys[2 * row], keys[2 * row + 1])
+                                         : greedy(own, size);
+        flags[row] = best.flags();
+        out[row] = flags[row] ? 0 : best.id;
       }
     });
   }

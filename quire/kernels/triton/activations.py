@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import LAUNCH, USE_PDL, begin
+from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
 from quire.kernels.triton.shapes import as_rows, next_power_of_2, num_warps, row_stride
 
 _BLOCK = 1024
@@ -55,7 +55,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     if rows:
         block = min(_BLOCK, next_power_of_2(size))
         _silu_mul_kernel[(rows, triton.cdiv(size, block))](
-            source, out, row_stride(source), size, block, USE_PDL, num_warps=num_warps(block), **LAUNCH
+            source, out, row_stride(source), size, block, USE_PDL, num_warps=num_warps(block), **ROUND_ALWAYS, **LAUNCH
         )
     return out
 

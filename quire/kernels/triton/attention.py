@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.ops import HeadShape, Int32Array, LayerCache
-from quire.kernels.triton.launch import LAUNCH, USE_PDL, begin
+from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
 
 KEY_TILE = 64
 SPLIT_TILES = 8
@@ -45,43 +45,35 @@ MAX_PARTIALS = 1 << 16
 
 
 @triton.jit
-def _load_tile(pointers, mask, MASKED: tl.constexpr):
-    if MASKED:
-        return tl.load(pointers, mask=mask, other=0)
-    return tl.load(pointers)
-
-
-@triton.jit
 def _attend_tile(
     query, highest, total, output, first_key, context_len, position,
     keys, values, table, kv_head, block_stride, head_stride, scale,
     window, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    KEYS: tl.constexpr, WINDOW: tl.constexpr, ONES: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
+    KEYS: tl.constexpr, WINDOW: tl.constexpr, ONES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Adds one tile of keys to the running softmax of the queries: highest [rows], total [rows, ONES] (all columns
     the same), output [rows, D_PAD]."""
     key = first_key + tl.arange(0, KEYS)
     exists = key < context_len
-    block = _load_tile(table + key // BLOCK_SIZE, exists, MASKED)
+    block = tl.load(table + key // BLOCK_SIZE, mask=exists, other=0)
     if WIDE:
         block = block.to(tl.int64)
     place = block * block_stride + kv_head * head_stride + (key % BLOCK_SIZE) * D
     column = tl.arange(0, D_PAD)
-    mask = (exists[:, None] | (not MASKED)) & (column < D)[None, :]
+    mask = exists[:, None] & (column < D)[None, :]
     # What lies past the sequence's end is nobody's and may be NaN: it is not read.
-    k = _load_tile(keys + place[:, None] + column[None, :], mask, MASKED or D != D_PAD)
+    k = tl.load(keys + place[:, None] + column[None, :], mask=mask, other=0.0)
     scores = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
-    if MASKED:
-        visible = key[None, :] <= position[:, None]
-        if WINDOW:
-            visible = visible & (key[None, :] > position[:, None] - window)
-        scores = tl.where(visible, scores, float("-inf"))
+    visible = key[None, :] <= position[:, None]
+    if WINDOW:
+        visible = visible & (key[None, :] > position[:, None] - window)
+    scores = tl.where(visible, scores, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(scores, 1))
     # Where nothing is visible yet the maximum is -inf, and -inf - -inf would be NaN.
     reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
     weights = tl.exp2(scores - reference[:, None]).to(values.dtype.element_ty)
     decay = tl.exp2(highest - reference)
-    v = _load_tile(values + place[:, None] + column[None, :], mask, MASKED or D != D_PAD)
+    v = tl.load(values + place[:, None] + column[None, :], mask=mask, other=0.0)
     # The sum of the weights is a product too: the order of a reduction would depend on the tile's layout.
     ones = tl.full((KEYS, ONES), 1.0, values.dtype.element_ty)
     total = tl.dot(weights, ones, total * decay[:, None], input_precision="ieee")
@@ -176,7 +168,7 @@ def _decode_kernel(
             split_highest, split_total, split_output = _attend_tile(
                 q, split_highest, split_total, split_output, tile * KEYS, context_len, position, keys, values,
                 table, kv_head, block_stride, head_stride, scale, window, D, D_PAD, BLOCK_SIZE, KEYS, WINDOW, ONES,
-                WIDE, True,
+                WIDE,
             )  # fmt: skip
             ends = ((tile + 1) % TILES == 0) | (tile + 1 == last_tile)
             # The first split is merged into nothing, which changes no bit.
@@ -245,31 +237,19 @@ def _prefill_kernel(
     # Keys after the tile's last query are invisible to all of it.
     last_position = tl.minimum(context_len - num_queries + (first + ROWS - 1) // GROUP, context_len - 1)
     num_tiles = last_position // KEYS + 1
-    # What the first query sees whole, all see: there nothing is masked.
-    first_position = context_len - num_queries + first // GROUP
     first_tile = 0
-    full_tiles = (first_position + 1) // KEYS
     if WINDOW:
-        first_tile = tl.maximum(first_position - window + 1, 0) // KEYS
-        full_tiles = 0
+        first_tile = tl.maximum(context_len - num_queries + first // GROUP - window + 1, 0) // KEYS
     for split in range(first_tile // TILES, tl.cdiv(num_tiles, TILES)):
         split_highest = tl.full((ROWS,), float("-inf"), tl.float32)
         split_total = tl.zeros((ROWS, ONES), tl.float32)
         split_output = tl.zeros((ROWS, D_PAD), tl.float32)
         begin_tile = tl.maximum(split * TILES, first_tile)
         end_tile = tl.minimum((split + 1) * TILES, num_tiles)
-        masked_tile = tl.maximum(tl.minimum(full_tiles, end_tile), begin_tile)
-        for tile in tl.range(begin_tile, masked_tile, num_stages=STAGES):
+        for tile in tl.range(begin_tile, end_tile, num_stages=STAGES):
             split_highest, split_total, split_output = _attend_tile(
                 q, split_highest, split_total, split_output, tile * KEYS, context_len, position, keys, values, table,
                 kv_head, block_stride, head_stride, scale, window, D, D_PAD, BLOCK_SIZE, KEYS, WINDOW, ONES, WIDE,
-                False,
-            )  # fmt: skip
-        for tile in tl.range(masked_tile, end_tile, num_stages=STAGES):
-            split_highest, split_total, split_output = _attend_tile(
-                q, split_highest, split_total, split_output, tile * KEYS, context_len, position, keys, values, table,
-                kv_head, block_stride, head_stride, scale, window, D, D_PAD, BLOCK_SIZE, KEYS, WINDOW, ONES, WIDE,
-                True,
             )  # fmt: skip
         highest, total, output = _merge(highest, total, output, split_highest, split_total, split_output)
     _store_output(out, output, total, first_row, rows, num_queries, kv_head, num_heads, GROUP, D, D_PAD)
@@ -380,7 +360,7 @@ def attention(
         warps = 4 if d_pad <= 128 else 8
         _prefill_kernel[(len(many), num_kv_heads)](
             *tensors, many, *strides, *numbers, num_heads, *shape,
-            MANY_ROWS, KEY_TILE, SPLIT_TILES, window, _ONES, 2, wide, USE_PDL, num_warps=warps, **LAUNCH,
+            MANY_ROWS, KEY_TILE, SPLIT_TILES, window, _ONES, 2, wide, USE_PDL, num_warps=warps, **ROUND_ALWAYS, **LAUNCH,
         )  # fmt: skip
     if few is not None and len(few) > 1:
         slots = max(num_partials, 1) * num_kv_heads
@@ -391,7 +371,7 @@ def attention(
             *tensors, few, partial_output, partial_state, _counters(query.device, num_kv_heads),
             *strides, *numbers, num_heads, num_kv_heads, *shape,
             FEW_ROWS, KEY_TILE, SPLIT_TILES, window, _ONES, 2, wide, USE_PDL,
-            num_warps=4, maxnreg=_FEW_REGISTERS if d_pad <= 128 else None, **LAUNCH,
+            num_warps=4, maxnreg=_FEW_REGISTERS if d_pad <= 128 else None, **ROUND_ALWAYS, **LAUNCH,
         )  # fmt: skip
     return out
 

@@ -24,7 +24,7 @@ from quire.kernels.triton.heads import qkv_to_cache
 from quire.kernels.triton.inputs import gather_inputs
 from quire.kernels.triton.linear import FEW_ROWS, linear
 from quire.kernels.triton.norms import add_rms_norm, rms_norm
-from quire.kernels.triton.sampling import gumbel_argmax, keep_between_, top_values
+from quire.kernels.triton.sampler_ops import SamplerKernels
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def forbid_split_sums() -> None:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
-class TritonKernels:
+class TritonKernels(SamplerKernels):
     """Kernels for one GPU process."""
 
     name = "triton"
@@ -153,15 +153,6 @@ class TritonKernels:
         self, x: Tensor, router_logits: Tensor, experts: ExpertWeights, top_k: int, normalize_weights: bool
     ) -> Tensor:
         return experts_kernels.moe(x, router_logits, experts.gate_up, experts.down, top_k, normalize_weights)
-
-    def gumbel_argmax(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:
-        return gumbel_argmax(logits, temperature, keys)[0]
-
-    def top_values(self, x: Tensor, k: int) -> Tensor:
-        return top_values(x, k)
-
-    def keep_between_(self, x: Tensor, low: Tensor, high: Tensor) -> None:
-        keep_between_(x, low, high)
 
     def _check(self, weight: Tensor) -> bool:
         """Whether cuBLAS gives a row the same bits in batches of any size, for weights of this shape."""

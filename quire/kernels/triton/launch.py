@@ -20,6 +20,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 USE_PDL = not INTERPRETED
 
+ROUND_ALWAYS: dict[str, Any] = {} if INTERPRETED else {"enable_fp_fusion": False}
+"""For kernels that compute the same number in different code and must agree to the bit: the compiler may not merge a
+multiplication with an addition, which rounds once instead of twice, in the one and not in the other."""
+
 LAUNCH: dict[str, Any] = {"launch_pdl": True} if USE_PDL else {}
 """Keyword arguments of every launch."""
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.activations import silu
-from quire.kernels.triton.launch import LAUNCH, USE_PDL, begin
+from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
 
 FEW_ROWS = 32
 """Up to here a tile holds all the rows, and the weights are read once."""
@@ -70,11 +70,13 @@ def linear(
     x = x.contiguous()
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device) if out is None else out
     block_m, block_n, block_k, stages, warps = _tile(rows, size, silu_mul)
+    if x.dtype == torch.float32:
+        block_k, stages = 32, 2  # twice the bytes must fit the same memory
     if rows:
         _linear_kernel[(triton.cdiv(size, block_n), triton.cdiv(rows, block_m))](
             x, weight, weight if bias is None else bias, out, rows, size, inner,
             bias is not None, silu_mul, block_m, block_n, block_k, USE_PDL,
-            num_stages=stages, num_warps=warps, **LAUNCH,
+            num_stages=stages, num_warps=warps, **ROUND_ALWAYS, **LAUNCH,
         )  # fmt: skip
     return out
 

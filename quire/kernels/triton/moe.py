@@ -16,7 +16,7 @@ from triton.language.extra import cuda
 
 from quire.kernels.triton.activations import silu
 from quire.kernels.triton.grouping import Tiles, group_pairs
-from quire.kernels.triton.launch import LAUNCH, USE_PDL, begin
+from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
 from quire.kernels.triton.shapes import as_rows, next_power_of_2, row_stride
 
 _COMBINE_BLOCK = 1024
@@ -216,6 +216,6 @@ def _expert_product(x: Tensor, weight: Tensor, tiles: Tiles, top_k: int, gated: 
         x, weight, tiles.experts, tiles.counts, tiles.order, out, row_stride(x),
         num_experts, inner, outer, top_k, gated, tiles.is_grouped,
         block, tiles.width, block_k, _PREFETCHED_LINES, USE_PDL,
-        num_warps=warps, num_stages=stages, **LAUNCH,
+        num_warps=warps, num_stages=stages, **ROUND_ALWAYS, **LAUNCH,
     )  # fmt: skip
     return out

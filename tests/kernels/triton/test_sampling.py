@@ -49,7 +49,7 @@ def test_the_token_is_the_one_of_the_definition(dtype: torch.dtype, vocab_size: 
     best = truth.amax(-1)
     # The noise is rounded differently here and there, so a hair's breadth may decide otherwise.
     assert (best - truth.gather(1, chosen.unsqueeze(1))[:, 0] <= best.abs() * 1e-6 + 2e-5).all()
-    assert (chosen == ReferenceKernels().gumbel_argmax(logits.float(), temperature, keys)).sum() >= rows - 1
+    assert (chosen == ReferenceKernels().gumbel_argmax(logits.float(), temperature, keys)[0]).sum() >= rows - 1
     assert (flags == 0).all()
 
 

@@ -1,0 +1,344 @@
+"""Filters without sorting and without asking the host: each row's limits are found on the device.
+
+Every filter keeps a range of scores (that of `typical_p`, a range of distances, is one too), so a row's filters
+together are two numbers, found in four launches:
+
+1.  scale: divides the row by its temperature, chunk by chunk, and notes each chunk's highest score
+2.  survey: each chunk's count, mean and spread, and how many scores (and how much weight) lie within fixed distances
+    of the row's highest one
+3.  limits: one program a row. From the survey it knows a score above which all that matters lies. It collects those
+    (a few thousand at most; where there are more, it works on the whole row) and bisects on the bits of the limit,
+    moving each end on to the next score there is, so that it takes about as many rounds as the number of scores has
+    bits.
+4.  keep: excludes what is outside the limits, chunk by chunk
+
+All sums are over chunks of fixed size and lists that the row alone determines, in layouts fixed by the vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.launch import LAUNCH, USE_PDL, begin
+from quire.kernels.triton.shapes import ALIGNMENT, next_power_of_2
+
+CHUNK = 4096
+_CAPACITY = 4 * CHUNK
+"""The most scores that are collected."""
+_NUM_LIMITS = tl.constexpr(7)
+_NUM_RINGS = tl.constexpr(8)
+_FIRST_RING = tl.constexpr(5)
+_NUM_FIGURES = tl.constexpr(5 + 2 * 8)
+"""What is noted of a chunk: its highest score; the count, sum and squared deviations (from the chunk's mean) of what
+is not excluded, and its weight; the counts within each ring, and the weights."""
+_NEVER = tl.constexpr(float("-inf"))
+_FAINTEST = tl.constexpr(-80.0)
+_BY_COUNT = tl.constexpr(0)
+_BY_WEIGHT = tl.constexpr(1)
+_BY_DISTANCE = tl.constexpr(2)
+
+
+@triton.jit
+def _ring(i):
+    """How far below the highest score ring i reaches: 1.5, 3, 4.5, 6, 9, 12, 18, 24."""
+    return tl.where(i < 4, 1.5 * (i + 1), tl.where(i < 6, 3.0 * (i - 1), 6.0 * (i - 3)))
+
+
+@triton.jit
+def _higher(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _scale_kernel(
+    logits, rows, limits, figures, stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    begin(PDL)
+    i = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    own = logits + tl.load(rows + i) * stride + column
+    score = tl.load(own, mask=column < VOCAB, other=_NEVER)
+    score = tl.div_rn(score, tl.load(limits + i * _NUM_LIMITS))
+    tl.store(own, score, mask=column < VOCAB)
+    place = i * tl.num_programs(1) + tl.program_id(1)
+    tl.store(figures + place * _NUM_FIGURES, tl.reduce(score, 0, _higher))
+
+
+@triton.jit
+def _highest(figures, i, chunks, CHUNKS: tl.constexpr):
+    """The row's highest score; NaN if it has one."""
+    chunk = tl.arange(0, CHUNKS)
+    each = tl.load(figures + (i * chunks + chunk) * _NUM_FIGURES, mask=chunk < chunks, other=_NEVER)
+    return tl.reduce(each, 0, _higher)
+
+
+@triton.jit
+def _survey_kernel(
+    logits, rows, figures, stride,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    begin(PDL)
+    i = tl.program_id(0)
+    chunks = tl.num_programs(1)
+    highest = _highest(figures, i, chunks, CHUNKS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    score = tl.load(logits + tl.load(rows + i) * stride + column, mask=column < VOCAB, other=_NEVER)
+    below = score - highest
+    known = score > _NEVER
+    weight = tl.where(known, tl.exp(tl.maximum(below, _FAINTEST)), 0.0)
+    place = figures + (i * chunks + tl.program_id(1)) * _NUM_FIGURES
+    count = tl.sum(known.to(tl.float32))
+    total = tl.sum(tl.where(known, below, 0.0))
+    deviation = tl.where(known, below - total / tl.maximum(count, 1.0), 0.0)
+    tl.store(place + 1, count)
+    tl.store(place + 2, total)
+    tl.store(place + 3, tl.sum(deviation * deviation))
+    tl.store(place + 4, tl.sum(weight))
+    for ring in range(_NUM_RINGS):
+        within = score >= highest - _ring(ring)
+        tl.store(place + _FIRST_RING + ring, tl.sum(within.to(tl.float32)))
+        tl.store(place + _FIRST_RING + _NUM_RINGS + ring, tl.sum(tl.where(within, weight, 0.0)))
+
+
+@triton.jit
+def _figure(figures, i, chunks, which, CHUNKS: tl.constexpr):
+    """One of the figures of all the row's chunks."""
+    chunk = tl.arange(0, CHUNKS)
+    return tl.load(figures + (i * chunks + chunk) * _NUM_FIGURES + which, mask=chunk < chunks, other=0.0)
+
+
+@triton.jit
+def _spread(figures, i, chunks, CHUNKS: tl.constexpr):
+    """The standard deviation of the row: that within the chunks, and that of the chunks' means."""
+    counts = _figure(figures, i, chunks, 1, CHUNKS)
+    totals = _figure(figures, i, chunks, 2, CHUNKS)
+    within = tl.sum(_figure(figures, i, chunks, 3, CHUNKS))
+    count = tl.sum(counts)
+    apart = totals / tl.maximum(counts, 1.0) - tl.sum(totals) / count
+    return tl.sqrt((within + tl.sum(counts * apart * apart)) / count)
+
+
+@triton.jit
+def _key(value):
+    """Integers in the order of the floats they stand for."""
+    bits = value.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+
+
+@triton.jit
+def _value(key):
+    bits = key.to(tl.int32)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _load_kept(source, length, start, low, high, BLOCK: tl.constexpr):
+    """A block of scores, and which of them are within the limits found so far."""
+    place = start + tl.arange(0, BLOCK)
+    score = tl.load(source + place, mask=place < length, other=_NEVER)
+    return score, (score >= low) & (score <= high) & (score > _NEVER)
+
+
+@triton.jit
+def _weigh(source, length, low, high, highest, BLOCK: tl.constexpr):
+    """The weight of what is within the limits, and its mean distance from the highest score."""
+    weights = tl.zeros([BLOCK], tl.float32)
+    moments = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, length, BLOCK):
+        score, kept = _load_kept(source, length, start, low, high, BLOCK)
+        below = tl.maximum(score - highest, _FAINTEST)
+        weight = tl.where(kept, tl.exp(below), 0.0)
+        weights += weight
+        moments += tl.where(kept, weight * below, 0.0)
+    total = tl.sum(weights)
+    return total, tl.sum(moments) / total
+
+
+@triton.jit
+def _bisect(
+    source, length, low, high, highest, mean, wanted, bottom, top, MODE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The highest value from which on those within the limits reach `wanted` by count or weight; `bottom` if they
+    never do. Values are scores, or negative distances from `mean`."""
+    reached = _key(bottom)
+    missed = _key(top) + 1
+    while missed - reached > 1:
+        key = reached + (missed - reached) // 2
+        middle = _value(key)
+        weights = tl.zeros([BLOCK], tl.float32)
+        above = tl.full([BLOCK], float("inf"), tl.float32)
+        under = tl.full([BLOCK], _NEVER, tl.float32)
+        for start in range(0, length, BLOCK):
+            score, kept = _load_kept(source, length, start, low, high, BLOCK)
+            below = tl.maximum(score - highest, _FAINTEST)
+            value = score
+            if MODE == _BY_DISTANCE:
+                value = -tl.abs(below - mean)
+            counts = kept & (value >= middle)
+            if MODE == _BY_COUNT:
+                weights += counts.to(tl.float32)
+            else:
+                weights += tl.where(counts, tl.exp(below), 0.0)
+            above = tl.minimum(above, tl.where(counts, value, float("inf")))
+            under = tl.maximum(under, tl.where(kept & (value < middle), value, _NEVER))
+        # Either end moves on to a value there is. Zeros of both signs are equal and not neighbours, hence the bounds.
+        if tl.sum(weights) >= wanted:
+            reached = tl.minimum(tl.maximum(_key(tl.min(above)), key), missed - 1)
+        else:
+            missed = tl.minimum(_key(tl.max(under)) + 1, key)
+    return _value(reached)
+
+
+@triton.jit
+def _collect(row, figures, collected, i, chunks, cut, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """Writes the row's scores from `cut` on one after the other; chunks without any are not read."""
+    count = tl.zeros([], tl.int32)
+    for chunk in range(0, chunks):
+        if tl.load(figures + (i * chunks + chunk) * _NUM_FIGURES) >= cut:
+            column = chunk * BLOCK + tl.arange(0, BLOCK)
+            score = tl.load(row + column, mask=column < VOCAB, other=_NEVER)
+            found = score >= cut
+            place = tl.cumsum(found.to(tl.int32), 0)
+            tl.store(collected + count + place - 1, score, mask=found)
+            count += tl.sum(found.to(tl.int32))
+    tl.debug_barrier()  # what one thread wrote, others read
+    return count
+
+
+@triton.jit
+def _innermost_ring(figures, i, chunks, highest, low, top_k, top_p, total, CHUNKS: tl.constexpr):
+    """The score above which all lies that the limits depend on, and how many scores do (far too many: not known)."""
+    cut = tl.full([], _NEVER, tl.float32)
+    count = tl.full([], 1e9, tl.float32)
+    for step in range(_NUM_RINGS):
+        ring = _NUM_RINGS - 1 - step
+        inside = tl.sum(_figure(figures, i, chunks, _FIRST_RING + ring, CHUNKS))
+        weight = tl.sum(_figure(figures, i, chunks, _FIRST_RING + _NUM_RINGS + ring, CHUNKS))
+        reaches = highest - _ring(ring)
+        # With both, the first k decide alone; what they weigh is at most everything.
+        does = (reaches <= low) | ((top_k > 0) & (inside >= top_k)) | ((top_k == 0) & (weight >= top_p * total))
+        cut = tl.where(does, reaches, cut)
+        count = tl.where(does, inside, count)
+    return cut, count
+
+
+@triton.jit
+def _limits_kernel(
+    logits, rows, limits, figures, collected, found, stride, chunks,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, CAPACITY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    begin(PDL)
+    i = tl.program_id(0)
+    row = logits + tl.load(rows + i) * stride
+    own = limits + i * _NUM_LIMITS
+    top_k, top_p, typical_p = tl.load(own + 2), tl.load(own + 3), tl.load(own + 5)
+    zero = tl.full([], 0.0, tl.float32)
+    never = tl.full([], _NEVER, tl.float32)
+    low, high = never, -never
+    highest = _highest(figures, i, chunks, CHUNKS)
+    # Rows of nothing but minus infinity, with infinity or NaN are decided already.
+    if (highest > _NEVER) & (highest < float("inf")):
+        if tl.load(own + 1) > 0:
+            low = highest - tl.load(own + 1) * _spread(figures, i, chunks, CHUNKS)
+        source = row
+        length = tl.full([], VOCAB, tl.int32)
+        if (top_k > 0) | (top_p < 1):
+            total = tl.sum(_figure(figures, i, chunks, 4, CHUNKS))
+            if low > _NEVER:
+                total, _ = _weigh(source, length, low, high, highest, BLOCK)
+            cut, count = _innermost_ring(figures, i, chunks, highest, low, top_k, top_p, total, CHUNKS)
+            if count <= CAPACITY:
+                source = collected + i.to(tl.int64) * CAPACITY
+                length = _collect(row, figures, source, i, chunks, cut, VOCAB, BLOCK)
+            floor = tl.maximum(low, cut)
+            if top_k > 0:
+                low = _bisect(source, length, low, high, highest, zero, top_k, floor, highest, _BY_COUNT, BLOCK)
+                total, _ = _weigh(source, length, low, high, highest, BLOCK)
+                floor = low
+            if top_p < 1:
+                low = _bisect(
+                    source, length, low, high, highest, zero, top_p * total, floor, highest, _BY_WEIGHT, BLOCK
+                )
+        low = tl.maximum(low, highest + tl.load(own + 4))
+        if typical_p < 1:
+            total, mean = _weigh(source, length, low, high, highest, BLOCK)
+            farthest = _bisect(
+                source, length, low, high, highest, mean, typical_p * total, never, zero, _BY_DISTANCE, BLOCK
+            )
+            low, high = _range_of(source, length, low, high, highest, mean, farthest, BLOCK)
+        if tl.load(own + 6) < float("inf"):
+            total, _ = _weigh(source, length, low, high, highest, BLOCK)
+            wanted = tl.load(own + 6) * total
+            high = tl.minimum(high, _least_likely(source, length, low, high, highest, wanted, BLOCK))
+    tl.store(found + 2 * i, low)
+    tl.store(found + 2 * i + 1, high)
+
+
+@triton.jit
+def _range_of(source, length, low, high, highest, mean, farthest, BLOCK: tl.constexpr):
+    """The lowest and the highest of the scores whose negative distance is at least `farthest`."""
+    lowest = tl.full([BLOCK], float("inf"), tl.float32)
+    topmost = tl.full([BLOCK], _NEVER, tl.float32)
+    for start in range(0, length, BLOCK):
+        score, kept = _load_kept(source, length, start, low, high, BLOCK)
+        kept &= -tl.abs(tl.maximum(score - highest, _FAINTEST) - mean) >= farthest
+        lowest = tl.minimum(lowest, tl.where(kept, score, float("inf")))
+        topmost = tl.maximum(topmost, tl.where(kept, score, _NEVER))
+    return tl.min(lowest), tl.max(topmost)
+
+
+@triton.jit
+def _least_likely(source, length, low, high, highest, wanted, BLOCK: tl.constexpr):
+    """The lowest score whose weight reaches `wanted`; infinity if none does."""
+    lowest = tl.full([BLOCK], float("inf"), tl.float32)
+    for start in range(0, length, BLOCK):
+        score, kept = _load_kept(source, length, start, low, high, BLOCK)
+        kept &= tl.exp(tl.maximum(score - highest, _FAINTEST)) >= wanted
+        lowest = tl.minimum(lowest, tl.where(kept, score, float("inf")))
+    return tl.min(lowest)
+
+
+@triton.jit
+def _keep_kernel(logits, rows, found, stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
+    i = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    own = logits + tl.load(rows + i) * stride + column
+    score = tl.load(own, mask=column < VOCAB, other=0.0)
+    excluded = (score < tl.load(found + 2 * i)) | (score > tl.load(found + 2 * i + 1))
+    tl.store(own, tl.where(excluded, _NEVER, score), mask=column < VOCAB)
+
+
+def filter_rows_(logits: Tensor, rows: Tensor, limits: Tensor) -> None:
+    """Divides some rows (int64 [n]) of float32 logits [rows, vocab] by their temperature and excludes what the filters
+    of float32 limits [n, FILTERS] exclude, as `quire.kernels.filters` defines it."""
+    if logits.stride(1) != 1 or logits.dtype != torch.float32 or limits.shape != (len(rows), _NUM_LIMITS.value):
+        raise ValueError(f"There are no filters {tuple(limits.shape)} for {logits.dtype} rows of {logits.shape[1]}.")
+    if logits.data_ptr() % ALIGNMENT:  # else its sums would be taken in another order than those of aligned rows
+        aligned = logits.clone(memory_format=torch.contiguous_format)
+        filter_rows_(aligned, rows, limits)
+        logits.copy_(aligned)
+        return
+    count, vocab_size = len(rows), logits.shape[1]
+    if not count:
+        return
+    stride = vocab_size if logits.is_contiguous() else logits.stride(0)
+    limits = limits.contiguous()
+    chunks = triton.cdiv(vocab_size, CHUNK)
+    wide = next_power_of_2(chunks)
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=logits.device)
+
+    figures, collected, found = empty(count, chunks, _NUM_FIGURES.value), empty(count, _CAPACITY), empty(count, 2)
+    grid = (count, chunks)
+    _scale_kernel[grid](logits, rows, limits, figures, stride, vocab_size, CHUNK, USE_PDL, num_warps=8, **LAUNCH)
+    _survey_kernel[grid](logits, rows, figures, stride, vocab_size, CHUNK, wide, USE_PDL, num_warps=8, **LAUNCH)
+    _limits_kernel[(count,)](
+        logits, rows, limits, figures, collected, found, stride, chunks,
+        vocab_size, CHUNK, wide, _CAPACITY, USE_PDL, num_warps=16, **LAUNCH,
+    )  # fmt: skip
+    _keep_kernel[grid](logits, rows, found, stride, vocab_size, CHUNK, USE_PDL, num_warps=8, **LAUNCH)

@@ -1,0 +1,51 @@
+"""Where a row of tokens repeats its own end: each place counts back for itself, all places at once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.launch import LAUNCH, USE_PDL, begin
+
+_BLOCK = 512
+
+
+@triton.jit(do_not_specialize=["size", "most"])
+def _match_kernel(
+    tokens, lengths, breaks, out, size, most, HAS_BREAKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64) * size
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    last = tl.load(lengths + tl.program_id(0)).to(tl.int32) - 1
+    matches = place < last
+    found = tl.zeros([BLOCK], tl.int32)
+    back = tl.zeros([], tl.int32)
+    while (back < most) & (tl.max(matches.to(tl.int32)) > 0):
+        # Some place before the last goes as far back, so the last does.
+        wanted = tl.load(tokens + row + last - back)
+        matches &= place >= back
+        matches &= tl.load(tokens + row + place - back, mask=matches, other=-1) == wanted
+        if HAS_BREAKS:
+            matches &= tl.load(breaks + row + last - back) == 0
+        found += matches.to(tl.int32)
+        back += 1
+    tl.store(out + row + place, found, mask=place < size)
+
+
+def match_lengths(tokens: Tensor, lengths: Tensor, breaks: Tensor | None, most: int) -> Tensor:
+    """int32 [rows, size]: for each place of int64 tokens [rows, size] before the last of the row's `lengths` (int64
+    [rows]), how many tokens up to it are also the row's last ones: none that `breaks` (bool [rows, size]) marks, and
+    at most `most`. 0 at all other places."""
+    tokens = tokens.contiguous()
+    rows, size = tokens.shape
+    out = torch.empty(rows, size, dtype=torch.int32, device=tokens.device)
+    if out.numel():
+        flags = None if breaks is None else breaks.contiguous().view(torch.uint8)
+        _match_kernel[(rows, triton.cdiv(size, _BLOCK))](
+            tokens, lengths.contiguous(), flags, out, size, most, breaks is not None, _BLOCK, USE_PDL,
+            num_warps=4, **LAUNCH,
+        )  # fmt: skip
+    return out

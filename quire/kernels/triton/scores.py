@@ -1,0 +1,82 @@
+"""How likely tokens are: log-probabilities, ranks and the likeliest tokens, each row by itself.
+
+A program goes twice over its row, in chunks of fixed size: for the highest logit, then for the sum of the
+exponentials and the number of tokens that come before the scored one.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.ops import TokenScores
+from quire.kernels.triton.launch import LAUNCH, USE_PDL, begin
+from quire.kernels.triton.shapes import as_rows, row_stride
+
+_CHUNK = 4096
+_NEVER = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def _higher(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _score_kernel(
+    logits, token_ids, totals, logprobs, ranks, stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    own = logits + row * stride
+    token_id = tl.load(token_ids + row)
+    chosen = tl.load(own + token_id)
+    each = tl.full([BLOCK], _NEVER, tl.float32)
+    for start in range(0, VOCAB, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        each = _higher(each, tl.load(own + column, mask=column < VOCAB, other=_NEVER))
+    highest = tl.reduce(each, 0, _higher)
+    sums = tl.zeros([BLOCK], tl.float32)
+    before = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, VOCAB, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        logit = tl.load(own + column, mask=column < VOCAB, other=_NEVER)
+        sums += tl.exp(logit - highest)
+        # What only fills up the last chunk has no lower id and is not above anything.
+        before += ((logit > chosen) | ((logit == chosen) & (column < token_id))).to(tl.int32)
+    log_sum = tl.log(tl.sum(sums))
+    tl.store(totals + 2 * row, highest)
+    tl.store(totals + 2 * row + 1, log_sum)
+    tl.store(logprobs + row, chosen - highest - log_sum)
+    tl.store(ranks + row, tl.sum(before).to(tl.int64) + 1)
+
+
+def score_tokens(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenScores:
+    """How likely int64 token_ids [rows] and the `num_top` likeliest tokens are under float32 logits [rows, vocab]."""
+    logits = as_rows(logits)
+    rows, vocab_size = logits.shape
+    totals, logprobs = logits.new_empty(rows, 2), logits.new_empty(rows)
+    ranks = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows:
+        _score_kernel[(rows,)](
+            logits, token_ids.contiguous(), totals, logprobs, ranks, row_stride(logits),
+            vocab_size, _CHUNK, USE_PDL, num_warps=16, **LAUNCH,
+        )  # fmt: skip
+    top_ids = likeliest(logits, num_top)
+    top_logprobs = logits.gather(1, top_ids) - totals[:, :1] - totals[:, 1:]
+    return TokenScores(logprobs, ranks, top_ids, top_logprobs)
+
+
+def likeliest(logits: Tensor, count: int) -> Tensor:
+    """The ids of each row's highest logits, the highest first and the lower id first among equals: by the order of
+    integers that hold both, so that there are no ties to look for."""
+    vocab_size = logits.shape[1]
+    if not count:
+        return torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
+    bits = (logits + 0.0).view(torch.int32)  # minus zero is zero
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    backwards = torch.arange(vocab_size - 1, -1, -1, device=logits.device)
+    keys = (order << 32) + backwards
+    return vocab_size - 1 - (keys.topk(count, sorted=True).values & 0xFFFFFFFF)

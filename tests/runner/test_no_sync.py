@@ -1,0 +1,171 @@
+"""Nothing between a step's logits and its tokens makes the host wait for the GPU, whatever is asked for."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels.reference import ReferenceKernels
+from quire.runner.logprobs import PromptRows, ScoreTensors, read_scores, score_on_device, score_prompt_on_device
+from quire.runner.sampler import SampledTokens, sample
+from quire.runner.sampling_batch import RowLists, SamplingBatch, read_lists
+from quire.runner.upload import upload, upload_all
+from quire.sampling_params import ResolvedTokens, SamplingParams
+from quire.step import Admission
+from tests.runner.sampling_support import Job, RecordingKernels, make_batch
+from tests.runner.test_sampler import mixed_jobs
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from quire.kernels.triton.sampler_ops import SamplerKernels
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+VOCAB = 8193 if ON_GPU else 301
+JOBS = mixed_jobs(VOCAB, random.Random(1))
+
+
+class DeviceKernels(SamplerKernels, ReferenceKernels):  # type: ignore[misc]
+    """The sampler's own kernels, and plain torch for what it doesn't need."""
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Operations that wait for the device raise."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def twice_without_waiting(function: Callable[[], object]) -> None:
+    """Once to compile kernels, load them and get memory; then twice as in a running engine."""
+    function()
+    torch.cuda.synchronize()
+    with no_waiting():
+        function()
+        function()
+
+
+def draw(batch: SamplingBatch, logits: Tensor) -> SampledTokens:
+    return sample(logits.clone(), batch, DeviceKernels())
+
+
+def logits_for(jobs: list[Job]) -> Tensor:
+    return torch.randn(len(jobs), VOCAB, generator=torch.Generator().manual_seed(0)) * 3
+
+
+def test_kernels_choose_as_the_definition_does() -> None:
+    """In the interpreter too: every mix of parameters, together and on the plain CPU kernels."""
+    jobs = JOBS if ON_GPU else JOBS[::2]
+    logits = logits_for(jobs)
+    expected = sample(logits.clone(), make_batch(jobs, VOCAB), RecordingKernels())
+    sampled = draw(make_batch(jobs, VOCAB, device=DEVICE), logits.to(DEVICE))
+    sampled = sampled.with_tensors(*(tensor.cpu() for tensor in sampled.tensors()))
+    assert sampled.token_ids.tolist() == expected.token_ids.tolist()
+    assert sampled.failures() == expected.failures() == {}
+
+
+@pytest.mark.gpu
+def test_the_check_notices_waiting() -> None:
+    with pytest.raises(RuntimeError, match="synchroniz"), no_waiting():
+        torch.ones(1, device=DEVICE).item()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("index", range(len(JOBS)))
+def test_one_mix_of_parameters(index: int) -> None:
+    batch, logits = make_batch([JOBS[index]], VOCAB, device=DEVICE), logits_for(JOBS)[index : index + 1].to(DEVICE)
+    twice_without_waiting(lambda: draw(batch, logits))
+
+
+@pytest.mark.gpu
+def test_all_of_them_at_once_and_in_any_company() -> None:
+    batch, logits = make_batch(JOBS, VOCAB, device=DEVICE), logits_for(JOBS).to(DEVICE)
+    twice_without_waiting(lambda: draw(batch, logits))
+    together = draw(batch, logits).token_ids.tolist()
+    for i, job in enumerate(JOBS):
+        alone = draw(make_batch([job], VOCAB, device=DEVICE), logits[i : i + 1])
+        assert alone.token_ids.tolist() == [together[i]], job.params
+
+
+@pytest.mark.gpu
+def test_processors_and_rows_without_a_choice() -> None:
+    def poison(history: Tensor, scores: Tensor) -> Tensor:
+        return scores / 0
+
+    jobs = [
+        Job(SamplingParams(logits_processors=(poison,))),
+        Job(SamplingParams(allowed_token_ids=(1,)), resolved=ResolvedTokens(((1,),))),
+        Job(SamplingParams(top_k=3)),
+        Job(SamplingParams(top_p=0.5)),
+    ]
+    logits = logits_for(jobs).to(DEVICE)
+    logits[3, 5] = float("nan")
+    batch = make_batch(jobs, VOCAB, device=DEVICE)
+    twice_without_waiting(lambda: draw(batch, logits))
+    failures = draw(batch, logits).failures()
+    assert list(failures) == [0, 1, 3]
+    assert [word in failures[i] for i, word in ((0, "processor"), (1, "no token"), (3, "NaN"))] == [True] * 3
+
+
+@pytest.mark.gpu
+def test_scores() -> None:
+    logits = logits_for(JOBS * 4).to(DEVICE)
+    logits[3] = logits[3].round()
+    tokens = torch.arange(len(logits), device=DEVICE)
+    num_top = [i % 6 for i in range(len(logits))]
+    kernels = DeviceKernels()
+    part = PromptRows("a", slice(2, 90), 1, 3, 5)
+    rows = torch.zeros(2, 100, dtype=torch.int64, device=DEVICE)
+
+    def score() -> ScoreTensors:
+        score_prompt_on_device(part, logits, lambda hidden: hidden, rows, kernels)
+        return score_on_device(logits, tokens, num_top, kernels)
+
+    twice_without_waiting(score)
+    got = read_scores(ScoreTensors(*(tensor.cpu() for tensor in score())), num_top)
+    scored = score_on_device(logits.cpu(), tokens.cpu(), num_top, ReferenceKernels())
+    for mine, expected in zip(got, read_scores(scored, num_top), strict=True):
+        assert (mine.token_id, mine.rank) == (expected.token_id, expected.rank)
+        assert [token_id for token_id, _ in mine.top] == [token_id for token_id, _ in expected.top]
+        assert abs(mine.logprob - expected.logprob) < 1e-5
+
+
+@pytest.mark.gpu
+def test_admission() -> None:
+    params = SamplingParams(logit_bias={1: 1.0, 5: -2.0}, allowed_token_ids=(1, 2, 3))
+    words = ResolvedTokens(((1, 2), (3, 4, 5)))
+    admission = Admission("a", 0, (1,), 1, (), 0, 0, params, 0, (2,), 0.0, resolved=words)
+    found: list[RowLists] = []
+    twice_without_waiting(lambda: found.append(read_lists(admission, DEVICE)))
+    allowed, biases, starts = found[-1].allowed_ids, found[-1].biases, found[-1].bad_word_starts
+    assert allowed is not None
+    assert biases is not None
+    assert starts is not None
+    assert (allowed.tolist(), biases.tolist(), starts.tolist()) == ([1, 2, 3], [1.0, -2.0], [[-1, 1], [3, 4]])
+
+
+@pytest.mark.gpu
+def test_uploads() -> None:
+    arrays = [np.arange(5), np.zeros((0, 3), np.float32), np.array([True, False]), np.arange(6.0).reshape(2, 3).T]
+    twice_without_waiting(lambda: [upload_all(DEVICE, *arrays), upload(arrays[0], DEVICE)])
+    for array, tensor in zip(arrays, upload_all(DEVICE, *arrays), strict=True):
+        assert tensor.device.type == "cuda"
+        assert tensor.data_ptr() % 16 == 0
+        assert np.array_equal(tensor.cpu().numpy(), array)
+
+
+def test_uploads_keep_shapes_and_values() -> None:
+    records = np.zeros(1, dtype=[("flag", np.bool_), ("number", np.float32)])
+    arrays = [np.arange(5), np.zeros((0, 3), np.float32), records["number"][:, None], np.arange(6.0).reshape(2, 3).T]
+    for array, tensor in zip(arrays, upload_all(torch.device("cpu"), *arrays), strict=True):
+        assert np.array_equal(tensor.numpy(), array)
+        assert tensor.is_contiguous()
