@@ -360,7 +360,8 @@ def attention(
         warps = 4 if d_pad <= 128 else 8
         _prefill_kernel[(len(many), num_kv_heads)](
             *tensors, many, *strides, *numbers, num_heads, *shape,
-            MANY_ROWS, KEY_TILE, SPLIT_TILES, window, _ONES, 2, wide, USE_PDL, num_warps=warps, **ROUND_ALWAYS, **LAUNCH,
+            MANY_ROWS, KEY_TILE, SPLIT_TILES, window, _ONES, 2, wide, USE_PDL,
+            num_warps=warps, **ROUND_ALWAYS, **LAUNCH,
         )  # fmt: skip
     if few is not None and len(few) > 1:
         slots = max(num_partials, 1) * num_kv_heads
