@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from quire.config import EngineConfig, format_bytes
 from quire.constrain import GrammarCompiler
 from quire.constrain.masks import Constrainer
-from quire.engine import EngineCore, Scheduler, SchedulerConfig, StepLog
+from quire.engine import EngineCore, Scheduler, SchedulerConfig, StepLog, StepLogEntry
 from quire.frontend.tokenizer import Tokenizer
 from quire.kernels.select import select_kernels
 from quire.models.checkpoint import Checkpoint
@@ -47,8 +48,14 @@ class Engine:
     """What was loaded, where, in which format, and what fits: for the start-up message."""
 
 
-def build_engine(source: ModelSource, config: EngineConfig, progress: Progress | None = None) -> Engine:
-    """Loads the model's weights and makes an engine around them; `progress` follows the weights."""
+def build_engine(
+    source: ModelSource,
+    config: EngineConfig,
+    progress: Progress | None = None,
+    listeners: Sequence[Callable[[StepLogEntry], None]] = (),
+) -> Engine:
+    """Loads the model's weights and makes an engine around them; `progress` follows the weights, `listeners` hear
+    of every step that is over."""
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     files = open_model(source.path)
@@ -68,7 +75,7 @@ def build_engine(source: ModelSource, config: EngineConfig, progress: Progress |
     core = EngineCore(
         Scheduler(_scheduler_config(config, plan)),
         runner,
-        step_log=StepLog(path=Path(config.step_log) if config.step_log is not None else None),
+        step_log=StepLog(path=Path(config.step_log) if config.step_log is not None else None, listeners=listeners),
         clock=time.monotonic,
     )
     weights = sum(p.numel() * p.element_size() for p in decoder.parameters())
@@ -78,6 +85,15 @@ def build_engine(source: ModelSource, config: EngineConfig, progress: Progress |
     )
     logger.info(description)
     return Engine(core, runner, decoder, tokenizer, plan, eos_token_ids, grammars, description)
+
+
+def open_tokenizer(source: ModelSource) -> Tokenizer:
+    """A model's tokenizer alone, for a process that has no need of the weights."""
+    files = open_model(source.path)
+    try:
+        return _open_tokenizer(files.checkpoint, source.path)
+    finally:
+        files.checkpoint.close()
 
 
 def _check_fit(spec: ModelSpec, config: EngineConfig, dtype: torch.dtype, free: int) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quire.engine.block_pool import Block, BlockPool
 from quire.engine.config import SchedulerConfig
 from quire.engine.fake_runner import StepFault
 from quire.errors import CapacityError
 from quire.sampling_params import SamplingParams
+from quire.step import Pooling
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class Arrival:
     prompt: tuple[int, ...]
     params: SamplingParams
     seed: int
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,8 @@ def make_scenario(seed: int) -> Scenario:
     for _ in range(rng.randint(1, 9)):
         turn += rng.choice([0, 0, 1, 2, 7])
         arrivals.append(_make_arrival(rng, config, vocab_size, prefixes, turn))
+    if seed % 4 == 3:
+        arrivals = _pool_some(random.Random(-1 - seed), arrivals)
     with_faults = rng.random() < 0.4
     faults = rng.choice(["steps", "copies", "requests", "broken", "all"]) if with_faults else ""
     step_faults: dict[int, StepFault] = {}
@@ -99,6 +103,12 @@ def make_scenario(seed: int) -> Scenario:
         refused_takes=_some_takes(rng) if rng.random() < 0.3 else frozenset(),
         broken_takes=_some_takes(rng) if faults in ("broken", "all") else frozenset(),
     )
+
+
+def _pool_some(rng: random.Random, arrivals: list[Arrival]) -> list[Arrival]:
+    """Some of the callers want hidden states instead of an answer."""
+    kinds: list[Pooling | None] = [None, "mean", "last"]
+    return [replace(one, pooling=rng.choice(kinds)) if one.params.n == 1 else one for one in arrivals]
 
 
 def _some_takes(rng: random.Random) -> frozenset[int]:

@@ -14,6 +14,7 @@ from quire.runner.batch import InputBatch, build_batch
 from quire.runner.device import return_freed_memory
 from quire.runner.kv_cache import KVCache
 from quire.runner.logprobs import LogprobRows, score_prompt, score_tokens
+from quire.runner.pooling import PoolingRows
 from quire.runner.rows import Rows
 from quire.runner.sampler import sample
 from quire.step import Admission, PromptScores, ScheduledRequest, Step, StepResult, TokenScore
@@ -41,6 +42,7 @@ class Runner:
         self._kv_cache = kv_cache
         self._rows = rows
         self._logprobs = LogprobRows(len(rows.token_ids))
+        self._pooling = PoolingRows()
         self._block_size = block_size
         self.observe_logits: LogitsObserver | None = None
 
@@ -54,6 +56,7 @@ class Runner:
         for admission in step.admitted:
             self._rows.admit(admission)
             self._logprobs.admit(admission)
+            self._pooling.admit(admission)
             self._admit_grammar(admission)
         for scheduled in step.scheduled:
             self._rows.extend(scheduled)
@@ -62,6 +65,7 @@ class Runner:
         tokens: dict[str, tuple[int, ...]] = {}
         scores: dict[str, tuple[TokenScore, ...]] = {}
         prompt_scores: dict[str, PromptScores] = {}
+        pooled: dict[str, bytes] = {}
         if step.scheduled:
             batch = build_batch(step.scheduled, self._rows, self._block_size)
             if self._constrainer is not None:
@@ -71,7 +75,8 @@ class Runner:
             if sampling:
                 tokens, scores = self._sample(sampling, batch, hidden, errors, ended)
             prompt_scores = self._score_prompts(step.scheduled, hidden, errors)
-        return FinishedStep(StepResult(step.step_id, tokens, errors, scores, prompt_scores, frozenset(ended)))
+            pooled = self._pooling.add(step.scheduled, hidden, errors)
+        return FinishedStep(StepResult(step.step_id, tokens, errors, scores, prompt_scores, frozenset(ended), pooled))
 
     def release(self) -> None:
         """Lets go of weights and cache, whoever else still holds this runner."""
