@@ -2,6 +2,7 @@
 # make test   checks and runs all tests
 # make check  ruff and the type checker
 # make bench  the benchmarks that run on this machine
+# make soak   loads a server for 10 minutes (SOAK_SECONDS=) and looks for anything that grows
 
 PYTHON ?= python3
 PROMPT ?= Explain in two sentences why the sky is blue.
@@ -10,7 +11,7 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 export PROMPT
 
-.PHONY: run test check bench clean
+.PHONY: run test check bench soak clean
 
 run: .venv/run-installed
 	@$(BIN)/quire run "$$PROMPT"
@@ -28,6 +29,10 @@ bench: .venv/test-installed
 	$(BIN)/python bench/kernels_cpu.py
 	$(BIN)/python bench/sampling.py
 	$(BIN)/python bench/throughput_cpu.py
+	$(BIN)/python bench/server.py
+
+soak: .venv/test-installed
+	$(BIN)/python scripts/soak.py
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Quire needs Python 3.11 or later; set PYTHON=..."; exit 1; }

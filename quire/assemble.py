@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ import torch
 from quire.config import EngineConfig, Limits, format_bytes
 from quire.constrain import GrammarCompiler
 from quire.constrain.masks import Constrainer
-from quire.engine import EngineCore, Scheduler, SchedulerConfig, StepLog
+from quire.engine import EngineCore, Scheduler, SchedulerConfig, StepLog, StepLogEntry
 from quire.frontend.tokenizer import Tokenizer
 from quire.kernels.select import select_kernels
 from quire.models.checkpoint import Checkpoint
@@ -51,8 +52,14 @@ class Engine:
     """What was loaded, where, in which format, and what fits: for the start-up message."""
 
 
-def build_engine(source: ModelSource, config: EngineConfig, progress: Progress | None = None) -> Engine:
-    """Loads the model's weights and makes an engine around them; `progress` follows the weights."""
+def build_engine(
+    source: ModelSource,
+    config: EngineConfig,
+    progress: Progress | None = None,
+    listeners: Sequence[Callable[[StepLogEntry], None]] = (),
+) -> Engine:
+    """Loads the model's weights and makes an engine around them; `progress` follows the weights, `listeners` hear
+    of every step that is over."""
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     files = open_model(source.path)
@@ -63,7 +70,9 @@ def build_engine(source: ModelSource, config: EngineConfig, progress: Progress |
     finally:
         files.checkpoint.close()
     eos_token_ids = tuple(dict.fromkeys((*files.spec.eos_token_ids, *tokenizer.eos_token_ids)))
-    return assemble(decoder, config, name=source.name, tokenizer=tokenizer, eos_token_ids=eos_token_ids)
+    return assemble(
+        decoder, config, name=source.name, tokenizer=tokenizer, eos_token_ids=eos_token_ids, listeners=listeners
+    )
 
 
 def assemble(
@@ -73,8 +82,10 @@ def assemble(
     name: str,
     tokenizer: Tokenizer | None = None,
     eos_token_ids: tuple[int, ...] = (),
+    listeners: Sequence[Callable[[StepLogEntry], None]] = (),
 ) -> Engine:
-    """An engine around a decoder whose weights are in place; without a tokenizer, tokens are bytes."""
+    """An engine around a decoder whose weights are in place; without a tokenizer, tokens are bytes. `listeners` hear of
+    every step that is over."""
     spec, dtype, device = decoder.spec, decoder.dtype, decoder.embedding.device
     tokenizer = Tokenizer.of_bytes() if tokenizer is None else tokenizer
     limits = config.limits(device.type)
@@ -90,7 +101,7 @@ def assemble(
         Scheduler(_scheduler_config(config, plan, limits)),
         runner,
         depth=2 if device.type == "cuda" else 1,  # the host prepares a step while the device computes another
-        step_log=StepLog(path=Path(config.step_log) if config.step_log is not None else None),
+        step_log=StepLog(path=Path(config.step_log) if config.step_log is not None else None, listeners=listeners),
         clock=time.monotonic,
     )
     description = (
@@ -100,6 +111,15 @@ def assemble(
     )
     logger.info(description)
     return Engine(core, runner, decoder, tokenizer, plan, eos_token_ids, grammars, description)
+
+
+def open_tokenizer(source: ModelSource) -> Tokenizer:
+    """A model's tokenizer alone, for a process that has no need of the weights."""
+    files = open_model(source.path)
+    try:
+        return _open_tokenizer(files.checkpoint, source.path)
+    finally:
+        files.checkpoint.close()
 
 
 def _quick_ways(

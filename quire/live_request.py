@@ -123,6 +123,11 @@ class LiveRequest:
             self.unread.append(delta)
         return delta
 
+    def stop_reason(self, index: int) -> str | int | None:
+        """The stop string or token that ended an answer; None while it runs."""
+        completion = self._completions[index]
+        return None if completion is None else completion.stop_reason
+
     def _complete(self, index: int, answer: _Answer, update: RequestUpdate) -> Completion:
         assert update.finish_reason is not None
         assert update.metrics is not None
@@ -147,11 +152,10 @@ class LiveRequest:
         if self._params.best_of is not None:
             done = sorted(done, key=_mean_logprob, reverse=True)[: self._params.n]
             done = [replace(completion, index=index) for index, completion in enumerate(done)]
-        return RequestOutput(
-            self.request_id, self._prompt, self._prompt_token_ids, tuple(done), self._prompt_logprobs()
-        )
+        return RequestOutput(self.request_id, self._prompt, self._prompt_token_ids, tuple(done), self.prompt_logprobs())
 
-    def _prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+    def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        """What is known of the prompt's logprobs, if they were asked for: all of them once a token has come."""
         if self._params.prompt_logprobs is None:
             return None
         found = (self._prompt_scores.get(position) for position in range(len(self._prompt_token_ids)))

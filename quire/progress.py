@@ -44,13 +44,16 @@ class _Bars:
         )
 
     def __enter__(self) -> Self:
-        self._progress.start()
+        if not self._progress.disable:
+            self._progress.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        # rich before 14 ends even a display that shows nothing with an empty line.
+        if not self._progress.disable:
+            self._progress.stop()
 
 
 class ModelBars(_Bars):

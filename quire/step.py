@@ -16,6 +16,7 @@ from quire.sampling_params import ResolvedTokens, SamplingParams
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 CopyKind = Literal["device_to_host", "host_to_device", "device_to_device"]
 PreemptionKind = Literal["recompute", "swap"]
+Pooling = Literal["mean", "last"]
 
 
 class ScheduledRequest(NamedTuple):
@@ -69,6 +70,9 @@ class Admission:
     score_prompt_from: int | None = None
     """The first prompt position whose logprobs are still wanted; None if none are. All tokens from the one
     before it on are computed."""
+    pooling: Pooling | None = None
+    """The prompt's hidden states are wanted, pooled like this, and no answer: what is sampled counts for nothing.
+    For "mean" all of the prompt is computed from here on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +158,8 @@ class StepResult:
     """For the prompt positions this step could score, where they were asked for."""
     ended: frozenset[str] = frozenset()
     """Requests that are complete with these tokens, whatever these are (their grammar has come to its end)."""
+    pooled: Mapping[str, bytes] = field(default_factory=dict)
+    """For requests with pooling that sample: the pooled vector, of length 1, as little-endian float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,3 +214,5 @@ class RequestUpdate(NamedTuple):
     """One for each new token, if logprobs were asked for."""
     prompt_scores: PromptScores | None = None
     """Positions of the prompt; the same ones may come again, from another answer to the same prompt too."""
+    pooled: bytes | None = None
+    """With the finish reason "stop", if pooling was asked for: the vector, as little-endian float32."""

@@ -7,10 +7,12 @@ import sys
 
 import typer
 
+from quire.cli import bench
 from quire.cli.chat import chat
 from quire.cli.models import models
 from quire.cli.pull import pull
 from quire.cli.run import run
+from quire.cli.serve import serve
 from quire.errors import QuireError
 
 app = typer.Typer(
@@ -23,8 +25,10 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(chat)
+app.command()(serve)
 app.command()(pull)
 app.command()(models)
+app.add_typer(bench.app, name="bench")
 
 
 @app.callback(invoke_without_command=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # JSON on one line, as json.dumps writes it. With free whitespace a small model can go on indenting for ever.
 # A schema may ask for other options under "x-guidance", as llguidance documents.
-_JSON_STYLE: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+JSON_STYLE: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 _stack_size_lock = threading.Lock()
 
@@ -135,7 +135,7 @@ def field_of(structured: StructuredOutput) -> str:
 
 def _schema_grammar(schema: str) -> str:
     try:
-        text: str = import_llguidance().LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_STYLE)
+        text: str = import_llguidance().LLMatcher.grammar_from_json_schema(schema, defaults=JSON_STYLE)
     except ValueError as error:  # nested too deeply, or broken options under "x-guidance"
         raise InvalidRequestError("structured.json_schema", str(error)) from None
     return text

@@ -185,7 +185,8 @@ class BlockManager:
     def _match(self, request: Request, num_tokens: int) -> _Hits:
         """The cached blocks a request can start with; one token is always left to compute."""
         hits = _Hits([], [], [])
-        if not self.config.prefix_caching:
+        # Cached blocks hold keys and values only: who needs the hidden state of every token computes them all.
+        if not self.config.prefix_caching or request.pooling == "mean":
             return hits
         num_blocks = (num_tokens - 1) // self.block_size
         if request.score_prompt_from is not None:

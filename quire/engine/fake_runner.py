@@ -55,12 +55,23 @@ def fake_score(state: int, token_id: int) -> TokenScore:
     return TokenScore(token_id, -(mixed % 4096) / 64, 1 + mixed % 7)
 
 
-def solo_prompt_scores(prompt: Sequence[int], params: SamplingParams) -> list[TokenScore]:
-    """The scores of a prompt's tokens from the second on, without any engine."""
+def fake_vector(state: int) -> bytes:
+    """What pooling gives with the fake model: the sum of the states, or the last one."""
+    return str(state).encode()
+
+
+def solo_states(prompt: Sequence[int], params: SamplingParams) -> list[int]:
+    """The states of a prompt's tokens, without any engine."""
     salt = salt_number(params)
     states: list[int] = []
     for position, token_id in enumerate(prompt):
         states.append(token_state(position, token_id, states, salt))
+    return states
+
+
+def solo_prompt_scores(prompt: Sequence[int], params: SamplingParams) -> list[TokenScore]:
+    """The scores of a prompt's tokens from the second on, without any engine."""
+    states = solo_states(prompt, params)
     return [fake_score(state, token_id) for state, token_id in zip(states, prompt[1:], strict=False)]
 
 
@@ -100,6 +111,9 @@ class _Row:
     token_ids: list[int]
     block_ids: list[int]
     num_computed: int
+    sum_of_states: int = 0
+    """Of the tokens computed in this row since its admission."""
+    last_state: int = 0
 
 
 @dataclass(slots=True)
@@ -162,6 +176,7 @@ class FakeRunner:
         tokens: dict[str, tuple[int, ...]] = {}
         errors: dict[str, str] = {}
         scores: dict[str, PromptScores] = {}
+        pooled: dict[str, bytes] = {}
         for index, entry in enumerate(step.scheduled):
             row = self._rows[entry.row]
             row.block_ids.extend(entry.new_block_ids)
@@ -174,12 +189,16 @@ class FakeRunner:
                 # Also where it failed: a step may be in flight already that goes on from there.
                 row.token_ids.append(token)
                 tokens[entry.request_id] = (token,)
+                if row.admission.pooling is not None:
+                    pooled[entry.request_id] = fake_vector(
+                        row.sum_of_states if row.admission.pooling == "mean" else row.last_state
+                    )
             if index == failing:
                 tokens.pop(entry.request_id, None)
                 errors[entry.request_id] = f"injected: {entry.request_id} failed in step {step.step_id}"
         if fault is not None:
             return FakePending(EngineError(f"injected: step {step.step_id} failed"))
-        return FakePending(StepResult(step.step_id, tokens, errors, prompt_scores=scores))
+        return FakePending(StepResult(step.step_id, tokens, errors, prompt_scores=scores, pooled=pooled))
 
     def _change_rows(self, step: Step) -> None:
         given_up = [(notice.request_id, notice.row) for notice in step.preempted]
@@ -234,6 +253,8 @@ class FakeRunner:
             state = 0 if broken else token_state(position, row.token_ids[position], context, salt)
             self._device[row.block_ids[position // size]][position % size] = state
             context.append(state)
+            row.sum_of_states += state
+        row.last_state = state
         row.num_computed = start + num_tokens
         self.num_computed_tokens += num_tokens
         admission = row.admission

@@ -168,6 +168,7 @@ class Ledger:
         new_token_ids: tuple[int, ...] = (),
         error: str | None = None,
         scores: tuple[TokenScore, ...] = (),
+        pooled: bytes | None = None,
     ) -> None:
         """Ends a request, gives up all it holds (but for blocks it is to keep), and notes what is to be told."""
         row = request.row
@@ -200,7 +201,16 @@ class Ledger:
             )
         )
         self.updates.append(
-            RequestUpdate(request.request_id, new_token_ids, reason, request.stop_token_id, error, metrics, scores)
+            RequestUpdate(
+                request_id=request.request_id,
+                new_token_ids=new_token_ids,
+                finish_reason=reason,
+                stop_token_id=request.stop_token_id,
+                error=error,
+                metrics=metrics,
+                scores=scores,
+                pooled=pooled,
+            )
         )
 
     def _forget(self, request: Request) -> None:

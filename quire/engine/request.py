@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 
 from quire.engine.block_pool import Block
 from quire.engine.prefix_cache import BlockKey
+from quire.errors import InvalidRequestError
 from quire.sampling_params import ResolvedTokens, SamplingParams
-from quire.step import FinishReason, RequestMetrics
+from quire.step import FinishReason, Pooling, RequestMetrics
 
 
 class RequestStatus(enum.Enum):
@@ -54,6 +55,8 @@ class Request:
     keeps_blocks: bool = False
     """After an end of its own (stop, length) it keeps its blocks, so that it can still be forked, until they are
     let go or somebody needs them."""
+    pooling: Pooling | None = None
+    """Its prompt's hidden states are wanted, pooled like this, instead of an answer."""
 
     status: RequestStatus = RequestStatus.WAITING
     priority: int = 0
@@ -177,6 +180,7 @@ def make_requests(
     seed: int,
     eos_token_ids: Iterable[int] = (),
     resolved: ResolvedTokens | None = None,
+    pooling: Pooling | None = None,
 ) -> list[Request]:
     """The requests behind one call, `best_of` or else `n` of them: answer i is what a request of its own with
     seed + i would be.
@@ -190,6 +194,8 @@ def make_requests(
     if params.best_of is not None and params.logprobs is None:
         single = replace(single, logprobs=0)  # the best are found by their logprobs
     progress = PromptProgress()
+    if pooling is not None and count > 1:
+        raise InvalidRequestError("n", "a prompt has one pooled vector: ask for one")
     return [
         Request(
             request_id=request_id if count == 1 else f"{request_id}/{i}",
@@ -201,6 +207,7 @@ def make_requests(
             index=i,
             resolved=resolved or ResolvedTokens(),
             prompt_progress=progress,
+            pooling=pooling,
         )
         for i in range(count)
     ]

@@ -10,6 +10,7 @@ from quire.engine.config import SchedulerConfig
 from quire.engine.fake_runner import StepFault
 from quire.errors import CapacityError
 from quire.sampling_params import SamplingParams
+from quire.step import Pooling
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class Arrival:
     prompt: tuple[int, ...]
     params: SamplingParams
     seed: int
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,8 @@ def make_scenario(seed: int) -> Scenario:
     for _ in range(rng.randint(1, 9)):
         turn += rng.choice([0, 0, 1, 2, 7])
         arrivals.append(_make_arrival(rng, config, vocab_size, prefixes, turn))
+    if seed % 4 == 3:
+        arrivals = _pool_some(random.Random(-1 - seed), arrivals)
     with_faults = rng.random() < 0.4
     faults = rng.choice(["steps", "copies", "requests", "broken", "all"]) if with_faults else ""
     step_faults: dict[int, StepFault] = {}
@@ -112,6 +116,12 @@ def make_fork(rng: random.Random, scenario: Scenario, tokens: list[int], salt: s
     own = rng.choices(range(scenario.vocab_size), k=rng.choice([0, 1, 1, 2, 5]))
     arrival = _arrival_of(rng, scenario.config, scenario.vocab_size, (*tokens[:position], *own), turn=0)
     return replace(arrival, params=replace(arrival.params, cache_salt=salt))
+
+
+def _pool_some(rng: random.Random, arrivals: list[Arrival]) -> list[Arrival]:
+    """Some of the callers want hidden states instead of an answer."""
+    kinds: list[Pooling | None] = [None, "mean", "last"]
+    return [replace(one, pooling=rng.choice(kinds)) if one.params.n == 1 else one for one in arrivals]
 
 
 def _some_takes(rng: random.Random) -> frozenset[int]:

@@ -165,6 +165,9 @@ class Scheduler:
             if not samples:
                 continue
             request.num_placeholders -= 1
+            if request.pooling is not None:
+                self._finish_pooled(request, step_id, result.pooled.get(request_id), now)
+                continue
             tokens = tokens_of.get(request_id, ())
             if len(tokens) != 1:
                 message = f"the runner returned {len(tokens)} tokens instead of one"
@@ -184,7 +187,7 @@ class Scheduler:
             elif len(token_ids) >= request.max_total_tokens:
                 ledger.finish(request, "length", now, tokens, scores=scores)
             else:
-                updates.append(_make(RequestUpdate, (request_id, tokens, None, None, None, None, scores, None)))
+                updates.append(_make(RequestUpdate, (request_id, tokens, None, None, None, None, scores, None, None)))
         return self.take_updates()
 
     def fail(self, step: Step, message: str, now: float) -> list[Step]:
@@ -363,6 +366,7 @@ class Scheduler:
                 resolved=request.resolved,
                 # Whoever it was forked from scores the prompt, in steps already submitted.
                 score_prompt_from=request.score_prompt_from if source is None else None,
+                pooling=request.pooling,
             )
         )
         self._schedule_chunk(request, draft, block_ids[placement.num_ready_blocks :])
@@ -377,6 +381,13 @@ class Scheduler:
         for taker in takers:
             if taker.prompt_progress is progress:  # the group's name may belong to other requests by now
                 self.ledger.updates.append(RequestUpdate(taker.request_id, (), prompt_scores=found))
+
+    def _finish_pooled(self, request: Request, step_id: int, vector: bytes | None, now: float) -> None:
+        """The whole prompt is computed, which is all that was wanted."""
+        if vector is None:
+            self._fail_request(request, step_id, "the runner returned no pooled hidden state", now)
+        else:
+            self.ledger.finish(request, "stop", now, pooled=vector)
 
     def _fail_request(self, request: Request, step_id: int, message: str, now: float) -> None:
         """Ends a request that failed by itself, and those who took over its prompt before this was known."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from quire.engine.block_manager import BlockManager
 from quire.engine.core import EngineCore
-from quire.engine.fake_runner import FakeRunner, solo_prompt_scores, solo_run
+from quire.engine.fake_runner import FakeRunner, fake_vector, solo_prompt_scores, solo_run, solo_states
 from quire.engine.invariants import check_invariants
 from quire.engine.metrics import EngineMetrics
 from quire.engine.request import PromptProgress, Request, make_requests
@@ -103,7 +103,7 @@ class Simulation:
         while any(key == name or key.startswith(f"{name}/") for key in self.live):
             name += "'"
         eos = self.scenario.eos_token_ids
-        for request in make_requests(name, arrival.prompt, arrival.params, arrival.seed, eos):
+        for request in make_requests(name, arrival.prompt, arrival.params, arrival.seed, eos, pooling=arrival.pooling):
             num_prompt = len(arrival.prompt)
             total = min(config.max_model_len, num_prompt + (arrival.params.max_tokens or config.max_model_len))
             fits = 0 < num_prompt < config.max_model_len
@@ -167,14 +167,7 @@ class Simulation:
             return
         del self.live[update.request_id]
         scenario = self.scenario
-        expected, reason = solo_run(
-            request.prompt_token_ids,
-            request.params,
-            request.seed,
-            request.eos_token_ids,
-            scenario.vocab_size,
-            scenario.config.max_model_len,
-        )
+        expected, reason = self._solo(request)
         complete = update.finish_reason in ("stop", "length")
         right = (tokens, update.finish_reason) == (expected, reason) if complete else tokens == expected[: len(tokens)]
         self._require(
@@ -183,6 +176,7 @@ class Simulation:
         )
         if complete:
             self._check_prompt_scores(request)
+            self._check_pooled(request, update.pooled)
         self._require(tokens == request.output_token_ids, f"{update.request_id}: updates and tokens differ")
         self._require(
             update.finish_reason != "error" or scenario.has_faults,
@@ -190,6 +184,25 @@ class Simulation:
         )
         assert update.metrics is not None
         self.ended.append(update.metrics)
+
+    def _solo(self, request: Request) -> tuple[list[int], str]:
+        if request.pooling is not None:
+            return [], "stop"
+        return solo_run(
+            request.prompt_token_ids,
+            request.params,
+            request.seed,
+            request.eos_token_ids,
+            self.scenario.vocab_size,
+            self.scenario.config.max_model_len,
+        )
+
+    def _check_pooled(self, request: Request, found: bytes | None) -> None:
+        expected = None
+        if request.pooling is not None:
+            states = solo_states(request.prompt_token_ids, request.params)
+            expected = fake_vector(sum(states) if request.pooling == "mean" else states[-1])
+        self._require(found == expected, f"{request.request_id}: pooled {found!r}, alone {expected!r}")
 
     def _check_prompt_scores(self, request: Request) -> None:
         """Once one answer is complete, its prompt is scored, whoever computed it."""

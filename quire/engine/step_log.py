@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -42,13 +42,14 @@ class StepLogEntry:
 
 
 class StepLog:
-    """The last `capacity` entries. `listeners` are called with each one (metrics, a live page).
+    """The last `capacity` entries, or fewer if the prompts in them have more than `max_tokens` tokens. `listeners`
+    are called with each one (metrics, a live page).
 
     The ring holds references only; nothing is formatted unless there is a file. A file that can't be
     written any more never stops the engine: `file_error` says what happened, and the ring goes on.
 
-    Scores (logprobs) are left out: they are output, they say nothing about the engine, and those of one long
-    prompt can take a hundred megabytes.
+    Scores (logprobs) and pooled vectors are left out: they are output, they say nothing about the engine, and
+    the scores of one long prompt can take a hundred megabytes.
     """
 
     def __init__(
@@ -56,8 +57,12 @@ class StepLog:
         capacity: int = 4096,
         path: Path | None = None,
         listeners: Sequence[Callable[[StepLogEntry], None]] = (),
+        max_tokens: int = 2**20,
     ) -> None:
-        self._ring: deque[StepLogEntry] = deque(maxlen=capacity)
+        self._ring: deque[StepLogEntry] = deque()
+        self._capacity = capacity
+        self._max_tokens = max_tokens
+        self._num_tokens = 0
         self._listeners = tuple(listeners)
         self._file: TextIO | None = None if path is None else path.open("a", encoding="utf-8")
         self.file_error: str | None = None
@@ -69,10 +74,14 @@ class StepLog:
         return iter(self._ring)
 
     def append(self, entry: StepLogEntry) -> None:
-        if entry.result is not None and (entry.result.scores or entry.result.prompt_scores):
-            bare = dataclasses.replace(entry.result, scores={}, prompt_scores={})
+        result = entry.result
+        if result is not None and (result.scores or result.prompt_scores or result.pooled):
+            bare = dataclasses.replace(result, scores={}, prompt_scores={}, pooled={})
             entry = dataclasses.replace(entry, result=bare)
         self._ring.append(entry)
+        self._num_tokens += _num_prompt_tokens(entry)
+        while len(self._ring) > self._capacity or (self._num_tokens > self._max_tokens and len(self._ring) > 1):
+            self._num_tokens -= _num_prompt_tokens(self._ring.popleft())
         for listener in self._listeners:
             listener(entry)
         if self._file is not None:
@@ -91,6 +100,10 @@ class StepLog:
                 file.close()
             except OSError as error:
                 self.file_error = self.file_error or f"step log could not be closed: {error}"
+
+
+def _num_prompt_tokens(entry: StepLogEntry) -> int:
+    return sum(len(admission.token_ids) for admission in entry.step.admitted)
 
 
 def read_step_log(path: Path) -> list[StepLogEntry]:
@@ -145,13 +158,13 @@ def decode_entry(line: str) -> StepLogEntry:
 
 def _encode_admission(admission: Admission) -> dict[str, Any]:
     item = {field.name: getattr(admission, field.name) for field in dataclasses.fields(admission)}
-    item["params"] = _encode_params(admission.params)
+    item["params"] = encode_params(admission.params)
     item["resolved"] = dataclasses.asdict(admission.resolved)
     return item
 
 
-def _encode_params(params: SamplingParams) -> dict[str, Any]:
-    """The parameters that differ from their defaults, but for logits processors: those are code."""
+def encode_params(params: SamplingParams) -> dict[str, Any]:
+    """The parameters that differ from their defaults, in plain types; without logits processors: those are code."""
     given = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
     del given["logits_processors"]
     if params.structured is not None:
@@ -159,12 +172,17 @@ def _encode_params(params: SamplingParams) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value != getattr(_DEFAULT_PARAMS, name)}
 
 
+def decode_params(fields: Mapping[str, Any]) -> SamplingParams:
+    """The parameters that `encode_params` wrote, checked again."""
+    given = dict(fields)
+    if "structured" in given:
+        given["structured"] = _build(StructuredOutput, given["structured"])
+    return _build(SamplingParams, given)
+
+
 def _decode_admission(item: dict[str, Any]) -> Admission:
-    params = dict(item["params"])
-    if "structured" in params:
-        params["structured"] = _build(StructuredOutput, params["structured"])
     resolved = _build(ResolvedTokens, item["resolved"])
-    return _build(Admission, {**item, "params": _build(SamplingParams, params), "resolved": resolved})
+    return _build(Admission, {**item, "params": decode_params(item["params"]), "resolved": resolved})
 
 
 def _encode_result(result: StepResult) -> dict[str, Any]:

@@ -32,6 +32,11 @@ from quire.frontend.tokenizer_parts import TokenizerParts
 _CONTINUES = "\U0010fffd\U0010fffc"
 
 
+# From here on a text is encoded by the library's call for batches: unlike the one for single texts, it lets other
+# threads run meanwhile, and long texts take long.
+_LONG_TEXT = 1000
+
+
 class Tokenizer:
     """A `tokenizers` tokenizer with its special tokens, ends of answer and chat templates.
 
@@ -145,6 +150,8 @@ class Tokenizer:
     @staticmethod
     def _encode_with(backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
         try:
+            if isinstance(text, str) and len(text) > _LONG_TEXT:
+                return backend.encode_batch([text], add_special_tokens=False)[0]
             return backend.encode(text, add_special_tokens=False)
         except TypeError:
             if not isinstance(text, str):

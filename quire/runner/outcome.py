@@ -24,6 +24,7 @@ class Outcome:
         self.scores: dict[str, tuple[TokenScore, ...]] = {}
         self.prompt_scores: dict[str, PromptScores] = {}
         self.ended: set[str] = set()
+        self.pooled: dict[str, bytes] = {}
 
     def add(self, tensors: Sequence[Tensor], read: Reader) -> None:
         self.tensors.extend(tensors)
@@ -37,6 +38,13 @@ class Outcome:
             begin += count
         for request_id in self.errors:
             self.tokens.pop(request_id, None)
+            self.pooled.pop(request_id, None)
         return StepResult(
-            self._step_id, self.tokens, self.errors, self.scores, self.prompt_scores, frozenset(self.ended)
+            self._step_id,
+            self.tokens,
+            self.errors,
+            self.scores,
+            self.prompt_scores,
+            frozenset(self.ended),
+            self.pooled,
         )

@@ -32,6 +32,7 @@ from quire.runner.logprobs import (
 )
 from quire.runner.outcome import Outcome
 from quire.runner.pending import PendingStep, Results
+from quire.runner.pooling import PoolingRows
 from quire.runner.rows import Rows
 from quire.runner.sampler import sample
 from quire.runner.staging import StagingRing
@@ -72,6 +73,7 @@ class Runner:
         self._kv_cache = kv_cache
         self._rows = rows
         self._logprobs = LogprobRows(len(rows.token_ids))
+        self._pooling = PoolingRows(device)
         self._block_size = block_size
         spec = decoder.spec
         self._heads = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
@@ -92,6 +94,7 @@ class Runner:
                 self._constrainer.drop(row)
         for admission in step.admitted:
             self._logprobs.admit(admission)
+            self._pooling.admit(admission)
             self._admit_grammar(admission)
         self._rows.apply(step)
         if not step.scheduled:
@@ -115,7 +118,8 @@ class Runner:
         outcome = Outcome(step.step_id)
         sampling = [scheduled for scheduled in step.scheduled if scheduled.samples]
         decoded = None
-        if self._graphs is not None and shape.is_decode and not self._logprobs.scores_prompts:
+        needs_hidden = self._logprobs.scores_prompts or self._pooling.has_rows
+        if self._graphs is not None and shape.is_decode and not needs_hidden:
             decoded = self._graphs.run(shape)
         if decoded is not None and self._are_plain(shape):
             _read_sampled(outcome, sampling, decoded.sampled.clone())
@@ -131,6 +135,7 @@ class Runner:
             elif sampling:
                 self._sample(outcome, sampling, shape, self._decoder.logits(hidden[batch.sampling_indices]))
             self._score_prompts(outcome, step.scheduled, hidden)
+            self._pooling.add(outcome, step.scheduled, hidden)
         pending = self._results.pending(outcome.tensors, outcome.read)
         if self._constrainer is not None and self._constrainer.constrains(shape.sampling_rows):
             self._untold = pending

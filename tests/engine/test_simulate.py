@@ -88,3 +88,20 @@ def test_prefix_hits_over_positions_to_be_scored_are_noticed(
     monkeypatch.setattr(BlockManager, "_match", greedy)
     assert main(["--seeds", "200"]) == 1
     assert "the prompt's scores are" in capsys.readouterr().err
+
+
+def test_prefix_hits_under_a_mean_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    match = BlockManager._match
+
+    def greedy(self: BlockManager, request: Request, num_tokens: int) -> Any:
+        pooling, request.pooling = request.pooling, None
+        try:
+            return match(self, request, num_tokens)
+        finally:
+            request.pooling = pooling
+
+    monkeypatch.setattr(BlockManager, "_match", greedy)
+    assert main(["--seeds", "200"]) == 1
+    assert "pooled" in capsys.readouterr().err

@@ -179,3 +179,12 @@ def test_the_documented_example_is_a_line_of_this_version() -> None:
     assert entry.step.admitted[0].token_ids == (5, 6, 7)
     assert entry.result == StepResult(0, {"a": (42,)})
     assert json.loads(encode_entry(entry)) == json.loads(example)
+
+
+def test_the_ring_forgets_earlier_when_prompts_are_long() -> None:
+    admission = Admission("a", 0, tuple(range(100)), 100, (), 0, 0, SamplingParams(), 0, (), 0.0)
+    log = StepLog(max_tokens=250)
+    for step_id in range(5):
+        log.append(StepLogEntry(Step(step_id, 0.0, admitted=(admission,)), None, None, 0.0))
+        log.append(StepLogEntry(Step(step_id, 0.5), None, None, 0.5))
+    assert [entry.step.step_id for entry in log] == [2, 3, 3, 4, 4]

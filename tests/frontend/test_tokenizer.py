@@ -77,6 +77,16 @@ def test_smollm2_ids_equal_transformers_for_any_text(smollm2: Tokenizer, hf_smol
         assert smollm2.decode(ids) == text
 
 
+def test_long_texts_are_encoded_like_short_ones(smollm2: Tokenizer, hf_smollm2: Any) -> None:
+    text = "".join(TEXTS) * 20
+    assert len(text) > 5000
+    assert smollm2.encode(text, add_special_tokens=False) == hf_smollm2.encode(
+        text, add_special_tokens=False, split_special_tokens=True
+    )
+    with pytest.raises(InvalidRequestError, match="surrogate"):
+        smollm2.encode("a" * 5000 + "\ud800")
+
+
 def test_smollm2_knows_its_special_tokens(smollm2: Tokenizer) -> None:
     assert smollm2.vocab_size == 49152
     assert smollm2.bos_token_id == 1

@@ -1,0 +1,210 @@
+"""A small HTTP client for streams of events, quick enough not to be what is measured.
+
+HTTP/1.1 with keep-alive and nothing else: no redirects, no compression, no proxies. A general client spends more on
+each event than a server does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import ssl
+from collections.abc import AsyncGenerator
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from quire.errors import QuireError
+
+_READ_SIZE = 64 * 1024
+_MOST_HEADER_BYTES = 64 * 1024
+
+
+class HttpError(QuireError):
+    """A server that can't be reached, does not speak HTTP, or says no."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class HttpClient:
+    """Requests to one server. Connections are kept for the next request; `close` ends those not in use."""
+
+    def __init__(self, base_url: str, api_key: str | None = None, timeout: float = 600.0) -> None:
+        """`timeout`: seconds without any byte from the server."""
+        parts = urlsplit(base_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise HttpError(f"--base-url: {base_url!r} is no address such as http://127.0.0.1:8000")
+        self._host = parts.hostname
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._root = parts.path.rstrip("/")
+        self._timeout = timeout
+        self._headers = f"Host: {parts.netloc.rpartition('@')[2]}\r\nAccept: */*\r\n"
+        if api_key:
+            self._headers += f"Authorization: Bearer {api_key}\r\n"
+        self._idle: list[_Connection] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+    async def get(self, path: str) -> bytes:
+        """The body of a page."""
+        return b"".join([piece async for piece in self._exchange("GET", path, b"")])
+
+    async def get_json(self, path: str) -> Any:
+        return json.loads(await self.get(path))
+
+    async def post_json(self, path: str, body: object) -> Any:
+        return json.loads(b"".join([piece async for piece in self._exchange("POST", path, json.dumps(body).encode())]))
+
+    async def events(self, path: str, body: object) -> AsyncGenerator[bytes]:
+        """The data of each server-sent event of the answer. Leaving early (aclose) cuts the connection."""
+        rest = b""
+        async with contextlib.aclosing(self._exchange("POST", path, json.dumps(body).encode())) as pieces:
+            async for piece in pieces:
+                lines = (rest + piece).split(b"\n")
+                rest = lines.pop()
+                for line in lines:
+                    if line.startswith(b"data:"):
+                        yield line[5:].strip()
+
+    async def _exchange(self, method: str, path: str, body: bytes) -> AsyncGenerator[bytes]:
+        """Sends a request and yields the answer's body in pieces as they come; raises HttpError for a status that is
+        no success."""
+        head = f"{method} {self._root}{path} HTTP/1.1\r\n{self._headers}"
+        if method == "POST":
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        data = head.encode("latin-1") + b"\r\n" + body
+        connection = None
+        try:
+            connection, status = await self._send(data)
+            if status >= 300:
+                text = b"".join([piece async for piece in connection.body()]).decode(errors="replace")
+                raise HttpError(f"{path}: HTTP {status}: {_message(text)}", status)
+            async for piece in connection.body():
+                yield piece
+        except (OSError, EOFError, TimeoutError, ValueError) as error:
+            what = str(error) or type(error).__name__
+            raise HttpError(f"{self._host}:{self._port}{path}: {what}") from error
+        finally:
+            if connection is not None:
+                if connection.is_reusable:
+                    self._idle.append(connection)
+                else:
+                    connection.close()
+
+    async def _send(self, data: bytes) -> tuple[_Connection, int]:
+        while self._idle:
+            connection = self._idle.pop()
+            # A server may have closed a connection while it lay idle; then the request goes over another one.
+            try:
+                return connection, await connection.send(data)
+            except (OSError, EOFError):
+                connection.close()
+            except BaseException:
+                connection.close()
+                raise
+        async with asyncio.timeout(self._timeout):
+            reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls)
+        connection = _Connection(reader, writer, self._timeout)
+        try:
+            return connection, await connection.send(data)
+        except BaseException:
+            connection.close()
+            raise
+
+
+class _Connection:
+    """One connection and the answer that is being read from it."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, timeout: float) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._timeout = timeout
+        self._buffer = b""
+        self._length: int | None = None
+        self._is_chunked = False
+        self._keeps_alive = False
+        self.is_reusable = False
+        """The answer was read to its end, and the server keeps the connection."""
+
+    def close(self) -> None:
+        self._writer.close()
+
+    async def send(self, data: bytes) -> int:
+        """Sends a request and reads the headers of its answer; returns the status."""
+        self.is_reusable = False
+        self._writer.write(data)
+        while b"\r\n\r\n" not in self._buffer:
+            if len(self._buffer) > _MOST_HEADER_BYTES:
+                raise ValueError("the answer's headers have no end")
+            await self._more()
+        head, _, self._buffer = self._buffer.partition(b"\r\n\r\n")
+        lines = head.decode("latin-1").split("\r\n")
+        version, _, status = lines[0].partition(" ")
+        if not version.startswith("HTTP/1.") or not status[:3].isdigit():
+            raise ValueError(f"the answer is no HTTP: {lines[0][:60]!r}")
+        headers = {
+            name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])
+        }
+        self._is_chunked = headers.get("transfer-encoding", "").lower() == "chunked"
+        self._length = int(headers["content-length"]) if "content-length" in headers else None
+        self._keeps_alive = version == "HTTP/1.1" and headers.get("connection", "").lower() != "close"
+        return int(status[:3])
+
+    async def body(self) -> AsyncGenerator[bytes]:
+        if self._is_chunked:
+            while size := int((await self._line()).partition(b";")[0], 16):
+                yield await self._exactly(size)
+                await self._line()
+            while await self._line():
+                pass
+        elif self._length is not None:
+            yield await self._exactly(self._length)
+        else:
+            with contextlib.suppress(EOFError):
+                while True:
+                    if self._buffer:
+                        data, self._buffer = self._buffer, b""
+                        yield data
+                    await self._more()
+            return
+        self.is_reusable = self._keeps_alive
+
+    async def _line(self) -> bytes:
+        while b"\r\n" not in self._buffer:
+            await self._more()
+        line, _, self._buffer = self._buffer.partition(b"\r\n")
+        return line
+
+    async def _exactly(self, size: int) -> bytes:
+        while len(self._buffer) < size:
+            await self._more()
+        data, self._buffer = self._buffer[:size], self._buffer[size:]
+        return data
+
+    async def _more(self) -> None:
+        async with asyncio.timeout(self._timeout):
+            data = await self._reader.read(_READ_SIZE)
+        if not data:
+            raise EOFError("the server closed the connection")
+        self._buffer += data
+
+
+def _message(text: str) -> str:
+    """What an error's body says, whatever its shape."""
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        return str(json.loads(text)["error"]["message"])
+    return text[:300]

@@ -1,0 +1,54 @@
+"""Llama 3's format: the answer is `{"name": …, "parameters": {…}}`, perhaps several with `;` between them,
+perhaps behind `<|python_tag|>`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from quire.frontend.tool_calls.json_reader import CallObject, skip_space
+from quire.frontend.tool_calls.parser import MarkedCallParser
+
+MARK = "<|python_tag|>"
+
+
+class Llama3Parser(MarkedCallParser):
+    """Nothing tells a call from an answer in JSON but what it says, so only calls of the tools there are count,
+    and only at the beginning of the answer or behind the mark."""
+
+    def __init__(self, tool_names: Iterable[str]) -> None:
+        super().__init__(MARK)
+        self._tool_names = frozenset(tool_names)
+        self._state = self._at_start
+
+    def _accepts(self, call: CallObject) -> bool:
+        return call.name in self._tool_names
+
+    def _at_start(self, text: str, position: int) -> int:
+        end = skip_space(text, position)
+        if end < len(text):
+            if text[end] == "{":
+                self._begin_undecided(text[position:end])
+                self._begin_object(self._new_object())
+                return end
+            self._state = self._in_text
+        self._text(text[position:end])
+        return end
+
+    def _after_mark(self, text: str, position: int) -> int:
+        self._begin_object(self._new_object())
+        return position
+
+    def _after_object(self, text: str, position: int) -> int:
+        end = skip_space(text, position)
+        self._space.append(text[position:end])
+        if end == len(text):
+            return end
+        self._state = self._in_text
+        if text[end] == ";":
+            self._begin_undecided(";")
+            self._begin_object(self._new_object())
+            return end + 1
+        return end
+
+    def _new_object(self) -> CallObject:
+        return CallObject(("parameters", "arguments"), may_lack_arguments=False)

@@ -1,0 +1,135 @@
+"""The part of reading that all formats share: text outside of calls, what is held back, and giving back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quire.frontend.marks import WHITE, open_end
+from quire.frontend.tool_calls.deltas import ArgumentsDelta, CallStart, ContentDelta, Delta
+from quire.frontend.tool_calls.json_reader import CallObject
+
+State = Callable[[str, int], int]
+"""Reads `text` from a position on and returns where it stopped, perhaps having put another state in its place.
+One that stays where it is, at the same position, waits for more text."""
+
+
+class MarkedCallParser:
+    """Text in which a mark announces calls. A format says what may follow the mark, in `_after_mark`.
+
+    White space directly before a call, and after the last one, belongs to no content.
+    """
+
+    def __init__(self, mark: str, after_mark: bool = False) -> None:
+        """`after_mark`: the prompt ends with the mark, so the answer begins behind it."""
+        self._mark = mark
+        self._state: State = self._after_mark if after_mark else self._in_text
+        self._held = ""
+        """What could be the beginning of a mark; shorter than the mark."""
+        self._space: list[str] = []
+        """White space that becomes content if more content follows."""
+        self._undecided: list[str] = []
+        """What was read of something that may become a call: content, should it not."""
+        self._object = CallObject(())
+        self._in_call = False
+        self._num_calls = 0
+        self._deltas: list[Delta] = []
+
+    def feed(self, text: str) -> list[Delta]:
+        text = self._held + text
+        position = 0
+        while position < len(text):
+            state = self._state
+            reached = state(text, position)
+            if reached == position and self._state == state:
+                break
+            position = reached
+        self._held = text[position:]
+        return self._take_deltas()
+
+    def finish(self) -> list[Delta]:
+        self._undecided.append(self._held)
+        self._held = ""
+        self._give_back()
+        if self._space and not self._num_calls:
+            self._content("".join(self._space))
+        return self._take_deltas()
+
+    # What a format must say
+
+    def _after_mark(self, text: str, position: int) -> int:
+        raise NotImplementedError
+
+    def _after_object(self, text: str, position: int) -> int:
+        raise NotImplementedError
+
+    # States
+
+    def _in_text(self, text: str, position: int) -> int:
+        found = text.find(self._mark, position)
+        end = found if found >= 0 else open_end(text, position, self._mark)
+        self._text(text[position:end])
+        if found < 0:
+            return end
+        self._begin_undecided(self._mark)
+        self._state = self._after_mark
+        return found + len(self._mark)
+
+    def _in_object(self, text: str, position: int) -> int:
+        end = self._object.read(text, position)
+        if not self._in_call:
+            self._undecided.append(text[position:end])
+            if self._object.is_call and self._accepts(self._object):
+                assert self._object.name is not None
+                self._start_call(self._object.name)
+        if self._in_call:
+            self._arguments(self._object.take_arguments())
+        if self._object.is_over:
+            self._state = self._after_object if self._in_call else self._in_text
+            self._give_back()
+            self._in_call = False
+        return end
+
+    # Helpers
+
+    def _accepts(self, call: CallObject) -> bool:
+        """Whether an object that has the form of a call is one."""
+        return True
+
+    def _begin_object(self, call: CallObject) -> None:
+        self._object = call
+        self._state = self._in_object
+
+    def _begin_undecided(self, text: str) -> None:
+        self._undecided += [*self._space, text]
+        self._space = []
+
+    def _start_call(self, name: str) -> None:
+        self._in_call = True
+        self._undecided.clear()
+        self._deltas.append(CallStart(self._num_calls, name))
+        self._num_calls += 1
+
+    def _arguments(self, text: str) -> None:
+        if text:
+            self._deltas.append(ArgumentsDelta(self._num_calls - 1, text))
+
+    def _give_back(self) -> None:
+        """What has not become a call is content."""
+        self._text("".join(self._undecided))
+        self._undecided.clear()
+
+    def _text(self, text: str) -> None:
+        """Text outside of calls; white space at its end waits."""
+        kept = text.rstrip(WHITE)
+        if kept:
+            self._content("".join([*self._space, kept]))
+            self._space = []
+        if len(kept) < len(text):
+            self._space.append(text[len(kept) :])
+
+    def _content(self, text: str) -> None:
+        self._deltas.append(ContentDelta(text))
+
+    def _take_deltas(self) -> list[Delta]:
+        deltas, self._deltas = self._deltas, []
+        return deltas

@@ -1,0 +1,176 @@
+"""What a request's tools mean for its prompt, its grammar and the reading of its answer, for one model."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from quire.errors import InvalidRequestError
+from quire.frontend import reasoning
+from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.tool_calls import grammars, hermes, llama3, mistral, prompting
+from quire.frontend.tool_calls.deltas import ToolCallParser
+from quire.frontend.tool_calls.grammars import CallShape
+from quire.frontend.tool_calls.tools import Tool, check_tools
+from quire.sampling_params import StructuredOutput
+
+FormatName = Literal["hermes", "llama3", "mistral"]
+Choice = Literal["auto", "none", "required"]
+
+_ALPHANUMERIC = string.ascii_letters + string.digits
+
+
+def detect_format(template_source: str) -> FormatName | None:
+    """The format a chat template teaches; None if it shows tools in one that is not known here."""
+    if not prompting.knows_tools(template_source):
+        return "hermes"  # the one `prompting` describes
+    if mistral.MARK in template_source:
+        return "mistral"
+    if hermes.BEGIN in template_source and "<function=" not in template_source:  # Qwen3-Coder's is XML
+        return "hermes"
+    if llama3.MARK in template_source or ("ipython" in template_source and '"parameters"' in template_source):
+        return "llama3"
+    return None
+
+
+class ToolSupport:
+    """How one model is given tools and how its calls are read. Made once, used by every request."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        templates = tokenizer.chat_templates
+        self._plain = templates.get("default", "")
+        self._source = templates.get("tool_use") or self._plain
+        self.format = detect_format(self._source)
+        special = {
+            tokenizer.added_tokens[i].content for i in tokenizer.special_token_ids if i in tokenizer.added_tokens
+        }
+        self._special = special
+        marks = {"hermes": hermes.BEGIN, "llama3": llama3.MARK, "mistral": mistral.MARK}
+        self.mark = "" if self.format is None else marks[self.format]
+        """What announces a call in this model's text."""
+        self.mark_is_special = self.mark in special
+        """Special tokens are left out of an answer's text and can't be written under a grammar."""
+        self.thinks = reasoning.thinks(self._plain) or reasoning.thinks(self._source)
+
+    def plan(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        choice: Choice = "auto",
+        name: str | None = None,
+        parallel: bool = True,
+    ) -> ToolPlan:
+        """`name` is the one tool that must be called; else `choice` counts. For chats without tools too: earlier
+        calls in `messages` may have to be written out."""
+        checked = check_tools(tools or ())
+        if name is not None and name not in (tool.name for tool in checked):
+            raise InvalidRequestError("tool_choice", f"names {name!r}, which is none of the tools")
+        if not checked and (choice == "required" or name is not None):
+            raise InvalidRequestError("tool_choice", "needs tools to choose from: give some in `tools`")
+        without = not checked or (choice == "none" and name is None)
+        source = self._plain if without else self._source
+        if source and not prompting.knows_calls(source):
+            messages = prompting.write_out_calls(messages)
+        if without:
+            return ToolPlan(self, messages, None, (), forced=False, parallel=parallel)
+        if self.format is None:
+            raise InvalidRequestError("tools", "this model's chat template writes calls in a format not known here")
+        if not prompting.knows_tools(source):
+            messages, tools = prompting.describe_tools(messages, tools or ()), None
+        callable_tools = [tool for tool in checked if name is None or tool.name == name]
+        forced = name is not None or choice == "required"
+        return ToolPlan(self, messages, tools, tuple(callable_tools), forced, parallel and name is None)
+
+    def shape(self, forced: bool) -> CallShape:
+        """How calls are written; `forced`: behind a prompt that ends with the mark, if that is a special token."""
+        lead = "" if forced and self.mark_is_special else self.mark
+        if self.format == "llama3":
+            return CallShape("", '{"name": "NAME", "parameters": ', "}", "; ", "")
+        if self.format == "mistral" and mistral.ARGUMENTS_MARK in self._source:
+            middle = "" if mistral.ARGUMENTS_MARK in self._special else mistral.ARGUMENTS_MARK
+            return CallShape("", f"{lead}NAME{middle}", "", "", "", several=bool(lead))
+        if self.format == "mistral":
+            return CallShape(f"{lead} [", '{"name": "NAME", "arguments": ', "}", ", ", "]")
+        end = "}" if hermes.END in self._special else "}\n" + hermes.END
+        return CallShape("", f'{lead}\n{{"name": "NAME", "arguments": ', end, "\n", "", several=bool(lead))
+
+
+@dataclass(frozen=True, slots=True)
+class ToolPlan:
+    """One request's tools."""
+
+    support: ToolSupport
+    messages: Sequence[Mapping[str, Any]]
+    """What the chat template is given."""
+    template_tools: Sequence[Mapping[str, Any]] | None
+    """What the chat template is given as tools."""
+    tools: tuple[Tool, ...]
+    """Those that can be called; none if the answer is to be plain text."""
+    forced: bool
+    parallel: bool
+
+    @property
+    def prompt_suffix(self) -> str:
+        """Text of a special token to put behind the prompt: there a required call begins."""
+        return self.support.mark if self.forced and self.support.mark_is_special else ""
+
+    @property
+    def needs_special_tokens(self) -> bool:
+        """The answer's text must hold special tokens, or its calls can't be told."""
+        return bool(self.tools) and self.support.mark_is_special
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Fields that could not be honoured: `strict` where a grammar can't follow the model's own calls."""
+        unheeded = not self.forced and self.support.mark_is_special and any(tool.strict for tool in self.tools)
+        return ("tools.function.strict",) if unheeded else ()
+
+    def constrain(self, structured: StructuredOutput | None, inside_reasoning: bool = False) -> StructuredOutput | None:
+        """The form the whole answer must take, given the one that its content is to have.
+
+        `inside_reasoning`: the prompt ends inside the model's reasoning, which then comes first.
+        """
+        if self.tools and self.forced:
+            shape = self.support.shape(forced=True)
+            return grammars.forced_calls(shape, self.tools, self.parallel, inside_reasoning)
+        if self.tools and structured is not None:
+            if self.support.mark_is_special or not grammars.is_json(structured):
+                raise InvalidRequestError(
+                    "tools", "can't be combined with this form of structured output: choose one, or `tool_choice`"
+                )
+            shape = self.support.shape(forced=False)
+            return grammars.calls_or_answer(shape, self.tools, self.parallel, structured, inside_reasoning)
+        if structured is not None:
+            return grammars.after_reasoning(structured) if inside_reasoning else structured
+        if any(tool.strict for tool in self.tools) and not self.support.mark_is_special:
+            shape = self.support.shape(forced=False)
+            if self.support.format == "llama3":
+                return grammars.calls_or_text(shape, self.tools, self.parallel)
+            return grammars.calls_in_text(shape, self.support.mark, self.tools)
+        return None
+
+    def explain(self, message: str) -> str:
+        """What the error of a grammar that `constrain` made says to whoever wrote the tools."""
+        first = message.removeprefix("structured.grammar: ").partition("\n")[0]
+        return re.sub(r"^(at )?\d+\(\d+\): ", "", first)
+
+    def new_parser(self) -> ToolCallParser | None:
+        """Reads one answer; None if its text is all content."""
+        if not self.tools:
+            return None
+        after_mark = bool(self.prompt_suffix)
+        if self.support.format == "mistral":
+            return mistral.MistralParser(after_mark)
+        if self.support.format == "llama3":
+            return llama3.Llama3Parser(tool.name for tool in self.tools)
+        return hermes.HermesParser(after_mark)
+
+    def new_call_id(self) -> str:
+        """Unique; Mistral's templates insist on nine letters and digits."""
+        if self.support.format == "mistral":
+            return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+        return f"call_{secrets.token_hex(12)}"

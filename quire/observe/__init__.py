@@ -1,0 +1,1 @@
+"""What shows the engine and its requests to the outside: traces."""

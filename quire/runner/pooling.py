@@ -1,0 +1,96 @@
+"""Hidden states pooled into one vector per prompt: embeddings.
+
+A prompt may be computed in chunks of any size, so the sum of its hidden states is kept between steps. It is kept in
+whole numbers (fixed point), whose sum is the same in any order and any grouping: the same bits however the
+prompt was cut, as exactness wants it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.runner.outcome import Outcome
+from quire.step import Admission, Pooling, ScheduledRequest
+
+_SCALE = 2.0**28
+"""Steps per unit: finer than float32 is for numbers around 1, which is where final norms put hidden states."""
+_LARGEST = 2.0**14
+"""Up to this, two million tokens can be added up in 63 bits."""
+_ROWS_AT_ONCE = 256
+_NOT_NUMBERS = "the model's hidden states are not numbers, or too large to add up"
+
+
+class _Pool:
+    """One prompt, as far as it has been computed; on the device."""
+
+    def __init__(self, kind: Pooling, num_prompt_tokens: int, device: torch.device) -> None:
+        self.kind = kind
+        self.num_prompt_tokens = num_prompt_tokens
+        self.total = torch.zeros((), dtype=torch.int64, device=device)
+        """For "mean" the sum, int64 [hidden], for "last" the last hidden state."""
+        self.is_sound = torch.ones((), dtype=torch.bool, device=device)
+        """Whether all were numbers that could be added up."""
+
+    def take(self, hidden: Tensor) -> None:
+        """The hidden states of the next tokens."""
+        if self.kind == "last":
+            self.total = hidden[-1].clone()
+            return
+        for begin in range(0, len(hidden), _ROWS_AT_ONCE):
+            rows = hidden[begin : begin + _ROWS_AT_ONCE].double()
+            self.is_sound = self.is_sound & (rows.abs() < _LARGEST).all()  # NaN is not less either
+            self.total = self.total + (rows * _SCALE).round().long().sum(0)
+
+
+class PoolingRows:
+    """The permanent rows whose hidden states are wanted."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pools: dict[int, _Pool] = {}
+
+    def admit(self, admission: Admission) -> None:
+        """A row begins anew, after a preemption too: then all of it is computed again."""
+        self._pools.pop(admission.row, None)
+        if admission.pooling is not None:
+            self._pools[admission.row] = _Pool(admission.pooling, admission.num_prompt_tokens, self._device)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether some row's hidden states are wanted."""
+        return bool(self._pools)
+
+    def add(self, outcome: Outcome, scheduled: Sequence[ScheduledRequest], hidden: Tensor) -> None:
+        """Takes in a step's hidden states [rows, hidden]; vectors of complete prompts go to `outcome`."""
+        offset = 0
+        for entry in scheduled if self._pools else ():
+            pool = self._pools.get(entry.row)
+            if pool is not None:
+                pool.take(hidden[offset : offset + entry.num_tokens])
+                if entry.start + entry.num_tokens >= pool.num_prompt_tokens:
+                    del self._pools[entry.row]
+                    _read_vector(outcome, entry.request_id, pool)
+            offset += entry.num_tokens
+
+
+def _read_vector(outcome: Outcome, request_id: str, pool: _Pool) -> None:
+    def read(tensors: Sequence[Tensor]) -> None:
+        vector = _unit_vector(tensors[0].double()) if bool(tensors[1]) else None
+        if vector is None:
+            outcome.errors[request_id] = _NOT_NUMBERS
+        else:
+            outcome.pooled[request_id] = vector
+
+    outcome.add((pool.total, pool.is_sound), read)
+
+
+def _unit_vector(vector: Tensor) -> bytes | None:
+    """Length 1, so neither the number of tokens nor the scale of fixed point matters. On the host."""
+    norm = torch.linalg.vector_norm(vector)
+    if not bool(norm.isfinite()):
+        return None
+    unit = vector / norm if bool(norm > 0) else vector
+    return unit.float().numpy().astype("<f4").tobytes()

@@ -1,0 +1,96 @@
+"""Puts the HTTP application together: routes inside, then keys, limits, and the request's id around them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from quire import __version__
+from quire.server import errors
+from quire.server.auth import AllowedHosts, Authentication
+from quire.server.limits import BodyLimits, RequestContext
+from quire.server.routes import (
+    anthropic,
+    chat,
+    completions,
+    embeddings,
+    health,
+    metrics,
+    models,
+    requests,
+    responses,
+    tokenize,
+)
+from quire.server.service import GenerationService
+
+ROUTERS = (
+    chat.router,
+    completions.router,
+    responses.router,
+    anthropic.router,
+    embeddings.router,
+    models.router,
+    tokenize.router,
+    requests.router,
+    health.router,
+    metrics.router,
+)
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"description": "Something is wrong with the request; the message says what."},
+    "5XX": {"description": "The server could not do it; the log says why, under the request id."},
+}
+
+
+def create_app(service: GenerationService) -> ASGIApp:
+    """The application around a service."""
+    config = service.config
+    api = FastAPI(title="Quire", version=__version__, description="An exact LLM inference server.")
+    api.state.service = service
+    for router in ROUTERS:
+        api.include_router(router, responses=_ERRORS)
+    errors.install(api)
+    api.add_exception_handler(RequestValidationError, _invalid_parameter)  # of a path or query
+    api.openapi = lambda: _openapi(api)  # type: ignore[method-assign]
+    app: ASGIApp = api
+    if config.api_keys:
+        app = Authentication(app, config.api_keys)
+    if config.cors_origins:
+        # Outside of the keys: a browser asks first, and without one, whether it may ask.
+        app = CORSMiddleware(
+            app,
+            allow_origins=config.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-quire-ignored"],
+        )
+    if config.allowed_hosts:
+        app = AllowedHosts(app, config.allowed_hosts)
+    app = BodyLimits(app, config.max_body_bytes, config.max_bodies_bytes, config.body_seconds)
+    if service.tracing is not None:
+        from quire.server.trace_context import TraceContext
+
+        app = TraceContext(app)
+    return RequestContext(app, service.metrics)
+
+
+async def _invalid_parameter(request: Any, error: Exception) -> Any:
+    assert isinstance(error, RequestValidationError)
+    api_error = errors.from_validation(error.errors())
+    return errors.error_response(request.scope["path"], api_error, request.state.request_id)
+
+
+def _openapi(api: FastAPI) -> dict[str, Any]:
+    """Bodies are read by our own code, so their schemas are put in by hand."""
+    if api.openapi_schema is None:
+        schema = get_openapi(title=api.title, version=api.version, description=api.description, routes=api.routes)
+        schemas = schema.setdefault("components", {}).setdefault("schemas", {})
+        for path in schema["paths"].values():
+            for operation in path.values():
+                schemas.update(operation.pop("x-quire-definitions", {}))
+        api.openapi_schema = schema
+    return api.openapi_schema

@@ -1,0 +1,109 @@
+"""What a user may set about the server. Frozen and checked once."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.errors import InvalidRequestError
+from quire.server.logs import LOG_FORMATS, LOG_LEVELS
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Server options, with defaults that suit most."""
+
+    model: str = "smollm2"
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Engine options, by the names of `quire.config.EngineConfig`."""
+    served_model_names: tuple[str, ...] = ()
+    """What clients may call the model; empty: as it was given here, a path by its last part."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 takes a free one."""
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    """Clients must send one of these; empty: anybody may use the server."""
+    cors_origins: tuple[str, ...] = ()
+    """Web pages of these origins may use the server."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Values of the Host header that are served; empty: all."""
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    max_body_bytes: int = 4 * MIB
+    max_bodies_bytes: int = 256 * MIB
+    """Of all requests being read or prepared at a time."""
+    max_header_bytes: int = 32 * 1024
+    header_seconds: float = 10.0
+    """For a request's headers to arrive."""
+    body_seconds: float = 30.0
+    """For a request's body to arrive."""
+    write_seconds: float = 30.0
+    """For a client to take what is written to it."""
+    max_connections: int = 2048
+    max_queued_requests: int = 256
+    """Answers that may wait beyond those that run."""
+    max_queued_tokens: int = 1_000_000
+    """Prompt tokens that may wait."""
+    max_answers: int = 256
+    """Answers one call may ask for: prompts times n (or best_of)."""
+    max_buffered_tokens: int = 4096
+    """Tokens a stream's reader may be behind; then the stream ends."""
+    request_seconds: float = 600.0
+    """After which a request ends, however far it has come."""
+    queue_seconds: float = 120.0
+    """After which a request ends that has not begun to run."""
+    drain_seconds: float = 60.0
+    """For requests to end after SIGTERM."""
+    stall_seconds: float = 30.0
+    """Work and no sign of life for this long: not ready."""
+    hang_seconds: float = 120.0
+    """Work and no sign of life for this long: the engine is restarted."""
+    otlp_traces_endpoint: str | None = None
+    """Where spans of requests are sent (OTLP over HTTP); None: there are none."""
+    log_format: str = "human"
+    log_level: str = "info"
+    engine_module: str = "quire.server.engine_process"
+    """What the engine process runs; tests run one that breaks on demand."""
+
+    def __post_init__(self) -> None:
+        for name in self.engine:
+            if name not in EngineConfig.__dataclass_fields__:
+                raise InvalidRequestError(name, "is no engine option")
+        EngineConfig(**self.engine)
+        if not 0 <= self.port <= 65535:
+            raise InvalidRequestError("port", f"must be from 0 to 65535, not {self.port}")
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise InvalidRequestError("tls", "needs a certificate and its key")
+        if any(not key.strip() or not key.isascii() for key in self.api_keys):
+            raise InvalidRequestError("api_keys", "must not be empty and must be ASCII")
+        if self.log_format not in LOG_FORMATS:
+            raise InvalidRequestError("log_format", f"must be one of {', '.join(LOG_FORMATS)}, not {self.log_format!r}")
+        if self.log_level not in LOG_LEVELS:
+            raise InvalidRequestError("log_level", f"must be one of {', '.join(LOG_LEVELS)}, not {self.log_level!r}")
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if name.startswith("max_") and value < 1:
+                raise InvalidRequestError(name, f"must be at least 1, not {value}")
+            if name.endswith("_seconds") and not value > 0:
+                raise InvalidRequestError(name, f"must be above 0, not {value}")
+        if self.hang_seconds < self.stall_seconds:
+            raise InvalidRequestError("hang_seconds", f"must not be less than stall_seconds ({self.stall_seconds})")
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        # Where the files lie on this machine is nobody's business.
+        name = Path(self.model).name if Path(self.model).exists() else self.model
+        return self.served_model_names or (name,)
+
+    @property
+    def is_public(self) -> bool:
+        """Whether other machines can reach the server."""
+        try:
+            return not ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host != "localhost"

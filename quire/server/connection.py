@@ -1,0 +1,185 @@
+"""One HTTP request on its way in: its body, its id, and whether its client is still there."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from itertools import islice
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import Response
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined, from_json
+
+from quire.errors import InvalidRequestError
+from quire.server.errors import ApiError
+
+_T = TypeVar("_T", bound=BaseModel)
+Endpoint = Callable[..., Awaitable[Response]]
+
+_LARGE_BODY = 64 * 1024
+"""From here on a body is parsed in a thread, so that others are served meanwhile."""
+_MOST_FIELDS = 256
+_MOST_PARTS = 100_000
+_MOST_VALUES = 400_000
+_MARK = re.compile(rb'["\[{,]')
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+_MOST_IGNORED = 1000
+
+
+def request_id_of(headers: Mapping[bytes, bytes] | list[tuple[bytes, bytes]]) -> str:
+    """The client's x-request-id if it is a plain one, else a new one."""
+    for name, value in headers.items() if isinstance(headers, Mapping) else headers:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value.decode("latin-1")):
+            return value.decode("latin-1")
+    return new_id("req")
+
+
+def name_request(request: Request, request_id: str | None) -> str:
+    """A body may name its request too; x-request-id goes first."""
+    if request_id is not None and "x-request-id" not in request.headers and _REQUEST_ID.fullmatch(request_id):
+        request.state.request_id = request_id
+    name: str = request.state.request_id
+    return name
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{secrets.token_hex(12)}"
+
+
+async def read_body(request: Request, model: type[_T]) -> _T:
+    """The body as a checked `model`. Sizes and times were limited before (`limits`); depth is limited by the parser.
+
+    Fields nobody knows are named in the response's x-quire-ignored (`ignored_header`).
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, "the body must be JSON: send it with the header content-type: application/json")
+    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise ApiError(415, "compressed bodies are not accepted: send it without content-encoding")
+    body = await request.body()
+    parsed = parse_body(body, model) if len(body) < _LARGE_BODY else await asyncio.to_thread(parse_body, body, model)
+    refuse_unsupported(parsed)
+    request.state.ignored = unknown_fields(parsed)
+    return parsed
+
+
+def parse_body(body: bytes, model: type[_T]) -> _T:
+    """JSON to a checked model. NaN and the like get as far as the field they are in, which is then named."""
+    if _has_too_many_parts(body):
+        limits = f"{_MOST_PARTS} lists, objects and strings, and {_MOST_VALUES} values"
+        raise ApiError(400, f"the body has too many parts: at most {limits} are accepted", code="invalid_json")
+    try:
+        data = from_json(body, allow_inf_nan=True)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(data, dict):
+        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    if len(data) > _MOST_FIELDS:
+        raise ApiError(400, f"the body has {len(data)} fields; at most {_MOST_FIELDS} are accepted")
+    return model.model_validate(data)
+
+
+def _has_too_many_parts(body: bytes) -> bool:
+    """Whether JSON text holds so many values that making them would keep others waiting.
+
+    A prompt may be full of brackets and quotes: whatever is inside of a string counts for nothing.
+    """
+    num_parts = body.count(b"[") + body.count(b"{") + body.count(b'"') // 2
+    if num_parts <= _MOST_PARTS and body.count(b",") <= _MOST_VALUES:
+        return False
+    num_parts = num_values = position = 0
+    while num_parts <= _MOST_PARTS and num_values <= _MOST_VALUES:
+        mark = _MARK.search(body, position)
+        if mark is None:
+            return False
+        whole = mark if mark[0] != b'"' else _STRING.match(body, mark.start())
+        if whole is None:
+            return False  # a string without an end, as the parser will say
+        position = whole.end()
+        num_values += mark[0] == b","
+        num_parts += mark[0] != b","
+    return True
+
+
+def refuse_unsupported(value: BaseModel) -> None:
+    """A field that clients know and we can't honour is an error; left out or null, it is not there.
+
+    Models list such fields in a class variable `UNSUPPORTED`: name to why, or to what to use instead.
+    """
+    unsupported: Mapping[str, str] = getattr(type(value), "UNSUPPORTED", {})
+    extra = value.model_extra or {}
+    for name in list(extra):
+        if name not in unsupported:
+            continue
+        if extra[name] in (None, False, [], {}):
+            del extra[name]
+            continue
+        raise InvalidRequestError(name, f"is not supported: {unsupported[name]}")
+
+
+def unknown_fields(value: BaseModel, prefix: str = "") -> list[str]:
+    """Fields that were sent and that no model here has, nested ones included."""
+    names = [f"{prefix}{name}" for name in islice(value.model_extra or {}, _MOST_FIELDS)]
+    for name in type(value).model_fields:
+        item = getattr(value, name, PydanticUndefined)
+        if isinstance(item, BaseModel):
+            names += unknown_fields(item, f"{prefix}{name}.")
+    return names
+
+
+def ignored_header(names: list[str]) -> dict[str, str]:
+    """x-quire-ignored, safe whatever the names hold."""
+    shown = ", ".join(re.sub(r"[^A-Za-z0-9_.\[\]-]", "?", name[:64]) for name in names)
+    return {"x-quire-ignored": shown[:_MOST_IGNORED]} if names else {}
+
+
+def response_headers(request: Request, ignored: Sequence[str] = ()) -> dict[str, str]:
+    """What every answer to a read body carries: fields that were ignored; `ignored` are further ones (those of a
+    generation)."""
+    return ignored_header([*getattr(request.state, "ignored", []), *ignored])
+
+
+def body_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """`openapi_extra` for an endpoint that reads its body with `read_body`."""
+    schema = model.model_json_schema(ref_template=f"#/components/schemas/{model.__name__}.{{model}}")
+    definitions = schema.pop("$defs", {})
+    return {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
+        "x-quire-definitions": {f"{model.__name__}.{name}": one for name, one in definitions.items()},
+    }
+
+
+def cancel_on_disconnect(endpoint: Endpoint) -> Endpoint:
+    """Cancels the endpoint when its client leaves before it has returned. Its `request` must be a parameter.
+
+    The body must be read before the client can be watched, so it is read here.
+    """
+
+    @functools.wraps(endpoint)
+    async def watched(*args: Any, request: Request, **kwargs: Any) -> Response:
+        await request.body()
+        work = asyncio.ensure_future(endpoint(*args, request=request, **kwargs))
+        watch = asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            raise ApiError(499, "the client left")
+        finally:
+            watch.cancel()
+            if not work.done():
+                work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
+
+    return watched
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

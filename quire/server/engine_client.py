@@ -1,0 +1,335 @@
+"""The HTTP process's side of the engine: requests go down, what becomes of them comes back, and an engine that
+dies or hangs is replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
+
+from quire.errors import QuireError
+from quire.server.engine_link import EngineLink, LinkConfig
+from quire.server.errors import ApiError
+from quire.server.messages import (
+    Abort,
+    AddRequest,
+    Describe,
+    Described,
+    End,
+    Event,
+    Fatal,
+    Ready,
+    Refused,
+    StepSummary,
+    Updates,
+    describe_steps,
+)
+from quire.step import RequestUpdate
+
+logger = logging.getLogger(__name__)
+
+State = Literal["starting", "ready", "restarting", "failed", "stopped"]
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
+_MOST_FAILED_STARTS = 5
+_LAST_STEPS = 20
+_DESCRIBE_SECONDS = 5.0
+
+
+class Listener(Protocol):
+    """Whoever waits for a request. Called on the event loop, in the order of events; must not block."""
+
+    def accepted(self, request_id: str) -> None: ...
+
+    def refused(self, refusal: Refused) -> None: ...
+
+    def started(self, name: str, cached_tokens: int) -> None:
+        """An answer left the queue; comes again if it was preempted."""
+
+    def update(self, update: RequestUpdate) -> None: ...
+
+    def lost(self, error: ApiError) -> None:
+        """The engine is gone, and the request with it."""
+
+
+class StepObserver(Protocol):
+    """Whoever counts (metrics)."""
+
+    def steps(self, steps: Sequence[StepSummary], num_free_blocks: int) -> None: ...
+
+    def restarted(self) -> None: ...
+
+
+class EngineClient:
+    """One engine, whichever process it runs in at the moment."""
+
+    def __init__(
+        self,
+        config: LinkConfig,
+        *,
+        stall_seconds: float,
+        hang_seconds: float,
+        observer: StepObserver | None = None,
+        on_failure: Callable[[], None] | None = None,
+    ) -> None:
+        """`stall_seconds`: with work and without a sign of life for that long, the engine is not ready;
+        after `hang_seconds` it is killed. `on_failure` is called when it could not be started again and again."""
+        self._config = config
+        self._stall_seconds = stall_seconds
+        self._hang_seconds = hang_seconds
+        self._observer = observer
+        self._on_failure = on_failure
+        self._link: EngineLink | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._listeners: dict[str, Listener] = {}
+        """By the request's id."""
+        self._owners: dict[str, tuple[str, Listener]] = {}
+        """By the name of an answer: the request's id and who waits."""
+        self._names: dict[str, tuple[str, ...]] = {}
+        self._tickets: dict[int, asyncio.Future[dict[str, Any] | None]] = {}
+        self._num_tickets = 0
+        self._last_heard = 0.0
+        self._last_steps: deque[StepSummary] = deque(maxlen=_LAST_STEPS)
+        self.state: State = "starting"
+        self.ready: Ready | None = None
+        """What the engine said about itself, the last time it started."""
+        self.num_restarts = 0
+        self.num_free_blocks = 0
+
+    # Its life
+
+    async def start(self) -> Ready:
+        """Starts the engine and waits until the model is loaded; raises QuireError if that fails."""
+        self._link = EngineLink(self._config)
+        try:
+            ready = await self._link.start()
+        except BaseException:
+            self.state = "stopped"
+            await self._link.stop()
+            raise
+        self._became_ready(ready)
+        self._supervisor = asyncio.create_task(self._supervise())
+        return ready
+
+    async def stop(self) -> None:
+        """Ends the engine process; what is running is lost."""
+        self.state = "stopped"
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
+        if self._link is not None:
+            await self._link.stop()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Tells everybody who waits that the server is going down."""
+        self._lose_all(ApiError(503, "the server is going down", code="shutting_down"))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._listeners)
+
+    @property
+    def seconds_silent(self) -> float:
+        """How long the engine has had work without giving a sign of life."""
+        return time.monotonic() - self._last_heard if self._listeners else 0.0
+
+    @property
+    def is_stalled(self) -> bool:
+        return self.seconds_silent > self._stall_seconds
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state == "ready" and not self.is_stalled
+
+    # Requests
+
+    def add(self, message: AddRequest, names: Sequence[str], listener: Listener) -> None:
+        """Hands a request over. `names` are those of its answers; `listener` hears of it from now on, the verdict
+        whether the engine takes it first."""
+        link = self._live_link()
+        if not self._listeners:
+            self._last_heard = time.monotonic()  # an idle engine has nothing to say
+        self._listeners[message.request_id] = listener
+        self._names[message.request_id] = tuple(names)
+        for name in names:
+            self._owners[name] = (message.request_id, listener)
+        link.send(message)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Nobody waits for these any more; nothing further is heard of them."""
+        live = tuple(request_id for request_id in request_ids if request_id in self._listeners)
+        for request_id in live:
+            self._forget(request_id)
+        if live and self._link is not None and self.state == "ready":
+            self._link.send(Abort(live))
+
+    def end(self, name: str) -> None:
+        """An answer has come to a stop string. Its metrics come as a last update."""
+        self._live_link().send(End(name))
+
+    async def describe(self, request_id: str) -> dict[str, Any] | None:
+        """What the engine's log says about a request; None if it says nothing (any more)."""
+        if self._link is None or self.state != "ready":
+            return None
+        self._num_tickets += 1
+        ticket = self._num_tickets
+        future = self._tickets[ticket] = asyncio.get_running_loop().create_future()
+        self._link.send(Describe(ticket, request_id))
+        try:
+            return await asyncio.wait_for(future, _DESCRIBE_SECONDS)
+        except TimeoutError:
+            return None
+        finally:
+            del self._tickets[ticket]
+
+    # Inside
+
+    def _live_link(self) -> EngineLink:
+        if self._link is None or self.state != "ready":
+            raise unavailable()
+        return self._link
+
+    def _forget(self, request_id: str) -> None:
+        self._listeners.pop(request_id, None)
+        for name in self._names.pop(request_id, ()):
+            self._owners.pop(name, None)
+
+    def _forget_answer(self, name: str, request_id: str) -> None:
+        del self._owners[name]
+        if not any(other in self._owners for other in self._names[request_id]):
+            self._forget(request_id)
+
+    def _became_ready(self, ready: Ready) -> None:
+        self.ready = ready
+        self.num_free_blocks = ready.num_blocks
+        self.state = "ready"
+        self._last_heard = time.monotonic()
+
+    async def _supervise(self) -> None:
+        """Serves the engine's events until it is gone, then gets a new one. Ends when that fails for good."""
+        while True:
+            assert self._link is not None
+            reason = await self._serve(self._link)
+            self.state = "restarting"
+            self.num_restarts += 1
+            logger.error("the engine process is gone: %s", reason)
+            logger.error("its last steps: %s", describe_steps(self._last_steps))
+            self._last_steps.clear()
+            self._lose_all(unavailable("the engine failed while computing this request; it is being restarted"))
+            await self._link.stop()
+            if self._observer is not None:
+                self._observer.restarted()
+            if not await self._restart():
+                self.state = "failed"
+                logger.error("the engine could not be started %d times; giving up", _MOST_FAILED_STARTS)
+                if self._on_failure is not None:
+                    self._on_failure()
+                return
+
+    async def _restart(self) -> bool:
+        pause = _FIRST_PAUSE
+        for _ in range(_MOST_FAILED_STARTS):
+            await asyncio.sleep(pause)
+            pause = min(_LONGEST_PAUSE, 2 * pause)
+            self._link = EngineLink(self._config)
+            try:
+                self._became_ready(await self._link.start())
+            except QuireError as error:
+                logger.error("the engine could not be started: %s", error)
+                await self._link.stop()
+            else:
+                return True
+        return False
+
+    async def _serve(self, link: EngineLink) -> str:
+        """Why the engine is gone."""
+        reading = asyncio.create_task(self._read(link))
+        watching = asyncio.create_task(self._watch(link))
+        exiting = asyncio.create_task(link.wait())
+        tasks: set[asyncio.Task[str]] = {reading, watching, exiting}
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            # Its last words, if it had any, are a better explanation than its exit code.
+            if reading not in done and exiting in done:
+                with contextlib.suppress(TimeoutError):
+                    return await asyncio.wait_for(asyncio.shield(reading), 0.5)
+            return next(iter(done)).result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(self, link: EngineLink) -> str:
+        while True:
+            event = await link.receive()
+            if isinstance(event, Fatal):
+                return event.message
+            self._take(event)
+
+    async def _watch(self, link: EngineLink) -> str:
+        while True:
+            await asyncio.sleep(min(1.0, self._stall_seconds / 4))
+            if self.seconds_silent > self._hang_seconds:
+                silent = self.seconds_silent
+                await link.kill_hung()
+                return f"it had work and gave no sign of life for {silent:.0f} s; its stacks are above"
+
+    def _take(self, event: Event) -> None:
+        self._last_heard = time.monotonic()
+        if isinstance(event, Described):
+            future = self._tickets.get(event.ticket)
+            if future is not None and not future.done():
+                future.set_result(event.record)
+        elif isinstance(event, Updates):
+            self._take_updates(event)
+
+    def _take_updates(self, event: Updates) -> None:
+        self.num_free_blocks = event.num_free_blocks
+        for request_id in event.accepted:
+            if request_id in self._listeners:
+                self._listeners[request_id].accepted(request_id)
+        for refusal in event.refused:
+            listener = self._listeners.get(refusal.request_id)
+            self._forget(refusal.request_id)
+            if listener is not None:
+                listener.refused(refusal)
+        for name in event.started:
+            if name in self._owners:
+                self._owners[name][1].started(name, event.cached.get(name, 0))
+        for update in event.updates:
+            owner = self._owners.get(update.request_id)
+            if owner is None:
+                continue  # whoever waited has left
+            if update.finish_reason is not None:
+                self._forget_answer(update.request_id, owner[0])
+            try:
+                owner[1].update(update)
+            except Exception:
+                # A fault in one request's text must not stop the others'.
+                logger.exception("request %s failed on its way back", owner[0])
+                self.abort([owner[0]])
+                owner[1].lost(ApiError(500, "the server failed; its log says why, under the request id"))
+        if event.steps:
+            self._last_steps.extend(event.steps)
+            if self._observer is not None:
+                self._observer.steps(event.steps, event.num_free_blocks)
+
+    def _lose_all(self, error: ApiError) -> None:
+        listeners = list(self._listeners.values())
+        self._listeners.clear()
+        self._owners.clear()
+        self._names.clear()
+        for future in self._tickets.values():
+            if not future.done():
+                future.set_result(None)
+        for listener in dict.fromkeys(listeners):
+            listener.lost(error)
+
+
+def unavailable(message: str = "the engine is being restarted; try again in a moment") -> ApiError:
+    return ApiError(503, message, code="engine_unavailable", retry_after=5.0)

@@ -1,0 +1,161 @@
+"""One engine process and the two sockets to it, from its start to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+import quire
+from quire.errors import EngineError, QuireError
+from quire.server.messages import (
+    Command,
+    EngineProcessConfig,
+    Event,
+    Fatal,
+    Ready,
+    Shutdown,
+    decode_event,
+    encode,
+)
+
+_EXIT_SECONDS = 5.0
+_STACKS_SECONDS = 1.0
+"""For a hung process to write down where it hangs."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkConfig:
+    """What to start."""
+
+    model: str
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of `quire.config.EngineConfig`."""
+    log_format: str = "human"
+    log_level: str = "info"
+    module: str = "quire.server.engine_process"
+    """What to run; tests run one that breaks on demand."""
+
+
+class EngineLink:
+    """Not used again: a new process gets a new one, so nothing late from an old one is ever heard."""
+
+    def __init__(self, config: LinkConfig) -> None:
+        self._config = config
+        self._process: asyncio.subprocess.Process | None = None
+        self._folder: str | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._commands: zmq.Socket[bytes] | None = None
+        self._events: zmq.asyncio.Socket | None = None
+
+    async def start(self) -> Ready:
+        """Starts the process and waits until it is ready; raises what it says is wrong."""
+        config = self._config
+        self._folder = tempfile.mkdtemp(prefix="quire-")  # for this user alone, and so are the sockets in it
+        self._context = zmq.Context()
+        self._commands = self._context.socket(zmq.PUSH)
+        self._commands.set_hwm(0)  # bounded by admission: as many as there are requests
+        self._events = zmq.asyncio.Context.shadow(self._context).socket(zmq.PULL)
+        self._events.set_hwm(1000)
+        commands_address, events_address = (f"ipc://{self._folder}/{name}" for name in ("commands", "events"))
+        self._commands.bind(commands_address)
+        self._events.bind(events_address)
+        paths = [str(Path(quire.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            config.module,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=2,  # whatever a library prints belongs with the log
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )
+        stdin = self._process.stdin
+        assert stdin is not None
+        first = EngineProcessConfig(
+            model=config.model,
+            options=config.options,
+            commands_address=commands_address,
+            events_address=events_address,
+            log_format=config.log_format,
+            log_level=config.log_level,
+        )
+        stdin.write(msgspec.json.encode(first) + b"\n")
+        with contextlib.suppress(ConnectionError):  # it is gone already, which shows below
+            await stdin.drain()
+        return await self._first_event()
+
+    async def receive(self) -> Event:
+        assert self._events is not None
+        return decode_event(await self._events.recv())
+
+    def send(self, command: Command) -> None:
+        """Never blocks. A process that has gone is noticed by others."""
+        assert self._commands is not None
+        with contextlib.suppress(zmq.Again):
+            self._commands.send(encode(command), zmq.NOBLOCK)
+
+    async def wait(self) -> str:
+        """Waits for the process to end and says how it did."""
+        assert self._process is not None
+        code = await self._process.wait()
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+    async def kill_hung(self) -> None:
+        """Makes the process write down where it hangs, then kills it."""
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGUSR1)
+            await asyncio.sleep(_STACKS_SECONDS)
+            self._process.kill()
+
+    async def stop(self) -> None:
+        """Ends the process, gently first, and closes the sockets. Can be called at any point."""
+        if self._process is not None and self._process.returncode is None:
+            self.send(Shutdown())
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            try:
+                await asyncio.wait_for(self._process.wait(), _EXIT_SECONDS)
+            except TimeoutError:
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
+                await self._process.wait()
+        if self._context is not None:
+            if self._events is not None:
+                self._events.close(linger=0)
+            self._context.destroy(linger=0)
+            self._context = self._commands = self._events = None
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    async def _first_event(self) -> Ready:
+        receiving = asyncio.ensure_future(self.receive())
+        exiting = asyncio.ensure_future(self.wait())
+        try:
+            await asyncio.wait((receiving, exiting), return_when=asyncio.FIRST_COMPLETED)
+            if not receiving.done():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(asyncio.shield(receiving), 0.5)
+            if not receiving.done():
+                raise EngineError(f"the engine process did not start: {exiting.result()}; its log is above")
+            event = receiving.result()
+        finally:
+            for task in (receiving, exiting):
+                task.cancel()
+            await asyncio.gather(receiving, exiting, return_exceptions=True)
+        if isinstance(event, Fatal):
+            raise QuireError(event.message) if event.is_users_fault else EngineError(event.message)
+        assert isinstance(event, Ready)
+        return event

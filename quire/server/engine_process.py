@@ -1,0 +1,247 @@
+"""The engine's own process: `python -m quire.server.engine_process`, started by `engine_client`.
+
+It reads its configuration from standard input, loads the model, and then turns one loop: take in commands,
+compute a step, tell what came of it. When standard input ends, so does the process: nothing is left behind when
+the HTTP process dies, however it dies.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import hashlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+
+import quire
+from quire.assemble import Engine, build_engine
+from quire.config import EngineConfig
+from quire.engine import StepLogEntry
+from quire.errors import EngineError, QuireError
+from quire.models.sources import resolve
+from quire.progress import ModelBars
+from quire.server.engine_requests import EngineRequests
+from quire.server.logs import set_up_logging
+from quire.server.messages import (
+    Abort,
+    AddRequest,
+    Command,
+    Describe,
+    Described,
+    End,
+    EngineProcessConfig,
+    Event,
+    Fatal,
+    Ready,
+    Shutdown,
+    StepSummary,
+    Updates,
+    decode_command,
+    describe_steps,
+    encode,
+)
+from quire.server.request_records import describe_request
+from quire.step import RequestUpdate
+
+logger = logging.getLogger(__name__)
+
+_HIGH_WATER = 1000
+"""Messages the HTTP process may be behind; then the engine waits for it."""
+_FAILURES_IN_A_ROW = 3
+"""Steps. A device that lost its mind fails every one, and only a new process helps."""
+_LAST_STEPS = 20
+_STEP_FAILED = "the engine failed while computing this request; the server's log says why"
+_HEARTBEAT = 1000
+"""Milliseconds between signs of life while there is work but no step: a grammar is being compiled."""
+_MAX_COMMANDS = 256
+"""Taken in between two steps, so that a flood of them can't keep a step waiting."""
+
+Builder = Callable[..., Engine]
+
+
+class EngineLoop:
+    """Commands in, steps, updates out. `observe` must be among the step log's listeners."""
+
+    def __init__(self, commands: zmq.Socket[bytes], events: zmq.Socket[bytes]) -> None:
+        self._commands = commands
+        self._events = events
+        self._poller = zmq.Poller()
+        self._poller.register(commands, zmq.POLLIN)
+        self._out = Updates()
+        self._last_steps: deque[StepSummary] = deque(maxlen=_LAST_STEPS)
+        self._failed_names: set[str] = set()
+        self._failures = 0
+
+    def observe(self, entry: StepLogEntry) -> None:
+        """Hears of every step that is over."""
+        step = entry.step
+        for admission in step.admitted:
+            self._out.started.append(admission.request_id)
+            self._out.cached[admission.request_id] = admission.num_cached_tokens + admission.num_host_tokens
+        if entry.error is not None:
+            self._failures += 1
+            self._failed_names.update(one.request_id for one in step.scheduled)
+        elif step.scheduled:
+            self._failures = 0
+        summary = StepSummary(
+            step_id=step.step_id,
+            now=step.now,
+            num_scheduled=len(step.scheduled),
+            num_tokens=step.num_tokens,
+            num_waiting=step.num_waiting,
+            num_running=step.num_running,
+            num_free_blocks=step.num_free_blocks,
+            num_preempted=len(step.preempted),
+            seconds=entry.committed - step.now,
+            error=entry.error,
+        )
+        self._out.steps.append(summary)
+        self._last_steps.append(summary)
+
+    def run(self, engine: Engine) -> None:
+        """Returns when told to shut down."""
+        requests = EngineRequests(engine)
+        self._poller.register(requests.wake_fd, zmq.POLLIN)
+        core = engine.core
+        try:
+            while True:
+                if not core.has_work:
+                    self._poller.poll(_HEARTBEAT if requests.is_compiling else None)
+                for _ in range(_MAX_COMMANDS):
+                    if not self._commands.poll(0):
+                        break
+                    command = decode_command(self._commands.recv())
+                    if isinstance(command, Shutdown):
+                        return
+                    self._handle(command, requests, engine)
+                now = time.monotonic()
+                requests.tend(now)
+                updates = core.step(now)
+                requests.forget(updates)
+                self._tell(requests, [self._discreet(u) if u.error else u for u in updates], engine)
+                if self._failures >= _FAILURES_IN_A_ROW:
+                    raise EngineError(f"{self._failures} steps failed one after the other")
+        finally:
+            requests.close()
+
+    def log_last_steps(self) -> None:
+        logger.error("last steps: %s", describe_steps(self._last_steps))
+
+    def send(self, event: Event) -> None:
+        self._events.send(encode(event))
+
+    def _handle(self, command: Command, requests: EngineRequests, engine: Engine) -> None:
+        now = time.monotonic()
+        match command:
+            case AddRequest():
+                requests.add(command, now)
+            case Abort():
+                requests.abort(command.request_ids, now)
+            case End():
+                requests.end(command.name, command.reason, now)
+            case Describe():
+                entries = list(engine.core.step_log or ())
+                record = describe_request(entries, command.request_id, engine.core.scheduler.config)
+                self.send(Described(command.ticket, record))
+
+    def _tell(self, requests: EngineRequests, updates: list[RequestUpdate], engine: Engine) -> None:
+        out = self._out
+        out.updates = [*requests.take_updates(), *updates]
+        out.accepted, out.refused = requests.take_verdicts()
+        if not (out.updates or out.accepted or out.refused or out.steps or requests.is_compiling):
+            return
+        out.num_free_blocks = engine.core.scheduler.blocks.pool.num_free
+        self.send(out)
+        self._out = Updates()
+        self._failed_names.clear()
+
+    def _discreet(self, update: RequestUpdate) -> RequestUpdate:
+        """Why a step failed is for the log: it may hold anything."""
+        return update._replace(error=_STEP_FAILED) if update.request_id in self._failed_names else update
+
+
+def main(build: Builder = build_engine) -> int:
+    """Runs the process; `build` makes the engine (tests make it break)."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # where it hangs, if it hangs
+    # Both reach every process of a group; the HTTP process decides what they mean.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineProcessConfig)
+    folder = Path(config.commands_address.removeprefix("ipc://")).parent
+    threading.Thread(target=_exit_with_parent, args=(folder,), daemon=True).start()
+    set_up_logging(config.log_format, config.log_level, "engine")
+    context = zmq.Context()
+    commands: zmq.Socket[bytes] = context.socket(zmq.PULL)
+    commands.set_hwm(0)
+    commands.connect(config.commands_address)
+    events: zmq.Socket[bytes] = context.socket(zmq.PUSH)
+    events.set_hwm(_HIGH_WATER)
+    events.connect(config.events_address)
+    loop = EngineLoop(commands, events)
+    try:
+        with ModelBars(config.model) as bars:
+            source = resolve(config.model)
+            engine = build(source, EngineConfig(**config.options), bars("load"), [loop.observe])
+        # The weights and modules are here to stay: no need to look through them again and again.
+        gc.collect()
+        gc.freeze()
+        loop.send(_ready(source.name, engine))
+        loop.run(engine)
+    except QuireError as error:
+        loop.log_last_steps()
+        loop.send(Fatal(str(error), is_users_fault=not isinstance(error, EngineError)))
+        return 1
+    except Exception as error:
+        logger.exception("the engine failed")
+        loop.log_last_steps()
+        loop.send(Fatal(f"{type(error).__name__}: {error}"))
+        return 1
+    finally:
+        context.destroy(linger=1000)
+    return 0
+
+
+def _ready(name: str, engine: Engine) -> Ready:
+    spec, plan, decoder = engine.decoder.spec, engine.plan, engine.decoder
+    scheduler = engine.core.scheduler.config
+    identity = (
+        f"{quire.__version__} {name} {spec} {decoder.dtype} {decoder.kernels.name} {decoder.embedding.device.type}"
+    )
+    return Ready(
+        pid=os.getpid(),
+        description=engine.description,
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        max_model_len=plan.max_model_len,
+        max_num_seqs=scheduler.max_num_seqs,
+        num_blocks=scheduler.num_usable_blocks,
+        block_size=scheduler.block_size,
+        policy=scheduler.policy,
+        eos_token_ids=engine.eos_token_ids,
+        fingerprint="fp_" + hashlib.sha256(identity.encode()).hexdigest()[:12],
+    )
+
+
+def _exit_with_parent(folder: Path) -> None:
+    """`folder` holds the sockets; a parent that was killed could not take it away."""
+    # Not through sys.stdin: its lock, held here, would stop the interpreter from shutting down.
+    while os.read(0, 1024):
+        pass
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

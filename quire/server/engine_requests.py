@@ -1,0 +1,168 @@
+"""The requests of the engine process, from their arrival to their end: grammars are compiled beside the loop, and
+those that wait too long in the queue are ended."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from quire.assemble import Engine
+from quire.constrain import Grammar
+from quire.engine import Request, make_requests
+from quire.engine.step_log import decode_params
+from quire.errors import InvalidRequestError, QuireError
+from quire.sampling_params import SamplingParams
+from quire.server.messages import AddRequest, Refused
+from quire.step import FinishReason, RequestMetrics, RequestUpdate
+
+logger = logging.getLogger(__name__)
+
+
+class EngineRequests:
+    """Between commands and the engine's core. One thread uses it; another compiles grammars."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._core = engine.core
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._compiling: dict[str, AddRequest] = {}
+        self._compiled: deque[tuple[AddRequest, SamplingParams, Future[Grammar | None]]] = deque()
+        self.wake_fd, self._wake = os.pipe()
+        """Readable when a grammar is compiled."""
+        os.set_blocking(self.wake_fd, False)
+        self._grammars: dict[str, Grammar] = {}
+        """Held while their answers run, so that they stay compiled."""
+        self._queued: dict[str, tuple[float, Request]] = {}
+        """When answers that wait have to have begun, in the order of their arrival."""
+        self._updates: list[RequestUpdate] = []
+        self._accepted: list[str] = []
+        self._refused: list[Refused] = []
+
+    def add(self, message: AddRequest, now: float) -> None:
+        """Adds a request, or says why not; with a grammar, when that is compiled."""
+        try:
+            params = decode_params(message.params)
+        except (QuireError, TypeError) as error:
+            self._refuse(message, error)
+            return
+        if params.structured is None:
+            self._add(message, params, None, now)
+            return
+        structured = params.structured
+        self._compiling[message.request_id] = message
+
+        def compile_grammar() -> Grammar | None:
+            wanted = message.request_id in self._compiling
+            return self._engine.grammars.compile(structured) if wanted else None
+
+        def done(future: Future[Grammar | None]) -> None:
+            self._compiled.append((message, params, future))
+            os.write(self._wake, b".")
+
+        self._compiler.submit(compile_grammar).add_done_callback(done)
+
+    def abort(self, request_ids: Iterable[str], now: float) -> None:
+        wanted = tuple(request_ids)
+        for request_id in wanted:
+            self._compiling.pop(request_id, None)
+        self._core.abort(wanted, now)
+
+    def end(self, name: str, reason: FinishReason, now: float) -> None:
+        """Ends an answer; its metrics are the last to be told of it."""
+        if name not in self._core.scheduler.ledger.requests:
+            return  # it came to an end of its own meanwhile
+        metrics = self._core.end(name, reason, now)
+        self._note_end(name, reason, metrics)
+
+    def tend(self, now: float) -> None:
+        """Adds what has been compiled and ends what has waited too long."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.wake_fd, 4096)
+        while self._compiled:
+            message, params, future = self._compiled.popleft()
+            if self._compiling.pop(message.request_id, None) is None:
+                continue  # aborted meanwhile
+            try:
+                grammar = future.result()
+            except Exception as error:
+                self._refuse(message, error)
+                continue
+            self._add(message, params, grammar, now)
+        while self._queued:
+            name, (deadline, request) = next(iter(self._queued.items()))
+            if request.first_scheduled is None and request.finish_reason is None:
+                if deadline > now:
+                    return
+                metrics = self._core.end(name, "deadline", now)
+                self._note_end(name, "deadline", metrics, "waited too long in the queue")
+            self._queued.pop(name, None)
+
+    @property
+    def is_compiling(self) -> bool:
+        return bool(self._compiling)
+
+    def forget(self, updates: Iterable[RequestUpdate]) -> None:
+        """Lets go of what ended answers held."""
+        for update in updates:
+            if update.finish_reason is not None:
+                self._grammars.pop(update.request_id, None)
+                self._queued.pop(update.request_id, None)
+
+    def take_updates(self) -> list[RequestUpdate]:
+        updates, self._updates = self._updates, []
+        return updates
+
+    def take_verdicts(self) -> tuple[list[str], list[Refused]]:
+        verdicts = self._accepted, self._refused
+        self._accepted, self._refused = [], []
+        return verdicts
+
+    def close(self) -> None:
+        self._compiling.clear()
+        self._compiler.shutdown(wait=False, cancel_futures=True)
+        self._engine.grammars.close()
+        os.close(self.wake_fd)
+
+    def _add(self, message: AddRequest, params: SamplingParams, grammar: Grammar | None, now: float) -> None:
+        requests = make_requests(
+            message.request_id,
+            message.prompt_token_ids,
+            params,
+            message.seed,
+            self._engine.eos_token_ids,
+            message.resolved,
+            message.pooling,
+        )
+        added: list[str] = []
+        try:
+            for request in requests:
+                self._core.add_request(request, now)
+                added.append(request.request_id)
+        except QuireError as error:
+            for name in added:
+                self._core.end(name, "abort", now)
+            self._refuse(message, error)
+            return
+        self._accepted.append(message.request_id)
+        for request in requests:
+            if grammar is not None:
+                self._grammars[request.request_id] = grammar
+            if message.queue_timeout is not None:
+                self._queued[request.request_id] = (now + message.queue_timeout, request)
+
+    def _refuse(self, message: AddRequest, error: Exception) -> None:
+        if isinstance(error, QuireError):
+            field = error.field if isinstance(error, InvalidRequestError) else None
+            self._refused.append(Refused(message.request_id, str(error), field, "invalid"))
+            return
+        logger.error("request %s could not be added", message.request_id, exc_info=error)
+        self._refused.append(Refused(message.request_id, "the engine could not take it", None, "internal"))
+
+    def _note_end(self, name: str, reason: FinishReason, metrics: RequestMetrics, error: str | None = None) -> None:
+        self._grammars.pop(name, None)
+        self._queued.pop(name, None)
+        self._updates.append(RequestUpdate(name, (), reason, error=error, metrics=metrics))

@@ -1,0 +1,157 @@
+"""Every way a request can fail over HTTP: one exception, one place that makes bodies of it.
+
+Routes raise `ApiError`; errors of the library (`quire.errors`) become one here. Bodies have the shape of the
+protocol the path belongs to, and never show a path, an address or a trace: what nobody foresaw is logged, and
+the client is told the request id to look it up by.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from quire.errors import CapacityError, EngineError, InvalidRequestError, QuireError, TemplateError
+
+logger = logging.getLogger(__name__)
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    421: "invalid_request_error",
+    429: "rate_limit_error",
+    431: "invalid_request_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+# Anthropic has names of its own for some.
+_ANTHROPIC_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
+_MOST_SHOWN = 200
+"""Characters of a value that a message repeats."""
+
+
+class ApiError(Exception):
+    """What a client is told: a status, a message that says what to do, and the field it is about."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str | None = None,
+        field: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type or _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.field = field
+        self.code = code
+        self.retry_after = retry_after
+
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after is None else {"retry-after": str(max(1, round(self.retry_after)))}
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """What a client is told about any exception. One that nobody foresaw is logged with its trace."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, InvalidRequestError):
+        return ApiError(400, _shortened(str(error)), field=error.field, code="invalid_value")
+    if isinstance(error, TemplateError | CapacityError):
+        return ApiError(400, _shortened(str(error)))
+    if isinstance(error, ValidationError):
+        return from_validation(error.errors(include_url=False, include_context=False, include_input=False))
+    if isinstance(error, HTTPException):
+        return _from_http(error)
+    if isinstance(error, QuireError) and not isinstance(error, EngineError):
+        return ApiError(500, "the server could not handle this request; its log says why, under the request id")
+    logger.error("unexpected error in a request", exc_info=error)
+    return ApiError(500, "the server failed; its log says why, under the request id")
+
+
+def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The first thing pydantic found, named the way the client wrote it."""
+    first = errors[0]
+    field = field_name(first.get("loc", ()))
+    message = str(first.get("msg", "is not valid"))
+    message = message.removeprefix("Value error, ").removeprefix("Invalid JSON: ")
+    if first.get("type") == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {_shortened(message)}", code="invalid_json")
+    others = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    text = f"{field}: {_shortened(message)}{others}" if field else f"{_shortened(message)}{others}"
+    missing = first.get("type") == "missing"
+    return ApiError(400, text, field=field or None, code="missing_required_parameter" if missing else "invalid_value")
+
+
+def field_name(location: Sequence[str | int]) -> str:
+    """`messages[0].content` for pydantic's ("messages", 0, "content"). Its names of union branches, which are
+    types and not fields, are left out."""
+    name = ""
+    for part in location:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif part.isidentifier() and (part.islower() or not name):
+            if part in ("str", "int", "float", "bool", "dict", "list", "none", "null", "is_instance"):
+                continue
+            name += f".{part}" if name else part
+    return name[:_MOST_SHOWN]
+
+
+def error_body(path: str, error: ApiError, request_id: str) -> dict[str, Any]:
+    """The body in the shape of the protocol the path belongs to."""
+    if path.startswith("/v1/messages"):
+        kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.type == "server_error" else error.type)
+        return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.type,
+            "param": error.field,
+            "code": error.code,
+            "request_id": request_id,
+        }
+    }
+
+
+def error_response(path: str, error: ApiError, request_id: str) -> JSONResponse:
+    headers = error.headers() | {"x-request-id": request_id}
+    return JSONResponse(error_body(path, error, request_id), error.status, headers)
+
+
+def install(app: FastAPI) -> None:
+    """Makes every exception a body like the above."""
+
+    async def handle(request: Request, error: Exception) -> JSONResponse:
+        api_error = to_api_error(error)
+        request.state.error = api_error
+        return error_response(request.scope["path"], api_error, request.state.request_id)
+
+    for kind in (ApiError, QuireError, ValidationError, HTTPException):
+        app.add_exception_handler(kind, handle)
+
+
+def _from_http(error: HTTPException) -> ApiError:
+    if error.status_code == 404:
+        return ApiError(404, "there is nothing at this address; /docs lists what there is", code="not_found")
+    if error.status_code == 405:
+        return ApiError(405, "this address does not take this method; /docs lists what it takes")
+    return ApiError(error.status_code, _shortened(str(error.detail)))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 4 * _MOST_SHOWN else text[: 4 * _MOST_SHOWN] + "…"

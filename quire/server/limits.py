@@ -1,0 +1,152 @@
+"""Limits on requests that hold before anything looks into them, and the line each leaves in the log.
+
+How headers and connections are limited is in `http_protocol`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.server.connection import request_id_of
+from quire.server.errors import ApiError, error_response, to_api_error
+from quire.server.metrics import ServerMetrics
+from quire.server.request_records import RequestRecord
+
+logger = logging.getLogger("quire.server.access")
+
+_CLOSE = (b"connection", b"close")
+
+
+class RequestContext:
+    """Outermost: gives a request its id, catches what nobody caught, and logs how it went."""
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = time.monotonic()
+        state: dict[str, Any] = scope.setdefault("state", {})
+        state["request_id"] = request_id_of(scope["headers"])
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = [pair for pair in message["headers"] if pair[0] != b"x-request-id"]
+                message["headers"] = [*headers, (b"x-request-id", state["request_id"].encode("latin-1"))]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            if not status:
+                state["error"] = to_api_error(error)
+                response = error_response(scope["path"], state["error"], state["request_id"])
+                await response(scope, receive, send_with_id)
+        finally:
+            self._log(scope, status, time.monotonic() - started)
+
+    def _log(self, scope: Scope, status: int, seconds: float) -> None:
+        state = scope["state"]
+        route = scope.get("route")
+        path: str = getattr(route, "path", "") or "other"  # of known routes only, so that there are few
+        self._metrics.http_request(path, status)
+        fields: dict[str, Any] = {
+            "request_id": state["request_id"],
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": status,
+            "seconds": round(seconds, 4),
+        }
+        record: RequestRecord | None = state.get("record")
+        if record is not None:
+            fields |= {
+                "id": record.response_id,
+                "state": record.state,
+                "prompt_tokens": record.prompt_tokens,
+                "cached_tokens": record.cached_tokens,
+                "completion_tokens": record.completion_tokens,
+                "first_token": record.timings.get("first_token"),
+            }
+        error: ApiError | None = state.get("error")
+        if error is not None:
+            fields["error"] = error.message
+        quiet = path in ("/health", "/ready", "/metrics") and status == 200
+        level = logging.DEBUG if quiet else logging.ERROR if status >= 500 else logging.INFO
+        logger.log(level, "request", extra={"fields": fields})
+
+
+class BodyLimits:
+    """Bodies have to be small enough, alone and together, and arrive in time."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, max_total_bytes: int, seconds: float) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._max_total = max_total_bytes
+        self._seconds = seconds
+        self._total = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        length = headers.get(b"content-length", b"0")
+        is_read = length == b"0" and b"transfer-encoding" not in headers
+        received = 0
+        deadline = time.monotonic() + self._seconds
+
+        async def limited_receive() -> Message:
+            nonlocal is_read, received
+            if is_read:
+                return await receive()  # waits for the client to leave
+            try:
+                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                    message = await receive()
+            except TimeoutError:
+                raise ApiError(408, f"the body did not arrive within {self._seconds:g} s") from None
+            if message["type"] == "http.request":
+                size = len(message.get("body", b""))
+                received += size
+                self._total += size
+                self._check(received)
+                is_read = not message.get("more_body", False)
+            return message
+
+        async def closing_send(message: Message) -> None:
+            if message["type"] == "http.response.start" and not is_read:
+                # Whatever is still to come of the body is not worth reading.
+                message["headers"] = [*message["headers"], _CLOSE]
+            await send(message)
+
+        try:
+            if length.isdigit() and int(length) > self._max_bytes:
+                error = self._too_large(int(length))
+                scope["state"]["error"] = error
+                response = error_response(scope["path"], error, scope["state"]["request_id"])
+                await response(scope, limited_receive, closing_send)
+            else:
+                await self._app(scope, limited_receive, closing_send)
+        finally:
+            self._total -= received
+
+    def _check(self, received: int) -> None:
+        if received > self._max_bytes:
+            raise self._too_large(received)
+        if self._total > self._max_total:
+            raise ApiError(503, "too many large requests at a time; try again", code="too_busy", retry_after=1.0)
+
+    def _too_large(self, size: int) -> ApiError:
+        return ApiError(
+            413, f"the body has {size} bytes or more; at most {self._max_bytes} are accepted (--max-body-size)"
+        )

@@ -1,0 +1,178 @@
+"""What passes between the HTTP process and the engine process: msgpack of these values, never pickle.
+
+Token ids and numbers only; the one text that goes down is a grammar (inside the parameters) and cache salts, the
+texts that come up are error messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import msgspec
+
+from quire.sampling_params import ResolvedTokens
+from quire.step import FinishReason, Pooling, RequestUpdate
+
+ErrorKind = Literal["invalid", "internal"]
+
+
+# Down: what the engine is asked
+
+
+class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
+    """Generate answers to a prompt. With several (params.n, best_of) their names are `request_id/0` and so on."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: dict[str, Any]
+    """As `quire.engine.step_log.encode_params` writes them."""
+    seed: int
+    resolved: ResolvedTokens = msgspec.field(default_factory=ResolvedTokens)
+    queue_timeout: float | None = None
+    """Seconds after which it ends with "deadline" if it has not begun to run."""
+    pooling: Pooling | None = None
+    """For embeddings: no answer, but the prompt's hidden states pooled this way."""
+
+
+class Abort(msgspec.Struct, tag="abort"):
+    """Nobody waits for these requests (all answers of each) any more."""
+
+    request_ids: tuple[str, ...]
+
+
+class End(msgspec.Struct, tag="end"):
+    """An answer is complete, for a reason found outside of the engine: its text has come to a stop string."""
+
+    name: str
+    reason: FinishReason = "stop"
+
+
+class Describe(msgspec.Struct, tag="describe"):
+    """What happened to a request? Answered by `Described` with the same ticket."""
+
+    ticket: int
+    request_id: str
+
+
+class Shutdown(msgspec.Struct, tag="shutdown"):
+    """Go away; requests still running are aborted."""
+
+
+Command = AddRequest | Abort | End | Describe | Shutdown
+
+
+# Up: what the engine says
+
+
+class Ready(msgspec.Struct, tag="ready", omit_defaults=True):
+    """The model is loaded: what it is, and what it can take."""
+
+    pid: int
+    description: str
+    vocab_size: int
+    hidden_size: int
+    max_model_len: int
+    max_num_seqs: int
+    num_blocks: int
+    """Blocks requests can use."""
+    block_size: int
+    policy: str
+    eos_token_ids: tuple[int, ...]
+    fingerprint: str
+    """Changes when the tokens of an answer might."""
+
+
+class Refused(msgspec.Struct, array_like=True):
+    """A request that was never added."""
+
+    request_id: str
+    message: str
+    field: str | None
+    kind: ErrorKind
+
+
+class StepSummary(msgspec.Struct, array_like=True):
+    """One step in a few numbers."""
+
+    step_id: int
+    now: float
+    num_scheduled: int
+    num_tokens: int
+    num_waiting: int
+    num_running: int
+    num_free_blocks: int
+    num_preempted: int
+    seconds: float
+    """From its being scheduled to its results' arrival."""
+    error: str | None = None
+
+
+def describe_steps(steps: Iterable[StepSummary]) -> str:
+    """For the log."""
+    return msgspec.json.encode([msgspec.structs.asdict(step) for step in steps]).decode()
+
+
+class Updates(msgspec.Struct, tag="updates", omit_defaults=True):
+    """What happened since the last message of this kind. Sent when something did, and regularly while there is
+    work, so silence means trouble."""
+
+    updates: list[RequestUpdate] = []
+    accepted: list[str] = []
+    """Requests that were added, by their request_id."""
+    refused: list[Refused] = []
+    started: list[str] = []
+    """Answers that left the queue."""
+    cached: dict[str, int] = {}
+    """For those: the tokens of their prompts that need not be computed."""
+    steps: list[StepSummary] = []
+    num_free_blocks: int = 0
+    """Now, cached ones included."""
+
+
+class Described(msgspec.Struct, tag="described"):
+    """The answer to `Describe`; None if nothing is known."""
+
+    ticket: int
+    record: dict[str, Any] | None
+
+
+class Fatal(msgspec.Struct, tag="fatal"):
+    """The engine process ends itself."""
+
+    message: str
+    """For the log, or for whoever is starting the server."""
+    is_users_fault: bool = False
+    """A QuireError at the start (no such model, not enough memory): starting again won't help."""
+
+
+Event = Ready | Updates | Described | Fatal
+
+
+class EngineProcessConfig(msgspec.Struct):
+    """The one line the engine process reads from its standard input."""
+
+    model: str
+    options: dict[str, Any]
+    """Of `quire.config.EngineConfig`."""
+    commands_address: str
+    events_address: str
+    log_format: str = "human"
+    log_level: str = "info"
+
+
+_encoder = msgspec.msgpack.Encoder()
+_commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_events: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+
+
+def encode(message: Command | Event) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_command(data: bytes) -> Command:
+    return _commands.decode(data)
+
+
+def decode_event(data: bytes) -> Event:
+    return _events.decode(data)

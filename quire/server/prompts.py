@@ -1,0 +1,224 @@
+"""From what a client sent to token ids: chat templates, tokenizing, and what tools mean for all that.
+
+Everything here may take long for a long prompt, and runs in a thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quire.errors import InvalidRequestError
+from quire.frontend.chat_template import ChatTemplate
+from quire.frontend.reasoning import opens_reasoning
+from quire.frontend.resolve import resolve_tokens
+from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.tool_calls import ToolPlan, ToolSupport
+from quire.sampling_params import ResolvedTokens, SamplingParams
+from quire.server.errors import ApiError
+from quire.server.generation import ChatPrompt, GenerationRequest, NamedTool, Prompt, TextPrompt
+
+MAX_CHARS = 1024 * 1024
+"""Of a text that has to be tokenized to know how long it is."""
+_PROBE = 8
+"""Characters per token of the context that are tokenized to see whether a text is far too long."""
+_SLACK = 64
+"""The beginning of a text may have a few tokens more than the whole has there."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What the engine can take."""
+
+    max_model_len: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A prompt ready for the engine."""
+
+    token_ids: tuple[int, ...]
+    text: str | None
+    """If it came as text."""
+    continues: bool
+    """The answer goes on with the prompt's text; in a chat it is a new turn."""
+    params: SamplingParams
+    resolved: ResolvedTokens
+    plan: ToolPlan | None = None
+    """For a chat."""
+    inside_reasoning: bool = False
+    """The prompt ends where the model has begun to think."""
+    ignored: tuple[str, ...] = ()
+    """Fields that turned out to mean nothing to this model."""
+
+
+class PromptEncoder:
+    """Encodes prompts for one model. Safe to use from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.tools = ToolSupport(tokenizer)
+        self._templates: dict[bool, ChatTemplate] = {}
+        self._lock = threading.Lock()
+        lengths = (len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.vocab_size))
+        self._longest_token = max(lengths, default=1)
+
+    def encode(self, request: GenerationRequest, prompt: Prompt, limits: EngineLimits) -> EncodedPrompt:
+        """Raises InvalidRequestError or ApiError for what can't be answered."""
+        params = request.params
+        params.check_token_ids(limits.vocab_size)
+        truncate = request.truncate_prompt_tokens
+        encoded: EncodedPrompt
+        if isinstance(prompt, ChatPrompt):
+            encoded = self._encode_chat(request, prompt, limits)
+        elif isinstance(prompt, TextPrompt):
+            if not prompt.text.strip():
+                raise InvalidRequestError("prompt", "is empty: it needs some text")
+            self._check_length("prompt", prompt.text, limits, truncate is not None)
+            ids = self.tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
+            encoded = EncodedPrompt(tuple(ids), prompt.text, True, params, ResolvedTokens())
+        else:
+            _check_ids(prompt.token_ids, limits.vocab_size)
+            encoded = EncodedPrompt(prompt.token_ids, None, True, params, ResolvedTokens())
+        if truncate is not None:
+            room = limits.max_model_len - (params.max_tokens or 1)
+            keep = max(1, room) if truncate == -1 else truncate
+            encoded = replace(encoded, token_ids=encoded.token_ids[-keep:])
+        _check_context(len(encoded.token_ids), params.max_tokens, limits.max_model_len)
+        return replace(encoded, resolved=resolve_tokens(encoded.params, self.tokenizer))
+
+    def encode_chat(self, prompt: ChatPrompt) -> list[int]:
+        """A chat's tokens alone, for counting."""
+        plan = self.tools.plan(prompt.messages, prompt.tools)
+        return self._render(prompt, plan)
+
+    def _encode_chat(self, request: GenerationRequest, prompt: ChatPrompt, limits: EngineLimits) -> EncodedPrompt:
+        for text in _texts(prompt.messages):
+            self._check_length("messages", text, limits, request.truncate_prompt_tokens is not None)
+        choice = request.tool_choice
+        plan = self.tools.plan(
+            prompt.messages,
+            prompt.tools,
+            "auto" if isinstance(choice, NamedTool) else choice,
+            choice.name if isinstance(choice, NamedTool) else None,
+            request.parallel_tool_calls,
+        )
+        ids = self._render(prompt, plan)
+        if plan.prompt_suffix:
+            ids += self.tokenizer.encode(plan.prompt_suffix, add_special_tokens=False, allow_special=True)
+        inside = self.tools.thinks and opens_reasoning(self.tokenizer, ids)
+        params = replace(request.params, structured=plan.constrain(request.params.structured, inside))
+        if plan.needs_special_tokens:
+            params = replace(params, skip_special_tokens=False)
+        source = self._template(plan.template_tools is not None).source
+        unused = [f"chat_template_kwargs.{name}" for name in prompt.template_kwargs or {} if name not in source]
+        ignored = [request.fields.get(name, name) for name in (*plan.ignored, *unused)]
+        return EncodedPrompt(
+            tuple(ids),
+            None,
+            prompt.continue_final_message,
+            params,
+            ResolvedTokens(),
+            plan,
+            inside,
+            tuple(ignored),
+        )
+
+    def _render(self, prompt: ChatPrompt, plan: ToolPlan) -> list[int]:
+        template = self._template(plan.template_tools is not None)
+        if prompt.documents and "documents" not in template.source:
+            raise InvalidRequestError("documents", "this model's chat template has no place for them")
+        if prompt.continue_final_message and prompt.add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message", "begins no new message: set add_generation_prompt to false"
+            )
+        options: dict[str, Any] = {
+            "tools": plan.template_tools,
+            "documents": prompt.documents,
+            "add_generation_prompt": prompt.add_generation_prompt,
+            "template_kwargs": prompt.template_kwargs,
+        }
+        ids = template.encode_chat(self.tokenizer, plan.messages, **options)
+        if prompt.continue_final_message:
+            return self._reopen(ids, template.render(plan.messages, **options), plan.messages)
+        return ids
+
+    def _reopen(self, ids: list[int], rendered: str, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Takes away what the template puts behind the last message."""
+        content = messages[-1].get("content") if messages else None
+        where = rendered.rfind(content.strip()) if isinstance(content, str) and content.strip() else -1
+        if where < 0 or not isinstance(content, str):
+            raise InvalidRequestError("continue_final_message", "needs a last message with text")
+        ending = rendered[where + len(content.strip()) :].lstrip()
+        end_ids = self.tokenizer.encode(ending, add_special_tokens=False, allow_special=True)
+        if not end_ids:
+            return ids
+        if end_ids[0] not in self.tokenizer.special_token_ids or ids[-len(end_ids) :] != end_ids:
+            raise InvalidRequestError("continue_final_message", "is not possible with this model's chat template")
+        return ids[: -len(end_ids)]
+
+    def _template(self, for_tools: bool) -> ChatTemplate:
+        with self._lock:
+            if for_tools not in self._templates:
+                self._templates[for_tools] = ChatTemplate.from_tokenizer(self.tokenizer, for_tools)
+            return self._templates[for_tools]
+
+    def check_size(self, field: str, text: str) -> None:
+        """Refuses what would take too long to tokenize."""
+        if len(text) > MAX_CHARS:
+            raise InvalidRequestError(field, f"has {len(text)} characters; at most {MAX_CHARS} are accepted")
+
+    def _check_length(self, field: str, text: str, limits: EngineLimits, will_be_cut: bool) -> None:
+        """What is certainly too long for the context is not worth tokenizing in full."""
+        if will_be_cut:
+            self.check_size(field, text)
+            return
+        if len(text) <= _PROBE * limits.max_model_len:
+            return
+        # Usual text fills the context long before the probe ends; what doesn't may be of very long tokens.
+        least = len(self.tokenizer.encode_plain(text[: _PROBE * limits.max_model_len]))
+        if least <= limits.max_model_len + _SLACK:
+            self.check_size(field, text)
+            least = len(text) // self._longest_token
+        if least > limits.max_model_len:
+            raise _too_long(f"{field} has at least {least} tokens", limits.max_model_len)
+
+
+def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The texts in messages; those that are malformed are found later."""
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        parts = content if isinstance(content, list) else [{"text": content}]
+        for part in parts:
+            text = part.get("text") if isinstance(part, Mapping) else None
+            if isinstance(text, str):
+                yield text
+
+
+def _check_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+    if not token_ids:
+        raise InvalidRequestError("prompt", "is empty: it needs at least one token")
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+        raise InvalidRequestError("prompt", f"token id {wrong} is outside the vocabulary of {vocab_size}")
+
+
+def _check_context(num_prompt: int, max_tokens: int | None, max_model_len: int) -> None:
+    if not num_prompt:
+        raise InvalidRequestError("prompt", "is empty: it needs at least one token")
+    if num_prompt + 1 > max_model_len:
+        raise _too_long(f"the prompt has {num_prompt} tokens and needs room for one more", max_model_len)
+    if max_tokens is not None and num_prompt + max_tokens > max_model_len:
+        raise _too_long(f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}", max_model_len)
+
+
+def _too_long(what: str, max_model_len: int) -> ApiError:
+    return ApiError(
+        400,
+        f"{what}, but the model's context is {max_model_len} tokens: shorten the prompt, lower max_tokens "
+        "or set truncate_prompt_tokens",
+        code="context_length_exceeded",
+    )

@@ -1,0 +1,333 @@
+"""Anthropic's messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from quire.errors import InvalidRequestError
+from quire.sampling_params import SamplingParams, StructuredOutput
+from quire.server.generation import ChatPrompt, Choice, FinishReason, GenerationRequest, NamedTool, ToolChoice, Usage
+from quire.server.protocol.common import Body
+from quire.server.protocol.unions import LIST, TEXT, TEXT_OR_LIST, by_type, kind
+
+FIELDS = {
+    "stop": "stop_sequences",
+    "structured": "output_config.format",
+    "structured.json_schema": "output_config.format.schema",
+    "structured.grammar": "output_config.format.schema",
+}
+"""Parameters as Anthropic's clients write them."""
+
+
+class TextBlock(Body):
+    type: Literal["text"]
+    text: str
+
+
+TextContent = Annotated[Annotated[str, TEXT] | Annotated[list[TextBlock], LIST], TEXT_OR_LIST]
+
+
+class ToolUseBlock(Body):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(Body):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: TextContent = ""
+    is_error: bool = False
+
+
+class ThinkingBlock(Body):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
+class RedactedThinkingBlock(Body):
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+Block = Annotated[
+    Annotated[TextBlock, kind("text")]
+    | Annotated[ToolUseBlock, kind("tool_use")]
+    | Annotated[ToolResultBlock, kind("tool_result")]
+    | Annotated[ThinkingBlock, kind("thinking")]
+    | Annotated[RedactedThinkingBlock, kind("redacted_thinking")],
+    by_type("text", "tool_use", "tool_result", "thinking", "redacted_thinking"),
+]
+
+
+class Message(Body):
+    role: Literal["user", "assistant"]
+    content: Annotated[Annotated[str, TEXT] | Annotated[list[Block], LIST], TEXT_OR_LIST]
+
+
+class Tool(Body):
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+
+
+class AutoChoice(Body):
+    type: Literal["auto"]
+    disable_parallel_tool_use: bool = False
+
+
+class AnyChoice(Body):
+    type: Literal["any"]
+    disable_parallel_tool_use: bool = False
+
+
+class NamedChoice(Body):
+    type: Literal["tool"]
+    name: str
+    disable_parallel_tool_use: bool = False
+
+
+class NoChoice(Body):
+    type: Literal["none"]
+
+
+Choosing = Annotated[
+    Annotated[AutoChoice, kind("auto")]
+    | Annotated[AnyChoice, kind("any")]
+    | Annotated[NamedChoice, kind("tool")]
+    | Annotated[NoChoice, kind("none")],
+    by_type("auto", "any", "tool", "none"),
+]
+
+
+class Thinking(Body):
+    """How long it thinks is the model's affair: a budget is among the fields that are ignored."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class OutputFormat(Body):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    format: OutputFormat | None = None
+
+
+class Metadata(Body):
+    user_id: str | None = Field(None, max_length=1024)
+
+
+class CountTokensRequest(Body):
+    """POST /v1/messages/count_tokens"""
+
+    UNSUPPORTED: ClassVar[Mapping[str, str]] = {
+        "container": "there are no containers",
+        "mcp_servers": "the server calls no other servers",
+        "context_management": "the conversation is used as it is sent",
+    }
+
+    model: str
+    messages: list[Message] = Field(min_length=1)
+    system: TextContent | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Choosing | None = None
+    thinking: Thinking | None = None
+
+    def prompt(self) -> ChatPrompt:
+        """The conversation as the chat template takes it."""
+        messages: list[dict[str, Any]] = []
+        if self.system:
+            messages.append({"role": "system", "content": _text(self.system)})
+        for message in self.messages:
+            blocks = (
+                [TextBlock(type="text", text=message.content)] if isinstance(message.content, str) else message.content
+            )
+            messages += _assistant(blocks) if message.role == "assistant" else _user(blocks)
+        if len(messages) == bool(self.system):
+            raise InvalidRequestError("messages", "say nothing")
+        kwargs = None if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
+        prefilled = self.messages[-1].role == "assistant"
+        return ChatPrompt(
+            messages,
+            [_openai_tool(tool) for tool in self.tools] if self.tools else None,
+            template_kwargs=kwargs,
+            add_generation_prompt=not prefilled,
+            continue_final_message=prefilled,
+        )
+
+
+class MessagesRequest(CountTokensRequest):
+    """POST /v1/messages"""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    output_config: OutputConfig | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+
+    def to_generation(self, response_id: str, request_id: str) -> GenerationRequest:
+        if any(not one.strip() for one in self.stop_sequences or ()):
+            raise InvalidRequestError("stop_sequences", "each must hold something that is not white space")
+        structured = None
+        if self.output_config is not None and self.output_config.format is not None:
+            structured = StructuredOutput(json_schema=self.output_config.format.schema_)
+        params = SamplingParams(
+            max_tokens=self.max_tokens,
+            stop=tuple(self.stop_sequences or ()),
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=self.top_k or 0,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            structured=structured,
+        )
+        choice, parallel = self._tool_choice()
+        user = self.metadata.user_id if self.metadata is not None else None
+        return GenerationRequest(
+            response_id=response_id,
+            request_id=request_id,
+            prompts=(self.prompt(),),
+            params=params,
+            endpoint="/v1/messages",
+            stream=bool(self.stream),
+            split=True,
+            tool_choice=choice,
+            parallel_tool_calls=parallel,
+            fields=FIELDS,
+            notes={} if user is None else {"user": user},
+        )
+
+    def _tool_choice(self) -> tuple[ToolChoice, bool]:
+        choice = self.tool_choice
+        if choice is None or isinstance(choice, NoChoice):
+            return ("auto" if choice is None else "none"), True
+        if not self.tools:
+            raise InvalidRequestError("tool_choice", "needs tools")
+        parallel = not choice.disable_parallel_tool_use
+        if isinstance(choice, NamedChoice):
+            return NamedTool(choice.name), parallel
+        return ("required" if choice.type == "any" else "auto"), parallel
+
+
+def _text(content: str | Sequence[TextBlock]) -> str:
+    return content if isinstance(content, str) else "".join(block.text for block in content)
+
+
+def _user(blocks: Sequence[Block]) -> list[dict[str, Any]]:
+    """A user's turn: the results of calls, each a message of its own, and what the user says, in their order."""
+    messages: list[dict[str, Any]] = []
+    for block in blocks:
+        if isinstance(block, ToolResultBlock):
+            text = _text(block.content)
+            result = f"Error: {text}" if block.is_error else text
+            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": result})
+        elif isinstance(block, TextBlock):
+            if messages and messages[-1]["role"] == "user":
+                messages[-1]["content"] += block.text
+            else:
+                messages.append({"role": "user", "content": block.text})
+        else:
+            raise InvalidRequestError("messages.content.type", f"{block.type!r} is for the assistant's messages")
+    return messages
+
+
+def _assistant(blocks: Sequence[Block]) -> list[dict[str, Any]]:
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    for block in blocks:
+        if isinstance(block, TextBlock):
+            message["content"] += block.text
+        elif isinstance(block, ThinkingBlock):
+            message["reasoning_content"] = message.get("reasoning_content", "") + block.thinking
+        elif isinstance(block, ToolUseBlock):
+            function = {"name": block.name, "arguments": json.dumps(block.input)}
+            call = {"id": block.id, "type": "function", "function": function}
+            message.setdefault("tool_calls", []).append(call)
+        elif isinstance(block, ToolResultBlock):
+            raise InvalidRequestError("messages.content.type", "'tool_result' is for the user's messages")
+        # Redacted thinking holds nothing that a model here could read.
+    return [message]
+
+
+def _openai_tool(tool: Tool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
+    if tool.description is not None:
+        function["description"] = tool.description
+    if tool.strict is not None:
+        function["strict"] = tool.strict
+    return {"type": "function", "function": function}
+
+
+# What goes out
+
+
+def message_body(response_id: str, model: str, choice: Choice, usage: Usage) -> dict[str, Any]:
+    """A whole answer."""
+    content: list[dict[str, Any]] = []
+    if choice.reasoning:
+        content.append({"type": "thinking", "thinking": choice.reasoning, "signature": ""})
+    if choice.content:
+        content.append({"type": "text", "text": choice.content})
+    content += [
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": tool_input(call.arguments)}
+        for call in choice.tool_calls
+    ]
+    reason, sequence = stop_reason(choice.finish_reason, choice.stop_reason)
+    return {
+        **message_start(response_id, model, usage),
+        "content": content,
+        "stop_reason": reason,
+        "stop_sequence": sequence,
+        "usage": usage_body(usage),
+    }
+
+
+def message_start(response_id: str, model: str, usage: Usage) -> dict[str, Any]:
+    """A message that holds nothing yet."""
+    return {
+        "id": response_id,
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": usage_body(usage),
+    }
+
+
+def usage_body(usage: Usage) -> dict[str, Any]:
+    """Anthropic counts cached tokens apart from the others."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+    }
+
+
+def stop_reason(reason: FinishReason, why: str | int | None) -> tuple[str, str | None]:
+    """Why an answer ended, in Anthropic's words, and the stop sequence if that was it."""
+    if reason == "stop" and isinstance(why, str):
+        return "stop_sequence", why
+    return {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[reason], None
+
+
+def tool_input(arguments: str) -> dict[str, Any]:
+    """A call's arguments as an object. What is none (cut off, or written badly) is passed on as text."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"invalid_json": arguments}

@@ -1,0 +1,287 @@
+"""Fields that several APIs share, and how they become sampling parameters.
+
+Null means "not given" where OpenAI's documentation allows it; elsewhere it is an error like any other wrong type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+from quire.errors import InvalidRequestError
+from quire.outputs import Logprob, TokenLogprobs
+from quire.sampling_params import MAX_ALLOWED_TOKENS, MAX_BIASES, MAX_STOP_TOKENS, SamplingParams, StructuredOutput
+from quire.server.generation import Usage
+
+MAX_TOP_LOGPROBS = 20
+MAX_ENTRIES = MAX_BIASES
+"""Of a mapping whose values are checked."""
+MAX_MESSAGES = 16_384
+
+
+def _bound_errors(schema: Any) -> None:
+    """Makes the lists in a schema end at their first error, and puts a bound on its mappings of checked values."""
+    if isinstance(schema, list | tuple):
+        for item in schema:
+            _bound_errors(item)
+        return
+    if not isinstance(schema, dict):
+        return
+    for key, part in schema.items():
+        if key in ("default", "metadata", "serialization"):
+            continue
+        if isinstance(part, dict) and part.get("type") == "dict" and part["values_schema"]["type"] != "any":
+            schema[key] = core_schema.no_info_before_validator_function(_check_size, part)
+        _bound_errors(part)
+    if schema.get("type") == "list":
+        schema["fail_fast"] = True
+
+
+def _check_size(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_ENTRIES:
+        raise ValueError(f"has {len(value)} entries; at most {MAX_ENTRIES} are accepted")
+    return value
+
+
+class Body(BaseModel):
+    """Strict: no text for a number, no 1 for true, no NaN. Fields nobody knows are kept apart.
+
+    Checking ends with the first item of a list that is wrong: a million errors would take half a minute to collect.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _bound_errors(schema)
+        return schema
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    """Send a last chunk with the usage of the whole request."""
+    continuous_usage_stats: bool = False
+    """Send the usage so far with every chunk."""
+
+
+class JsonSchemaFormat(Body):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+    """Answers always follow the schema, strict or not."""
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    """With json_object: llama.cpp's and Together's way to give a schema, which instructor uses."""
+
+    def structured(self) -> StructuredOutput | None:
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            given = self.schema_
+            return StructuredOutput(json_object=True) if given is None else StructuredOutput(json_schema=given)
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            raise InvalidRequestError("response_format.json_schema.schema", "is missing")
+        return StructuredOutput(json_schema=self.json_schema.schema_)
+
+
+class StructuredOutputs(Body):
+    """vLLM's way to ask for structure."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, str]] = {"structural_tag": "use tools or a grammar"}
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def structured(self) -> StructuredOutput:
+        return StructuredOutput(
+            json_schema=self.json_,
+            regex=self.regex,
+            choice=None if self.choice is None else tuple(self.choice),
+            grammar=self.grammar,
+            json_object=bool(self.json_object),
+        )
+
+
+class SamplingFields(Body):
+    """How tokens are chosen: OpenAI's fields, those vLLM's users send, and our own."""
+
+    n: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    stop: str | list[str] | None = None
+
+    top_k: int = Field(0, ge=-1)
+    """0 or -1: all."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    typical_p: float = Field(1.0, gt=0, le=1)
+    top_n_sigma: float = Field(0.0, ge=0)
+    repetition_penalty: float = Field(1.0, gt=0)
+    no_repeat_ngram_size: int = Field(0, ge=0)
+    dry_multiplier: float = Field(0.0, ge=0)
+    dry_base: float = Field(1.75, ge=1)
+    dry_allowed_length: int = Field(2, ge=1)
+    dry_sequence_breakers: list[str] = ["\n", ":", '"', "*"]
+    xtc_probability: float = Field(0.0, ge=0, le=1)
+    xtc_threshold: float = Field(0.1, ge=0, le=1)
+    min_tokens: int = Field(0, ge=0)
+    ignore_eos: bool = False
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
+    include_stop_str_in_output: bool = False
+    allowed_token_ids: Annotated[list[int], Field(max_length=MAX_ALLOWED_TOKENS)] | None = None
+    bad_words: list[str] | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    """Keep this many of the prompt's last tokens; -1: as many as fit."""
+    cache_salt: str | None = Field(None, min_length=1)
+    priority: int = 0
+    deadline: float | None = Field(None, gt=0)
+    """Seconds after which the request ends."""
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    def structured(self, response_format: ResponseFormat | None) -> tuple[StructuredOutput | None, str | None]:
+        """The form the answer must take, and the field that asked for it."""
+        forms: list[tuple[str, StructuredOutput]] = []
+        form = response_format.structured() if response_format is not None else None
+        if form is not None:
+            forms.append(("response_format", form))
+        if self.structured_outputs is not None:
+            forms.append(("structured_outputs", self.structured_outputs.structured()))
+        if self.guided_json is not None:
+            forms.append(("guided_json", StructuredOutput(json_schema=self.guided_json)))
+        if self.guided_regex is not None:
+            forms.append(("guided_regex", StructuredOutput(regex=self.guided_regex)))
+        if self.guided_choice is not None:
+            forms.append(("guided_choice", StructuredOutput(choice=tuple(self.guided_choice))))
+        if self.guided_grammar is not None:
+            forms.append(("guided_grammar", StructuredOutput(grammar=self.guided_grammar)))
+        if len(forms) > 1:
+            raise InvalidRequestError(forms[1][0], f"can't be combined with {forms[0][0]}")
+        return (forms[0][1], forms[0][0]) if forms else (None, None)
+
+    def sampling_params(self, **more: Any) -> SamplingParams:
+        """`more` are parameters that an API names or defaults differently."""
+        given = {name: getattr(self, name) for name in _SAME if getattr(self, name) is not None}
+        for name in ("dry_sequence_breakers", "stop_token_ids", "allowed_token_ids", "bad_words"):
+            if name in given:
+                given[name] = tuple(given[name])
+        given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        given["top_k"] = max(0, self.top_k)
+        if self.seed is not None:
+            given["seed"] = self.seed % 2**64
+        if self.logit_bias:
+            given["logit_bias"] = {_token_id(name): bias for name, bias in self.logit_bias.items()}
+        return SamplingParams(**(given | more))
+
+
+_SAME = (
+    "n",
+    "temperature",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_p",
+    "typical_p",
+    "top_n_sigma",
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "dry_multiplier",
+    "dry_base",
+    "dry_allowed_length",
+    "dry_sequence_breakers",
+    "xtc_probability",
+    "xtc_threshold",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "allowed_token_ids",
+    "bad_words",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "prompt_logprobs",
+    "cache_salt",
+    "priority",
+    "deadline",
+)
+
+UNSUPPORTED_EVERYWHERE: Mapping[str, str] = {
+    "use_beam_search": "beam search is part of the Python API",
+    "length_penalty": "it belongs to beam search",
+    "logits_processors": "code is never taken from a request",
+    "guided_whitespace_pattern": "write the white space into a regex or grammar",
+    "structural_tag": "use tools or a grammar",
+    "kv_transfer_params": "the cache is not transferred",
+    "vllm_xargs": "there are no plugins",
+    "mm_processor_kwargs": "the model reads text only",
+    "prompt_embeds": "prompts are text or token ids",
+    "lora_request": "there are no adapters",
+    "thinking_token_budget": "set max_tokens",
+}
+
+
+def structured_names(field: str | None) -> dict[str, str]:
+    """For `GenerationRequest.fields`: errors about the form of an answer name the field that asked for it."""
+    if field is None:
+        return {}
+    parts = ("json_schema", "json_object", "regex", "choice", "grammar")
+    return dict.fromkeys(("structured", *(f"structured.{part}" for part in parts)), field)
+
+
+def _token_id(name: str) -> int:
+    if not name.isascii() or not name.isdigit() or len(name) > 10:
+        raise InvalidRequestError("logit_bias", f"has the key {name[:50]!r}, which is no token id")
+    return int(name)
+
+
+def usage_body(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.total_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }
+
+
+def token_name(entry: Logprob, as_ids: bool) -> str:
+    """A token as a response spells it."""
+    return f"token_id:{entry.token_id}" if as_ids else entry.text
+
+
+def prompt_logprobs_body(
+    entries: tuple[TokenLogprobs | None, ...] | None, num_top: int
+) -> list[dict[str, Any] | None] | None:
+    """vLLM's form: for each position, token ids with logprob, rank and text."""
+    if entries is None:
+        return None
+    return [None if entry is None else _position_body(entry, num_top) for entry in entries]
+
+
+def _position_body(entry: TokenLogprobs, num_top: int) -> dict[str, Any]:
+    found: tuple[Logprob, ...] = (entry, *entry.top[:num_top])
+    return {str(one.token_id): {"logprob": one.logprob, "rank": one.rank, "decoded_token": one.text} for one in found}

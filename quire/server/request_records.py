@@ -1,0 +1,184 @@
+"""What happened to a request: told from the step log (in the engine process), and kept in outline (in the HTTP
+process) for longer than the log remembers."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from quire.engine import SchedulerConfig, Step, StepLogEntry
+from quire.step import Admission
+
+_MOST_STEPS = 1000
+"""Steps looked at for company: the engine waits while one is described."""
+_MOST_COMPANIONS = 50
+
+
+def describe_request(
+    entries: Sequence[StepLogEntry], request_id: str, config: SchedulerConfig
+) -> dict[str, Any] | None:
+    """What the log says about a request and its answers (`request_id/0`, …); None if it is not there."""
+    trails: dict[str, _Trail] = {}
+    for entry in entries:
+        step = entry.step
+        for admission in step.admitted:
+            if _belongs(admission.request_id, request_id):
+                trail = trails.setdefault(admission.request_id, _Trail(admission.arrival, admission.num_prompt_tokens))
+                trail.admit(step, admission)
+        for preemption in step.preempted:
+            if preemption.request_id in trails:
+                happened = {"step": step.step_id, "kind": preemption.kind, "why": preemption.why}
+                trails[preemption.request_id].preemptions.append(happened)
+        for finished in step.finished:
+            if finished.request_id in trails:
+                end = {"reason": finished.reason, "time": round(finished.time - finished.arrival, 6)}
+                trails[finished.request_id].finish = end
+        if trails:
+            _follow(entry, trails)
+    for trail in trails.values():
+        trail.explain_wait(entries, config)
+    if not trails:
+        return None
+    return {"request_id": request_id, "answers": [trail.describe(name) for name, trail in sorted(trails.items())]}
+
+
+@dataclass(slots=True)
+class _Trail:
+    """What one answer left in the log."""
+
+    arrival: float
+    num_prompt_tokens: int
+    admissions: list[dict[str, Any]] = field(default_factory=list)
+    preemptions: list[dict[str, Any]] = field(default_factory=list)
+    waited_for: dict[str, dict[str, float]] = field(default_factory=dict)
+    finish: dict[str, Any] | None = None
+    num_steps: int = 0
+    computed_tokens: int = 0
+    step_seconds: float = 0.0
+    first_token: float | None = None
+    failure: str | None = None
+    companions: Counter[str] = field(default_factory=Counter)
+
+    def admit(self, step: Step, admission: Admission) -> None:
+        forked = admission.forked_from is not None
+        self.admissions.append(
+            {
+                "step": step.step_id,
+                "time": round(step.now - admission.arrival, 6),
+                "row": admission.row,
+                "cached_tokens": 0 if forked else admission.num_cached_tokens,
+                "shared_tokens": admission.num_cached_tokens if forked else 0,
+                "host_tokens": admission.num_host_tokens,
+            }
+        )
+
+    def explain_wait(self, entries: Sequence[StepLogEntry], config: SchedulerConfig) -> None:
+        """What it waited for in the steps between its arrival and its first admission."""
+        first: int = self.admissions[0]["step"]
+        for entry in entries:
+            step = entry.step
+            if step.now < self.arrival or step.step_id >= first:
+                continue
+            if step.num_running >= config.max_num_seqs:
+                why = "rows"
+            elif step.num_tokens >= config.max_batched_tokens:
+                why = "tokens in the step"
+            else:
+                why = "blocks, or its turn"
+            waited = self.waited_for.setdefault(why, {"steps": 0, "seconds": 0.0})
+            waited["steps"] += 1
+            waited["seconds"] = round(waited["seconds"] + entry.committed - step.now, 6)
+
+    def describe(self, name: str) -> dict[str, Any]:
+        return {
+            "name": name,
+            "prompt_tokens": self.num_prompt_tokens,
+            "waited_seconds": self.admissions[0]["time"],
+            "waited_for": self.waited_for,
+            "first_token_seconds": self.first_token,
+            "admissions": self.admissions,
+            "preemptions": self.preemptions,
+            "steps": self.num_steps,
+            "computed_tokens": self.computed_tokens,
+            "seconds_in_steps": round(self.step_seconds, 6),
+            "shared_steps_with": dict(self.companions.most_common(_MOST_COMPANIONS)),
+            "failed_step": self.failure is not None,
+            "finished": self.finish,
+        }
+
+
+def _belongs(name: str, request_id: str) -> bool:
+    """Whether an answer is one of the request's: names are `id`, `id/0` and, for batches, `id.1/0`."""
+    return name == request_id or (name.startswith(request_id) and name[len(request_id)] in "./")
+
+
+def _follow(entry: StepLogEntry, trails: dict[str, _Trail]) -> None:
+    """Notes a step that computed something for one of the answers."""
+    scheduled = [one for one in entry.step.scheduled if one.request_id in trails]
+    for one in scheduled:
+        trail = trails[one.request_id]
+        trail.num_steps += 1
+        trail.computed_tokens += one.num_tokens
+        trail.step_seconds += entry.committed - entry.step.now
+        trail.failure = entry.error or trail.failure
+        if trail.first_token is None and entry.result is not None and entry.result.tokens.get(one.request_id):
+            trail.first_token = round(entry.committed - trail.arrival, 6)
+        if trail.num_steps <= _MOST_STEPS:
+            others = (other.request_id for other in entry.step.scheduled if other.request_id not in trails)
+            trail.companions.update(islice(others, 512))
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What the HTTP process knows about a request."""
+
+    response_id: str
+    request_id: str
+    endpoint: str
+    created: float
+    """By the clock on the wall."""
+    state: str = "queued"
+    """queued, running, finished, aborted or failed."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    finish_reasons: list[str] = field(default_factory=list)
+    error: str | None = None
+    timings: dict[str, float | None] = field(default_factory=dict)
+    """Seconds since arrival."""
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def describe(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    def attributes(self) -> dict[str, int | list[str]]:
+        """Of the request's span, under the names tools know."""
+        return {
+            "gen_ai.usage.prompt_tokens": self.prompt_tokens,
+            "gen_ai.usage.completion_tokens": self.completion_tokens,
+            "quire.cached_tokens": self.cached_tokens,
+            "gen_ai.response.finish_reasons": list(self.finish_reasons),
+        }
+
+
+class RecordBook:
+    """The last requests, found by the id of their response or of their HTTP request."""
+
+    def __init__(self, keep: int = 2048) -> None:
+        self._keep = keep
+        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+        self._by_request_id: dict[str, str] = {}
+
+    def add(self, record: RequestRecord) -> None:
+        self._records[record.response_id] = record
+        self._by_request_id[record.request_id] = record.response_id
+        while len(self._records) > self._keep:
+            _, old = self._records.popitem(last=False)
+            if self._by_request_id.get(old.request_id) == old.response_id:
+                del self._by_request_id[old.request_id]
+
+    def find(self, name: str) -> RequestRecord | None:
+        return self._records.get(self._by_request_id.get(name, name))

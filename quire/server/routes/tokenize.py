@@ -1,0 +1,79 @@
+"""POST /tokenize and /detokenize"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import Field
+
+from quire.errors import InvalidRequestError
+from quire.server.connection import body_schema, cancel_on_disconnect, read_body, response_headers
+from quire.server.generation import ChatPrompt
+from quire.server.json_response import JsonResponse
+from quire.server.protocol.common import Body
+from quire.server.service import get_service
+
+router = APIRouter()
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize"""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: list[int]
+    skip_special_tokens: bool = False
+
+
+@router.post("/tokenize", openapi_extra=body_schema(TokenizeRequest), tags=["tokens"])
+@cancel_on_disconnect
+async def tokenize(request: Request) -> Response:
+    """The tokens of a text (`prompt`) or of a conversation (`messages`)."""
+    body = await read_body(request, TokenizeRequest)
+    service = get_service(request)
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("prompt", "give either prompt or messages")
+    if body.prompt is not None:
+        service.encoder.check_size("prompt", body.prompt)
+        ids = await service.in_thread(service.tokenizer.encode, body.prompt, body.add_special_tokens)
+    else:
+        prompt = ChatPrompt(
+            body.messages or [],
+            body.tools,
+            None,
+            body.chat_template_kwargs,
+            body.add_generation_prompt,
+            body.continue_final_message,
+        )
+        ids = await service.in_thread(service.encoder.encode_chat, prompt)
+    answer: dict[str, Any] = {"count": len(ids), "max_model_len": service.ready.max_model_len, "tokens": ids}
+    if body.return_token_strs:
+        answer["token_strs"] = await service.in_thread(lambda: [service.tokenizer.id_to_token(one) for one in ids])
+    return JsonResponse(answer, headers=response_headers(request))
+
+
+@router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest), tags=["tokens"])
+@cancel_on_disconnect
+async def detokenize(request: Request) -> Response:
+    """The text of tokens."""
+    body = await read_body(request, DetokenizeRequest)
+    service = get_service(request)
+    service.check_model(body.model)
+    text = await service.in_thread(service.tokenizer.decode, body.tokens, body.skip_special_tokens)
+    return JsonResponse({"prompt": text}, headers=response_headers(request))

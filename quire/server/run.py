@@ -1,0 +1,192 @@
+"""Runs the server from start to end: engine, HTTP, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import resource
+import signal
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+
+from quire.errors import QuireError
+from quire.frontend.tokenizer import Tokenizer
+from quire.models.sources import ModelSource, resolve
+from quire.observe.tracing import Tracing
+from quire.progress import ModelBars
+from quire.server.app import create_app
+from quire.server.config import ServerConfig
+from quire.server.engine_client import EngineClient
+from quire.server.engine_link import LinkConfig
+from quire.server.http_protocol import limited_protocol
+from quire.server.logs import set_up_logging
+from quire.server.messages import Ready
+from quire.server.metrics import ServerMetrics
+from quire.server.service import GenerationService
+
+logger = logging.getLogger(__name__)
+
+_LAST_WORDS = 0.5
+"""Seconds for clients to be told that the server ends."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def serve(config: ServerConfig) -> int:
+    """Serves until a signal comes; returns the exit code."""
+    set_up_logging(config.log_format, config.log_level, "server")
+    with ModelBars(config.model) as bars:
+        source = resolve(config.model, progress=bars("download"))
+    listener = _bind(config)
+    _raise_file_limit()
+    loop_factory = uvicorn.Config(app="", loop="auto", log_config=None).get_loop_factory()
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(_Run(config, source, listener).run())
+
+
+class _Run:
+    """One run of the server."""
+
+    def __init__(self, config: ServerConfig, source: ModelSource, listener: socket.socket) -> None:
+        self._config = config
+        self._source = source
+        self._listener = listener
+        self._metrics = ServerMetrics(config.model_names[0])
+        endpoint = config.otlp_traces_endpoint
+        self._tracing = None if endpoint is None else Tracing.to_endpoint(endpoint)
+        self._client = EngineClient(
+            LinkConfig(config.model, config.engine, config.log_format, config.log_level, config.engine_module),
+            stall_seconds=config.stall_seconds,
+            hang_seconds=config.hang_seconds,
+            observer=self._metrics,
+            on_failure=self._give_up,
+        )
+        self._service: GenerationService | None = None
+        self._server: _Server | None = None
+        self._starting: asyncio.Future[tuple[Ready, Tokenizer]] | None = None
+        self._exit_code = 0
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for one in _SIGNALS:
+            loop.add_signal_handler(one, self._stop, one)
+        try:
+            started = await self._start()
+            if started is not None:
+                await self._serve(*started)
+        finally:
+            self._listener.close()
+            await self._client.stop()
+            if self._tracing is not None:
+                await asyncio.to_thread(self._tracing.close)
+        return self._exit_code
+
+    async def _start(self) -> tuple[Ready, Tokenizer] | None:
+        """None if a signal came before the model was loaded."""
+        self._starting = asyncio.gather(self._client.start(), asyncio.to_thread(_open_tokenizer, self._source))
+        try:
+            return await self._starting
+        except asyncio.CancelledError:
+            return None
+        finally:
+            self._starting = None
+
+    async def _serve(self, ready: Ready, tokenizer: Tokenizer) -> None:
+        config = self._config
+        self._metrics.set_cache(ready.num_blocks, ready.block_size)
+        self._service = GenerationService(config, tokenizer, self._client, ready, self._metrics, self._tracing)
+        settings = uvicorn.Config(
+            create_app(self._service),
+            http=limited_protocol(config),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=30,
+            ssl_certfile=config.tls_certificate,
+            ssl_keyfile=config.tls_key,
+        )
+        self._server = _Server(settings)
+        # What is here now stays: the collector need not look through it while requests wait.
+        gc.collect()
+        gc.freeze()
+        host, port = self._listener.getsockname()[:2]
+        scheme = "https" if config.tls_certificate else "http"
+        shown = f"[{host}]" if ":" in host else host
+        logger.info("serving %s at %s://%s:%d (its API: /docs)", config.model_names[0], scheme, shown, port)
+        if config.is_public and not config.api_keys:
+            logger.warning("anybody who can reach this machine may use the server: set --api-key")
+        await self._server.serve(sockets=[self._listener])
+
+    def _stop(self, which: signal.Signals) -> None:
+        """The first signal lets requests end, the second one does not."""
+        if self._starting is not None:
+            self._starting.cancel()
+            return
+        if self._server is None or self._service is None:
+            return
+        if not self._service.is_draining:
+            logger.info("%s: no new requests; waiting for those that run", which.name)
+            self._service.is_draining = True
+            self._server.should_exit = True
+            asyncio.get_running_loop().call_later(self._config.drain_seconds, self._abort)
+        else:
+            logger.info("%s again: ending at once", which.name)
+            self._exit_code = 128 + which
+            self._abort()
+
+    def _abort(self) -> None:
+        """Ends all requests; their clients are told, if they listen."""
+        assert self._server is not None
+        self._client.abandon()
+        asyncio.get_running_loop().call_later(_LAST_WORDS, setattr, self._server, "force_exit", True)
+
+    def _give_up(self) -> None:
+        """The engine can't be started any more."""
+        self._exit_code = 1
+        if self._server is not None:
+            self._server.should_exit = True
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own idea of signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _open_tokenizer(source: ModelSource) -> Tokenizer:
+    if (source.path / "tokenizer.json").is_file():
+        return Tokenizer.from_hf_folder(source.path)
+    # Other kinds of models are opened by code that needs torch, which takes seconds and memory to import.
+    from quire.assemble import open_tokenizer
+
+    return open_tokenizer(source)
+
+
+def _raise_file_limit() -> None:
+    """Every connection is an open file, and the usual limit is meant for programs of another kind."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _bind(config: ServerConfig) -> socket.socket:
+    """Before the model is loaded, so that a port in use is known at once."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except OSError as error:
+        listener.close()
+        raise QuireError(
+            f"can't listen on {config.host}:{config.port}: {error.strerror}; choose another with --host and --port"
+        ) from None
+    return listener

@@ -1,0 +1,247 @@
+"""Mixed requests for a long time, three in ten of them cut by their clients: does anything grow?
+
+Starts a server, loads it in rounds, and after each round waits until it is idle: then all blocks must be free, and a
+fixed request must get its known tokens. Memory and descriptors of both processes are noted; at the end none of them
+may have a slope. Exits with 1 if anything is wrong.
+
+    make soak                       10 minutes
+    SOAK_SECONDS=120 make soak
+    python scripts/soak.py --model path/to/model --seconds 3600
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import contextlib
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from quire.bench_serve.http_client import HttpClient, HttpError
+
+ROOT = Path(__file__).parents[1]
+CUTS = 0.3
+ROUNDS = 24
+WARM_UP = 1 / 3
+"""Of the rounds: caches and logs of fixed size fill first."""
+IDLE_SECONDS = 60
+CANARY = {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+LIMITS = {"memory": (0.02, 8 * 2**20), "descriptors": (0.0, 2.0)}
+"""What may be gained in the whole run: a share of what there is, or this much."""
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "find", "parameters": SCHEMA}}
+WORDS = (
+    "a",
+    "river",
+    "runs",
+    "past",
+    "the",
+    "old",
+    "town",
+    "and",
+    "nobody",
+    "knows",
+    "how",
+    "long",
+    "it",
+    "will",
+    "hold",
+)
+
+
+def make_request(source: random.Random) -> tuple[str, dict[str, Any], int]:
+    """A path, a body, and the status it should get."""
+    text = " ".join(source.choices(WORDS, k=source.choice((3, 20, 120))))
+    sampling = {"temperature": source.choice((0, 0.8)), "seed": source.randrange(100), "max_tokens": 24}
+    chat = {"messages": [{"role": "user", "content": text}], **sampling}
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+    requests: tuple[tuple[str, dict[str, Any], int], ...] = (
+        ("/v1/chat/completions", {**chat, "stream": True}, 200),
+        ("/v1/chat/completions", {**chat, "n": 3, "logprobs": True, "top_logprobs": 3}, 200),
+        ("/v1/chat/completions", {**chat, "stream": True, "response_format": form}, 200),
+        ("/v1/chat/completions", {**chat, "stream": True, "tools": [TOOL], "tool_choice": "required"}, 200),
+        ("/v1/completions", {"prompt": text, **sampling, "stream": True, "stop": ["e", "the"]}, 200),
+        ("/v1/completions", {"prompt": [text, text[:9], "x"], **sampling, "ignore_eos": True}, 200),
+        ("/v1/responses", {"input": text, "max_output_tokens": 16, "stream": True}, 200),
+        ("/v1/messages", {"messages": chat["messages"], "max_tokens": 16, "model": "smollm2", "stream": True}, 200),
+        ("/v1/embeddings", {"input": [text, "y"]}, 200),
+        ("/tokenize", {"prompt": text}, 200),
+        ("/v1/completions", {"prompt": text, "temperature": -1}, 400),
+        ("/v1/completions", {"prompt": text, "guided_regex": f"({source.randrange(1000)}"}, 400),
+        ("/v1/chat/completions", {"messages": []}, 400),
+    )
+    return source.choice(requests)
+
+
+@dataclass
+class Soak:
+    """One run."""
+
+    client: HttpClient
+    pids: dict[str, int]
+    source: random.Random = field(default_factory=lambda: random.Random(0))
+    counts: collections.Counter[str] = field(default_factory=collections.Counter)
+    faults: list[str] = field(default_factory=list)
+    samples: dict[str, list[float]] = field(default_factory=lambda: collections.defaultdict(list))
+    times: list[float] = field(default_factory=list)
+
+    async def run(self, seconds: float, concurrency: int) -> None:
+        canary = await self.canary()
+        start = time.monotonic()
+        for number in range(ROUNDS):
+            end = start + seconds * (number + 1) / ROUNDS
+            await asyncio.gather(*(self.work(end) for _ in range(concurrency)))
+            self.client.close()  # its connections are no leak of the server's
+            if not await self.is_idle():
+                self.faults.append(f"round {number + 1}: after {IDLE_SECONDS} s without requests something still ran")
+            if await self.canary() != canary:
+                self.faults.append(f"round {number + 1}: the canary's tokens changed")
+            self.times.append(time.monotonic() - start)
+            self.sample()
+            shown = ", ".join(f"{name} {describe(name, values[-1])}" for name, values in self.samples.items())
+            print(f"{self.times[-1]:6.0f} s: {self.counts.total()} requests, {shown}", flush=True)
+            if self.faults:
+                return
+
+    async def work(self, end: float) -> None:
+        while time.monotonic() < end:
+            path, body, status = make_request(self.source)
+            # Some requests are over before they are cut: their place is taken by others.
+            wants_cut = self.counts["cut"] <= CUTS * self.counts.total() and self.source.random() < 0.7
+            cut = self.source.uniform(0, 1.5) if wants_cut else None
+            try:
+                async with asyncio.timeout(cut):
+                    await self.send(path, body)
+                found = 200
+            except TimeoutError:
+                self.counts["cut"] += 1
+                continue
+            except HttpError as error:
+                if error.status is None:
+                    self.faults.append(f"{path} {body}: {error}")
+                    return
+                found = error.status
+            self.counts[str(found)] += 1
+            if found != status:
+                self.faults.append(f"{path} {body}: {found} instead of {status}")
+                return
+
+    async def send(self, path: str, body: dict[str, Any]) -> None:
+        if not body.get("stream"):
+            await self.client.post_json(path, body)
+            return
+        async with contextlib.aclosing(self.client.events(path, body)) as events:
+            async for data in events:
+                if data.startswith(b'{"error"'):
+                    raise HttpError(data.decode())
+
+    async def canary(self) -> list[int]:
+        tokens: list[int] = (await self.client.post_json("/v1/completions", CANARY))["choices"][0]["token_ids"]
+        return tokens
+
+    async def is_idle(self) -> bool:
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+        end = time.monotonic() + IDLE_SECONDS
+        while time.monotonic() < end:
+            page = (await self.client.get("/metrics")).decode()
+            if all(re.search(rf"^{name}\{{.*\}} 0\.0$", page, re.MULTILINE) for name in names):
+                return True
+            await asyncio.sleep(0.1)
+        return False
+
+    def sample(self) -> None:
+        for name, pid in self.pids.items():
+            folder = Path("/proc") / str(pid)
+            pages = int((folder / "statm").read_text().split()[1])
+            self.samples[f"{name} memory"].append(pages * os.sysconf("SC_PAGE_SIZE"))
+            self.samples[f"{name} descriptors"].append(len(list((folder / "fd").iterdir())))
+
+    def judge(self) -> bool:
+        """Whether all is well; says what is not."""
+        skipped = int(len(self.times) * WARM_UP)
+        for name, values in self.samples.items():
+            if len(values) - skipped < 4:
+                continue
+            slope = slope_of(self.times[skipped:], values[skipped:])
+            gain = slope * (self.times[-1] - self.times[skipped])
+            share, most = LIMITS[name.split()[1]]
+            limit = max(share * values[skipped], most)
+            print(f"{name}: {describe(name, values[skipped])} after the warm-up, gained {describe(name, gain)} since")
+            if gain > limit:
+                self.faults.append(
+                    f"{name}: gained {describe(name, gain)}, at most {describe(name, limit)} are allowed"
+                )
+        print(", ".join(f"{key}: {count}" for key, count in sorted(self.counts.items())))
+        for fault in self.faults:
+            print(f"WRONG: {fault}")
+        return not self.faults
+
+
+def slope_of(times: list[float], values: list[float]) -> float:
+    """The median of the slopes between all pairs: a few odd samples don't matter."""
+    pairs = combinations(zip(times, values, strict=True), 2)
+    return statistics.median((later[1] - earlier[1]) / (later[0] - earlier[0]) for earlier, later in pairs)
+
+
+def describe(name: str, value: float) -> str:
+    return f"{value / 2**20:.1f} MiB" if name.endswith("memory") else f"{value:.0f}"
+
+
+@contextlib.contextmanager
+def server(model: str) -> Iterator[tuple[str, dict[str, int]]]:
+    """Its address and the ids of its two processes."""
+    options = ["--max-num-seqs=16", "--kv-cache-memory=128MiB", "--max-model-len=1024", "--served-model-name=smollm2"]
+    command = [sys.executable, "-m", "quire.cli.main", "serve", "--port=0", f"--model={model}", *options]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stderr=log)
+        try:
+            found = None
+            while found is None:
+                time.sleep(0.2)
+                log.seek(0)
+                text = log.read()
+                found = re.search(r"http://\S+:\d+", text)
+                if process.poll() is not None:
+                    raise SystemExit(f"the server did not start:\n{text}")
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            engine = next(int(pid) for pid in children if b"engine" in Path(f"/proc/{pid}/cmdline").read_bytes())
+            yield found[0], {"http": process.pid, "engine": engine}
+            if process.poll() is not None:
+                raise SystemExit(f"the server ended with {process.returncode}")
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=float(os.environ.get("SOAK_SECONDS", "600")))
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--concurrency", type=int, default=12)
+    options = parser.parse_args()
+    with server(options.model) as (url, pids):
+        soak = Soak(HttpClient(url), pids)
+        asyncio.run(soak.run(options.seconds, options.concurrency))
+        is_well = soak.judge()
+    sys.exit(0 if is_well else 1)
+
+
+if __name__ == "__main__":
+    main()

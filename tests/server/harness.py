@@ -1,0 +1,197 @@
+"""A server as a process of its own, and what tests ask of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+ROOT = Path(__file__).parents[2]
+ENGINE = {"kv_cache_memory": "128MiB", "max_model_len": 1024, "max_num_seqs": 16}
+SMALL_ENGINE = {
+    "kv_cache_memory": "4MiB",
+    "max_model_len": 1024,
+    "max_num_seqs": 16,
+    "max_batched_tokens": 64,
+    "dtype": "float32",
+}
+"""For the small random model; its prompts take several steps."""
+KEY = "secret-key"
+CANARY = {"prompt": "The capital of France is", "max_tokens": 8, "ignore_eos": True}
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 20.0, what: str = "it") -> Any:
+    """The condition's first true value."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.02)
+    raise AssertionError(f"waited {seconds} s for {what}")
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+class Server:
+    """`with Server(max_queued_requests=2) as server:` any field of ServerConfig."""
+
+    def __init__(self, faults: bool = False, environment: dict[str, str] | None = None, **fields: Any) -> None:
+        self.port = free_port()
+        self.url = f"{'https' if 'tls_key' in fields else 'http'}://127.0.0.1:{self.port}"
+        self._folder = tempfile.TemporaryDirectory()
+        self.log_file = Path(self._folder.name) / "log"
+        self.fault_file = Path(self._folder.name) / "fault"
+        self.fields = {"port": self.port, "engine": ENGINE, **fields}
+        if faults:
+            self.fields["engine_module"] = "tests.server.faulty_engine"
+        self._environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "QUIRE_TEST_FAULT": str(self.fault_file),
+            **(environment or {}),
+        }
+        self.process: subprocess.Popen[bytes] | None = None
+        self.baseline: list[int] = []
+
+    def __enter__(self) -> Self:
+        with self.log_file.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.server.run_server", json.dumps(self.fields)],
+                cwd=ROOT,
+                env=self._environment,
+                stderr=log,
+                stdout=log,
+            )
+        try:
+            wait_for(self._is_up, 60, "the server")
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process is not None and self.process.poll() is None:
+            for _ in range(2):
+                self.process.send_signal(signal.SIGTERM)
+                time.sleep(0.05)
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self._folder.cleanup()
+
+    def _is_up(self) -> bool:
+        assert self.process is not None
+        if self.process.poll() is not None:
+            raise AssertionError(f"the server ended: {self.log}")
+        return "serving" in self.log and self.health() == 200
+
+    # Talking to it
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text(errors="replace")
+
+    def client(self, **options: Any) -> httpx.Client:
+        options.setdefault("timeout", 60)
+        return httpx.Client(base_url=self.url, **options)
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        with self.client() as client:
+            return client.post(path, json=body, **options)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        with self.client() as client:
+            return client.get(path, **options)
+
+    def health(self) -> int:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=5, verify=False).status_code
+        except httpx.TransportError:
+            return 0
+
+    def complete(self, **fields: Any) -> dict[str, Any]:
+        response = self.post("/v1/completions", {"temperature": 0, "return_token_ids": True, **fields})
+        assert response.status_code == 200, response.text
+        body: dict[str, Any] = response.json()
+        return body
+
+    def stream(self, path: str, body: dict[str, Any], client: httpx.Client | None = None) -> Iterator[Any]:
+        """The events of a stream, decoded; ends at [DONE] or when the stream does."""
+        with client or self.client() as opened, opened.stream("POST", path, json={**body, "stream": True}) as response:
+            if response.status_code != 200:
+                raise AssertionError(response.read().decode())
+            for line in response.iter_lines():
+                if line == "data: [DONE]":
+                    return
+                if line.startswith("data: "):
+                    yield json.loads(line[6:])
+
+    # What it is like inside
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        lines = [line for line in self.get("/metrics").text.splitlines() if line.startswith((name + "{", name + " "))]
+        assert lines, name
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+    @property
+    def engine_pid(self) -> int:
+        assert self.process is not None
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return next(int(pid) for pid in children if b"engine" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing runs or waits, and all blocks are free."""
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+        return all(self.metric(name) == 0 for name in names)
+
+    def canary(self) -> list[int]:
+        tokens: list[int] = self.complete(**CANARY)["choices"][0]["token_ids"]
+        return tokens
+
+    def assert_sound(self) -> None:
+        """What HARDENING asks after every case."""
+        wait_for(lambda: self.health() == 200, 30, "health")
+        if not self.baseline:
+            self.baseline = self.canary()
+            assert len(self.baseline) == 8
+        assert self.canary() == self.baseline
+        wait_for(lambda: self.is_idle, 10, "all blocks to be free")
+
+
+def error_of(response: httpx.Response, status: int, field: str | None = None) -> str:
+    """The message of an error that has the right shape."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code", "request_id"}
+    assert error["request_id"] == response.headers["x-request-id"]
+    message: str = error["message"]
+    for leak in ("Traceback", "/quire/", ".py", "0x7f", "site-packages", " object at 0x"):
+        assert leak not in message, message
+    if field is not None:
+        assert (error["param"] or "").startswith(field), error
+        assert field in message, error
+    return message

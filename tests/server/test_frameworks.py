@@ -1,0 +1,94 @@
+"""LangChain and instructor, against a server that wants a key."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Literal
+
+import instructor
+import openai
+import pytest
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
+from pydantic import BaseModel, SecretStr
+
+from tests.server.harness import KEY, Server
+
+
+class Weather(BaseModel):
+    """The weather in a city."""
+
+    city: Literal["Rome", "Oslo"]
+    days: Literal[1, 2, 3]
+
+
+@tool
+def weather(city: Literal["Rome", "Oslo"]) -> str:
+    """The weather in a city."""
+    return f"sunny in {city}"
+
+
+@pytest.fixture(scope="module")
+def chain(keyed: Server) -> ChatOpenAI:
+    return ChatOpenAI(
+        model="smollm2", base_url=f"{keyed.url}/v1", api_key=SecretStr(KEY), temperature=0, max_retries=0, timeout=60
+    )
+
+
+def test_langchain(chain: ChatOpenAI) -> None:
+    made = chain.bind(max_tokens=10).invoke("Name three colours.")
+    assert isinstance(made, AIMessage)
+    pieces = [chunk.content for chunk in chain.bind(max_tokens=10).stream("Name three colours.")]
+    assert "".join(map(str, pieces)) == made.content
+    assert made.usage_metadata is not None
+
+    async def several() -> list[Any]:
+        return await chain.bind(max_tokens=5).abatch(["Hi", "Hi"])
+
+    first, second = asyncio.run(several())
+    assert first.content == second.content
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_langchain_structured_output(chain: ChatOpenAI, method: Any) -> None:
+    found = chain.with_structured_output(Weather, method=method).invoke("The weather in Rome?")
+    assert isinstance(found, Weather)
+
+
+def test_langchain_tools(chain: ChatOpenAI) -> None:
+    bound = chain.bind_tools([weather], tool_choice="weather")
+    question = HumanMessage("Weather?")
+    made = bound.invoke([question])
+    assert isinstance(made, AIMessage)
+    (call,) = made.tool_calls
+    assert call["args"]["city"] in ("Rome", "Oslo")
+    whole: Any = None
+    for chunk in bound.stream([question]):
+        whole = chunk if whole is None else whole + chunk
+    assert whole.tool_calls[0]["args"] == call["args"]
+    result = ToolMessage(weather.invoke(call["args"]), tool_call_id=call["id"])
+    assert chain.bind(max_tokens=5).invoke([question, made, result]).content is not None
+
+
+def test_langchain_embeddings(keyed: Server) -> None:
+    vectors = OpenAIEmbeddings(
+        model="smollm2", base_url=f"{keyed.url}/v1", api_key=SecretStr(KEY), check_embedding_ctx_length=False
+    ).embed_documents(["red", "blue"])
+    assert [len(vector) for vector in vectors] == [576, 576]
+
+
+@pytest.mark.parametrize("mode", [instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA])
+@pytest.mark.filterwarnings("ignore:FUNCTIONS is deprecated")
+def test_instructor(keyed: Server, mode: instructor.Mode) -> None:
+    client = openai.OpenAI(base_url=f"{keyed.url}/v1", api_key=KEY, max_retries=0)
+    patched = instructor.from_openai(client, mode=mode)
+    found = patched.chat.completions.create(
+        model="smollm2",
+        messages=[{"role": "user", "content": "The weather in Rome?"}],
+        response_model=Weather,
+        temperature=0,
+        max_tokens=200,
+        max_retries=1,
+    )
+    assert isinstance(found, Weather)

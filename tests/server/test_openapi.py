@@ -1,0 +1,75 @@
+"""schemathesis over our own OpenAPI: what fits the schema and what does not, for every endpoint that takes a body."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import content_type_conformance, negative_data_rejection, status_code_conformance
+
+from tests.server.harness import Server
+
+PATHS = [
+    "/detokenize",
+    "/tokenize",
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/responses",
+]
+EXAMPLES = 12
+CHECKS = [not_a_server_error, content_type_conformance, status_code_conformance]
+
+
+@pytest.fixture(scope="module")
+def small(small_model: str) -> Iterator[Server]:
+    """A context so short that whatever is asked for ends soon."""
+    engine = {"kv_cache_memory": "16MiB", "max_model_len": 96, "max_num_seqs": 8, "dtype": "float32"}
+    with Server(model=small_model, engine=engine, served_model_names=["small"]) as server:
+        server.assert_sound()
+        yield server
+        server.assert_sound()
+
+
+@pytest.fixture(scope="module")
+def api(small: Server) -> Any:
+    return schemathesis.openapi.from_url(f"{small.url}/openapi.json")
+
+
+def test_every_endpoint_is_here(api: Any) -> None:
+    found = [result.ok() for result in api.get_all_operations()]
+    assert sorted(operation.path for operation in found if operation.method == "post") == PATHS
+    others = {operation.path for operation in found if operation.method == "get"}
+    assert {"/health", "/ready", "/version", "/metrics", "/v1/models", "/v1/requests/{request_id}"} <= others
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("mode", list(GenerationMode))
+def test_nothing_breaks_it(small: Server, api: Any, path: str, mode: GenerationMode) -> None:
+    operation = api[path]["POST"]
+    checks = [*CHECKS, negative_data_rejection] if mode is GenerationMode.NEGATIVE else CHECKS
+
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        phases=[Phase.generate],
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def run(case: Any) -> None:
+        if isinstance(case.body, dict) and "model" in case.body and isinstance(case.body["model"], str):
+            case.body["model"] = "small"  # or most would end at a name nobody can guess
+        response = case.call(base_url=small.url, timeout=30)
+        assert response.headers["x-request-id"]
+        case.validate_response(response, checks=checks)
+
+    run()

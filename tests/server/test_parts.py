@@ -1,0 +1,263 @@
+"""Parts of the server on their own."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from quire.engine import EngineCore, Scheduler, SchedulerConfig, StepLog, make_requests
+from quire.engine.fake_runner import FakeRunner
+from quire.errors import CapacityError, InvalidRequestError, QuireError
+from quire.frontend.reasoning import ReasoningSplitter
+from quire.frontend.tool_calls.hermes import HermesParser
+from quire.sampling_params import ResolvedTokens, SamplingParams
+from quire.server.admission import Admission
+from quire.server.answer_reader import AnswerReader
+from quire.server.config import ServerConfig
+from quire.server.connection import ignored_header, parse_body, request_id_of
+from quire.server.errors import ApiError, error_body, field_name, to_api_error
+from quire.server.limits import BodyLimits
+from quire.server.messages import AddRequest, Updates, decode_command, decode_event, encode
+from quire.server.protocol.common import Body
+from quire.server.request_records import RecordBook, RequestRecord, describe_request
+from quire.step import PromptScores, RequestMetrics, RequestUpdate, TokenScore
+
+
+class TestAdmission:
+    def test_answers_are_bounded_and_places_come_back_once(self) -> None:
+        admission = Admission(max_running=2, max_queued_requests=2, max_queued_tokens=100)
+        tickets = [admission.enter(1) for _ in range(4)]
+        with pytest.raises(ApiError, match="at most 4") as caught:
+            admission.enter(1)
+        assert caught.value.status == 429
+        assert caught.value.headers()["retry-after"] == "1"
+        tickets[0].release()
+        tickets[0].release()
+        assert admission.num_answers == 3
+        admission.enter(1)
+        with pytest.raises(ApiError):
+            admission.enter(1)
+
+    def test_tokens_are_bounded_while_they_wait(self) -> None:
+        admission = Admission(max_running=2, max_queued_requests=8, max_queued_tokens=100)
+        first, second = admission.enter(1), admission.enter(1)
+        first.add_tokens(80)
+        with pytest.raises(ApiError, match="80 prompt tokens are waiting"):
+            second.add_tokens(30)
+        first.begun(80)
+        second.add_tokens(30)
+        assert admission.num_tokens == 30
+        first.release()
+        second.release()
+        assert (admission.num_tokens, admission.num_answers) == (0, 0)
+
+    def test_an_empty_server_takes_anything(self) -> None:
+        admission = Admission(max_running=1, max_queued_requests=1, max_queued_tokens=10)
+        ticket = admission.enter(50)
+        ticket.add_tokens(5000)
+        ticket.release()
+        assert admission.num_tokens == 0
+
+    def test_the_guess_follows_the_pace(self) -> None:
+        now = [0.0]
+        admission = Admission(1, 20, 100, clock=lambda: now[0])
+        for _ in range(10):
+            admission.enter(1).release()
+            now[0] += 2.0
+        tickets = [admission.enter(1) for _ in range(21)]
+        with pytest.raises(ApiError) as caught:
+            admission.enter(1)
+        # Twenty wait and one ends every two seconds: ten are gone in about twenty seconds.
+        assert 15 <= (caught.value.retry_after or 0) <= 25
+        assert len(tickets) == 21
+
+
+CONFIG = SchedulerConfig(num_blocks=40, max_num_seqs=2, max_batched_tokens=8, max_model_len=64, block_size=4)
+
+
+def run_engine(prompts: dict[str, int], log: StepLog) -> None:
+    core = EngineCore(Scheduler(CONFIG), FakeRunner(CONFIG, vocab_size=50), step_log=log)
+    for name, length in prompts.items():
+        for request in make_requests(name, range(length), SamplingParams(max_tokens=4, n=1 + (name == "b")), 0):
+            core.add_request(request, 0.0)
+    now = 0.0
+    while core.has_work:
+        now += 1.0
+        core.step(now)
+
+
+class TestRecords:
+    def test_the_log_tells_what_happened(self) -> None:
+        log = StepLog()
+        run_engine({"a": 20, "b": 6, "ab": 5}, log)
+        record = describe_request(list(log), "a", CONFIG)
+        assert record is not None
+        (answer,) = record["answers"]
+        assert answer["prompt_tokens"] == 20
+        assert answer["computed_tokens"] == 20 + 3  # the last of four tokens is never computed
+        assert answer["first_token_seconds"] is not None
+        assert answer["finished"]["reason"] == "length"
+        assert answer["shared_steps_with"]
+        both = describe_request(list(log), "b", CONFIG)
+        assert both is not None
+        assert [one["name"] for one in both["answers"]] == ["b/0", "b/1"]
+        admission = both["answers"][1]["admissions"][0]
+        assert admission["cached_tokens"] + admission["shared_tokens"] == 4  # one whole block of its six tokens
+        late = describe_request(list(log), "ab", CONFIG)
+        assert late is not None
+        assert late["answers"][0]["waited_seconds"] > answer["waited_seconds"]
+        assert late["answers"][0]["waited_for"]["rows"]["steps"] > 0
+        assert describe_request(list(log), "c", CONFIG) is None
+
+    def test_a_book_forgets_the_oldest(self) -> None:
+        book = RecordBook(keep=2)
+        for i in range(3):
+            book.add(RequestRecord(f"response-{i}", f"request-{i % 2}", "/", 0.0))
+        assert book.find("response-0") is None
+        found = book.find("request-0")
+        assert found is not None
+        assert found.response_id == "response-2"
+        assert book.find("request-1") is book.find("response-1")
+
+
+class TestErrors:
+    def test_fields_are_named_as_clients_write_them(self) -> None:
+        assert field_name(("messages", 0, "content", 1, "text")) == "messages[0].content[1].text"
+        assert field_name(("stop", "list[str]", 3)) == "stop[3]"
+        assert field_name(("stop", "str")) == "stop"
+        assert field_name(()) == ""
+
+    @pytest.mark.parametrize(
+        ("error", "status"),
+        [
+            (InvalidRequestError("n", "is wrong"), 400),
+            (CapacityError("too large"), 400),
+            (QuireError("internal words"), 500),
+            (RuntimeError("secret"), 500),
+            (ApiError(429, "busy"), 429),
+        ],
+    )
+    def test_what_nobody_foresaw_is_not_shown(self, error: Exception, status: int) -> None:
+        found = to_api_error(error)
+        assert found.status == status
+        assert "secret" not in found.message
+        assert "internal" not in found.message
+
+    def test_each_protocol_has_its_shape(self) -> None:
+        error = ApiError(503, "later")
+        assert error_body("/v1/messages", error, "id")["error"]["type"] == "overloaded_error"
+        assert error_body("/v1/chat/completions", error, "id")["error"]["request_id"] == "id"
+
+    def test_headers_hold_nothing_odd(self) -> None:
+        assert request_id_of([(b"x-request-id", b"abc-1")]) == "abc-1"
+        for bad in (b"", b"a b", b"x" * 200, "ä".encode(), b"a\r\nb"):
+            assert request_id_of([(b"x-request-id", bad)]).startswith("req-")
+        assert ignored_header(["a\r\nset-cookie: x"])["x-quire-ignored"] == "a??set-cookie??x"
+        assert len(ignored_header(["x" * 500] * 100)["x-quire-ignored"]) == 1000
+
+
+def test_messages_survive_the_wire() -> None:
+    metrics = RequestMetrics("a", 1.0, 1.5, 2.0, 3.0, 4, 5, 0, 0, 0, 0, 0)
+    scores = (TokenScore(7, -0.5, 1, ((7, -0.5), (8, -1.5))),)
+    update = RequestUpdate("a", (7,), "stop", 7, None, metrics, scores, PromptScores(1, scores), b"\x00\x01")
+    event = Updates(updates=[update], accepted=["a"], cached={"a": 16})
+    assert decode_event(encode(event)) == event
+    command = AddRequest("a", (1, 2), {"seed": 2**64 - 1}, 2**64 - 1, ResolvedTokens(((1,),), (2,)), 1.5)
+    assert decode_command(encode(command)) == command
+
+
+def test_an_answer_is_taken_apart() -> None:
+    names = iter(["call-1", "call-2"])
+    reader = AnswerReader(ReasoningSplitter(), HermesParser(), lambda: next(names))
+    text = '<think>\nhm</think>\nSure. <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    pieces = [reader.feed(character, False) for character in text] + [reader.feed("", True)]
+    assert "".join(piece.reasoning for piece in pieces) == "hm"
+    assert "".join(piece.content for piece in pieces) == "Sure."
+    calls = [call for piece in pieces for call in piece.tool_calls]
+    assert (calls[0].id, calls[0].name) == ("call-1", "f")
+    assert "".join(call.arguments for call in calls) == '{"a": 1}'
+    assert reader.num_calls == 1
+
+
+def test_bodies_are_bounded_together() -> None:
+    async def read_all(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        scope["done"].set()
+        await scope["go"].wait()
+
+    async def run() -> None:
+        limits = BodyLimits(read_all, max_bytes=100, max_total_bytes=150, seconds=5)
+        go = asyncio.Event()
+
+        def request(size: int) -> tuple[dict[str, Any], Any]:
+            scope = {"type": "http", "headers": [(b"content-length", b"%d" % size)], "path": "/", "state": {}}
+            scope |= {"done": asyncio.Event(), "go": go}
+            message = {"type": "http.request", "body": b"x" * size, "more_body": False}
+
+            async def receive() -> Any:
+                return message
+
+            return scope, limits(scope, receive, None)  # type: ignore[arg-type]
+
+        scope, first = request(90)
+        task = asyncio.create_task(first)
+        await scope["done"].wait()
+        with pytest.raises(ApiError, match="too many large requests") as caught:
+            await request(90)[1]
+        assert caught.value.status == 503
+        go.set()
+        await task
+        await request(90)[1]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"port": -1}, "port"),
+        ({"engine": {"nonsense": 1}}, "nonsense"),
+        ({"engine": {"dtype": "int3"}}, "dtype"),
+        ({"tls_key": "x"}, "certificate"),
+        ({"api_keys": (" ",)}, "api_keys"),
+        ({"max_body_bytes": 0}, "max_body_bytes"),
+        ({"queue_seconds": 0}, "queue_seconds"),
+        ({"queue_seconds": float("nan")}, "queue_seconds"),
+        ({"stall_seconds": 10.0, "hang_seconds": 5.0}, "hang_seconds"),
+    ],
+)
+def test_a_configuration_that_cannot_be(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        ServerConfig(**fields)
+
+
+def test_who_can_reach_the_server() -> None:
+    assert not ServerConfig().is_public
+    assert not ServerConfig(host="localhost").is_public
+    assert not ServerConfig(host="::1").is_public
+    assert ServerConfig(host="0.0.0.0").is_public
+    assert "secret" not in repr(ServerConfig(api_keys=("secret",)))
+
+
+@pytest.mark.parametrize(
+    ("body", "is_refused"),
+    [
+        ('{"a": [' + "1," * 300_000 + "1]}", False),
+        ('{"a": [' + "1," * 500_000 + "1]}", True),
+        ('{"a": [' + "[]," * 60_000 + "1]}", False),
+        ('{"a": [' + "[]," * 120_000 + "1]}", True),
+        ('{"a": [' + '"x",' * 120_000 + "1]}", True),
+        ('{"a": "' + "[{,," * 200_000 + '"}', False),
+        ('{"a": "' + '\\"' * 500_000 + '"}', False),
+        ('{"a": "' + "\\\\" * 500_000 + '", "b": [' + "[]," * 120_000 + "1]}", True),
+    ],
+)
+def test_bodies_of_too_many_parts_are_refused_before_they_are_made(body: str, is_refused: bool) -> None:
+    if is_refused:
+        with pytest.raises(ApiError, match="too many parts"):
+            parse_body(body.encode(), Body)
+    else:
+        assert parse_body(body.encode(), Body).model_extra

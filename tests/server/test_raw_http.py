@@ -1,0 +1,208 @@
+"""HTTP as no client writes it, over plain sockets."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from tests.server.harness import SMALL_ENGINE, Server, wait_for
+
+BODY = json.dumps({"prompt": "The capital of France is", "max_tokens": 2}).encode()
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+LENGTH = b"content-length: %d\r\n" % len(BODY)
+
+
+@pytest.fixture(scope="module")
+def server(small_model: str) -> Iterator[Server]:
+    """Impatient: tests wait for its time limits."""
+    limits = {"header_seconds": 1.0, "body_seconds": 1.0, "write_seconds": 1.0, "max_connections": 50}
+    with Server(faults=True, model=small_model, engine=SMALL_ENGINE, **limits) as server:
+        server.assert_sound()
+        yield server
+        server.assert_sound()
+
+
+def connect(server: Server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=20)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Until the server closes."""
+    data = b""
+    try:
+        while piece := connection.recv(65536):
+            data += piece
+    except ConnectionResetError:
+        pass
+    return data
+
+
+def exchange(server: Server, *pieces: bytes) -> bytes:
+    with connect(server) as connection:
+        try:
+            for piece in pieces:
+                connection.sendall(piece)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the server has heard enough
+        return read_all(connection)
+
+
+def status_of(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1]) if answer else 0
+
+
+def body_of(answer: bytes) -> dict[str, dict[str, str]]:
+    body: dict[str, dict[str, str]] = json.loads(answer.partition(b"\r\n\r\n")[2])
+    return body
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\x00\x01\x02\x03\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS, where plain HTTP is spoken
+        b"GET / HTTP/1.1\r\nbad header\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: a\r\ncontent-length: -5\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: a\r\ncontent-length: 5, 6\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: a\r\ncontent-length: 99999999999999999999999999\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: a\x00b\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_gets_400(server: Server, garbage: bytes) -> None:
+    answer = exchange(server, garbage)
+    assert status_of(answer) == 400
+    assert "request_id" in body_of(answer)["error"]
+
+
+@pytest.mark.parametrize(
+    "request_head",
+    [
+        b"GET /health HTTP/1.1\r\n" + b"".join(b"x-%d: %s\r\n" % (i, b"v" * 1000) for i in range(60)) + b"\r\n",
+        b"GET /health HTTP/1.1\r\nx: " + b"v" * 100_000 + b"\r\n\r\n",
+        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nx: " + b"v" * 200_000,  # and it never ends
+    ],
+)
+def test_giant_headers(server: Server, request_head: bytes) -> None:
+    answer = exchange(server, request_head)
+    assert status_of(answer) == 431
+    assert "32768" in body_of(answer)["error"]["message"]
+
+
+@pytest.mark.parametrize("start", [b"", b"GET", b"GET /health HTTP/1.1\r\nhost: x\r\n"])
+def test_slow_headers(server: Server, start: bytes) -> None:
+    assert status_of(exchange(server, start)) == 408
+
+
+def test_slow_headers_after_a_good_request(server: Server) -> None:
+    with connect(server) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b"200 OK" in connection.recv(65536)
+        connection.sendall(b"GET /health HT")
+        assert status_of(read_all(connection)) == 408
+
+
+@pytest.mark.parametrize("sent", [b"", BODY[:10]])
+def test_a_body_that_does_not_come(server: Server, sent: bytes) -> None:
+    answer = exchange(server, HEAD + LENGTH + b"\r\n" + sent)
+    assert status_of(answer) == 408
+    assert b"connection: close" in answer
+
+
+def test_a_body_that_is_too_large_is_not_read(server: Server) -> None:
+    answer = exchange(server, HEAD + b"content-length: 99999999999\r\n\r\n")
+    assert status_of(answer) == 413
+    chunk = b"%x\r\n%s\r\n" % (1_000_000, b"x" * 1_000_000)
+    answer = exchange(server, HEAD + b"transfer-encoding: chunked\r\n\r\n", *([chunk] * 20))
+    assert status_of(answer) in (413, 0)  # 0: closed while we were still writing
+    wait_for(lambda: "status=413" in server.log, what="the refusal")
+
+
+def test_broken_chunks(server: Server) -> None:
+    answer = exchange(server, HEAD + b"transfer-encoding: chunked\r\n\r\nZZ\r\n")
+    assert status_of(answer) in (0, 400)
+
+
+def test_bodies_in_pieces_of_every_size(server: Server) -> None:
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in BODY) + b"0\r\n\r\n"
+    answer = exchange(server, HEAD + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n" + chunks)
+    assert status_of(answer) == 200
+    request = HEAD + b"connection: close\r\n" + LENGTH + b"\r\n" + BODY
+    answer = exchange(server, *(request[i : i + 1] for i in range(len(request))))
+    assert status_of(answer) == 200
+
+
+def test_a_body_that_is_asked_for_first(server: Server) -> None:
+    with connect(server) as connection:
+        connection.sendall(HEAD + b"expect: 100-continue\r\nconnection: close\r\n" + LENGTH + b"\r\n")
+        assert b"100 Continue" in connection.recv(1024)
+        connection.sendall(BODY)
+        assert status_of(read_all(connection)) == 200
+
+
+def test_requests_sent_ahead_are_dropped_with_the_connection(server: Server) -> None:
+    answer = exchange(server, (HEAD + LENGTH + b"\r\n" + BODY) * 3)
+    assert answer.count(b"HTTP/1.1 200 OK") == 1
+    assert answer.count(b"HTTP/1.1") == 1
+
+
+def test_a_client_that_sent_ahead_and_left_is_noticed(server: Server) -> None:
+    server.fault_file.write_text("slow 0.02")
+    body = json.dumps({"prompt": "Go on:", "max_tokens": 900, "ignore_eos": True}).encode()
+    request = HEAD + b"content-length: %d\r\n\r\n" % len(body) + body
+    with connect(server) as connection:
+        connection.sendall(request + request[:100])
+        wait_for(lambda: server.metric("vllm:num_requests_running") == 1, what="the request")
+    wait_for(lambda: server.is_idle, what="its end")
+    server.fault_file.write_text("")
+
+
+def test_the_host_header_changes_nothing(server: Server) -> None:
+    for host in (b"evil.example", b"[::1]/health", b"x/health?", b""):
+        answer = exchange(server, b"GET /version HTTP/1.1\r\nhost: " + host + b"\r\nconnection: close\r\n\r\n")
+        assert status_of(answer) == 200
+
+
+def test_upgrades_are_not_for_us(server: Server) -> None:
+    head = b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: upgrade, close\r\nupgrade: websocket\r\n\r\n"
+    assert status_of(exchange(server, head)) in (200, 400)
+
+
+def test_too_many_connections(server: Server) -> None:
+    opened = [connect(server) for _ in range(50)]
+    try:
+        answer = exchange(server, b"GET /health HTTP/1.1\r\n\r\n")
+        assert status_of(answer) == 503
+        assert b"retry-after" in answer
+    finally:
+        for one in opened:
+            one.close()
+    wait_for(lambda: server.health() == 200, what="room")
+
+
+def test_a_stream_nobody_reads_ends_alone(server: Server) -> None:
+    """A tiny window, many tokens: the server's side fills up, then its time is up."""
+    body = json.dumps(
+        {"prompt": "Go on:", "max_tokens": 900, "ignore_eos": True, "stream": True, "n": 8, "logprobs": 20}
+    )
+    server.fault_file.write_text("slow 0.01")
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(30)
+        connection.connect(("127.0.0.1", server.port))
+        head = HEAD + b"x-request-id: slow-reader\r\ncontent-length: %d\r\n\r\n" % len(body)
+        connection.sendall(head + body.encode())
+        wait_for(lambda: server.metric("vllm:num_requests_running") == 8, what="the request")
+        other = server.complete(prompt="The capital of France is", max_tokens=4, ignore_eos=True)
+        assert other["usage"]["completion_tokens"] == 4
+        wait_for(lambda: "request_id=slow-reader" in server.log, 40, "the stream's end")
+    server.fault_file.write_text("")
+    line = next(line for line in server.log.splitlines() if "request_id=slow-reader" in line)
+    assert "state=failed" in line or "state=aborted" in line
+    assert int(line.split("completion_tokens=")[1].split()[0]) < 8 * 900

@@ -1,0 +1,67 @@
+"""What scripts/soak.py calls a slope."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+
+from quire.bench_serve.http_client import HttpClient
+from tests.server.harness import ROOT
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def soak() -> Iterator[ModuleType]:
+    spec = importlib.util.spec_from_file_location("soak", ROOT / "scripts" / "soak.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["soak"] = module  # where its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["soak"]
+
+
+def test_odd_samples_are_no_slope(soak: ModuleType) -> None:
+    times = [float(i) for i in range(20)]
+    assert soak.slope_of(times, [2 * moment for moment in times]) == pytest.approx(2)
+    assert soak.slope_of(times, [1000.0 if i == 19 else 5.0 for i in range(20)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("memory_per_round", "descriptors_per_round", "fault"),
+    [
+        (0.0, 0.0, None),
+        (0.2, 0.05, None),
+        (2.0, 0.0, "engine memory: gained"),
+        (0.0, 0.5, "engine descriptors: gained"),
+    ],
+)
+def test_growth_after_the_warm_up_is_told(
+    soak: ModuleType, memory_per_round: float, descriptors_per_round: float, fault: str | None
+) -> None:
+    run = soak.Soak(HttpClient("http://127.0.0.1:1"), {})
+    for number in range(24):
+        filling = min(number, 6) * 50  # caches
+        run.times.append(25.0 * number)
+        run.samples["engine memory"].append((100 + filling + memory_per_round * number) * MIB)
+        run.samples["engine descriptors"].append(20 + descriptors_per_round * number)
+    assert run.judge() is (fault is None)
+    assert [one.startswith(fault) for one in run.faults] == ([] if fault is None else [True])
+
+
+def test_every_request_of_the_mix_is_known_to_the_server(soak: ModuleType) -> None:
+    import random
+
+    from quire.server.app import ROUTERS
+
+    paths = {route.path for router in ROUTERS for route in router.routes}
+    source = random.Random(1)
+    made = [soak.make_request(source) for _ in range(300)]
+    assert {path for path, _, _ in made} <= paths
+    assert {status for _, _, status in made} == {200, 400}
