@@ -16,11 +16,11 @@ from quire.errors import CapacityError, InvalidRequestError
 from quire.kernels.reference import ReferenceKernels
 from quire.live_beams import LiveBeams
 from quire.models.decoder import Decoder
-from quire.runner.logprobs import score_tokens
 from quire.sampling_params import SamplingParams
 from quire.step import Step
 from tests.decoding import all_logits
 from tests.random_models import SPECS, Bench, random_decoder
+from tests.test_logprobs import score_tokens
 
 PROMPT = tuple((i * 7) % 97 for i in range(37))
 ENDS = frozenset({3, 50})
