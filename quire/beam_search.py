@@ -10,9 +10,9 @@ finished. The search ends early only when nothing live can get among the best an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 from quire.errors import InvalidRequestError
 from quire.field_checks import check_bool, check_int, check_real
@@ -20,8 +20,6 @@ from quire.sampling_params import MAX_LOGPROBS
 
 Continuations = Sequence[tuple[int, float]]
 """(token id, logprob) of the most likely next tokens, the likeliest first."""
-Expand = Callable[[Sequence[tuple[int, ...]]], Sequence[Continuations]]
-"""Given the new tokens of every live beam, each one's `BeamSearchParams.num_continuations` likeliest next ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,17 +122,6 @@ def beam_steps(params: BeamSearchParams) -> Generator[list[tuple[int, ...]], Seq
             return finished
     finished += [Beam(ids, total, params.score(total, len(ids)), "length") for ids, total in live]
     return _best(finished, params.beam_width)
-
-
-def search_beams(params: BeamSearchParams, expand: Expand) -> list[Beam]:
-    """The best beams, the best first, where `expand` can tell how beams may go on."""
-    steps = beam_steps(params)
-    live = next(steps)
-    while True:
-        try:
-            live = steps.send(expand(live))
-        except StopIteration as end:
-            return cast("list[Beam]", end.value)
 
 
 def _best(beams: list[Beam], count: int) -> list[Beam]:

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from quire import LLM, SamplingParams
-from quire.beam_search import Beam, BeamSearchParams, Continuations, search_beams
+from quire.beam_search import Beam, BeamSearchParams, Continuations
 from quire.errors import InvalidRequestError
 from quire.outputs import RequestDelta
+from tests.beams import search_beams
 from tests.decoding import all_logits
 
 VOCAB = 6

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.beam_search import Beam, BeamSearchParams, Continuations, search_beams
+from quire.beam_search import Beam, BeamSearchParams, Continuations
 from quire.engine.invariants import check_invariants
 from quire.engine.request import make_requests
 from quire.errors import CapacityError, InvalidRequestError
@@ -18,6 +18,7 @@ from quire.live_beams import LiveBeams
 from quire.models.decoder import Decoder
 from quire.sampling_params import SamplingParams
 from quire.step import Step
+from tests.beams import search_beams
 from tests.decoding import all_logits
 from tests.random_models import SPECS, Bench, random_decoder
 from tests.test_logprobs import score_tokens

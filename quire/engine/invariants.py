@@ -122,7 +122,7 @@ def _check_holders(scheduler: Scheduler) -> None:
             raise InvariantError(f"{name} runs, but is among those who hold blocks without running")
         if request.finish_reason is None and blocks != scheduler.config.blocks_for(held):
             raise InvariantError(f"{name} waits with {blocks} blocks for {held} tokens")
-        if not 0 < held < request.num_tokens:
+        if not 0 < held < request.num_tokens + (request.pooling is not None):  # pooled ones sample nothing
             raise InvariantError(f"{name} holds {held} of {request.num_tokens} tokens")
     for request in scheduler.ledger.running:
         if request.num_held_tokens:

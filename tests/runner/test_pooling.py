@@ -13,6 +13,7 @@ from quire.engine import make_requests
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.select import select_kernels
 from quire.models.decoder import Decoder
+from quire.runner.outcome import Outcome
 from quire.runner.pooling import PoolingRows
 from quire.sampling_params import SamplingParams
 from quire.step import Admission, Pooling, ScheduledRequest
@@ -73,9 +74,9 @@ def test_the_vectors_are_what_they_are_defined_to_be() -> None:
     bench = Bench(decoder)
     original = bench.runner._pooling.add
 
-    def spy(scheduled: Sequence[ScheduledRequest], hidden: torch.Tensor, errors: dict[str, str]) -> dict[str, bytes]:
+    def spy(outcome: Outcome, scheduled: Sequence[ScheduledRequest], hidden: torch.Tensor) -> None:
         seen.append(hidden.double().clone())
-        return original(scheduled, hidden, errors)
+        original(outcome, scheduled, hidden)
 
     bench.runner._pooling.add = spy  # type: ignore[method-assign]
     bench.run([PROMPTS[3]], [PARAMS])
@@ -92,17 +93,19 @@ def test_the_vectors_are_what_they_are_defined_to_be() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e9])
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 def test_hidden_states_that_are_no_numbers_fail_their_request_alone(bad: float, pooling: Pooling) -> None:
-    rows = PoolingRows()
+    rows = PoolingRows(torch.device("cpu"))
     for row in (0, 1):
         rows.admit(Admission(str(row), row, (1, 2), 2, (), 0, 0, PARAMS, 0, (), 0.0, pooling=pooling))
     hidden = torch.ones(4, 8)
     hidden[1] = bad
     scheduled = [ScheduledRequest(str(row), row, 0, 2, True, ()) for row in (0, 1)]
-    errors: dict[str, str] = {}
-    pooled = rows.add(scheduled, hidden, errors)
+    outcome = Outcome(0)
+    rows.add(outcome, scheduled, hidden)
+    result = outcome.read(outcome.tensors)
+    pooled, errors = result.pooled, result.errors
     if bad == 1e9 and pooling == "last":
         assert set(pooled) == {"0", "1"}  # one vector alone may be as large as it likes
     else:
         assert set(pooled) == {"1"}
         assert "hidden states" in errors["0"]
-    assert rows.add(scheduled, hidden, {}) == {}  # both are done with
+    assert not rows.has_rows  # both are done with
