@@ -35,7 +35,12 @@ def test_odd_samples_are_no_slope(soak: ModuleType) -> None:
 
 @pytest.mark.parametrize(
     ("memory_per_round", "descriptors_per_round", "fault"),
-    [(0.0, 0.0, None), (0.2, 0.05, None), (2.0, 0.0, "engine memory: gained"), (0.0, 0.5, "engine descriptors: gained")],
+    [
+        (0.0, 0.0, None),
+        (0.2, 0.05, None),
+        (2.0, 0.0, "engine memory: gained"),
+        (0.0, 0.5, "engine descriptors: gained"),
+    ],
 )
 def test_growth_after_the_warm_up_is_told(
     soak: ModuleType, memory_per_round: float, descriptors_per_round: float, fault: str | None
