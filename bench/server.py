@@ -21,6 +21,7 @@ import argparse
 import asyncio
 import contextlib
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -93,17 +94,20 @@ def server(dtype: str, log: Path) -> Iterator[str]:
     options = [f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items()]
     command = [sys.executable, "-m", "quire.cli.main", "serve", "--port=0", f"--dtype={dtype}", *options]
     command += ["--no-prefix-caching", f"--step-log={log}"]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if found := re.search(r"http://\S+:\d+", line):
-                yield found[0]
-                return
-        raise SystemExit("the server did not start")
-    finally:
-        process.terminate()
-        process.communicate()
+    with tempfile.TemporaryFile("w+") as output:  # a pipe that nobody reads would stop the server when it is full
+        process = subprocess.Popen(command, cwd=ROOT, stderr=output)
+        try:
+            found = None
+            while found is None:
+                time.sleep(0.2)
+                output.seek(0)
+                found = re.search(r"http://\S+:\d+", output.read())
+                if process.poll() is not None:
+                    raise SystemExit("the server did not start")
+            yield found[0]
+        finally:
+            process.terminate()
+            process.wait()
 
 
 def main() -> None:
@@ -114,6 +118,7 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3, help="many short rounds stand up to noise best")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server must not be left behind
     with tempfile.TemporaryDirectory() as folder:
         jobs = random_jobs(options.requests, Lengths(options.input_len, options.output_len, 0.3), TokenSource(0, 49152))
         compare(options.dtype, jobs, options.repeats, Path(folder))
