@@ -77,11 +77,23 @@ def test_builds_at_the_same_time_do_not_meet(monkeypatch: pytest.MonkeyPatch, tm
         ("cpu", torch.bfloat16, "cpu", "cpu"),
         ("cpu", torch.bfloat16, "reference", "reference"),
         ("cpu", torch.float16, "auto", "reference"),
-        ("cuda", torch.bfloat16, "auto", "reference"),
     ],
 )
 def test_select_kernels(device: str, dtype: torch.dtype, name: str, expected: str) -> None:
     assert select_kernels(torch.device(device), dtype, name).name == expected
+
+
+def test_a_gpu_gets_triton_or_the_reference_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "quire.kernels.triton.kernels", None)  # as if triton were not installed
+    assert select_kernels(torch.device("cuda"), torch.bfloat16).name == "reference"
+    assert "pip install triton" in caplog.text
+    with pytest.raises(DeviceError, match="pip install triton"):
+        select_kernels(torch.device("cuda"), torch.bfloat16, "triton")
+    monkeypatch.undo()
+    pytest.importorskip("triton")
+    assert select_kernels(torch.device("cuda"), torch.bfloat16).name == "triton"
 
 
 def test_select_kernels_refuses_what_it_does_not_have() -> None:
