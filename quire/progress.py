@@ -44,13 +44,15 @@ class _Bars:
         )
 
     def __enter__(self) -> Self:
-        self._progress.start()
+        if not self._progress.disable:
+            self._progress.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        if not self._progress.disable:  # even a display that shows nothing would end with a blank line
+            self._progress.stop()
 
 
 class ModelBars(_Bars):
@@ -89,3 +91,19 @@ class GenerationBar(_Bars):
             finished += delta.output is not None
         rate = self._num_tokens / max(time.monotonic() - self._started, 1e-9)
         self._progress.update(self._task, advance=finished, rate=rate)
+
+
+class BenchmarkBar(_Bars):
+    """How many parts of a benchmark are done, and which one is running."""
+
+    def __init__(self, num_parts: int) -> None:
+        super().__init__(MofNCompleteColumn(), TextColumn("{task.fields[part]}"))
+        self._task = self._progress.add_task("Measuring", total=num_parts, part="")
+
+    def begin(self, part: str) -> None:
+        """Says what is running now."""
+        self._progress.update(self._task, part=part)
+
+    def advance(self) -> None:
+        """One part is done."""
+        self._progress.advance(self._task)

@@ -7,6 +7,7 @@ import sys
 
 import typer
 
+from quire.cli import bench
 from quire.cli.chat import chat
 from quire.cli.models import models
 from quire.cli.pull import pull
@@ -25,6 +26,7 @@ app.command()(run)
 app.command()(chat)
 app.command()(pull)
 app.command()(models)
+app.add_typer(bench.app, name="bench")
 
 
 @app.callback(invoke_without_command=True)
