@@ -92,3 +92,19 @@ class GenerationBar(_Bars):
             finished += delta.output is not None
         rate = self._num_tokens / max(time.monotonic() - self._started, 1e-9)
         self._progress.update(self._task, advance=finished, rate=rate)
+
+
+class BenchmarkBar(_Bars):
+    """How many parts of a benchmark are done, and which one is running."""
+
+    def __init__(self, num_parts: int) -> None:
+        super().__init__(MofNCompleteColumn(), TextColumn("{task.fields[part]}"))
+        self._task = self._progress.add_task("Measuring", total=num_parts, part="")
+
+    def begin(self, part: str) -> None:
+        """Says what is running now."""
+        self._progress.update(self._task, part=part)
+
+    def advance(self) -> None:
+        """One part is done."""
+        self._progress.advance(self._task)

@@ -1,0 +1,215 @@
+"""Draws the pictures of the docs as SVG.
+
+python docs/draw.py    writes docs/pictures/*.svg
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+FOLDER = Path(__file__).parent / "pictures"
+COLOURS = {"A": "#4878a8", "B": "#c0763a", "C": "#5a9560", "D": "#8d5a97", "empty": "#e4e4e4", "new": "#b03a48"}
+CELL = 18
+
+
+class Picture:
+    """Rectangles, text and arrows on a white ground."""
+
+    def __init__(self, width: int, height: int) -> None:
+        self._size = (width, height)
+        self._parts: list[str] = []
+
+    def box(self, x: float, y: float, width: float, height: float, colour: str, text: str = "") -> None:
+        shape = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
+        self._parts.append(f'<rect {shape} rx="2" fill="{colour}" stroke="#ffffff"/>')
+        if text:
+            dark = colour in (COLOURS["empty"], "#ffffff")
+            self.text(x + width / 2, y + height / 2 + 4, text, "middle", "#222222" if dark else "#ffffff")
+
+    def text(self, x: float, y: float, text: str, anchor: str = "start", colour: str = "#222222") -> None:
+        place = f'x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{colour}"'
+        self._parts.append(f"<text {place}>{escape(text)}</text>")
+
+    def arrow(self, x1: float, y1: float, x2: float, y2: float) -> None:
+        ends = f'x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}"'
+        self._parts.append(f'<line {ends} stroke="#555555" stroke-width="1.5" marker-end="url(#tip)"/>')
+
+    def svg(self) -> str:
+        width, height = self._size
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif"'
+        tip = (
+            '<defs><marker id="tip" markerWidth="8" markerHeight="8" refX="7" refY="4" orient="auto">'
+            '<path d="M0,0 L8,4 L0,8 z" fill="#555555"/></marker></defs>'
+        )
+        ground = f'<rect width="{width}" height="{height}" fill="#ffffff"/>'
+        return "\n".join([f'{head} font-size="12">', tip, ground, *self._parts, "</svg>"]) + "\n"
+
+
+def naive_and_cache() -> Picture:
+    """What is computed for each new token: a triangle against its edge."""
+    picture = Picture(520, 240)
+    for left, title, cached in (
+        (20, "naive: everything, every time", False),
+        (280, "KV cache: only what is new", True),
+    ):
+        picture.text(left, 20, title)
+        for token in range(8):
+            for position in range(4 + token):
+                is_new = not cached or token == 0 or position == 3 + token
+                colour = COLOURS["new"] if is_new else COLOURS["empty"]
+                picture.box(left + position * CELL, 32 + token * CELL, CELL, CELL, colour)
+        picture.text(left, 32 + 8 * CELL + 18, "one row per new token; red: computed, grey: kept")
+    return picture
+
+
+def contiguous_and_paged() -> Picture:
+    """Room for the longest against blocks as they are needed."""
+    picture = Picture(560, 250)
+    lengths = {"A": 5, "B": 14, "C": 8}
+    picture.text(20, 20, "contiguous: room for 16 tokens each")
+    for row, (name, length) in enumerate(lengths.items()):
+        for token in range(16):
+            colour = COLOURS[name] if token < length else COLOURS["empty"]
+            picture.box(20 + token * CELL, 30 + row * 24, CELL, 20, colour, name if token == 0 else "")
+    picture.text(20, 130, "paged: blocks of 4 tokens, anywhere, as many as are needed")
+    owners = ["B", "A", "B", "C", "A", "B", "C", "B", "", "", "", ""]
+    filled = {"A": [4, 1], "B": [4, 4, 4, 2], "C": [4, 4]}
+    for block, owner in enumerate(owners):
+        count = filled[owner].pop(0) if owner else 0
+        left, top = 20 + block % 6 * (4 * CELL + 8), 140 + block // 6 * 34
+        for slot in range(4):
+            colour = COLOURS[owner] if slot < count else COLOURS["empty"]
+            picture.box(left + slot * CELL, top, CELL, 20, colour, owner if slot == 0 and owner else "")
+    picture.text(20, 235, "block tables: A → 1, 4    B → 0, 2, 5, 7    C → 3, 6    free: 8 to 11")
+    return picture
+
+
+def static_and_continuous() -> Picture:
+    """Who computes in which step."""
+    picture = Picture(560, 240)
+    lengths = {"A": 3, "B": 8, "C": 4, "D": 5}
+    picture.text(20, 20, "static batches of two: a batch ends with its longest")
+    start = 0
+    for pair in ("AB", "CD"):
+        longest = max(lengths[name] for name in pair)
+        for row, name in enumerate(pair):
+            for step in range(longest):
+                colour = COLOURS[name] if step < lengths[name] else COLOURS["empty"]
+                picture.box(20 + (start + step) * 30, 30 + row * 26, 30, 24, colour, name if step == 0 else "")
+        start += longest
+    picture.text(20, 120, "continuous, two at once: who is done leaves, who waits joins, in the same step")
+    rows = [[("A", 3), ("C", 4), ("D", 5)], [("B", 8)]]
+    for row, turns in enumerate(rows):
+        step = 0
+        for name, length in turns:
+            for i in range(length):
+                picture.box(20 + (step + i) * 30, 130 + row * 26, 30, 24, COLOURS[name], name if i == 0 else "")
+            step += length
+    picture.text(20, 210, "steps →")
+    return picture
+
+
+def prefix_sharing() -> Picture:
+    """Two requests whose tables begin with the same blocks."""
+    picture = Picture(560, 190)
+    for i, text in enumerate(("You are a", "helpful as-", "sistant. An-")):
+        picture.box(20 + i * 100, 70, 94, 30, COLOURS["A"], text)
+    picture.box(340, 30, 94, 30, COLOURS["B"], "swer: 1+1?")
+    picture.box(440, 30, 94, 30, COLOURS["B"], "2")
+    picture.box(340, 110, 94, 30, COLOURS["C"], "swer: sky?")
+    picture.box(440, 110, 94, 30, COLOURS["C"], "blue")
+    picture.arrow(314, 80, 338, 50)
+    picture.arrow(314, 90, 338, 122)
+    picture.text(20, 40, "computed once, in both block tables")
+    picture.text(
+        20, 170, "A block's name is the hash of all tokens up to its end, so equal names mean equal beginnings."
+    )
+    return picture
+
+
+def attention_tiles() -> Picture:
+    """Keys walked tile by tile with a running sum."""
+    picture = Picture(560, 200)
+    picture.text(20, 20, "keys and values, in tiles of a fixed size, wherever their blocks lie")
+    for tile in range(4):
+        picture.box(90 + tile * 112, 30, 106, 28, COLOURS["C"], f"tile {tile}")
+        picture.box(90 + tile * 112, 100, 106, 28, COLOURS["B"], "sum so far")
+        picture.arrow(143 + tile * 112, 60, 143 + tile * 112, 98)
+        if tile:
+            picture.arrow(82 + tile * 112, 114, 90 + tile * 112, 114)
+    picture.box(20, 100, 60, 28, COLOURS["A"], "query")
+    picture.arrow(80, 114, 90, 114)
+    picture.text(20, 160, "Scores live for one tile only: memory does not grow with the length, and the order")
+    picture.text(20, 178, "of the additions is the same for one query or a thousand.")
+    return picture
+
+
+def pipelined_steps() -> Picture:
+    """The host's work hidden behind the device's."""
+    picture = Picture(560, 230)
+    for top, title, gap in ((30, "one step at a time: the device waits for the host", 40), (130, "two in flight", 0)):
+        picture.text(20, top - 10, title)
+        picture.text(20, top + 20, "host")
+        picture.text(20, top + 54, "device")
+        time = 80.0
+        for step in range(4):
+            colour = list(COLOURS.values())[step]
+            host = time if gap else 80 + max(0, step - 1) * 80 + (40 if step else 0)
+            device = host + 40 if gap else 120 + step * 80
+            picture.box(host, top + 4, 38, 24, colour, str(step))
+            picture.box(device, top + 38, 78, 24, colour, str(step))
+            time += 80 + gap
+    return picture
+
+
+def life_of_a_request() -> Picture:
+    """Down once, up once."""
+    picture = Picture(560, 330)
+    stages = [
+        ("border", "LLM, CLI: text and parameters are checked", "A"),
+        ("frontend", "template, tokenizer → token ids", "A"),
+        ("engine", "Scheduler.schedule() → Step", "B"),
+        ("runner", "rows, batch: a step's tensors", "C"),
+        ("model", "one decoder", "C"),
+        ("kernels", "reference, cpu, …", "C"),
+    ]
+    for i, (name, what, colour) in enumerate(stages):
+        picture.box(60, 20 + i * 50, 90, 32, COLOURS[colour], name)
+        picture.text(165, 40 + i * 50, what)
+        if i:
+            picture.arrow(105, 2 + i * 50, 105, 20 + i * 50)
+    ups = [
+        "text deltas",
+        "detokenizer, stop strings",
+        "Scheduler.commit(): append, stop, free, log",
+        "sampled tokens",
+        "",
+    ]
+    for i, text in enumerate(ups):
+        picture.arrow(30, 86 + i * 50, 30, 40 + i * 50)
+        if text:
+            picture.text(165, 56 + i * 50, "↑ " + text, colour="#777777")
+    return picture
+
+
+PICTURES = {
+    "naive_and_cache": naive_and_cache,
+    "contiguous_and_paged": contiguous_and_paged,
+    "static_and_continuous": static_and_continuous,
+    "prefix_sharing": prefix_sharing,
+    "attention_tiles": attention_tiles,
+    "pipelined_steps": pipelined_steps,
+    "life_of_a_request": life_of_a_request,
+}
+
+
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for name, draw in PICTURES.items():
+        (FOLDER / f"{name}.svg").write_text(draw().svg(), encoding="utf-8")
+        print(f"docs/pictures/{name}.svg")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Puts what the docs quote into them: tables of benchmarks/results.md, and code.
+
+A quotation stands between two comments, the first of which says what it is:
+
+    <!-- results: The ladder | rung, adds, time -->     a table, or some of its columns
+    <!-- code: quire/ladder/naive.py generate_naive --> a function, a class or one of its methods
+    <!-- end -->
+
+    python docs/update.py            rewrites the files
+    python docs/update.py --check    only says which ones are out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results.md"
+_QUOTATION = re.compile(r"(<!-- (results|code): (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def documents() -> list[Path]:
+    """The README and everything under docs/."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def updated(path: Path) -> str:
+    """A document's text with its quotations as they should be."""
+
+    def quote(match: re.Match[str]) -> str:
+        head, kind, what, _, end = match.groups()
+        text = quote_table(what, path) if kind == "results" else quote_code(what, path)
+        return f"{head}{text}{end}"
+
+    return _QUOTATION.sub(quote, path.read_text(encoding="utf-8"))
+
+
+def quote_table(what: str, document: Path) -> str:
+    """A table of the results, with the note under it and where it comes from."""
+    title, _, columns = (part.strip() for part in what.partition("|"))
+    text = RESULTS.read_text(encoding="utf-8")
+    facts = dict(re.findall(r"^- ([^:\n]+): (.+)$", text.split("\n## ")[0], re.MULTILINE))
+    sections = {section.partition("\n")[0]: section for section in text.split("\n## ")[1:]}
+    if title not in sections:
+        raise SystemExit(f"{document}: there is no table called {title!r} in {RESULTS}")
+    lines = [line for line in sections[title].splitlines()[1:] if line]
+    rows = [line for line in lines if line.startswith("|")]
+    note = " ".join(line for line in lines if not line.startswith("|"))
+    if columns:
+        rows = _columns(rows, [name.strip() for name in columns.split(",")], document)
+    source = f"[benchmarks/results.md]({_relative(RESULTS, document)})"
+    origin = f"`{facts['command']}`, {facts['model']}, {facts['machine']}; {facts['date']}; {source}"
+    return "\n".join([*rows, "", f"{note} ({origin})", ""])
+
+
+def quote_code(what: str, document: Path) -> str:
+    """The source of something, as it is now, with a link to its file."""
+    name, _, symbol = what.partition(" ")
+    path = ROOT / name
+    source = path.read_text(encoding="utf-8")
+    node: ast.AST = ast.parse(source)
+    for part in symbol.split("."):
+        found = [child for child in ast.iter_child_nodes(node) if getattr(child, "name", None) == part]
+        if not found:
+            raise SystemExit(f"{document}: {name} has no {symbol}")
+        node = found[0]
+    assert isinstance(node, ast.FunctionDef | ast.ClassDef)
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    lines = source.splitlines()[first - 1 : node.end_lineno]
+    indent = len(lines[0]) - len(lines[0].lstrip())
+    body = "\n".join(line[indent:] for line in lines)
+    return f"[{name}]({_relative(path, document)})\n\n```python\n{body}\n```\n"
+
+
+def _columns(rows: list[str], wanted: list[str], document: Path) -> list[str]:
+    cells = [row.strip("|").split("|") for row in rows]
+    names = [name.strip() for name in cells[0]]
+    for name in wanted:
+        if name not in names:
+            raise SystemExit(f"{document}: the table has no column {name!r}; it has {', '.join(names)}")
+    picked = [[line[names.index(name)] for name in wanted] for line in cells]
+    return [f"|{'|'.join(line)}|" for line in picked]
+
+
+def _relative(path: Path, document: Path) -> str:
+    return os.path.relpath(path, document.parent)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if something is out of date")
+    check = parser.parse_args().check
+    stale = [path for path in documents() if updated(path) != path.read_text(encoding="utf-8")]
+    for path in stale:
+        print(f"{'out of date' if check else 'updated'}: {path.relative_to(ROOT)}")
+        if not check:
+            path.write_text(updated(path), encoding="utf-8")
+    sys.exit(1 if check and stale else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""The one form of all benchmark reports: facts, then tables whose cells are what was measured.
+
+A cell keeps its raw values, and every number that is printed, written or plotted is made from them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from quire.benchmark.measure import Spread
+from quire.config import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """How many times faster one median is than another."""
+
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """A size in memory."""
+
+    value: int
+
+
+Cell = str | int | Spread | Factor | Bytes
+EMPTY = "–"
+_PIPE_WIDTH = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of cells under a title; `note` says what was done and how to read it."""
+
+    title: str
+    note: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a benchmark found."""
+
+    title: str
+    facts: dict[str, str]
+    """Machine, versions, date, command, model: whatever the figures depend on."""
+    tables: tuple[Table, ...]
+
+    def markdown(self) -> str:
+        lines = [f"# {self.title}", ""]
+        lines += [f"- {name}: {value}" for name, value in self.facts.items()]
+        for table in self.tables:
+            lines += ["", f"## {table.title}", "", table.note, "", *markdown_rows(table)]
+        return "\n".join(lines) + "\n"
+
+    def json(self) -> str:
+        tables = [
+            {
+                "title": table.title,
+                "note": table.note,
+                "columns": list(table.columns),
+                "rows": [[_json_cell(cell) for cell in row] for row in table.rows],
+            }
+            for table in self.tables
+        ]
+        return json.dumps({"title": self.title, "facts": self.facts, "tables": tables}, indent=1, ensure_ascii=False)
+
+    def print(self) -> None:
+        """On the terminal."""
+        # A pipe has no width of its own; a table that is cut to 80 columns helps nobody there.
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+        for name, value in self.facts.items():
+            console.print(f"{name}: {value}", style="dim", markup=False, soft_wrap=True)
+        for table in self.tables:
+            shown = RichTable(*table.columns, title=table.title, title_justify="left", box=None, pad_edge=False)
+            for row in table.rows:
+                shown.add_row(*map(cell_text, row))
+            console.print()
+            console.print(shown)
+            console.print(table.note, style="dim", markup=False, soft_wrap=True)
+
+    def write(self, markdown: Path | None, json_file: Path | None) -> None:
+        """Into files, where asked for; folders are made."""
+        for path, text in ((markdown, self.markdown), (json_file, self.json)):
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text(), encoding="utf-8")
+
+
+def cell_text(cell: Cell) -> str:
+    """A cell for people. The spread of several repeats stands behind their median."""
+    if isinstance(cell, Spread):
+        median = _number(cell.median)
+        if len(cell.values) == 1:
+            return f"{median} {cell.unit}"
+        return f"{median} {cell.unit} ({_number(cell.low)} to {_number(cell.high)})"
+    if isinstance(cell, Factor):
+        return f"{_number(cell.value)} ×"
+    if isinstance(cell, Bytes):
+        return format_bytes(cell.value)
+    return str(cell)
+
+
+def factor(slow: Spread, fast: Spread) -> Factor:
+    """How many times shorter `fast` took."""
+    return Factor(slow.median / fast.median)
+
+
+def markdown_rows(table: Table) -> list[str]:
+    """The table as GitHub reads it."""
+    lines = [table.columns, ("---",) * len(table.columns)]
+    lines += [tuple(cell_text(cell).replace("|", "\\|") for cell in row) for row in table.rows]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def _number(value: float) -> str:
+    """Three significant digits, and no exponents."""
+    if value == 0:
+        return "0"
+    magnitude = abs(value)
+    if magnitude >= 100:
+        return f"{value:,.0f}"
+    if magnitude >= 10:
+        return f"{value:.1f}"
+    return f"{value:.2f}" if magnitude >= 1 else f"{value:.3f}"
+
+
+def _json_cell(cell: Cell) -> dict[str, Any]:
+    values: dict[str, Any] = {"text": cell_text(cell)}
+    if isinstance(cell, Spread):
+        values |= {"values": list(cell.values), "unit": cell.unit}
+    elif isinstance(cell, Factor | Bytes):
+        values["value"] = cell.value
+    return values

@@ -1,0 +1,54 @@
+"""`quire bench ladder`: what each technique buys on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quire.cli import options
+from quire.cli.bench_options import deliver
+from quire.cli.terminal import say
+from quire.errors import EngineError, QuireError
+
+
+def ladder(
+    model: options.Model = options.DEFAULT_MODEL,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "float32",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Smaller workloads and two repeats, for a first look.")
+    ] = False,
+    output: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Where results.md, results.json and the plot go.")
+    ] = Path("benchmarks"),
+    plot: Annotated[str, typer.Option(metavar="svg|png", help="The plot's format.")] = "svg",
+) -> None:
+    """Climb from the naive loop to the full engine and measure what each rung buys.
+
+    All rungs answer the same requests, and must give the same tokens. docs/ladder/ has a chapter on each.
+
+    \b
+    quire bench ladder --quick
+    quire bench ladder --output ladder-results --plot png
+    quire bench ladder --model Qwen/Qwen3-0.6B --device cuda
+    """
+    from quire.benchmark.plot import check_format, plot_bars
+    from quire.ladder.climb import climb
+    from quire.ladder.engines import Engines
+    from quire.ladder.settings import FULL, QUICK
+
+    path = output / f"ladder.{plot}"
+    check_format(path)
+    settings = QUICK if quick else FULL
+    with Engines(model, device, dtype, settings.max_model_len) as engines:
+        found = climb(engines, settings)
+    deliver(found.report, output / "results.md", output / "results.json")
+    try:
+        plot_bars(path, "Output tokens per second, rung by rung", found.bars)
+        say(f"wrote {path}")
+    except QuireError as error:
+        say(f"no plot: {error}")
+    if found.differing and dtype == "float32":
+        raise EngineError(f"tokens differ from those of rung 1 on: {', '.join(found.differing)}")

@@ -1,0 +1,203 @@
+"""`quire bench throughput`, `latency` and `compare`, and the peers they know."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from quire import LLM
+from quire.benchmark.compare import compare
+from quire.benchmark.jobs import Lengths, random_jobs
+from quire.benchmark.measure import peak_memory
+from quire.benchmark.peers import PeerSetting, open_peer
+from quire.cli.main import app, main
+from quire.errors import QuireError
+from quire.sampling_params import SamplingParams
+
+CPU = torch.device("cpu")
+SMALL = ("--requests", "3", "--prompt-tokens", "4-8", "--new-tokens", "2-5", "--repeats", "2", "--device", "cpu")
+
+
+def quire(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "quire.cli.main", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def setting(model: Path, **options: Any) -> PeerSetting:
+    return PeerSetting(**({"model": str(model), "device": CPU, "dtype": torch.float32, "batch_size": 3,
+                           "max_model_len": 64} | options))  # fmt: skip
+
+
+@pytest.fixture
+def llm(tiny_model: Path) -> Iterator[LLM]:
+    with LLM(tiny_model, device="cpu", dtype="float32", kv_cache_memory="16MiB", max_model_len=64) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize(
+    ("command", "rows"),
+    [
+        ("throughput", ["time", "output tokens", "prompt and output tokens", "requests"]),
+        ("latency", ["time to first token", "time to the whole answer", "time per further token"]),
+    ],
+)
+def test_the_engine_alone(tiny_model: Path, tmp_path: Path, command: str, rows: list[str]) -> None:
+    files = ("--json", tmp_path / "a.json", "--markdown", tmp_path / "a.md")
+    done = quire("bench", command, "--model", tiny_model, *SMALL, *files)
+    assert done.returncode == 0, done.stderr
+    raw = json.loads((tmp_path / "a.json").read_text())
+    measured = raw["tables"][0]["rows"]
+    assert [row[0]["text"] for row in measured][: len(rows)] == rows
+    for name, cell in measured:
+        assert f"| {name['text']} | {cell['text']} |" in (tmp_path / "a.md").read_text()
+        assert cell["text"] in done.stdout
+        assert min(cell["values"]) > 0
+    assert raw["facts"]["command"].startswith(f"quire bench {command} --model")
+
+
+def test_throughput_counts_the_tokens_of_its_jobs(llm: LLM) -> None:
+    from quire.benchmark.throughput import measure_throughput
+
+    jobs = random_jobs(3, Lengths(4, 8), Lengths(2, 5), 256)
+    table = measure_throughput(llm, jobs, repeats=1, clock=iter([0.0, 2.0]).__next__)
+    measured = {row[0]: row[1].values for row in table.rows}  # type: ignore[union-attr]
+    new = sum(job.new_tokens for job in jobs)
+    assert measured["time"] == (2.0,)
+    assert measured["output tokens"] == (new / 2,)
+    assert measured["prompt and output tokens"] == ((new + sum(len(job.prompt) for job in jobs)) / 2,)
+    assert measured["requests"] == (1.5,)
+
+
+def test_transformers_answers_alike_in_float32(llm: LLM, tiny_model: Path) -> None:
+    jobs = random_jobs(5, Lengths(3, 9), Lengths(2, 6), 256)
+    clock = iter([0.0, 1.0, 1.0, 3.0]).__next__
+    table = compare(llm, open_peer("transformers", setting(tiny_model)), jobs, repeats=1, clock=clock)
+    (_, ours, *_), (name, theirs, ratio, same) = table.rows
+    assert "transformers" in str(name)
+    assert same == "5 of 5"
+    tokens = sum(job.new_tokens for job in jobs)
+    assert ours.values == (tokens / 1,)  # type: ignore[union-attr]
+    assert theirs.values == (tokens / 2,)  # type: ignore[union-attr]
+    assert ratio.value == 2.0  # type: ignore[union-attr]
+
+
+class Completions(BaseHTTPRequestHandler):
+    """OpenAI's completions, as far as the peer asks for them, answered by the model itself."""
+
+    llm: LLM
+    lock = threading.Lock()
+    seen: list[dict[str, Any]]
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.seen.append({**body, "path": self.path})
+        if body["max_tokens"] == 13:
+            self.send_error(400, "no")
+            return
+        with self.lock:
+            output = self.llm.generate(body["prompt"], SamplingParams(temperature=0, max_tokens=body["max_tokens"]))[0]
+        answer = {"choices": [{"text": output.text}], "usage": {"completion_tokens": len(output.token_ids)}}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server(tiny_model: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    with LLM(tiny_model, device="cpu", dtype="float32", kv_cache_memory="16MiB", max_model_len=64) as llm:
+        handler = type("Handler", (Completions,), {"llm": llm, "seen": []})
+        with ThreadingHTTPServer(("127.0.0.1", 0), handler) as listening:
+            thread = threading.Thread(target=listening.serve_forever)
+            thread.start()
+            try:
+                yield f"http://127.0.0.1:{listening.server_port}/v1", handler.seen  # type: ignore[attr-defined]
+            finally:
+                listening.shutdown()
+                thread.join()
+
+
+def test_a_server_is_compared_by_the_tokens_it_reports(
+    llm: LLM, tiny_model: Path, server: tuple[str, list[dict[str, Any]]]
+) -> None:
+    url, seen = server
+    jobs = random_jobs(3, Lengths(4, 8), Lengths(2, 5), 256)
+    table = compare(llm, open_peer("openai-url", setting(tiny_model, url=url)), jobs, repeats=1)
+    assert table.rows[1][3] == "not told"
+    asked = {(body["path"], tuple(body["prompt"]), body["max_tokens"]) for body in seen}
+    assert asked == {("/v1/completions", job.prompt, job.new_tokens) for job in jobs}
+    with pytest.raises(QuireError, match="answered 400"):
+        open_peer("openai-url", setting(tiny_model, url=url)).run(random_jobs(1, Lengths(4, 4), Lengths(13, 13), 256))
+
+
+def bench_error(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """What a failing command says, run in this process: starting another takes seconds."""
+    monkeypatch.setattr(sys, "argv", ["quire", "bench", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("peer", "module"), [("llama-cpp", "llama_cpp"), ("vllm", "vllm")])
+def test_absent_peers_say_what_to_install(
+    peer: str, module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if importlib.util.find_spec(module) is not None:
+        pytest.skip(f"{module} is installed here")
+    said = bench_error(("compare", "--peer", peer), monkeypatch, capsys)
+    assert said.startswith(f"error: the peer {peer} is not installed here: pip install ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("compare", "--peer", "ollama"), "--peer: must be one of transformers, llama-cpp"),
+        (("compare", "--peer", "openai-url"), "--url"),
+        (("compare", "--peer", "openai-url", "--url", "ftp://x"), "--url: must begin with http"),
+        (("compare", "--peer", "transformers", "--url", "http://x"), "--url"),
+        (("throughput", "--prompt-tokens", "many"), "--prompt-tokens"),
+        (("ladder", "--plot", "gif"), "--plot: must be svg or png"),
+        (("ladder", "--model", "smolm2"), "'smolm2' was not found"),
+    ],
+)
+def test_wrong_input_is_one_line_that_says_what_to_do(
+    arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench_error(arguments, monkeypatch, capsys).startswith(f"error: {message}")
+
+
+def test_a_server_that_is_not_there_is_named(tiny_model: Path) -> None:
+    peer = open_peer("openai-url", setting(tiny_model, url="http://127.0.0.1:9/v1"))
+    with pytest.raises(QuireError, match=r"127\.0\.0\.1:9/v1/completions can't be reached"):
+        peer.run(random_jobs(1, Lengths(4, 4), Lengths(2, 2), 256))
+
+
+def test_every_command_has_examples() -> None:
+    for command in ("ladder", "throughput", "latency", "compare"):
+        shown = CliRunner().invoke(app, ["bench", command, "--help"]).stdout
+        assert f"quire bench {command} --" in shown
+
+
+def test_peak_memory_sees_what_was_held_for_a_moment() -> None:
+    size = 64 * 2**20
+    peak = peak_memory(lambda: torch.ones(size, dtype=torch.uint8).max(), CPU)
+    if peak is None:
+        pytest.skip("this system does not tell")
+    assert size * 0.9 < peak < size * 1.5
+    nothing = peak_memory(lambda: None, CPU)
+    assert nothing is not None
+    assert nothing < size / 8

@@ -1,0 +1,191 @@
+"""The whole climb: the numbers in its table are the ones that were measured."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.benchmark.jobs import Lengths
+from quire.benchmark.measure import Spread
+from quire.benchmark.report import Bytes, Factor, Table, cell_text, markdown_rows
+from quire.ladder.climb import climb
+from quire.ladder.engines import Engines
+from quire.ladder.settings import QUICK
+
+NUMBER = r"[\d,]+(?:\.\d+)?"
+
+
+def quire(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "quire.cli.main", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def read_tables(markdown: str) -> dict[str, list[list[str]]]:
+    """Title to rows of cells, the head first."""
+    tables: dict[str, list[list[str]]] = {}
+    for section in markdown.split("\n## ")[1:]:
+        rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
+        tables[section.splitlines()[0]] = [row for row in rows if row[0] != "---"]
+    return tables
+
+
+def number(text: str) -> float:
+    found = re.match(NUMBER, text)
+    assert found is not None, text
+    return float(found[0].replace(",", ""))
+
+
+def close(shown: str, value: float) -> bool:
+    """Whether a number as shown is the value, rounded: three digits, or three places below one."""
+    return abs(number(shown) - value) <= max(abs(value) * 0.005, 0.0005)
+
+
+@pytest.fixture(scope="module")
+def quick(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+    folder = tmp_path_factory.mktemp("climbed")
+    done = quire("bench", "ladder", "--quick", "--model", tiny_model, "--device", "cpu", "--output", folder)
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout, done.stderr
+
+
+def test_quick_writes_the_table_the_plot_and_the_raw_figures(quick: tuple[Path, str, str]) -> None:
+    folder, shown, _ = quick
+    tables = read_tables((folder / "results.md").read_text())
+    ladder = tables["The ladder"]
+    assert [row[0] for row in ladder[1:]] == [str(number) for number in range(1, 11)]
+    assert all(row[3].endswith(")") for row in ladder[1:7])
+    assert [row[2] == "not run" for row in ladder[1:]] == [False] * 6 + [True] * 4
+    missing = tables["Rungs that did not run here"]
+    assert [row[0] for row in missing[1:]] == ["7", "8", "9", "10"]
+    assert "needs a CUDA GPU" in missing[2][2]
+    plot = (folder / "ladder.svg").read_text()
+    assert plot.count("continuous batching") == 1
+    for rate in json.loads((folder / "results.json").read_text())["tables"][0]["rows"][:6]:
+        assert f"{statistics.median(rate[5]['values']):,.1f}" in plot
+    assert "The ladder" in shown
+    facts = (folder / "results.md").read_text().split("##")[0]
+    for fact in ("command: quire bench ladder --quick", "machine: ", "versions: quire ", "date: 20"):
+        assert fact in facts
+    assert "same tokens on all rungs: yes" in facts
+
+
+def test_the_numbers_in_the_tables_are_the_measured_ones(quick: tuple[Path, str, str]) -> None:
+    folder, _, _ = quick
+    raw = json.loads((folder / "results.json").read_text())
+    written = read_tables((folder / "results.md").read_text())
+    assert [table["title"] for table in raw["tables"]] == list(written)
+    checked = 0
+    for table in raw["tables"]:
+        for shown_row, raw_row in zip(written[table["title"]][1:], table["rows"], strict=True):
+            for shown, cell in zip(shown_row, raw_row, strict=False):
+                assert shown.strip() == cell["text"].strip()
+                if "values" in cell:
+                    assert close(shown, statistics.median(cell["values"]))
+                    low, high = re.findall(rf"\(({NUMBER}) to ({NUMBER})\)", shown)[0]
+                    assert close(low, min(cell["values"]))
+                    assert close(high, max(cell["values"]))
+                    checked += 1
+    assert checked > 40
+
+
+def test_factors_follow_from_the_times(quick: tuple[Path, str, str]) -> None:
+    folder, _, _ = quick
+    rows = json.loads((folder / "results.json").read_text())["tables"][0]["rows"][:6]
+    times = [statistics.median(row[3]["values"]) for row in rows]
+    assert rows[0][7]["value"] == rows[0][8]["value"] == 1
+    for i in range(1, 6):
+        assert rows[i][7]["value"] == pytest.approx(times[i - 1] / times[i])
+        assert rows[i][8]["value"] == pytest.approx(times[0] / times[i])
+        tokens = [t * rate for t, rate in zip(rows[i][3]["values"], rows[i][5]["values"], strict=True)]
+        assert tokens == pytest.approx([round(tokens[0])] * len(tokens))
+
+
+def test_nothing_but_what_was_written_is_said_where_nobody_looks(quick: tuple[Path, str, str]) -> None:
+    folder, _, said = quick
+    names = ("results.md", "results.json", "ladder.svg")
+    assert said.splitlines() == [f"wrote {folder / name}" for name in names]
+
+
+class TickingClock:
+    """Every look at it takes a second."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def test_what_the_clock_says_is_what_the_table_says(tiny_model: Path) -> None:
+    """With a clock that counts looks, every duration is known: a rung looks once per request or group of them."""
+    settings = replace(
+        QUICK, num_jobs=4, max_num_seqs=2, answer=Lengths(2, 3), hello_lengths=(2, 4), batch_jobs=4, batch_seqs=2,
+        prompt_lengths=(8,), prompt_new_tokens=2, attention_lengths=(16,), chat_requests=2, system_tokens=32,
+    )  # fmt: skip
+    with Engines(str(tiny_model), "cpu", "float32", max_model_len=256) as engines:
+        found = climb(engines, settings, TickingClock())
+    assert found.differing == ()
+    tables = {table.title: table for table in found.report.tables}
+    times = [row[3] for row in tables["The ladder"].rows[:6]]
+    # Rungs 1 and 2 look at the start and after each of four requests; rung 3 once more at the end; 4 to 6 only once.
+    assert times == [Spread((seconds, seconds), "s") for seconds in (4, 4, 5, 2, 2, 2)]
+    hello = tables["Naive loop and KV cache"].rows
+    assert [(row[0], row[1], row[2]) for row in hello] == [
+        (2, Spread((1, 1), "s"), Spread((1, 1), "s")),
+        (4, Spread((2, 2), "s"), Spread((2, 2), "s")),
+    ]
+    assert {row[2].values for row in tables["Attention kernels"].rows} == {(1000.0, 1000.0)}  # type: ignore[union-attr]
+    assert [name for name, _ in found.bars][3] == "4 continuous batching"
+    shared = tables["Time to first token with a shared system prompt"]
+    assert [row[1] for row in shared.rows] == [0, 32]
+
+
+def test_a_rung_that_says_something_else_is_found_out(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from quire.cli.bench_ladder import ladder
+    from quire.errors import EngineError
+    from quire.ladder import rungs
+
+    real = rungs.generate_with_kv_cache
+
+    def forgetful(*arguments: Any, **options: Any) -> list[int]:
+        return [token ^ 1 for token in real(*arguments, **options)]
+
+    monkeypatch.setattr(rungs, "generate_with_kv_cache", forgetful)
+    with pytest.raises(EngineError, match="2 contiguous KV cache"):
+        ladder(str(tiny_model), "cpu", "float32", True, tmp_path, "png")
+    assert "same tokens on all rungs: no: 2 contiguous KV cache" in (tmp_path / "results.md").read_text()
+    assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_plot_is_left_out_and_said_so(tiny_model: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['matplotlib'] = None; sys.argv = ['quire', 'bench', 'ladder', '--quick', '--model', "
+        f"{str(tiny_model)!r}, '--device', 'cpu', '--output', {str(tmp_path)!r}]\n"
+        "from quire.cli.main import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "pip install 'quire[plot]'" in done.stderr
+    assert (tmp_path / "results.md").exists()
+    assert not (tmp_path / "ladder.svg").exists()
+
+
+def test_cells_are_rounded_for_people() -> None:
+    assert cell_text(Spread((0.12345,), "s")) == "0.123 s"
+    assert cell_text(Spread((2.0, 1.0, 30.0), "s")) == "2.00 s (1.00 to 30.0)"
+    assert cell_text(Spread((123456.0,), "tok/s")) == "123,456 tok/s"
+    assert cell_text(Factor(1.0)) == "1.00 ×"
+    assert cell_text(Bytes(3 * 2**20)) == "3.0 MiB"
+    table = Table("t", "n", ("a", "b"), ((1, "x|y"),))
+    assert markdown_rows(table) == ["| a | b |", "| --- | --- |", "| 1 | x\\|y |"]

@@ -1,0 +1,139 @@
+"""The first rungs: short loops that say what the engine says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.benchmark.jobs import Job, Lengths, random_jobs
+from quire.errors import InvalidRequestError
+from quire.kernels.cpu.kernels import CpuKernels
+from quire.kernels.reference import ReferenceKernels
+from quire.ladder.contiguous import ContiguousCache
+from quire.ladder.kv_cache import generate_with_kv_cache, print_cache_growth
+from quire.ladder.naive import generate_naive
+from quire.ladder.static_batching import batch_start, generate_static_batch, serve_static_batches
+from quire.models.decoder import Decoder
+from tests.decoding import greedy
+from tests.random_models import SPECS, random_decoder
+
+PROMPT = [5, 17, 3, 90, 41, 8, 22]
+
+
+@pytest.fixture(params=[ReferenceKernels, CpuKernels], ids=["reference", "cpu"])
+def decoder(request: pytest.FixtureRequest) -> Decoder:
+    return random_decoder(SPECS["llama"], request.param(), torch.float32)
+
+
+def ticking(step: float) -> Callable[[], float]:
+    """A clock on which every look takes `step` seconds."""
+
+    def ticks() -> Iterator[float]:
+        now = 0.0
+        while True:
+            yield now
+            now += step
+
+    return ticks().__next__
+
+
+@pytest.mark.parametrize("family", SPECS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loops_say_what_a_paged_decoder_says(family: str, dtype: torch.dtype) -> None:
+    decoder = random_decoder(SPECS[family], CpuKernels(), dtype)
+    expected = greedy(decoder, PROMPT, 40)
+    assert len(set(expected)) > 5
+    assert generate_naive(decoder, PROMPT, 40) == expected
+    assert generate_with_kv_cache(decoder, PROMPT, 40) == expected
+
+
+def test_tokens_are_told_as_they_come(decoder: Decoder) -> None:
+    for generate in (generate_naive, generate_with_kv_cache):
+        told: list[int] = []
+        assert generate(decoder, PROMPT, 9, told.append) == told
+
+
+def test_the_key_length_grows_by_one_per_token(decoder: Decoder) -> None:
+    shapes: list[list[int]] = []
+
+    def note(cache: ContiguousCache) -> None:
+        shapes.append(list(cache.keys(layer=1, sequence=0).shape))
+
+    generate_with_kv_cache(decoder, PROMPT, 12, on_cache=note)
+    spec = decoder.spec
+    assert shapes[0] == [spec.num_kv_heads, len(PROMPT), spec.head_dim]
+    assert all(after[1] == before[1] + 1 for before, after in pairwise(shapes))
+    assert all([after[0], after[2]] == [before[0], before[2]] for before, after in pairwise(shapes))
+    assert len(shapes) == 12
+
+
+def test_the_cache_prints_its_shapes_as_they_grow(decoder: Decoder) -> None:
+    lines: list[str] = []
+    answer = print_cache_growth(decoder, PROMPT, 3, lines.append)
+    assert answer == generate_with_kv_cache(decoder, PROMPT, 3)
+    assert "computed   7 new: keys [2, 7, 16] in each of 2 layers" in lines[0]
+    assert "computed   1 new: keys [2, 8, 16]" in lines[1]
+    assert "computed   1 new: keys [2, 9, 16]" in lines[2]
+
+
+def test_a_static_batch_gives_everyone_the_answer_they_get_alone(decoder: Decoder) -> None:
+    jobs = random_jobs(5, Lengths(1, 20), Lengths(1, 12), decoder.spec.vocab_size)
+    together = generate_static_batch(decoder, jobs)
+    assert together == [tuple(generate_naive(decoder, job.prompt, job.new_tokens)) for job in jobs]
+
+
+def test_static_batches_fill_up_or_give_up_waiting(decoder: Decoder) -> None:
+    arrivals = [0.0, 0.01, 0.02, 0.5, 0.52, 9.0]
+    jobs = [Job((1, 2), 2, arrival) for arrival in arrivals]
+    # Computing takes one tick of 0.1 s per batch.
+    answers = serve_static_batches(decoder, jobs, max_batch_size=3, max_wait_ms=100, clock=ticking(0.1))
+    starts = [answer.started for answer in answers]
+    assert starts == pytest.approx([0.02, 0.02, 0.02, 0.6, 0.6, 9.1])
+    assert [answer.finished for answer in answers] == pytest.approx([start + 0.1 for start in starts])
+    assert len({answer.tokens for answer in answers}) == 1
+
+
+def test_a_busy_machine_takes_along_whoever_came_meanwhile(decoder: Decoder) -> None:
+    jobs = [Job((1, 2), 1, arrival) for arrival in (0.0, 0.3, 0.9)]
+    answers = serve_static_batches(decoder, jobs, max_batch_size=8, max_wait_ms=10, clock=ticking(1.0))
+    assert [answer.started for answer in answers] == pytest.approx([0.01, 1.01, 1.01])
+
+
+@given(
+    arrivals=st.lists(st.floats(0, 10), min_size=1, max_size=8).map(sorted),
+    free_from=st.floats(0, 10),
+    size=st.integers(1, 5),
+    wait=st.floats(0, 5000),
+)
+def test_a_batch_starts_full_or_late_and_never_without_its_first(
+    arrivals: list[float], free_from: float, size: int, wait: float
+) -> None:
+    start = batch_start(arrivals, free_from, size, wait)
+    present = [arrival for arrival in arrivals if arrival <= start]
+    assert present
+    assert start >= free_from
+    if start > free_from:
+        waited = start == arrivals[0] + wait / 1000
+        assert waited or len(present) >= size
+
+
+def test_job_lengths_are_read_and_checked() -> None:
+    assert Lengths.parse("--new-tokens", "7") == Lengths(7, 7)
+    assert Lengths.parse("--new-tokens", "3-9") == Lengths(3, 9)
+    for wrong in ("", "0", "9-3", "x", "3-", "-3", "1-2-3", "1.5"):
+        with pytest.raises(InvalidRequestError, match="--new-tokens"):
+            Lengths.parse("--new-tokens", wrong)
+
+
+def test_jobs_are_the_same_each_time_and_begin_alike_where_asked() -> None:
+    jobs = random_jobs(60, Lengths(3, 9), Lengths(2, 4), 1000, shared=5)
+    assert jobs == random_jobs(60, Lengths(3, 9), Lengths(2, 4), 1000, shared=5)
+    assert len({job.prompt[:5] for job in jobs}) == 1
+    assert len({job.prompt for job in jobs}) == 60
+    assert {len(job.prompt) for job in jobs} == set(range(8, 15))
+    assert {job.new_tokens for job in jobs} == {2, 3, 4}
