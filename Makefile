@@ -1,4 +1,5 @@
 # make run    answers a prompt with a real model:  make run PROMPT="Why is the sky blue?"
+# make serve  an OpenAI-compatible server:  make serve SERVE_ARGS="--model Qwen/Qwen3-0.6B --port 8080"
 # make test   checks and runs all tests
 # make check  ruff and the type checker
 # make bench  the benchmarks that run on this machine
@@ -11,10 +12,13 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 export PROMPT
 
-.PHONY: run test check bench soak clean
+.PHONY: run serve test check bench soak clean
 
 run: .venv/run-installed
 	@$(BIN)/quire run "$$PROMPT"
+
+serve: .venv/serve-installed
+	@$(BIN)/quire serve $(SERVE_ARGS)
 
 test: check
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
@@ -41,6 +45,10 @@ soak: .venv/test-installed
 .venv/run-installed: pyproject.toml | .venv/bin/python
 	$(BIN)/pip install --quiet "$(TORCH)"
 	$(BIN)/pip install --quiet -e ".[gguf,structured]"
+	@touch $@
+
+.venv/serve-installed: pyproject.toml | .venv/run-installed
+	$(BIN)/pip install --quiet -e ".[gguf,server]"
 	@touch $@
 
 .venv/test-installed: pyproject.toml | .venv/run-installed

@@ -24,10 +24,9 @@ Endpoint = Callable[..., Awaitable[Response]]
 _LARGE_BODY = 64 * 1024
 """From here on a body is parsed in a thread, so that others are served meanwhile."""
 _MOST_FIELDS = 256
-_MOST_PARTS = 100_000
-_MOST_VALUES = 400_000
-_MARK = re.compile(rb'["\[{,]')
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_MOST_PARTS = 50_000
+_MOST_VALUES = 200_000
+"""Making more would keep everybody else waiting: the parser holds the interpreter's lock all the while."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _MOST_IGNORED = 1000
 
@@ -75,7 +74,7 @@ def parse_body(body: bytes, model: type[_T]) -> _T:
         limits = f"{_MOST_PARTS} lists, objects and strings, and {_MOST_VALUES} values"
         raise ApiError(400, f"the body has too many parts: at most {limits} are accepted", code="invalid_json")
     try:
-        data = from_json(body, allow_inf_nan=True)
+        data = from_json(body, allow_inf_nan=True, cache_strings="none")  # hostile keys are all different
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(data, dict):
@@ -93,18 +92,15 @@ def _has_too_many_parts(body: bytes) -> bool:
     num_parts = body.count(b"[") + body.count(b"{") + body.count(b'"') // 2
     if num_parts <= _MOST_PARTS and body.count(b",") <= _MOST_VALUES:
         return False
-    num_parts = num_values = position = 0
-    while num_parts <= _MOST_PARTS and num_values <= _MOST_VALUES:
-        mark = _MARK.search(body, position)
-        if mark is None:
-            return False
-        whole = mark if mark[0] != b'"' else _STRING.match(body, mark.start())
-        if whole is None:
-            return False  # a string without an end, as the parser will say
-        position = whole.end()
-        num_values += mark[0] == b","
-        num_parts += mark[0] != b","
-    return True
+    # Without escapes every quote begins or ends a string. A few calls over the whole text: a loop in Python would
+    # take ten times as long, and so would a regular expression.
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    num_strings = plain.count(b'"') // 2
+    if num_strings > _MOST_PARTS:
+        return True
+    outside = b"".join(plain.split(b'"')[::2])
+    num_parts = num_strings + outside.count(b"[") + outside.count(b"{")
+    return num_parts > _MOST_PARTS or outside.count(b",") > _MOST_VALUES
 
 
 def refuse_unsupported(value: BaseModel) -> None:

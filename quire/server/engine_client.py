@@ -4,7 +4,6 @@ dies or hangs is replaced."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import deque
@@ -38,6 +37,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 _MOST_FAILED_STARTS = 5
 _LAST_STEPS = 20
 _DESCRIBE_SECONDS = 5.0
+_LAST_WORDS = 0.5
 
 
 class Listener(Protocol):
@@ -251,14 +251,17 @@ class EngineClient:
         reading = asyncio.create_task(self._read(link))
         watching = asyncio.create_task(self._watch(link))
         exiting = asyncio.create_task(link.wait())
-        tasks: set[asyncio.Task[str]] = {reading, watching, exiting}
+        breaking = asyncio.create_task(link.broken())
+        tasks = (reading, exiting, watching, breaking)
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            # Its last words, if it had any, are a better explanation than its exit code.
-            if reading not in done and exiting in done:
-                with contextlib.suppress(TimeoutError):
-                    return await asyncio.wait_for(asyncio.shield(reading), 0.5)
-            return next(iter(done)).result()
+            # Its last words, if it had any, are a better explanation than its exit code, and that is a better one
+            # than our not reaching it.
+            if exiting not in done and breaking in done:
+                await asyncio.wait((exiting,), timeout=_LAST_WORDS)
+            if reading not in done and exiting.done():
+                await asyncio.wait((reading,), timeout=_LAST_WORDS)
+            return next(task for task in tasks if task.done()).result()
         finally:
             for task in tasks:
                 task.cancel()

@@ -58,6 +58,8 @@ class EngineLink:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._commands: zmq.Socket[bytes] | None = None
         self._events: zmq.asyncio.Socket | None = None
+        self._broken = asyncio.Event()
+        self._fault = ""
 
     async def start(self) -> Ready:
         """Starts the process and waits until it is ready; raises what it says is wrong."""
@@ -100,10 +102,19 @@ class EngineLink:
         return decode_event(await self._events.recv())
 
     def send(self, command: Command) -> None:
-        """Never blocks. A process that has gone is noticed by others."""
+        """Never blocks, never raises: `broken` tells of a command that could not be sent."""
         assert self._commands is not None
-        with contextlib.suppress(zmq.Again):
+        try:
             self._commands.send(encode(command), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            self._fault = f"{type(command).__name__}: {error}"
+            self._broken.set()
+
+    async def broken(self) -> str:
+        """Waits for a command that can't be sent and says which. From then on the two sides may disagree on what
+        is running, so the process is of no more use."""
+        await self._broken.wait()
+        return f"a command could not be sent to it ({self._fault})"
 
     async def wait(self) -> str:
         """Waits for the process to end and says how it did."""

@@ -141,7 +141,7 @@ def install(app: FastAPI) -> None:
         request.state.error = api_error
         return error_response(request.scope["path"], api_error, request.state.request_id)
 
-    for kind in (ApiError, QuireError, ValidationError, HTTPException):
+    for kind in (ApiError, QuireError, ValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, handle)
 
 

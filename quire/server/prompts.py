@@ -81,6 +81,8 @@ class PromptEncoder:
             ids = self.tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
             encoded = EncodedPrompt(tuple(ids), prompt.text, True, params, ResolvedTokens())
         else:
+            if truncate is None:  # what is too long need not be looked at
+                _check_context(len(prompt.token_ids), params.max_tokens, limits.max_model_len)
             _check_ids(prompt.token_ids, limits.vocab_size)
             encoded = EncodedPrompt(prompt.token_ids, None, True, params, ResolvedTokens())
         if truncate is not None:

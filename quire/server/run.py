@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _LAST_WORDS = 0.5
 """Seconds for clients to be told that the server ends."""
+_GC_THRESHOLDS = (50_000, 20, 50)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -114,6 +115,8 @@ class _Run:
         # What is here now stays: the collector need not look through it while requests wait.
         gc.collect()
         gc.freeze()
+        # Nor through a large body again and again while it is being made: its parts are no garbage yet.
+        gc.set_threshold(*_GC_THRESHOLDS)
         host, port = self._listener.getsockname()[:2]
         scheme = "https" if config.tls_certificate else "http"
         shown = f"[{host}]" if ":" in host else host

@@ -1,4 +1,4 @@
-"""One server for each module that asks for it."""
+"""Servers that modules share: starting one takes as long as many tests do."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ from tests.server.harness import KEY, Server
 from tests.server.random_model import write_model
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    """SmolLM2 behind the server's defaults, in a small cache."""
+@pytest.fixture(scope="session")
+def shared_server() -> Iterator[Server]:
     with Server() as server:
-        server.assert_sound()
         yield server
-        server.assert_sound()
+
+
+@pytest.fixture(scope="module")
+def server(shared_server: Server) -> Iterator[Server]:
+    """SmolLM2 behind the server's defaults, in a small cache; each module leaves it as it found it."""
+    shared_server.assert_sound()
+    yield shared_server
+    shared_server.assert_sound()
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +34,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def keyed() -> Iterator[Server]:
     """The same, for those who know a key."""
     with Server(api_keys=[KEY]) as server:

@@ -1,4 +1,5 @@
-"""The engine process with faults on demand: the file named by QUIRE_TEST_FAULT says what the next steps do."""
+"""The engine process with faults on demand: the file named by QUIRE_TEST_FAULT says what the next steps, sends or
+allocations do."""
 
 from __future__ import annotations
 
@@ -9,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from quire.assemble import Engine, build_engine
+from quire.engine.block_pool import Block
 from quire.server.engine_process import main
 from quire.step import Step
+from tests.server.countdown import break_sends, is_due
 
 SECRET = "secret/path/of/this/machine"
 
@@ -35,8 +38,18 @@ def build_faulty_engine(*args: Any) -> Engine:
         return compute(step)
 
     engine.runner.submit = submit  # type: ignore[method-assign]
+    pool = engine.core.scheduler.blocks.pool
+    take_one = pool.take
+
+    def take() -> Block | None:
+        if is_due("take_raises"):
+            raise MemoryError
+        return None if is_due("take_none") else take_one()
+
+    pool.take = take  # type: ignore[method-assign]
     return engine
 
 
 if __name__ == "__main__":
+    break_sends("engine_send")
     sys.exit(main(build_faulty_engine))

@@ -59,6 +59,7 @@ class Server:
         self.log_file = Path(self._folder.name) / "log"
         self.fault_file = Path(self._folder.name) / "fault"
         self.fields = {"port": self.port, "engine": ENGINE, **fields}
+        self._module = "tests.server.run_faulty_server" if faults else "tests.server.run_server"
         if faults:
             self.fields["engine_module"] = "tests.server.faulty_engine"
         self._environment = {
@@ -74,7 +75,7 @@ class Server:
     def __enter__(self) -> Self:
         with self.log_file.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.server.run_server", json.dumps(self.fields)],
+                [sys.executable, "-m", self._module, json.dumps(self.fields)],
                 cwd=ROOT,
                 env=self._environment,
                 stderr=log,
@@ -174,7 +175,7 @@ class Server:
 
     def assert_sound(self) -> None:
         """What HARDENING asks after every case."""
-        wait_for(lambda: self.health() == 200, 30, "health")
+        wait_for(lambda: self.health() == 200, 60, "health")
         if not self.baseline:
             self.baseline = self.canary()
             assert len(self.baseline) == 8

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import httpx
 import pytest
+from fastapi import FastAPI
 
 from quire.engine import EngineCore, Scheduler, SchedulerConfig, StepLog, make_requests
 from quire.engine.fake_runner import FakeRunner
@@ -17,12 +19,14 @@ from quire.server.admission import Admission
 from quire.server.answer_reader import AnswerReader
 from quire.server.config import ServerConfig
 from quire.server.connection import ignored_header, parse_body, request_id_of
-from quire.server.errors import ApiError, error_body, field_name, to_api_error
-from quire.server.limits import BodyLimits
+from quire.server.errors import ApiError, error_body, field_name, install, to_api_error
+from quire.server.limits import BodyLimits, RequestContext
 from quire.server.messages import AddRequest, Updates, decode_command, decode_event, encode
+from quire.server.metrics import ServerMetrics
 from quire.server.protocol.common import Body
 from quire.server.request_records import RecordBook, RequestRecord, describe_request
 from quire.step import PromptScores, RequestMetrics, RequestUpdate, TokenScore
+from tests.server.harness import error_of
 
 
 class TestAdmission:
@@ -145,6 +149,22 @@ class TestErrors:
         assert "secret" not in found.message
         assert "internal" not in found.message
 
+    def test_what_nobody_foresaw_has_the_shape_of_an_error(self) -> None:
+        app = FastAPI()
+        install(app)
+
+        @app.get("/")
+        async def fail() -> None:
+            raise RuntimeError("secret")
+
+        async def ask() -> httpx.Response:
+            transport = httpx.ASGITransport(RequestContext(app, ServerMetrics("m")))
+            async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+                return await client.get("/")
+
+        response = asyncio.run(ask())
+        assert "secret" not in error_of(response, 500)
+
     def test_each_protocol_has_its_shape(self) -> None:
         error = ApiError(503, "later")
         assert error_body("/v1/messages", error, "id")["error"]["type"] == "overloaded_error"
@@ -245,14 +265,15 @@ def test_who_can_reach_the_server() -> None:
 @pytest.mark.parametrize(
     ("body", "is_refused"),
     [
-        ('{"a": [' + "1," * 300_000 + "1]}", False),
-        ('{"a": [' + "1," * 500_000 + "1]}", True),
-        ('{"a": [' + "[]," * 60_000 + "1]}", False),
-        ('{"a": [' + "[]," * 120_000 + "1]}", True),
-        ('{"a": [' + '"x",' * 120_000 + "1]}", True),
+        ('{"a": [' + "1," * 150_000 + "1]}", False),
+        ('{"a": [' + "1," * 250_000 + "1]}", True),
+        ('{"a": [' + "[]," * 40_000 + "1]}", False),
+        ('{"a": [' + "[]," * 60_000 + "1]}", True),
+        ('{"a": [' + '"x",' * 60_000 + "1]}", True),
+        ('{"a": [' + '"\\\\\\"[",' * 30_000 + "1]}", False),
         ('{"a": "' + "[{,," * 200_000 + '"}', False),
         ('{"a": "' + '\\"' * 500_000 + '"}', False),
-        ('{"a": "' + "\\\\" * 500_000 + '", "b": [' + "[]," * 120_000 + "1]}", True),
+        ('{"a": "' + "\\\\" * 500_000 + '", "b": [' + "[]," * 60_000 + "1]}", True),
     ],
 )
 def test_bodies_of_too_many_parts_are_refused_before_they_are_made(body: str, is_refused: bool) -> None:

@@ -19,7 +19,7 @@ from quire.server.generation import Usage
 MAX_TOP_LOGPROBS = 20
 MAX_ENTRIES = MAX_BIASES
 """Of a mapping whose values are checked."""
-MAX_MESSAGES = 16_384
+MAX_MESSAGES = 8192
 
 
 def _bound_errors(schema: Any) -> None:
