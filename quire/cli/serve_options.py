@@ -25,10 +25,18 @@ ApiKeyFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Further k
 MaxModelLen = Annotated[
     int | None, typer.Option(metavar="N", help="Longest sequence, prompt and answer; default: the model's own.")
 ]
-MaxNumSeqs = Annotated[int, typer.Option(metavar="N", help="Answers computed at once.")]
-MaxBatchedTokens = Annotated[int, typer.Option(metavar="N", help="Tokens computed in one step.")]
+MaxNumSeqs = Annotated[
+    int | None, typer.Option(metavar="N", help="Answers computed at once; default 64 on a CPU, 256 on a GPU.")
+]
+MaxBatchedTokens = Annotated[
+    int | None, typer.Option(metavar="N", help="Tokens computed in one step; default 512 on a CPU, 8192 on a GPU.")
+]
 KvCacheMemory = Annotated[
-    str, typer.Option(metavar="M", help="Memory for keys and values: 2GiB, or a fraction of what is free.")
+    str | None,
+    typer.Option(
+        metavar="M",
+        help="Memory for keys and values: 2GiB, or a fraction of what is free; default 0.25 on a CPU, 0.9 on a GPU.",
+    ),
 ]
 HostCacheMemory = Annotated[
     str, typer.Option(metavar="M", help="Host memory below the prefix cache, such as 4GiB; 0: none.")

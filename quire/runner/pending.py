@@ -47,6 +47,11 @@ class PendingStep:
         """The device's memory that is still being copied from."""
         self._result: StepResult | None = None
 
+    @property
+    def is_read(self) -> bool:
+        """Whether somebody has waited for it already."""
+        return self._result is not None
+
     def result(self) -> StepResult:
         if self._result is None:
             if self._arrived is not None:

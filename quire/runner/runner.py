@@ -34,7 +34,7 @@ from quire.runner.outcome import Outcome
 from quire.runner.pending import PendingStep, Results
 from quire.runner.pooling import PoolingRows
 from quire.runner.rows import Rows
-from quire.runner.sampler import sample
+from quire.runner.sampler import describe_flags, sample
 from quire.runner.staging import StagingRing
 from quire.runner.upload import upload_all
 from quire.step import Admission, ScheduledRequest, Step, StepResult
@@ -49,7 +49,6 @@ PlainDraw = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Ten
 """`quire.kernels.triton.sampling.sample_rows`, where it runs."""
 
 _NOT_NUMBERS = "the model's scores are not numbers (NaN)"
-_NOTHING_LEFT = "no token is left to choose from: masks and bans forbid all"
 
 
 class Runner:
@@ -158,7 +157,7 @@ class Runner:
 
     def _start_masks(self, shape: StepShape) -> None:
         """Begins with the masks, if they don't wait for tokens of the step before."""
-        if self._constrainer is not None and self._untold is None:
+        if self._constrainer is not None and (self._untold is None or self._untold.is_read):
             self._constrainer.start(shape.sampling_rows)
 
     def _masks(self, rows: npt.NDArray[np.int64]) -> RowMasks | None:
@@ -240,10 +239,7 @@ def _read_sampled(outcome: Outcome, sampling: Sequence[ScheduledRequest], sample
 
     def read(tensors: Sequence[Tensor]) -> None:
         tokens, flags = tensors[0].tolist()
-        for scheduled, token, flag in zip(sampling, tokens, flags, strict=True):
-            if flag:
-                outcome.errors.setdefault(scheduled.request_id, _NOT_NUMBERS if flag & 1 else _NOTHING_LEFT)
-            else:
-                outcome.tokens[scheduled.request_id] = (token,)
+        outcome.tokens |= {s.request_id: (token,) for s, token in zip(sampling, tokens, strict=True)}
+        outcome.errors |= {sampling[i].request_id: message for i, message in describe_flags(flags).items()}
 
     outcome.add((sampled,), read)

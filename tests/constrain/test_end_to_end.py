@@ -64,6 +64,20 @@ def test_regexes_choices_and_any_json(llm: LLM) -> None:
         assert not structured.choice or output.finish_reason == "stop"
 
 
+def test_masks_are_begun_before_the_model_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that they are computed meanwhile, not afterwards."""
+    runner = llm.engine.runner
+    constrainer, kernels = runner._constrainer, runner._decoder.kernels
+    assert constrainer is not None
+    begin, embed = constrainer.start, kernels.embedding
+    events: list[str] = []
+    monkeypatch.setattr(constrainer, "start", lambda rows: (events.append("masks"), begin(rows))[1])
+    monkeypatch.setattr(kernels, "embedding", lambda ids, weight: (events.append("model"), embed(ids, weight))[1])
+    llm.generate(PROMPT, PERSON)
+    assert events.count("model") > 10
+    assert events == ["masks", "model"] * events.count("model")
+
+
 def test_running_ahead_changes_nothing(llm: LLM) -> None:
     """The grammars then learn of a step's tokens only after the next step was sent off."""
     wanted = [StructuredOutput(regex=regex) for regex in REGEXES] + [StructuredOutput(choice=CHOICES[0])] * 4
