@@ -88,9 +88,7 @@ class Runner:
     def submit(self, step: Step) -> PendingStep:
         """Sends the step off. On the CPU it is done when this returns."""
         self._kv_cache.copy_blocks(step.copies)
-        for row in (*(gone.row for gone in step.finished), *(gone.row for gone in step.preempted)):
-            if row is not None and self._constrainer is not None:
-                self._constrainer.drop(row)
+        self._drop_grammars(step)
         for admission in step.admitted:
             self._logprobs.admit(admission)
             self._pooling.admit(admission)
@@ -165,10 +163,24 @@ class Runner:
         yet are read now: the grammars need them. The device computes this step's scores meanwhile."""
         if self._constrainer is None or not self._constrainer.constrains(rows):
             return None
+        self._tell_grammars()
+        return self._constrainer.masks(rows)
+
+    def _tell_grammars(self) -> None:
         if self._untold is not None:
             self._untold.result()
             self._untold = None
-        return self._constrainer.masks(rows)
+
+    def _drop_grammars(self, step: Step) -> None:
+        if self._constrainer is None:
+            return
+        preempted = np.array([gone.row for gone in step.preempted], np.int64)
+        if self._constrainer.constrains(preempted):
+            self._tell_grammars()  # its last token may be the end, and no other copy of the grammar would notice
+        rows = (*(gone.row for gone in step.finished), *(gone.row for gone in step.preempted))
+        for row in rows:
+            if row is not None:
+                self._constrainer.drop(row)
 
     def _admit_grammar(self, admission: Admission) -> None:
         params = admission.params

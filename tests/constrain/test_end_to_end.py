@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,6 +89,30 @@ def test_running_ahead_changes_nothing(llm: LLM) -> None:
         assert [(output.token_ids, output.finish_reason) for output in answers(llm, wanted)] == expected
     finally:
         llm.engine.core.depth = 1
+
+
+@pytest.mark.parametrize("turn", range(4))
+def test_preempted_while_the_last_token_is_on_its_way(llm: LLM, turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of an answer is noticed although its row has gone before the grammar was told of it."""
+    wanted = [StructuredOutput(choice=("yes", "no", "perhaps"))] * 6 + [StructuredOutput(regex="[ab]{1,4}c")] * 6
+    expected = [(output.token_ids, output.finish_reason) for output in answers(llm, wanted)]
+    core = llm.engine.core
+    steps = 0
+    step = core.step
+
+    def preempting(now: float) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps % 4 == turn:
+            for request in core.scheduler.ledger.running.snapshot():
+                core.scheduler.preempt(request.request_id)
+        return step(now)
+
+    monkeypatch.setattr(core, "step", preempting)
+    monkeypatch.setattr(core, "depth", 2)
+    outputs = answers(llm, wanted)
+    assert [(output.token_ids, output.finish_reason) for output in outputs] == expected
+    assert sum(output.metrics.preemptions for output in outputs) > 0
 
 
 def test_n_answers_equal_single_ones_and_all_obey(llm: LLM) -> None:

@@ -75,7 +75,14 @@ class Answers:
 class GpuEngine:
     """An engine with a cache full of NaN, so that whoever reads what nobody wrote is found out."""
 
-    def __init__(self, decoder: Decoder, depth: int | None = None, **options: Any) -> None:
+    def __init__(
+        self, decoder: Decoder, depth: int | None = None, cache_tokens: int | None = None, **options: Any
+    ) -> None:
+        """`cache_tokens` is a cache size that is as small for one model as for another."""
+        if cache_tokens is not None:
+            spec = decoder.spec
+            per_token = 2 * len(spec.layers) * spec.num_kv_heads * spec.head_dim * decoder.dtype.itemsize
+            options["kv_cache_memory"] = cache_tokens * per_token
         options = {"max_model_len": MAX_MODEL_LEN, "kv_cache_memory": "12GiB", **options}
         config = EngineConfig(device=str(DEVICE), **options)
         self.engine: Engine = assemble(decoder, config, name="test", eos_token_ids=(decoder.spec.vocab_size - 1,))
@@ -142,7 +149,7 @@ def run_jobs(
     preempt_every: int = 0,
     **options: Any,
 ) -> Answers:
-    """In an engine of its own, whose memory is given back."""
+    """In an engine of its own (made with the `options` of GpuEngine), whose memory is given back."""
     engine = GpuEngine(decoder, depth, **options)
     answers = engine.run(jobs, order, arrivals_per_step=arrivals_per_step, preempt_every=preempt_every)
     del engine

@@ -50,7 +50,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     },
     "shuffled, hardly any memory, a host tier": {
         "order": shuffled(2),
-        "kv_cache_memory": "1500MiB",
+        "cache_tokens": 6000,
         "host_cache_memory": "1GiB",
         "max_batched_tokens": 2048,
         "preempt_every": 5,
