@@ -25,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import cuda
 
 from quire.kernels.ops import HeadShape, Int32Array, LayerCache
 from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
@@ -119,9 +120,12 @@ def _store_output(
 
 @triton.jit
 def _read_entry(entry):
+    """One item of work, past the first-level cache, which may hold an earlier step's."""
     return (
-        tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4),
-        tl.load(entry + 5), tl.load(entry + 6),
+        tl.load(entry, cache_modifier=".cg"), tl.load(entry + 1, cache_modifier=".cg"),
+        tl.load(entry + 2, cache_modifier=".cg"), tl.load(entry + 3, cache_modifier=".cg"),
+        tl.load(entry + 4, cache_modifier=".cg"), tl.load(entry + 5, cache_modifier=".cg"),
+        tl.load(entry + 6, cache_modifier=".cg"),
     )  # fmt: skip
 
 
@@ -137,13 +141,17 @@ def _decode_kernel(
     sequence begin, first split, first row, number of queries, context length, row of the block table, split after
     the last. An item is one split, or all of a sequence's, which are then merged here. There are at least as many
     entries as programs, so that the first one can be read before the number of items is known."""
-    begin(PDL)
     rows = tl.arange(0, ROWS)
     column = tl.arange(0, D_PAD)
     item = tl.program_id(0)
-    count = tl.load(work) * num_kv_heads
+    if PDL:
+        cuda.gdc_launch_dependents()
+    # The lists were complete before any kernel of this step began, so they need not wait for the kernel before.
+    count = tl.load(work, cache_modifier=".cg") * num_kv_heads
     entry = work + (1 + item // num_kv_heads) * 8
     partial, first_split, first_row, num_queries, context_len, table_row, end_split = _read_entry(entry)
+    if PDL:
+        cuda.gdc_wait()
     while item < count:
         kv_head = item % num_kv_heads
         item += tl.num_programs(0)

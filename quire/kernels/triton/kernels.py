@@ -22,14 +22,12 @@ from quire.kernels.triton.activations import sigmoid_mul, silu_mul
 from quire.kernels.triton.embedding import embedding
 from quire.kernels.triton.heads import qkv_to_cache
 from quire.kernels.triton.inputs import gather_inputs
-from quire.kernels.triton.linear import FEW_ROWS, linear
+from quire.kernels.triton.linear import SMALLEST_BATCH, is_quicker_than_cublas, linear
 from quire.kernels.triton.norms import add_rms_norm, rms_norm
 from quire.kernels.triton.sampler_ops import SamplerKernels
 
 logger = logging.getLogger(__name__)
 
-SMALLEST_BATCH = 16
-"""Fewer rows are padded: below this cuBLAS turns to other algorithms, which add in another order."""
 _CHECKED_ROWS = (SMALLEST_BATCH, 17, 64, 255, 256, 1000, 2048)
 _HEAD = 65536
 """A weight with so many outputs is taken for the vocabulary's: it is applied to the rows that sample only."""
@@ -64,13 +62,12 @@ class TritonKernels(SamplerKernels):
         rows = x.shape[0]
         if x.dtype == torch.float32:
             result = self._reference.linear(x, weight, bias)  # tiles of a fixed number of rows
-        elif (rows <= FEW_ROWS and _is_quick(weight)) or not self._check(weight):
+        elif is_quicker_than_cublas(rows, weight) or not self._check(weight):
             return linear(x, weight, bias, out)
         elif out is not None and bias is None and rows >= SMALLEST_BATCH:
             return torch.mm(x, weight.t(), out=out)
         else:
-            padded = x if rows >= SMALLEST_BATCH else F.pad(x, (0, 0, 0, SMALLEST_BATCH - rows))
-            result = F.linear(padded, weight, bias)[:rows]
+            result = F.linear(_padded(x), weight, bias)[:rows]
         return result if out is None else out.copy_(result)
 
     def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
@@ -110,7 +107,7 @@ class TritonKernels(SamplerKernels):
         )
 
     def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if x.shape[0] <= FEW_ROWS and _is_quick(weight) and x.dtype != torch.float32:
+        if x.dtype != torch.float32 and is_quicker_than_cublas(x.shape[0], weight):
             return linear(x, weight, bias, silu_mul=True)
         return silu_mul(self.linear(x, weight, bias))
 
@@ -164,10 +161,15 @@ class TritonKernels(SamplerKernels):
         return self._is_exact[key]
 
 
-def _is_quick(weight: Tensor) -> bool:
-    """Whether our own kernel is quicker than cuBLAS for a few rows: it overlaps with its neighbours, but walks the
-    inner dimension a little more slowly. Measured on an H200 (docs/performance.md)."""
-    return weight.shape[1] <= 4096
+def _padded(x: Tensor) -> Tensor:
+    """x with at least SMALLEST_BATCH rows, in place where its memory has room: whatever they hold, no other row
+    sees them."""
+    rows, size = x.shape
+    if rows >= SMALLEST_BATCH:
+        return x
+    if x.is_contiguous() and x.untyped_storage().nbytes() >= (x.storage_offset() + SMALLEST_BATCH * size) * x.itemsize:
+        return x.as_strided((SMALLEST_BATCH, size), (size, 1))
+    return F.pad(x, (0, 0, 0, SMALLEST_BATCH - rows))
 
 
 def rows_are_exact(weight: Tensor) -> bool:

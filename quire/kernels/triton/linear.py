@@ -8,6 +8,8 @@ inner dimension between programs, so the two can be mixed (`kernels.py` decides,
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -17,33 +19,41 @@ from quire.kernels.triton.activations import silu
 from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
 
 FEW_ROWS = 32
-"""Up to here a tile holds all the rows, and the weights are read once."""
+"""Up to here the time is that of reading the weights."""
+SEVERAL_ROWS = 256
+SMALLEST_BATCH = 16
+"""Below this cuBLAS turns to other algorithms, which add in another order: fewer rows are padded, and outputs of our
+kernel have room for that."""
+_SMALL_WEIGHT = 7 << 20
+_LARGE_WEIGHT = 16 << 20
+_HEAD = 65536
 
 
 @triton.jit(do_not_specialize=["M"])
 def _linear_kernel(
     x, weight, bias, out, M, N, K,
-    HAS_BIAS: tl.constexpr, SILU_MUL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SILU_MUL: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of BLOCK_N outputs of BLOCK_M rows. With SILU_MUL: silu(these outputs) * (those N further on)."""
+    """One tile of BLOCK_N outputs of BLOCK_M rows. With SILU_MUL: silu(these outputs) * (those N further on).
+    EVEN: the tiles divide the weight, so that nothing of them is masked."""
     begin(PDL)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     inner = tl.arange(0, BLOCK_K)
     weights = weight + outputs[:, None].to(tl.int64) * K + inner[None, :]
-    inputs = x + rows[:, None].to(tl.int64) * K + inner[None, :]
-    row_mask = rows[:, None] < M
-    output_mask = outputs[:, None] < N
+    # Rows past the last are computed as copies of it and not stored, so that they need no mask.
+    inputs = x + tl.minimum(rows, M - 1)[:, None].to(tl.int64) * K + inner[None, :]
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     total_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for k in range(0, K, BLOCK_K):
-        within = inner[None, :] < K - k
-        x_tile = tl.trans(tl.load(inputs, mask=row_mask & within, other=0.0))
-        tile = tl.load(weights, mask=output_mask & within, other=0.0)
-        total = tl.dot(tile, x_tile, total, input_precision="ieee")
+        within = None if EVEN else inner[None, :] < K - k
+        mask = None if EVEN else (outputs[:, None] < N) & within
+        other = None if EVEN else 0.0
+        x_tile = tl.trans(tl.load(inputs, mask=within, other=other))
+        total = tl.dot(tl.load(weights, mask=mask, other=other), x_tile, total, input_precision="ieee")
         if SILU_MUL:
-            up_tile = tl.load(weights + N.to(tl.int64) * K, mask=output_mask & within, other=0.0)
+            up_tile = tl.load(weights + N.to(tl.int64) * K, mask=mask, other=other)
             total_up = tl.dot(up_tile, x_tile, total_up, input_precision="ieee")
         inputs += BLOCK_K
         weights += BLOCK_K
@@ -57,7 +67,7 @@ def _linear_kernel(
         gate = silu(result.to(tl.float32)).to(dtype)
         result = (gate.to(tl.float32) * total_up.to(dtype).to(tl.float32)).to(dtype)
     target = out + rows[None, :].to(tl.int64) * N + outputs[:, None]
-    tl.store(target, result, mask=(rows[None, :] < M) & output_mask)
+    tl.store(target, result, mask=(rows[None, :] < M) & (outputs < N)[:, None])
 
 
 def linear(
@@ -68,24 +78,57 @@ def linear(
     rows, inner = x.shape
     size = weight.shape[0] // 2 if silu_mul else weight.shape[0]
     x = x.contiguous()
-    out = torch.empty(rows, size, dtype=x.dtype, device=x.device) if out is None else out
-    block_m, block_n, block_k, stages, warps = _tile(rows, size, silu_mul)
+    if out is None:
+        out = torch.empty(max(rows, SMALLEST_BATCH), size, dtype=x.dtype, device=x.device)[:rows]
+    block_m, block_n, block_k, stages, warps = tile_of(rows, weight, silu_mul)
     if x.dtype == torch.float32:
         block_k, stages = 32, 2  # twice the bytes must fit the same memory
     if rows:
         _linear_kernel[(triton.cdiv(size, block_n), triton.cdiv(rows, block_m))](
             x, weight, weight if bias is None else bias, out, rows, size, inner,
-            bias is not None, silu_mul, block_m, block_n, block_k, USE_PDL,
+            bias is not None, silu_mul, size % block_n == 0 and inner % block_k == 0,
+            block_m, block_n, block_k, USE_PDL,
             num_stages=stages, num_warps=warps, **ROUND_ALWAYS, **LAUNCH,
         )  # fmt: skip
     return out
 
 
-def _tile(rows: int, size: int, silu_mul: bool) -> tuple[int, int, int, int, int]:
-    """Rows, outputs and inner numbers of a tile, stages, warps: measured on an H200 (docs/performance.md)."""
+class Tile(NamedTuple):
+    """How a product is cut up; bits don't depend on it."""
+
+    rows: int
+    outputs: int
+    inner: int
+    stages: int
+    warps: int
+
+
+def tile_of(rows: int, weight: Tensor, silu_mul: bool) -> Tile:
+    """The quickest of those tried on an H200 (docs/performance.md, attempt 11)."""
+    size = weight.shape[0]
     if rows <= FEW_ROWS:
-        block_m = 16 if rows <= 16 else 32
-        if size >= 65536:
-            return block_m, 32, 128, 4, 4
-        return (block_m, 64, 128, 4, 4) if silu_mul or rows <= 16 else (block_m, 64, 256, 3, 4)
-    return (64, 64, 64, 4, 4) if rows <= 256 else (128, 128, 64, 3, 8)
+        # Of a large weight the memory decides, and copies of the only row cost something too.
+        fewest = 8 if rows <= 8 and weight.numel() >= _LARGE_WEIGHT else 16
+        if size >= _HEAD:
+            return Tile(16 if rows <= 16 else 32, 32, 128, 4, 4)
+        if size <= 512:  # a router
+            return Tile(fewest, 16, 256, 4, 4)
+        if silu_mul:
+            block = fewest if rows <= 16 else 32
+            return Tile(block, 64, 128, 4, 4) if size < 24576 else Tile(block, 128, 128, 3, 4)
+        return Tile(fewest, 64, 128, 6, 4)
+    if rows <= SEVERAL_ROWS:
+        if silu_mul and rows > 128:
+            return Tile(128, 64, 64, 4, 4)
+        if size > 1024:
+            return Tile(64, 64, 128, 4 if rows <= 128 else 3, 4)
+        return Tile(32, 64, 256, 3, 4)
+    return Tile(128, 128, 64, 3, 8)
+
+
+def is_quicker_than_cublas(rows: int, weight: Tensor) -> bool:
+    """Our kernel overlaps with its neighbours and cuBLAS doesn't; cuBLAS is quicker at long inner dimensions and at
+    much arithmetic. Measured on an H200 (docs/performance.md, attempts 7 and 11)."""
+    if rows <= FEW_ROWS:
+        return weight.shape[1] <= 4096
+    return rows <= SEVERAL_ROWS and weight.numel() <= _SMALL_WEIGHT
