@@ -120,7 +120,7 @@ def tile_of(rows: int, weight: Tensor, silu_mul: bool) -> Tile:
     if rows <= SEVERAL_ROWS:
         if silu_mul and rows > 128:
             return Tile(128, 64, 64, 4, 4)
-        if size > 1024:
+        if silu_mul or size > 1024:
             return Tile(64, 64, 128, 4 if rows <= 128 else 3, 4)
         return Tile(32, 64, 256, 3, 4)
     return Tile(128, 128, 64, 3, 8)

@@ -22,7 +22,7 @@ from tests.kernels.triton.support import (
 )
 
 from quire.kernels.triton.kernels import TritonKernels, rows_are_exact  # isort: skip  (after the check for Triton)
-from quire.kernels.triton.linear import linear  # isort: skip
+from quire.kernels.triton.linear import linear, tile_of  # isort: skip
 
 pytestmark = MARKS
 HALVES = [dtype for dtype in DTYPES if dtype != torch.float32]
@@ -55,6 +55,17 @@ def test_a_row_is_alone(shape: tuple[int, int], dtype: torch.dtype) -> None:
     assert_rows_alone(lambda x: kernels.linear(x, weight), [x])
     assert_rows_alone(lambda x: kernels.linear(x, weight, bias), [x])
     assert_rows_alone(lambda x: kernels.linear_silu_mul(x, weight, bias), [x])
+
+
+@pytest.mark.parametrize("silu_mul", [False, True])
+def test_every_tile_fits_a_multiprocessor(silu_mul: bool) -> None:
+    """A tile's stages lie in the shared memory, of which an H200 gives a program 227 KiB (an A100 163)."""
+    for rows in (1, 8, 9, 16, 17, 32, 33, 128, 129, 256, 257, 4096):
+        for size in (2, 64, 512, 514, 1024, 1026, 4096, 24574, 24576, 65536, 151936):
+            for inner in (16, 1024, 4096, 12288):
+                tile = tile_of(rows, torch.empty(size, inner, device="meta"), silu_mul)
+                held = (tile.outputs * (1 + silu_mul) + tile.rows) * tile.inner * tile.stages
+                assert held * torch.bfloat16.itemsize <= 227 * 1024, (rows, size, inner, tile)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
