@@ -260,6 +260,18 @@ def test_importing_quire_is_quick_and_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_a_first_answer_imports_nothing_it_does_not_need(smollm2_gguf: Path) -> None:
+    """torch brings some of these in by itself when it is asked the wrong way, and that takes half a second."""
+    code = (
+        "import sys; from quire import LLM, SamplingParams\n"
+        f"llm = LLM({str(smollm2_gguf)!r}, kv_cache_memory='64MiB', max_model_len=64)\n"
+        "llm.generate('Hello', SamplingParams(max_tokens=2))\n"
+        "print([m for m in ('sympy', 'torch._dynamo', 'transformers', 'fastapi', 'llguidance') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
 def test_a_folder_of_npy_files_runs_with_bytes_for_tokens(tmp_path: Path) -> None:
     script = Path(__file__).parents[1] / "scripts" / "export_npy.py"
     subprocess.run([sys.executable, script, "--out", tmp_path], check=True, capture_output=True)

@@ -70,7 +70,9 @@ def load_decoder(
     for piece in files.pieces:
         parameter = parameters[piece.parameter]
         if parameter.is_meta:
-            parameter = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
+            # Not empty_like: of a tensor without memory it would first import a library of symbolic mathematics.
+            memory = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            parameter = nn.Parameter(memory, requires_grad=False)
             parameters[piece.parameter] = parameter
             _set_parameter(decoder, piece.parameter, parameter)
         _read_piece(files.checkpoint, piece, parameter.data[piece.index] if piece.index else parameter.data)
