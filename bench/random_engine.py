@@ -16,6 +16,7 @@ from bench.shapes import CONFIGS, spec_of
 from quire.assemble import Engine, assemble
 from quire.config import EngineConfig
 from quire.engine import EngineCore, Request, make_requests
+from quire.garbage import old_objects_spared
 from quire.kernels.ops import Kernels
 from quire.kernels.select import select_kernels
 from quire.models.decoder import Decoder
@@ -149,15 +150,16 @@ def drive(core: EngineCore, requests: Sequence[Request], before_step: Callable[[
     run = Run(clock())
     for request in requests:
         core.add_request(request, run.began)
-    while core.has_work:
-        if before_step is not None:
-            before_step(len(run.times))
-        updates = core.step(clock())
-        run.times.append(clock())
-        run.new_tokens.append(sum(len(update.new_token_ids) for update in updates))
-        for update in updates:
-            if update.error is not None:
-                raise RuntimeError(f"request {update.request_id} failed: {update.error}")
+    with old_objects_spared():  # as `LLM.generate` does
+        while core.has_work:
+            if before_step is not None:
+                before_step(len(run.times))
+            updates = core.step(clock())
+            run.times.append(clock())
+            run.new_tokens.append(sum(len(update.new_token_ids) for update in updates))
+            for update in updates:
+                if update.error is not None:
+                    raise RuntimeError(f"request {update.request_id} failed: {update.error}")
     expected = sum(request.params.max_tokens or 0 for request in requests)
     if sum(run.new_tokens) != expected:
         raise RuntimeError(f"{sum(run.new_tokens)} tokens came back, {expected} were asked for")

@@ -272,6 +272,25 @@ def test_a_first_answer_imports_nothing_it_does_not_need(smollm2_gguf: Path) -> 
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_what_existed_before_is_no_garbage_while_answers_are_computed(
+    smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full collection in between would hold up all requests; afterwards everything is as it was."""
+    with LLM(smollm2_gguf, kv_cache_memory="64MiB", max_model_len=64) as llm:
+        frozen: list[int] = []
+        step = llm.step
+        monkeypatch.setattr(llm, "step", lambda: (frozen.append(gc.get_freeze_count()), step())[1])
+        llm.generate("Hello", SamplingParams(max_tokens=2))
+        assert min(frozen) > 10_000
+        assert gc.get_freeze_count() == 0
+        gc.freeze()
+        try:
+            llm.generate("Hello", SamplingParams(max_tokens=2))
+            assert gc.get_freeze_count() > 10_000  # theirs, not ours
+        finally:
+            gc.unfreeze()
+
+
 def test_a_folder_of_npy_files_runs_with_bytes_for_tokens(tmp_path: Path) -> None:
     script = Path(__file__).parents[1] / "scripts" / "export_npy.py"
     subprocess.run([sys.executable, script, "--out", tmp_path], check=True, capture_output=True)
