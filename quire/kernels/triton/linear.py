@@ -107,16 +107,19 @@ def tile_of(rows: int, weight: Tensor, silu_mul: bool) -> Tile:
     """The quickest of those tried on an H200 (docs/performance.md, attempt 11)."""
     size = weight.shape[0]
     if rows <= FEW_ROWS:
-        # Of a large weight the memory decides, and copies of the only row cost something too.
-        fewest = 8 if rows <= 8 and weight.numel() >= _LARGE_WEIGHT else 16
+        # A large weight should be read once, with nothing beside it; a small one by many programs.
+        if weight.numel() >= _LARGE_WEIGHT:
+            block = 8 if rows <= 8 else 16 if rows <= 16 else 32
+        else:
+            block = 16
         if size >= _HEAD:
-            return Tile(16 if rows <= 16 else 32, 32, 128, 4, 4)
+            return Tile(max(block, 16), 32, 128, 4, 4)
         if size <= 512:  # a router
-            return Tile(fewest, 16, 256, 4, 4)
+            return Tile(block, 16, 256, 4, 4)
         if silu_mul:
-            block = fewest if rows <= 16 else 32
+            block = block if rows <= 16 else 32
             return Tile(block, 64, 128, 4, 4) if size < 24576 else Tile(block, 128, 128, 3, 4)
-        return Tile(fewest, 64, 128, 6, 4)
+        return Tile(block, 64, 128, 6, 4)
     if rows <= SEVERAL_ROWS:
         if silu_mul and rows > 128:
             return Tile(128, 64, 64, 4, 4)
