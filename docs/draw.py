@@ -39,7 +39,9 @@ class Picture:
         width, height = self._size
         head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif"'
         tip = (
-            '<defs><marker id="tip" markerWidth="8" markerHeight="8" refX="7" refY="4" orient="auto">'
+            # In pixels, not in widths of the line: a tip must fit between two boxes.
+            '<defs><marker id="tip" markerUnits="userSpaceOnUse" markerWidth="8" markerHeight="8" refX="7" refY="4" '
+            'orient="auto">'
             '<path d="M0,0 L8,4 L0,8 z" fill="#555555"/></marker></defs>'
         )
         ground = f'<rect width="{width}" height="{height}" fill="#ffffff"/>'
@@ -48,7 +50,7 @@ class Picture:
 
 def naive_and_cache() -> Picture:
     """What is computed for each new token: a triangle against its edge."""
-    picture = Picture(520, 240)
+    picture = Picture(520, 215)
     for left, title, cached in (
         (20, "naive: everything, every time", False),
         (280, "KV cache: only what is new", True),
@@ -59,37 +61,40 @@ def naive_and_cache() -> Picture:
                 is_new = not cached or token == 0 or position == 3 + token
                 colour = COLOURS["new"] if is_new else COLOURS["empty"]
                 picture.box(left + position * CELL, 32 + token * CELL, CELL, CELL, colour)
-        picture.text(left, 32 + 8 * CELL + 18, "one row per new token; red: computed, grey: kept")
+    picture.text(20, 32 + 8 * CELL + 24, "One row per new token. Red: computed for it; grey: kept from before.")
     return picture
 
 
 def contiguous_and_paged() -> Picture:
     """Room for the longest against blocks as they are needed."""
-    picture = Picture(560, 250)
+    picture = Picture(520, 260)
     lengths = {"A": 5, "B": 14, "C": 8}
     picture.text(20, 20, "contiguous: room for 16 tokens each")
     for row, (name, length) in enumerate(lengths.items()):
         for token in range(16):
             colour = COLOURS[name] if token < length else COLOURS["empty"]
             picture.box(20 + token * CELL, 30 + row * 24, CELL, 20, colour, name if token == 0 else "")
-    picture.text(20, 130, "paged: blocks of 4 tokens, anywhere, as many as are needed")
+    picture.text(20, 130, "paged: blocks of 4 tokens, anywhere, numbered, as many as are needed")
     owners = ["B", "A", "B", "C", "A", "B", "C", "B", "", "", "", ""]
     filled = {"A": [4, 1], "B": [4, 4, 4, 2], "C": [4, 4]}
     for block, owner in enumerate(owners):
         count = filled[owner].pop(0) if owner else 0
-        left, top = 20 + block % 6 * (4 * CELL + 8), 140 + block // 6 * 34
+        left, top = 20 + block % 6 * (4 * CELL + 8), 140 + block // 6 * 44
+        picture.text(left + 2 * CELL, top + 33, str(block), "middle", "#777777")
         for slot in range(4):
             colour = COLOURS[owner] if slot < count else COLOURS["empty"]
             picture.box(left + slot * CELL, top, CELL, 20, colour, owner if slot == 0 and owner else "")
-    picture.text(20, 235, "block tables: A → 1, 4    B → 0, 2, 5, 7    C → 3, 6    free: 8 to 11")
+    notes = ("block tables:", "A → 1, 4", "B → 0, 2, 5, 7", "C → 3, 6", "free: 8 to 11")
+    for x, note, name in zip((20, 120, 210, 330, 420), notes, ("", "A", "B", "C", ""), strict=True):
+        picture.text(x, 245, note, colour=COLOURS.get(name, "#222222"))
     return picture
 
 
 def static_and_continuous() -> Picture:
     """Who computes in which step."""
-    picture = Picture(560, 240)
-    lengths = {"A": 3, "B": 8, "C": 4, "D": 5}
-    picture.text(20, 20, "static batches of two: a batch ends with its longest")
+    picture = Picture(500, 225)
+    lengths = {"A": 2, "B": 8, "C": 6, "D": 3}
+    picture.text(20, 20, "static batches of two, a batch ends with its longest: 14 steps")
     start = 0
     for pair in ("AB", "CD"):
         longest = max(lengths[name] for name in pair)
@@ -98,21 +103,21 @@ def static_and_continuous() -> Picture:
                 colour = COLOURS[name] if step < lengths[name] else COLOURS["empty"]
                 picture.box(20 + (start + step) * 30, 30 + row * 26, 30, 24, colour, name if step == 0 else "")
         start += longest
-    picture.text(20, 120, "continuous, two at once: who is done leaves, who waits joins, in the same step")
-    rows = [[("A", 3), ("C", 4), ("D", 5)], [("B", 8)]]
+    picture.text(20, 120, "continuous, two at once, who waits joins where somebody is done: 11 steps")
+    rows = [[("A", 2), ("C", 6), ("D", 3)], [("B", 8)]]
     for row, turns in enumerate(rows):
         step = 0
         for name, length in turns:
             for i in range(length):
                 picture.box(20 + (step + i) * 30, 130 + row * 26, 30, 24, COLOURS[name], name if i == 0 else "")
             step += length
-    picture.text(20, 210, "steps →")
+    picture.text(20, 207, "Time runs to the right, one box a step. Grey: computed for nobody.")
     return picture
 
 
 def prefix_sharing() -> Picture:
     """Two requests whose tables begin with the same blocks."""
-    picture = Picture(560, 190)
+    picture = Picture(560, 205)
     for i, text in enumerate(("You are a", "helpful as-", "sistant. An-")):
         picture.box(20 + i * 100, 70, 94, 30, COLOURS["A"], text)
     picture.box(340, 30, 94, 30, COLOURS["B"], "swer: 1+1?")
@@ -122,9 +127,8 @@ def prefix_sharing() -> Picture:
     picture.arrow(314, 80, 338, 50)
     picture.arrow(314, 90, 338, 122)
     picture.text(20, 40, "computed once, in both block tables")
-    picture.text(
-        20, 170, "A block's name is the hash of all tokens up to its end, so equal names mean equal beginnings."
-    )
+    picture.text(20, 172, "A block's name is a hash of all tokens up to its end:")
+    picture.text(20, 190, "equal names mean equal beginnings, not just equal blocks.")
     return picture
 
 
@@ -133,13 +137,12 @@ def attention_tiles() -> Picture:
     picture = Picture(560, 200)
     picture.text(20, 20, "keys and values, in tiles of a fixed size, wherever their blocks lie")
     for tile in range(4):
-        picture.box(90 + tile * 112, 30, 106, 28, COLOURS["C"], f"tile {tile}")
-        picture.box(90 + tile * 112, 100, 106, 28, COLOURS["B"], "sum so far")
-        picture.arrow(143 + tile * 112, 60, 143 + tile * 112, 98)
-        if tile:
-            picture.arrow(82 + tile * 112, 114, 90 + tile * 112, 114)
+        left = 102 + tile * 112
+        picture.box(left, 30, 90, 28, COLOURS["C"], f"tile {tile}")
+        picture.box(left, 100, 90, 28, COLOURS["B"], "sum so far")
+        picture.arrow(left + 45, 60, left + 45, 98)
+        picture.arrow(left - 20, 114, left - 2, 114)
     picture.box(20, 100, 60, 28, COLOURS["A"], "query")
-    picture.arrow(80, 114, 90, 114)
     picture.text(20, 160, "Scores live for one tile only: memory does not grow with the length, and the order")
     picture.text(20, 178, "of the additions is the same for one query or a thousand.")
     return picture
@@ -147,7 +150,7 @@ def attention_tiles() -> Picture:
 
 def pipelined_steps() -> Picture:
     """The host's work hidden behind the device's."""
-    picture = Picture(560, 230)
+    picture = Picture(600, 235)
     for top, title, gap in ((30, "one step at a time: the device waits for the host", 40), (130, "two in flight", 0)):
         picture.text(20, top - 10, title)
         picture.text(20, top + 20, "host")
@@ -160,6 +163,7 @@ def pipelined_steps() -> Picture:
             picture.box(host, top + 4, 38, 24, colour, str(step))
             picture.box(device, top + 38, 78, 24, colour, str(step))
             time += 80 + gap
+    picture.text(20, 220, "Step 2 is prepared when step 0's tokens are back, while step 1 is computed. Time runs →")
     return picture
 
 
@@ -167,29 +171,28 @@ def life_of_a_request() -> Picture:
     """Down once, up once."""
     picture = Picture(560, 330)
     stages = [
-        ("border", "LLM, CLI: text and parameters are checked", "A"),
+        ("border", "LLM, CLI, server: text and parameters are checked", "A"),
         ("frontend", "template, tokenizer → token ids", "A"),
         ("engine", "Scheduler.schedule() → Step", "B"),
         ("runner", "rows, batch: a step's tensors", "C"),
         ("model", "one decoder", "C"),
-        ("kernels", "reference, cpu, …", "C"),
+        ("kernels", "reference, cpu, triton", "C"),
     ]
     for i, (name, what, colour) in enumerate(stages):
         picture.box(60, 20 + i * 50, 90, 32, COLOURS[colour], name)
         picture.text(165, 40 + i * 50, what)
         if i:
             picture.arrow(105, 2 + i * 50, 105, 20 + i * 50)
-    ups = [
+    ups = (
         "text deltas",
         "detokenizer, stop strings",
         "Scheduler.commit(): append, stop, free, log",
         "sampled tokens",
-        "",
-    ]
+        "logits",
+    )
+    picture.arrow(30, 302, 30, 20)
     for i, text in enumerate(ups):
-        picture.arrow(30, 86 + i * 50, 30, 40 + i * 50)
-        if text:
-            picture.text(165, 56 + i * 50, "↑ " + text, colour="#777777")
+        picture.text(165, 56 + i * 50, "↑ " + text, colour="#777777")
     return picture
 
 

@@ -1,8 +1,9 @@
-"""Puts what the docs quote into them: tables of benchmarks/results.md, and code.
+"""Puts what the docs quote into them: tables of benchmarks/results.md and of files like it, and code.
 
 A quotation stands between two comments, the first of which says what it is:
 
     <!-- results: The ladder | rung, adds, time -->     a table, or some of its columns
+    <!-- results: h200/results.md The ladder -->        the same of another machine's results in benchmarks/
     <!-- code: quire/ladder/naive.py generate_naive --> a function, a class or one of its methods
     <!-- end -->
 
@@ -43,17 +44,21 @@ def updated(path: Path) -> str:
 def quote_table(what: str, document: Path) -> str:
     """A table of the results, with the note under it and where it comes from."""
     title, _, columns = (part.strip() for part in what.partition("|"))
-    text = RESULTS.read_text(encoding="utf-8")
+    results = RESULTS
+    if (named := re.match(r"(\S+\.md) (.+)", title)) is not None:
+        results, title = RESULTS.parent / named[1], named[2]
+    text = results.read_text(encoding="utf-8")
     facts = dict(re.findall(r"^- ([^:\n]+): (.+)$", text.split("\n## ")[0], re.MULTILINE))
     sections = {section.partition("\n")[0]: section for section in text.split("\n## ")[1:]}
     if title not in sections:
-        raise SystemExit(f"{document}: there is no table called {title!r} in {RESULTS}")
+        raise SystemExit(f"{document}: there is no table called {title!r} in {results}")
     lines = [line for line in sections[title].splitlines()[1:] if line]
     rows = [line for line in lines if line.startswith("|")]
     note = " ".join(line for line in lines if not line.startswith("|"))
     if columns:
         rows = _columns(rows, [name.strip() for name in columns.split(",")], document)
-    source = f"[benchmarks/results.md]({_relative(RESULTS, document)})"
+    name = results.relative_to(RESULTS.parent)
+    source = f"[benchmarks/{name}]({_relative(results, document)})"
     origin = f"`{facts['command']}`, {facts['model']}, {facts['machine']}; {facts['date']}; {source}"
     return "\n".join([*rows, "", f"{note} ({origin})", ""])
 

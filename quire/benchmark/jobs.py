@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from quire.errors import InvalidRequestError
 
@@ -54,3 +55,9 @@ def random_jobs(
 
     prefix = tokens(shared)
     return [Job(prefix + tokens(prompt.draw(source)), new.draw(source)) for _ in range(count)]
+
+
+def with_other_tokens(jobs: Sequence[Job], vocab_size: int, seed: int) -> list[Job]:
+    """Jobs as long as these with prompts of their own: nobody finds them in a cache of prefixes."""
+    source = random.Random(seed)
+    return [replace(job, prompt=tuple(source.randrange(vocab_size) for _ in job.prompt)) for job in jobs]

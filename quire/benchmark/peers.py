@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -113,9 +114,14 @@ class LlamaCpp:
             raise _absent("llama-cpp", "llama-cpp-python") from None
         path = _gguf(resolve(setting.model))
         layers = -1 if setting.device.type == "cuda" else 0
-        threads = torch.get_num_threads()
+        threads = torch.get_num_threads()  # for prompts, too: it would take all cores for those
         self._model: Any = llama_cpp.Llama(
-            str(path), n_ctx=setting.max_model_len, n_threads=threads, n_gpu_layers=layers, verbose=False
+            str(path),
+            n_ctx=setting.max_model_len,
+            n_threads=threads,
+            n_threads_batch=threads,
+            n_gpu_layers=layers,
+            verbose=False,
         )
         self.name = f"llama.cpp (llama-cpp-python {llama_cpp.__version__}), one by one, weights as in the file"
 
@@ -124,7 +130,7 @@ class LlamaCpp:
         for job in jobs:
             self._model.reset()
             tokens = self._model.generate(list(job.prompt), temp=0.0, repeat_penalty=1.0)
-            answers.append(tuple(token for token, _ in zip(tokens, range(job.new_tokens), strict=False)))
+            answers.append(tuple(islice(tokens, job.new_tokens)))
         return answers
 
 
@@ -183,7 +189,8 @@ class OpenAiUrl:
                 return int(json.load(response)["usage"]["completion_tokens"])
         except urllib.error.HTTPError as error:
             told = error.read(500).decode(errors="replace")
-            raise QuireError(f"{self._url} answered {error.code}: {told}") from None
+            hint = " (does --url end with /v1?)" if error.code == 404 else ""
+            raise QuireError(f"{self._url} answered {error.code}: {told}{hint}") from None
         except OSError as error:
             raise QuireError(f"{self._url} can't be reached: {error}. Is the server running?") from None
         except (ValueError, KeyError, TypeError) as error:

@@ -22,6 +22,7 @@ def plot_bars(path: Path, title: str, bars: Sequence[tuple[str, Spread]]) -> Non
     try:
         import matplotlib
         from matplotlib.figure import Figure
+        from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
     except ImportError:
         raise QuireError("plots need matplotlib: pip install 'quire[plot]'") from None
     names = [name for name, _ in bars]
@@ -34,9 +35,12 @@ def plot_bars(path: Path, title: str, bars: Sequence[tuple[str, Spread]]) -> Non
         drawn = axes.barh(names, medians, xerr=[below, above], color="#4878a8", ecolor="#333333", capsize=3)
         axes.bar_label(drawn, labels=[f" {median:,.1f}" for median in medians], padding=6)
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.margins(x=0.15)
         axes.invert_yaxis()
-        axes.set_xlabel(bars[0][1].unit)
+        axes.set_xlabel(f"{bars[0][1].unit}, logarithmic")
         axes.set_title(title, loc="left")
         axes.spines[["top", "right"]].set_visible(False)
         path.parent.mkdir(parents=True, exist_ok=True)

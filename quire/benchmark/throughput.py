@@ -24,12 +24,13 @@ def measure_throughput(llm: LLM, jobs: Sequence[Job], repeats: int, clock: Clock
     with BenchmarkBar(repeats + 1) as bar:
         bar.begin("warming up")
         run_together(llm, jobs[:2], salt="warm-up")
+        bar.advance()
         for repeat in range(repeats):
-            bar.advance()
             bar.begin(f"{len(jobs)} requests, pass {repeat + 1}")
             seconds, outputs = timed(partial(run_together, llm, jobs, f"pass {repeat}"), device, clock)
             times.append(seconds)
             runs.append(outputs)
+            bar.advance()
     seconds_spread = Spread(tuple(times), "s")
     prompt_tokens = sum(len(job.prompt) for job in jobs)
     new_tokens = sum(job.new_tokens for job in jobs)
@@ -58,10 +59,11 @@ def measure_latency(llm: LLM, jobs: Sequence[Job], repeats: int) -> Table:
     with BenchmarkBar(repeats + 1) as bar:
         bar.begin("warming up")
         run_one_by_one(llm, jobs[:1], salt="warm-up")
+        bar.advance()
         for repeat in range(repeats):
-            bar.advance()
             bar.begin(f"pass {repeat + 1}")
             outputs += run_one_by_one(llm, jobs, salt=f"pass {repeat}")
+            bar.advance()
     first = Spread(tuple(map(time_to_first_token, outputs)), "s")
     whole = Spread(tuple(map(_latency, outputs)), "s")
     rows = [("time to first token", first), ("time to the whole answer", whole)]

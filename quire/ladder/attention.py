@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -12,11 +12,17 @@ from torch import Tensor
 from quire.benchmark.measure import Clock, Spread, peak_memory, timed
 from quire.benchmark.report import EMPTY, Bytes, Cell, Table, factor
 from quire.errors import EngineError
-from quire.kernels.ops import Kernels, LayerCache
+from quire.kernels.ops import HeadShape, Kernels, LayerCache, PagedBatch
 from quire.kernels.reference import ReferenceKernels
 from quire.ladder.contiguous import contiguous_batch
 from quire.ladder.settings import ClimbSettings
 from quire.llm import LLM
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+FLOAT32_ON_GPU = (
+    "In float32 a GPU's tensor cores would round the factors, so these kernels don't use them; and torch has no fused "
+    "attention for grouped heads in float32 there, so that it, too, has all scores in memory at once."
+)
 
 
 def attention_by_definition(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -41,35 +47,43 @@ def torch_attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return output[0].transpose(0, 1)
 
 
-def kernel_attention(kernels: Kernels, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def kernel_attention(kernels: Kernels, batch: PagedBatch, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """A backend's attention; the sequence is one block of its cache."""
-    batch = contiguous_batch([(0, 0, query.shape[0])], query.shape[0], query.device)
     return kernels.attention(query, LayerCache(keys[None], values[None]), batch, query.shape[2] ** -0.5, None)
 
 
 def compare_attention(llm: LLM, settings: ClimbSettings, clock: Clock) -> Table:
     """One layer's attention over a whole prompt."""
     decoder = llm.engine.decoder
-    ways: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-        "by definition": attention_by_definition,
-        "torch's fused one": torch_attention,
-        "reference kernels": partial(kernel_attention, ReferenceKernels()),
-    }
+    spec = decoder.spec
+    backends: list[Kernels] = [ReferenceKernels()]
     if decoder.kernels.name != "reference":
-        ways[f"{decoder.kernels.name} kernels"] = partial(kernel_attention, decoder.kernels)
+        backends.append(decoder.kernels)
     rows: list[tuple[Cell, ...]] = []
     for tokens in settings.attention_lengths:
-        rows += _measure_length(llm, ways, tokens, settings.repeats, clock)
-    spec = decoder.spec
+        rows += _measure_length(llm, _ways(llm, backends, tokens), tokens, settings.repeats, clock)
     note = (
         f"One layer of {spec.num_heads} heads ({spec.num_kv_heads} for keys and values) of {spec.head_dim}, "
-        f"{settings.repeats} repeats after a first run. Memory is the most that was held beyond the inputs."
+        f"{settings.repeats} repeats after a first run. The kernels find their batch laid out, as an engine does once "
+        "for all layers. Memory is the most that was held beyond the inputs."
     )
+    if decoder.embedding.device.type == "cuda" and decoder.dtype == torch.float32:
+        note += f" {FLOAT32_ON_GPU}"
     return Table("Attention kernels", note, ("tokens", "attention", "time", "memory", "factor"), tuple(rows))
 
 
+def _ways(llm: LLM, backends: Sequence[Kernels], tokens: int) -> dict[str, Attend]:
+    spec, device = llm.engine.decoder.spec, llm.engine.decoder.embedding.device
+    shape = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    ways: dict[str, Attend] = {"by definition": attention_by_definition, "torch's fused one": torch_attention}
+    for kernels in backends:
+        batch = contiguous_batch([(0, 0, tokens)], tokens, kernels, shape, device)
+        ways[f"{kernels.name} kernels"] = partial(kernel_attention, kernels, batch)
+    return ways
+
+
 def _measure_length(
-    llm: LLM, ways: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]], tokens: int, repeats: int, clock: Clock
+    llm: LLM, ways: dict[str, Attend], tokens: int, repeats: int, clock: Clock
 ) -> list[tuple[Cell, ...]]:
     decoder = llm.engine.decoder
     spec, device = decoder.spec, decoder.embedding.device

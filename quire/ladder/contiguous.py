@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import LayerCache, PagedBatch
+from quire.kernels.ops import HeadShape, Kernels, LayerCache, PagedBatch
 from quire.models.decoder import Decoder
 
 
@@ -39,7 +40,9 @@ class ContiguousCache:
         return sum(side.numel() * side.element_size() for layer in self.layers for side in (layer.keys, layer.values))
 
 
-def contiguous_batch(spans: Sequence[tuple[int, int, int]], capacity: int, device: torch.device) -> PagedBatch:
+def contiguous_batch(
+    spans: Sequence[tuple[int, int, int]], capacity: int, kernels: Kernels, shape: HeadShape, device: torch.device
+) -> PagedBatch:
     """Tells the kernels which tokens are computed: of each span's sequence those from its start to its end."""
     query_start = [0]
     slots: list[int] = []
@@ -47,6 +50,9 @@ def contiguous_batch(spans: Sequence[tuple[int, int, int]], capacity: int, devic
         slots += range(sequence * capacity + start, sequence * capacity + end)
         query_start.append(len(slots))
     lengths = [end for _, _, end in spans]
+    # Shared out once for all layers: kernels that have to find out by themselves ask the device for the lengths.
+    counts, ends = np.diff(query_start).astype(np.int32), np.array(lengths, np.int32)
+    work = kernels.attention_work(counts, ends, np.arange(len(spans), dtype=np.int32), shape)
     return PagedBatch(
         query_start=torch.tensor(query_start, dtype=torch.int32, device=device),
         context_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
@@ -55,15 +61,17 @@ def contiguous_batch(spans: Sequence[tuple[int, int, int]], capacity: int, devic
         slot_mapping=torch.tensor(slots, device=device),
         max_query_len=max(end - start for _, start, end in spans),
         max_context_len=max(lengths),
+        work={name: torch.from_numpy(values).to(device) for name, values in work.items()},
     )
 
 
 @torch.inference_mode()
 def next_tokens(decoder: Decoder, cache: ContiguousCache, new_tokens: Mapping[int, Sequence[int]]) -> dict[int, int]:
     """Computes the new tokens of some sequences, stores their keys and values, and picks each one's likeliest next."""
-    device = decoder.embedding.device
+    device, spec = decoder.embedding.device, decoder.spec
+    shape = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
     spans = [(i, cache.lengths[i], cache.lengths[i] + len(tokens)) for i, tokens in new_tokens.items()]
-    batch = contiguous_batch(spans, cache.capacity, device)
+    batch = contiguous_batch(spans, cache.capacity, decoder.kernels, shape, device)
     token_ids = torch.tensor([token for tokens in new_tokens.values() for token in tokens], device=device)
     positions = torch.tensor([position for _, start, end in spans for position in range(start, end)], device=device)
     hidden = decoder(token_ids, positions, batch, cache.layers)

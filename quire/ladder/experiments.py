@@ -27,6 +27,7 @@ from quire.outputs import RequestOutput
 from quire.runner.kv_cache import bytes_per_block
 
 Generate = Callable[..., list[int]]
+SEEN_LATE = "Two steps are in flight at a time here, so who leaves is seen one step later."
 
 
 def naive_against_cache(llm: LLM, settings: ClimbSettings, clock: Clock) -> Table:
@@ -189,6 +190,8 @@ def leaving_early(llm: LLM, settings: ClimbSettings) -> Table:
         f"{len(jobs)} requests, room for {rows} at once; A and {names[outputs[-1].request_id]} want 3 tokens, "
         "the others 7. Read from the step log."
     )
+    if llm.engine.core.depth > 1:
+        note += f" {SEEN_LATE}"
     return Table(
         "Sequences that finish early leave at once", note, ("step", "computes", "left", "joined", "tokens"), table
     )

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import pty
+import shlex
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,11 +21,14 @@ from typer.testing import CliRunner
 
 from quire import LLM
 from quire.benchmark.compare import compare
+from quire.benchmark.engine_runs import run_together
 from quire.benchmark.jobs import Lengths, random_jobs
+from quire.benchmark.machine import command_line
 from quire.benchmark.measure import peak_memory
 from quire.benchmark.peers import PeerSetting, open_peer
 from quire.cli.main import app, main
 from quire.errors import QuireError
+from quire.progress import BenchmarkBar
 from quire.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -63,7 +69,64 @@ def test_the_engine_alone(tiny_model: Path, tmp_path: Path, command: str, rows: 
         assert f"| {name['text']} | {cell['text']} |" in (tmp_path / "a.md").read_text()
         assert cell["text"] in done.stdout
         assert min(cell["values"]) > 0
-    assert raw["facts"]["command"].startswith(f"quire bench {command} --model")
+    assert raw["facts"]["command"] == shlex.join(["quire", "bench", command, "--model", str(tiny_model), *SMALL])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ("bench ladder --quick --output /a/b --device cuda", "quire bench ladder --quick --device cuda"),
+        ("bench ladder --output=/a/b", "quire bench ladder"),
+        ("bench latency --markdown a.md --requests 2 --json=b.json", "quire bench latency --requests 2"),
+        ("bench ladder --output", "quire bench ladder"),
+    ],
+)
+def test_a_report_does_not_say_where_it_was_written_to(arguments: str, shown: str) -> None:
+    assert command_line(arguments.split()) == shown
+
+
+def test_on_a_terminal_a_bar_shows_how_far_it_is(tiny_model: Path) -> None:
+    master, terminal = pty.openpty()
+    command = [sys.executable, "-m", "quire.cli.main", "bench", "latency", "--model", str(tiny_model), *SMALL]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=terminal) as running:
+        os.close(terminal)
+        shown = b""
+        try:
+            while chunk := os.read(master, 4096):
+                shown += chunk
+        except OSError:  # Linux' way to say that nobody writes to the terminal any more
+            pass
+        finally:
+            os.close(master)
+        assert running.wait(timeout=60) == 0
+    assert b"Measuring" in shown
+    assert b"0/3" in shown
+
+
+class CountingBar(BenchmarkBar):
+    """Remembers how many parts were announced, and how many were done."""
+
+    seen: ClassVar[list[list[int]]] = []
+
+    def __init__(self, num_parts: int) -> None:
+        super().__init__(num_parts)
+        self.seen.append([num_parts, 0])
+
+    def advance(self) -> None:
+        self.seen[-1][1] += 1
+
+
+def test_bars_end_full(llm: LLM, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from quire.benchmark import throughput
+
+    monkeypatch.setattr(CountingBar, "seen", [])
+    monkeypatch.setattr("quire.benchmark.throughput.BenchmarkBar", CountingBar)
+    monkeypatch.setattr("quire.benchmark.compare.BenchmarkBar", CountingBar)
+    jobs = random_jobs(2, Lengths(4, 8), Lengths(2, 3), 256)
+    throughput.measure_throughput(llm, jobs, repeats=2)
+    throughput.measure_latency(llm, jobs, repeats=2)
+    compare(llm, open_peer("transformers", setting(tiny_model)), jobs, repeats=2)
+    assert CountingBar.seen == [[3, 3], [3, 3], [5, 5]]
 
 
 def test_throughput_counts_the_tokens_of_its_jobs(llm: LLM) -> None:
@@ -81,15 +144,31 @@ def test_throughput_counts_the_tokens_of_its_jobs(llm: LLM) -> None:
 
 def test_transformers_answers_alike_in_float32(llm: LLM, tiny_model: Path) -> None:
     jobs = random_jobs(5, Lengths(3, 9), Lengths(2, 6), 256)
-    clock = iter([0.0, 1.0, 1.0, 3.0]).__next__
-    table = compare(llm, open_peer("transformers", setting(tiny_model)), jobs, repeats=1, clock=clock)
+    clock = iter([0.0, 1.0, 1.0, 3.0] * 2).__next__
+    table = compare(llm, open_peer("transformers", setting(tiny_model)), jobs, repeats=2, clock=clock)
     (_, ours, *_), (name, theirs, ratio, same) = table.rows
     assert "transformers" in str(name)
-    assert same == "5 of 5"
+    assert same == "10 of 10"
     tokens = sum(job.new_tokens for job in jobs)
-    assert ours.values == (tokens / 1,)  # type: ignore[union-attr]
-    assert theirs.values == (tokens / 2,)  # type: ignore[union-attr]
+    assert ours.values == (tokens / 1,) * 2  # type: ignore[union-attr]
+    assert theirs.values == (tokens / 2,) * 2  # type: ignore[union-attr]
     assert ratio.value == 2.0  # type: ignore[union-attr]
+
+
+def test_llama_cpp_runs_the_same_jobs(smollm2_gguf: Path) -> None:
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed here")
+    jobs = random_jobs(3, Lengths(4, 8), Lengths(2, 5), 49152)
+    peer = open_peer("llama-cpp", setting(smollm2_gguf))
+    answers = peer.run(jobs)
+    assert isinstance(answers, list)
+    assert [len(answer) for answer in answers] == [job.new_tokens for job in jobs]
+    assert peer.run(jobs) == answers
+    # The last token is told and not computed further: the peer must not do more than it is asked for.
+    assert peer._model.n_tokens == len(jobs[-1].prompt) + jobs[-1].new_tokens - 1  # type: ignore[attr-defined]
+    with LLM(smollm2_gguf, device="cpu", dtype="float32", kv_cache_memory="16MiB", max_model_len=64) as llm:
+        ours = [output.token_ids for output in run_together(llm, jobs)]
+    # It computes with quantised weights as they are and rounds what it multiplies them with; first tokens are clear.
+    assert [answer[0] for answer in answers] == [tokens[0] for tokens in ours]
 
 
 class Completions(BaseHTTPRequestHandler):
@@ -102,8 +181,8 @@ class Completions(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.seen.append({**body, "path": self.path})
-        if body["max_tokens"] == 13:
-            self.send_error(400, "no")
+        if body["max_tokens"] == 13 or self.path != "/v1/completions":
+            self.send_error(400 if self.path == "/v1/completions" else 404, "no")
             return
         with self.lock:
             output = self.llm.generate(body["prompt"], SamplingParams(temperature=0, max_tokens=body["max_tokens"]))[0]
@@ -135,12 +214,19 @@ def test_a_server_is_compared_by_the_tokens_it_reports(
 ) -> None:
     url, seen = server
     jobs = random_jobs(3, Lengths(4, 8), Lengths(2, 5), 256)
-    table = compare(llm, open_peer("openai-url", setting(tiny_model, url=url)), jobs, repeats=1)
+    table = compare(llm, open_peer("openai-url", setting(tiny_model, url=url)), jobs, repeats=2)
     assert table.rows[1][3] == "not told"
-    asked = {(body["path"], tuple(body["prompt"]), body["max_tokens"]) for body in seen}
-    assert asked == {("/v1/completions", job.prompt, job.new_tokens) for job in jobs}
+    assert {body["path"] for body in seen} == {"/v1/completions"}
+    passes = [seen[:2], seen[2:5], seen[5:]]  # two to warm up
+    for asked, expected in zip(passes, (jobs[:2], jobs, jobs), strict=True):
+        lengths = sorted((len(body["prompt"]), body["max_tokens"]) for body in asked)
+        assert lengths == sorted((len(job.prompt), job.new_tokens) for job in expected)
+    # A server that keeps prefixes must find none of an earlier pass.
+    assert len({tuple(body["prompt"]) for body in seen}) == len(seen)
     with pytest.raises(QuireError, match="answered 400"):
         open_peer("openai-url", setting(tiny_model, url=url)).run(random_jobs(1, Lengths(4, 4), Lengths(13, 13), 256))
+    with pytest.raises(QuireError, match=r"(?s)answered 404.*\(does --url end with /v1\?\)"):
+        open_peer("openai-url", setting(tiny_model, url=url.removesuffix("/v1"))).run(jobs)
 
 
 def bench_error(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:

@@ -18,7 +18,7 @@ from quire.benchmark.measure import Spread
 from quire.benchmark.report import Bytes, Factor, Table, cell_text, markdown_rows
 from quire.ladder.climb import climb
 from quire.ladder.engines import Engines
-from quire.ladder.settings import QUICK
+from quire.ladder.settings import FULL, QUICK
 
 NUMBER = r"[\d,]+(?:\.\d+)?"
 
@@ -179,6 +179,14 @@ def test_without_matplotlib_the_plot_is_left_out_and_said_so(tiny_model: Path, t
     assert "pip install 'quire[plot]'" in done.stderr
     assert (tmp_path / "results.md").exists()
     assert not (tmp_path / "ladder.svg").exists()
+
+
+def test_the_full_climb_is_the_one_the_chapters_speak_of() -> None:
+    assert (FULL.repeats, FULL.hello_lengths) == (3, (50, 100, 200))
+    assert FULL.prompt_lengths[-1] >= 16 * FULL.prompt_lengths[0]
+    assert FULL.memory_sequences == FULL.batch_jobs == 100
+    assert FULL.batch_answer.low < FULL.batch_answer.high
+    assert FULL.num_jobs > FULL.max_num_seqs  # somebody waits
 
 
 def test_cells_are_rounded_for_people() -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
+import statistics
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import pytest
 
@@ -43,6 +47,29 @@ def test_pictures_are_the_ones_the_code_draws(name: str) -> None:
     assert (draw.FOLDER / f"{name}.svg").read_text() == drawn, "run: python docs/draw.py"
 
 
+@pytest.mark.parametrize("name", draw.PICTURES)
+def test_text_in_a_picture_is_neither_cut_off_nor_written_over(name: str) -> None:
+    picture = ElementTree.fromstring(draw.PICTURES[name]().svg())
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for text in picture.iter("{http://www.w3.org/2000/svg}text"):
+        assert text.text is not None
+        assert "  " not in text.text, "SVG shows several spaces as one"
+        width = 6.5 * len(text.text)  # about what 12 pixels of a wide font take
+        left = float(text.attrib["x"]) - (width / 2 if text.attrib["text-anchor"] == "middle" else 0)
+        lines.setdefault(text.attrib["y"], []).append((left, left + width))
+    for spans in lines.values():
+        spans.sort()
+        assert spans[0][0] >= 0
+        assert spans[-1][1] <= float(picture.attrib["width"])
+        assert all(before[1] <= after[0] for before, after in pairwise(spans))
+
+
+def test_every_document_is_in_the_reading_order() -> None:
+    reading_order = (ROOT / "docs" / "README.md").read_text()
+    for document in (ROOT / "docs").glob("*.md"):
+        assert document.name == "README.md" or f"({document.name})" in reading_order
+
+
 def test_there_is_a_chapter_for_every_rung_and_all_have_the_same_parts() -> None:
     chapters = sorted((ROOT / "docs" / "ladder").glob("*.md"))
     assert [int(chapter.name[:2]) for chapter in chapters] == list(range(11))
@@ -54,6 +81,26 @@ def test_there_is_a_chapter_for_every_rung_and_all_have_the_same_parts() -> None
         assert "```python" in text
         assert "**Exercise.**" in text
         assert chapter.name.startswith("00") or "<!-- results: " in text
+
+
+@pytest.mark.parametrize("folder", [ROOT / "benchmarks", ROOT / "benchmarks" / "h200"], ids=lambda path: path.name)
+def test_the_recorded_tables_and_plots_are_those_of_the_recorded_figures(folder: Path) -> None:
+    raw = json.loads((folder / "results.json").read_text())
+    table = [f"- {name}: {value}" for name, value in raw["facts"].items()]
+    for part in raw["tables"]:
+        table += [f"## {part['title']}", part["note"], f"| {' | '.join(part['columns'])} |"]
+        table += [f"| {' | '.join(cell['text'] for cell in row)} |" for row in part["rows"]]
+    written = (folder / "results.md").read_text().splitlines()[1:]
+    assert [line for line in written if line and not line.startswith("| ---")] == table
+    plot = (folder / "ladder.svg").read_text()
+    rungs = [row for row in raw["tables"][0]["rows"] if "values" in row[5]]
+    assert len(rungs) >= 6
+    for number, name, *_ in rungs:
+        assert f"{number['text']} {name['text']}<" in plot
+    for row in rungs:
+        assert f"> {statistics.median(row[5]['values']):,.1f}<" in plot
+    assert raw["facts"]["same tokens on all rungs"] == "yes"
+    assert "/" not in raw["facts"]["command"]
 
 
 def test_a_table_is_quoted_with_its_note_and_its_origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +115,10 @@ def test_a_table_is_quoted_with_its_note_and_its_origin(tmp_path: Path, monkeypa
     origin = "(`quire x`, s, m; d; [benchmarks/results.md](results.md))"
     quoted = f"| b |\n| --- |\n| 2 |\n\nNote. {origin}\n"
     assert update.updated(document) == f"x\n<!-- results: One | b -->\n{quoted}<!-- end -->\ny\n"
+    (tmp_path / "card").mkdir()
+    (tmp_path / "card" / "results.md").write_text(results.read_text().replace("machine: m", "machine: gpu"))
+    document.write_text("<!-- results: card/results.md One | b -->\n<!-- end -->\n")
+    assert "(`quire x`, s, gpu; d; [benchmarks/card/results.md](card/results.md))" in update.updated(document)
     for wrong, message in (("Two", "no table called 'Two'"), ("One | c", "no column 'c'")):
         document.write_text(f"<!-- results: {wrong} -->\n<!-- end -->\n")
         with pytest.raises(SystemExit, match=message):

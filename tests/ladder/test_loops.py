@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from quire.benchmark.jobs import Job, Lengths, random_jobs
 from quire.errors import InvalidRequestError
 from quire.kernels.cpu.kernels import CpuKernels
+from quire.kernels.ops import HeadShape, Int32Array, LayerCache, PagedBatch
 from quire.kernels.reference import ReferenceKernels
 from quire.ladder.contiguous import ContiguousCache
 from quire.ladder.kv_cache import generate_with_kv_cache, print_cache_growth
@@ -50,6 +53,30 @@ def test_the_loops_say_what_a_paged_decoder_says(family: str, dtype: torch.dtype
     assert len(set(expected)) > 5
     assert generate_naive(decoder, PROMPT, 40) == expected
     assert generate_with_kv_cache(decoder, PROMPT, 40) == expected
+
+
+def test_attention_is_shared_out_once_a_token_and_not_once_a_layer() -> None:
+    class Sharing(CpuKernels):
+        def attention_work(
+            self, query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array, shape: HeadShape
+        ) -> dict[str, Int32Array]:
+            asked.append((query_lens.tolist(), context_lens.tolist(), table_rows.tolist(), shape))
+            return {"lengths": context_lens}
+
+        def attention(
+            self, query: Tensor, cache: LayerCache, batch: PagedBatch, scale: float, sliding_window: int | None
+        ) -> Tensor:
+            assert batch.work is not None
+            seen.append(batch.work["lengths"].tolist())
+            return super().attention(query, cache, batch, scale, sliding_window)
+
+    asked: list[Any] = []
+    seen: list[list[int]] = []
+    decoder = random_decoder(SPECS["llama"], Sharing(), torch.float32)
+    generate_with_kv_cache(decoder, PROMPT, 3)
+    shape = decoder.layers[0].attention.shape
+    assert asked == [([7], [7], [0], shape), ([1], [8], [0], shape), ([1], [9], [0], shape)]
+    assert seen == [[length] for length in (7, 8, 9) for _ in decoder.layers]
 
 
 def test_tokens_are_told_as_they_come(decoder: Decoder) -> None:

@@ -111,6 +111,16 @@ def test_the_table_of_early_leavers_shows_the_same(llm: LLM) -> None:
     rows = {row[0]: row[1:] for row in table.rows}
     assert rows[0] == ("A B", "", "A B", 12)
     assert rows[3] == ("B C", "A", "C", 7)
+    assert experiments.SEEN_LATE not in table.note
+
+
+def test_with_two_steps_in_flight_the_table_says_why_who_leaves_is_seen_late(llm: LLM) -> None:
+    llm.engine.core.depth = 2
+    table = experiments.leaving_early(llm, replace(QUICK, max_num_seqs=2))
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert rows[3] == ("B", "", "", 1)
+    assert rows[4] == ("B C", "A", "C", 7)
+    assert table.note.endswith(experiments.SEEN_LATE)
 
 
 def test_memory_is_counted_in_whole_blocks(tiny_model: Path) -> None:
