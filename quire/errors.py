@@ -41,3 +41,7 @@ class CapacityError(QuireError):
 
 class EngineError(QuireError):
     """The engine failed while computing; requests in flight end with this."""
+
+
+NO_TOKEN_LEFT = "no token is left to choose from: masks and bans forbid all"
+"""How a request ends whose own parameters contradict each other, which shows only while it runs."""

@@ -83,6 +83,8 @@ def _check_message(message: object, field: str) -> Message:
         raise InvalidRequestError(f"{field}.role", f"is {role!r}, not one of {', '.join(ROLES)}")
     if plain.get("tool_calls"):
         _check_tool_calls(plain["tool_calls"], f"{field}.tool_calls")
+    else:  # clients send null for none; to templates a key that is there means calls
+        plain.pop("tool_calls", None)
     _check_content(plain, field)
     return plain
 
@@ -126,5 +128,7 @@ def _check_tool_calls(calls: object, field: str) -> None:
             except (ValueError, RecursionError):
                 raise InvalidRequestError(where, "must be a JSON object") from None
             function["arguments"] = plain_data(arguments, where)
-        if arguments is not None and not isinstance(arguments, dict):
+        if arguments is None:
+            function["arguments"] = {}
+        elif not isinstance(arguments, dict):
             raise InvalidRequestError(where, "must be a JSON object")

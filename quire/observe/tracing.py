@@ -8,6 +8,8 @@ A request is one span, `llm_request`, under the span of whoever sent it. Each of
     decode        from the first token until the last
     detokenize    from the first text to the last; `quire.busy_seconds` of it were spent on making text
 
+A text to embed has the first two.
+
 No text of prompts or answers goes into a span. Needs the extra `otel`.
 """
 
@@ -126,7 +128,7 @@ class _AnswerTimes:
             scheduled = self.metrics.first_scheduled or scheduled
         spans = [("queue", arrival, end if scheduled is None else scheduled)]
         if scheduled is not None:
-            spans.append(("prompt", scheduled, end if made is None else made))
+            spans.append(("prompt", scheduled, finished if made is None else made))
         if made is not None and self.first_text is not None:
             spans.append(("first_token", made, self.first_text))
             spans.append(("decode", made, finished))

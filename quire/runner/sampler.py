@@ -29,6 +29,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.errors import NO_TOKEN_LEFT
 from quire.kernels.ops import HAS_NAN, NOTHING_LEFT, Kernels
 from quire.runner.filters import filter_, filtered_rows
 from quire.runner.masks import mask_
@@ -40,7 +41,7 @@ BAD_PROCESSOR = 4
 """A flag beside those of the kernels: a logits processor returned NaN or infinity."""
 
 _MESSAGES = {
-    NOTHING_LEFT: "no token is left to choose from: masks and bans forbid all",
+    NOTHING_LEFT: NO_TOKEN_LEFT,
     BAD_PROCESSOR: "a logits processor failed: the logits hold NaN or infinity",
     HAS_NAN: "the model's scores are not numbers (NaN)",
 }

@@ -23,11 +23,17 @@ class AnswerReader:
     """Reads one answer. Without splitter and parser its text is all content."""
 
     def __init__(
-        self, splitter: ReasoningSplitter | None, parser: ToolCallParser | None, new_call_id: Callable[[], str]
+        self,
+        splitter: ReasoningSplitter | None,
+        parser: ToolCallParser | None,
+        new_call_id: Callable[[], str],
+        parallel: bool = True,
     ) -> None:
         self._splitter = splitter
         self._parser = parser
         self._new_call_id = new_call_id
+        self._parallel = parallel
+        """Without, the first call is the only one that is told."""
         self.num_calls = 0
 
     @property
@@ -58,6 +64,8 @@ class AnswerReader:
         for delta in deltas:
             if isinstance(delta, ContentDelta):
                 content.append(delta.text)
+            elif delta.index > 0 and not self._parallel:
+                continue
             elif isinstance(delta, CallStart):
                 self.num_calls += 1
                 calls.append(ToolCallDelta(delta.index, self._new_call_id(), delta.name, ""))

@@ -66,7 +66,7 @@ def create_app(service: GenerationService) -> ASGIApp:
             allow_origins=config.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "x-quire-ignored"],
+            expose_headers=["x-request-id", "request-id", "x-quire-ignored"],
         )
     if config.allowed_hosts:
         app = AllowedHosts(app, config.allowed_hosts)

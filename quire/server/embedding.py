@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from quire.engine.step_log import encode_params
 from quire.errors import InvalidRequestError
+from quire.observe.tracing import Trace
 from quire.server.admission import Ticket
 from quire.server.errors import ApiError
 from quire.server.generation import GenerationRequest
@@ -33,6 +34,7 @@ class EmbeddingRun:
         pooling: Pooling,
         ticket: Ticket,
         record: RequestRecord,
+        trace: Trace,
     ) -> None:
         self.record = record
         self._service = service
@@ -40,6 +42,7 @@ class EmbeddingRun:
         self._prompts = prompts
         self._pooling = pooling
         self._ticket = ticket
+        self._trace = trace
         self._vectors: dict[str, bytes] = {}
         self._running: dict[str, int] = {}
         """Names of what the engine has, with their prompts' lengths."""
@@ -70,6 +73,7 @@ class EmbeddingRun:
             self.record.state = state
             self.record.error = None if self._error is None else self._error.message
             self.record.timings["total"] = round(time.monotonic() - arrival, 6)
+            self._trace.ended(state, self.record.attributes(), self.record.error)
             if state != "finished":
                 self._service.metrics.requests_failed(state, len(waiting) + len(self._running))
 
@@ -90,6 +94,7 @@ class EmbeddingRun:
         if name not in self._has_begun:
             self._has_begun.add(name)
             self.record.state = "running"
+            self._trace.started(name, time.monotonic())
             self.record.cached_tokens += cached_tokens
             self._ticket.begun(self._running[name])
             self._service.metrics.prompt_started(self._running[name], cached_tokens)
@@ -98,6 +103,8 @@ class EmbeddingRun:
         if update.finish_reason is None:
             return
         self._running.pop(update.request_id, None)
+        if update.metrics is not None:
+            self._trace.answered(update.request_id, update.metrics)
         if update.pooled is not None:
             self._vectors[update.request_id] = update.pooled
             self._changed.set()
@@ -146,7 +153,8 @@ async def start_embedding(service: GenerationService, request: GenerationRequest
         record = RequestRecord(request.response_id, request.request_id, request.endpoint, time.time(), notes=notes)
         record.prompt_tokens = num_tokens
         service.records.add(record)
-        return EmbeddingRun(service, request, prompts, pooling, ticket, record)
+        trace = service.begin_trace(request, samples=False)
+        return EmbeddingRun(service, request, prompts, pooling, ticket, record, trace)
     except BaseException:
         ticket.release()
         raise

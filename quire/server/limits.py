@@ -43,7 +43,10 @@ class RequestContext:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = [pair for pair in message["headers"] if pair[0] != b"x-request-id"]
-                message["headers"] = [*headers, (b"x-request-id", state["request_id"].encode("latin-1"))]
+                request_id = state["request_id"].encode("latin-1")
+                message["headers"] = [*headers, (b"x-request-id", request_id)]
+                if scope["path"].startswith("/v1/messages"):  # where Anthropic's clients look for it
+                    message["headers"].append((b"request-id", request_id))
             await send(message)
 
         try:

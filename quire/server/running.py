@@ -11,6 +11,7 @@ from functools import partial
 from typing import cast
 
 from quire.engine import make_requests
+from quire.errors import NO_TOKEN_LEFT
 from quire.frontend.reasoning import ReasoningSplitter
 from quire.frontend.tokenizer import Tokenizer
 from quire.live_request import LiveRequest
@@ -270,7 +271,7 @@ class Generation:
         pieces = answer.reader.feed(delta.text, is_last)
         reason: FinishReason | None = None
         if is_last:
-            reason = "tool_calls" if answer.reader.num_calls else cast(FinishReason, delta.finish_reason)
+            reason = _told(delta.finish_reason, answer.reader)
             self._unfinished -= 1
             self.record.finish_reasons.append(reason)
         self._emit(
@@ -290,7 +291,7 @@ class Generation:
     def _emit_whole(self, answer: _Answer, index: int, completion: Completion) -> None:
         reader = new_reader(self.prompts[answer.prompt], self.request.split)
         pieces = reader.feed(completion.text, True)
-        reason = cast(FinishReason, "tool_calls" if reader.num_calls else completion.finish_reason)
+        reason = _told(completion.finish_reason, reader)
         self.record.finish_reasons.append(reason)
         self._emit(
             GenerationEvent(
@@ -362,7 +363,12 @@ def new_reader(prompt: EncodedPrompt, split: bool) -> AnswerReader:
     if plan is None or not split:
         return AnswerReader(None, None, partial(new_id, "call"))
     splitter = ReasoningSplitter(prompt.inside_reasoning) if plan.support.thinks else None
-    return AnswerReader(splitter, plan.new_parser(), plan.new_call_id)
+    return AnswerReader(splitter, plan.new_parser(), plan.new_call_id, plan.parallel)
+
+
+def _told(reason: str | None, reader: AnswerReader) -> FinishReason:
+    """Why an answer ended. One that was cut off says so, calls or not: the last of them may be half of one."""
+    return "tool_calls" if reader.num_calls and reason == "stop" else cast(FinishReason, reason)
 
 
 def _failure(update: RequestUpdate) -> ApiError:
@@ -371,6 +377,6 @@ def _failure(update: RequestUpdate) -> ApiError:
             return ApiError(503, f"the request {update.error}; try again later", code="queue_timeout", retry_after=5.0)
         return ApiError(504, "the request took longer than it was allowed to", code="deadline_exceeded")
     message = update.error or "the request was ended by the server"
-    if message.startswith("structured:"):
+    if message.startswith("structured:") or message == NO_TOKEN_LEFT:  # what was asked for can't be
         return ApiError(400, message, code="invalid_value")
     return ApiError(500, message, code="engine_error")

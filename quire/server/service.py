@@ -109,7 +109,7 @@ class GenerationService:
                 ticket=ticket,
                 record=record,
                 metrics=self.metrics,
-                trace=self._begin_trace(request),
+                trace=self.begin_trace(request),
                 max_buffered_tokens=self.config.max_buffered_tokens,
             )
             self.records.add(record)
@@ -136,7 +136,8 @@ class GenerationService:
             finally:
                 await asyncio.sleep(_DESCRIBE_PAUSE)
 
-    def _begin_trace(self, request: GenerationRequest) -> Trace:
+    def begin_trace(self, request: GenerationRequest, samples: bool = True) -> Trace:
+        """`samples`: the request is answered with tokens, so how they are chosen is told."""
         if self.tracing is None:
             return NoTrace()
         params = request.params
@@ -145,12 +146,13 @@ class GenerationService:
             "http.request.id": request.request_id,
             "http.route": request.endpoint,
             "gen_ai.response.model": self.config.model_names[0],
-            "gen_ai.request.n": params.n,
-            "gen_ai.request.temperature": params.temperature,
-            "gen_ai.request.top_p": params.top_p,
         }
-        if params.max_tokens is not None:
-            attributes["gen_ai.request.max_tokens"] = params.max_tokens
+        if samples:
+            attributes["gen_ai.request.n"] = params.n
+            attributes["gen_ai.request.temperature"] = params.temperature
+            attributes["gen_ai.request.top_p"] = params.top_p
+            if params.max_tokens is not None:
+                attributes["gen_ai.request.max_tokens"] = params.max_tokens
         return self.tracing.begin(time.monotonic(), attributes)
 
     def check_open(self) -> None:

@@ -56,6 +56,17 @@ def test_an_answer_is_what_chat_completions_give(server: Server) -> None:
     assert usage["output_tokens"] == chat["usage"]["completion_tokens"]
     counted = server.post("/v1/messages/count_tokens", {"model": "smollm2", "system": "Be short.", "messages": user})
     assert counted.json() == {"input_tokens": chat["usage"]["prompt_tokens"]}
+    assert server.get(f"/v1/requests/{body['id']}").json()["notes"] == {"user": "me"}
+
+
+@pytest.mark.parametrize("choice", [None, {"type": "none"}])
+def test_tokens_are_counted_as_they_will_be_used(server: Server, choice: Any) -> None:
+    fields = {"model": "smollm2", "messages": HI, "tools": [WEATHER], "tool_choice": choice}
+    counted = server.post("/v1/messages/count_tokens", fields).json()["input_tokens"]
+    usage = ask(server, **fields, max_tokens=1)["usage"]
+    assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
+    plain = server.post("/v1/messages/count_tokens", {"model": "smollm2", "messages": HI}).json()["input_tokens"]
+    assert (counted > plain) == (choice is None)
 
 
 def test_why_it_ended(server: Server) -> None:
@@ -227,7 +238,7 @@ def test_what_has_no_meaning_here_is_named_in_a_header(server: Server) -> None:
     thinking = {"type": "enabled", "budget_tokens": 1024}
     response = server.post("/v1/messages", body_of(max_tokens=1, thinking=thinking, speed="fast"))
     ignored = set(response.headers["x-quire-ignored"].split(", "))
-    assert {"thinking.budget_tokens", "speed", "chat_template_kwargs.enable_thinking"} <= ignored
+    assert {"thinking.budget_tokens", "speed", "thinking"} <= ignored
 
 
 def test_a_client_that_leaves_ends_its_message(server: Server) -> None:

@@ -51,6 +51,8 @@ def test_a_stream_gives_the_same_in_pieces(server: Server) -> None:
     assert len({chunk["id"] for chunk in chunks}) == 1
     assert chunks[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
     assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])  # as OpenAI has it
+    assert all("usage" not in chunk for chunk in server.stream(CHAT, {**body, "n": 1, "max_tokens": 1}))
     for choice in whole["choices"]:
         pieces = [c["choices"][0] for c in chunks[:-1] if c["choices"][0]["index"] == choice["index"]]
         assert pieces[0]["delta"] == {"role": "assistant", "content": ""}
@@ -226,7 +228,7 @@ def test_tokenize_and_detokenize(server: Server, llm: LLM) -> None:
     chat_ids = server.post("/tokenize", {"messages": MESSAGES}).json()["tokens"]
     assert chat_ids == llm.encode_chat(MESSAGES)
     error_of(server.post("/tokenize", {}), 400, "prompt")
-    error_of(server.post("/detokenize", {"tokens": [10**7]}), 400, "token_ids")
+    error_of(server.post("/detokenize", {"tokens": [10**7]}), 400, "tokens")
 
 
 def test_version_docs_and_metrics(server: Server) -> None:

@@ -68,6 +68,8 @@ def test_chat(client: openai.OpenAI) -> None:
     )
     assert made.id.startswith("chatcmpl-")
     assert made.system_fingerprint
+    turns = [*ASK, made.choices[0].message.model_dump(), *ASK]  # with null for all it does not have
+    assert client.chat.completions.create(model="smollm2", messages=turns, max_tokens=1).choices
     assert [choice.index for choice in made.choices] == [0, 1]
     assert made.choices[0].message.content != made.choices[1].message.content
     for choice in made.choices:
@@ -260,6 +262,16 @@ def test_openai_async(keyed: Server) -> None:
                 assert (await responses.get_final_response()).output_text
             with pytest.raises(openai.BadRequestError):
                 await client.chat.completions.create(messages=[], **fields)
+            assert [model.id async for model in client.models.list()] == ["smollm2"]
+            many_tokens: dict[str, Any] = {**fields, "max_tokens": 100}
+            parsed = await client.chat.completions.parse(messages=ASK, response_format=Weather, **many_tokens)
+            assert isinstance(parsed.choices[0].message.parsed, Weather)
+            called = await client.chat.completions.create(
+                messages=ASK, tools=[TOOL], tool_choice=NAMED, stream=True, **many_tokens
+            )
+            deltas = [call async for chunk in called for call in chunk.choices[0].delta.tool_calls or ()]
+            arguments = "".join(call.function.arguments or "" for call in deltas if call.function)
+            assert Weather.model_validate_json(arguments)
 
     asyncio.run(run())
 
@@ -276,6 +288,7 @@ def test_messages(claude: anthropic.Anthropic) -> None:
         "extra_body": {"temperature": 0},
     }
     made = claude.messages.create(**arguments)
+    assert made._request_id  # from the header this client reads
     assert made.stop_reason in ("end_turn", "max_tokens")
     (block,) = made.content
     assert block.type == "text"
@@ -341,5 +354,18 @@ def test_anthropic_async(keyed: Server) -> None:
                 text = "".join([piece async for piece in stream.text_stream])
             assert made.content[0].type == "text"
             assert made.content[0].text == text
+            counted = await client.messages.count_tokens(model="smollm2", messages=ASK)
+            assert counted.input_tokens == made.usage.input_tokens + (made.usage.cache_read_input_tokens or 0)
+            function: Any = {"name": "weather", "input_schema": Weather.model_json_schema()}
+            many_tokens: dict[str, Any] = {**fields, "max_tokens": 100, "tools": [function]}
+            async with client.messages.stream(
+                messages=ASK, tool_choice={"type": "tool", "name": "weather"}, **many_tokens
+            ) as stream:
+                (block,) = (await stream.get_final_message()).content
+            assert block.type == "tool_use"
+            assert Weather.model_validate(block.input)
+            with pytest.raises(anthropic.BadRequestError, match="max_tokens") as caught:
+                await client.messages.create(messages=ASK, **{**fields, "max_tokens": 0})
+            assert caught.value.request_id
 
     asyncio.run(run())

@@ -60,12 +60,16 @@ def test_every_parameter_means_what_it_means_offline(server: Server, llm: LLM, f
     assert choice["stop_reason"] == expected.completions[0].stop_reason
 
 
-@pytest.mark.parametrize("fields", [{"stop": ["."]}, {}, {"n": 3, "temperature": 1.0, "seed": 11}])
+@pytest.mark.parametrize(
+    "fields",
+    [{"stop": ["."]}, {}, {"n": 3, "temperature": 1.0, "seed": 11}, {"n": 2, "echo": True, "logprobs": 1, "seed": 1}],
+)
 def test_a_stream_gives_the_same_in_pieces(server: Server, fields: dict[str, Any]) -> None:
     body = {"prompt": [PROMPT, "1, 2, 3,"], "temperature": 0, "max_tokens": 20, "return_token_ids": True, **fields}
     whole = server.post("/v1/completions", body).json()
     chunks = list(server.stream("/v1/completions", {**body, "stream_options": {"include_usage": True}}))
     assert chunks[-1]["choices"] == []
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
     usage = chunks[-1]["usage"]
     assert {name: usage[name] for name in ("prompt_tokens", "completion_tokens")} == {
         name: whole["usage"][name] for name in ("prompt_tokens", "completion_tokens")
@@ -77,6 +81,8 @@ def test_a_stream_gives_the_same_in_pieces(server: Server, fields: dict[str, Any
         assert [piece["finish_reason"] for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
         assert pieces[-1]["finish_reason"] == choice["finish_reason"]
         assert len(pieces) > 1
+        for name in choice["logprobs"] or ():
+            assert [one for piece in pieces for one in piece["logprobs"][name]] == choice["logprobs"][name]
 
 
 def test_prompts_of_every_kind_in_one_batch(server: Server) -> None:

@@ -54,6 +54,8 @@ def test_langchain(chain: ChatOpenAI) -> None:
 def test_langchain_structured_output(chain: ChatOpenAI, method: Any) -> None:
     found = chain.with_structured_output(Weather, method=method).invoke("The weather in Rome?")
     assert isinstance(found, Weather)
+    pieces = list(chain.with_structured_output(Weather, method=method).stream("The weather in Rome?"))
+    assert pieces[-1] == found
 
 
 def test_langchain_tools(chain: ChatOpenAI) -> None:
@@ -92,3 +94,20 @@ def test_instructor(keyed: Server, mode: instructor.Mode) -> None:
         max_retries=1,
     )
     assert isinstance(found, Weather)
+
+
+@pytest.mark.filterwarnings("ignore:FUNCTIONS is deprecated")
+def test_instructor_async(keyed: Server) -> None:
+    async def ask() -> Weather:
+        async with openai.AsyncOpenAI(base_url=f"{keyed.url}/v1", api_key=KEY, max_retries=0) as client:
+            patched = instructor.from_openai(client, mode=instructor.Mode.TOOLS)
+            return await patched.chat.completions.create(
+                model="smollm2",
+                messages=[{"role": "user", "content": "The weather in Rome?"}],
+                response_model=Weather,
+                temperature=0,
+                max_tokens=200,
+                max_retries=1,
+            )
+
+    assert isinstance(asyncio.run(ask()), Weather)

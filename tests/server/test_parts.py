@@ -12,7 +12,10 @@ from fastapi import FastAPI
 from quire.engine import EngineCore, Scheduler, SchedulerConfig, StepLog, make_requests
 from quire.engine.fake_runner import FakeRunner
 from quire.errors import CapacityError, InvalidRequestError, QuireError
+from quire.frontend.gguf_tokenizer import read_gguf_tokenizer
 from quire.frontend.reasoning import ReasoningSplitter
+from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.tool_calls import ToolSupport
 from quire.frontend.tool_calls.hermes import HermesParser
 from quire.sampling_params import ResolvedTokens, SamplingParams
 from quire.server.admission import Admission
@@ -23,9 +26,15 @@ from quire.server.errors import ApiError, error_body, field_name, install, to_ap
 from quire.server.limits import BodyLimits, RequestContext
 from quire.server.messages import AddRequest, Updates, decode_command, decode_event, encode
 from quire.server.metrics import ServerMetrics
+from quire.server.prompts import EncodedPrompt, EngineLimits, PromptEncoder
 from quire.server.protocol.common import Body
+from quire.server.protocol.completions import CompletionRequest
 from quire.server.request_records import RecordBook, RequestRecord, describe_request
+from quire.server.running import new_reader
 from quire.step import PromptScores, RequestMetrics, RequestUpdate, TokenScore
+from tests.frontend.helpers import byte_level_metadata, train_byte_level
+from tests.frontend.templates import QWEN
+from tests.frontend.test_tool_plan import make_tokenizer
 from tests.server.harness import error_of
 
 
@@ -199,6 +208,36 @@ def test_an_answer_is_taken_apart() -> None:
     assert (calls[0].id, calls[0].name) == ("call-1", "f")
     assert "".join(call.arguments for call in calls) == '{"a": 1}'
     assert reader.num_calls == 1
+
+
+def test_one_call_is_told_if_one_is_wanted() -> None:
+    """Also where no grammar holds the model to it."""
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    for parallel, expected in ((True, ["f", "f"]), (False, ["f"])):
+        reader = AnswerReader(None, HermesParser(), lambda: "id", parallel)
+        pieces = [reader.feed(character, False) for character in f"{call}\n{call} Done."] + [reader.feed("", True)]
+        calls = [one for piece in pieces for one in piece.tool_calls]
+        assert [one.name for one in calls if one.name is not None] == expected
+        assert "".join(one.arguments for one in calls) == '{"a": 1}' * len(expected)
+        assert "".join(piece.content for piece in pieces).strip() == "Done."
+        assert reader.num_calls == len(expected)
+    tool = {"type": "function", "function": {"name": "f"}}
+    plan = ToolSupport(make_tokenizer(QWEN)).plan([{"role": "user", "content": "Hi"}], [tool], parallel=False)
+    prompt = EncodedPrompt((1,), None, False, SamplingParams(), ResolvedTokens(), plan)
+    pieces = [new_reader(prompt, split=True).feed(f"{call}\n{call}", True)]
+    assert [one.name for one in pieces[0].tool_calls] == ["f"]
+
+
+def test_special_tokens_are_added_to_a_text_unless_not_wanted() -> None:
+    metadata = byte_level_metadata(train_byte_level("qwen2"), "qwen2") | {"tokenizer.ggml.add_bos_token": True}
+    tokenizer = Tokenizer(read_gguf_tokenizer(metadata))
+    encoder = PromptEncoder(tokenizer)
+    prompts = []
+    for wanted in (True, False):
+        body = CompletionRequest.model_validate({"prompt": "one two", "add_special_tokens": wanted})
+        request = body.to_generation("a", "b")
+        prompts.append(encoder.encode(request, request.prompts[0], EngineLimits(100, tokenizer.vocab_size)).token_ids)
+    assert prompts[0] == (metadata["tokenizer.ggml.bos_token_id"], *prompts[1])
 
 
 def test_bodies_are_bounded_together() -> None:

@@ -36,12 +36,20 @@ def test_an_answer_is_what_chat_completions_give(server: Server) -> None:
             "max_tokens": 12,
         },
     ).json()
-    body = respond(server, input="Name a colour.", instructions="Be short.", user="me", metadata={"a": "b"})
+    body = respond(
+        server, input="Name a colour.", instructions="Be short.", user="me", metadata={"a": "b"}, safety_identifier="s"
+    )
     (item,) = body["output"]
     assert item["content"][0]["text"] == chat["choices"][0]["message"]["content"]
     assert (item["type"], item["role"]) == ("message", "assistant")
     assert body["id"].startswith("resp_")
     assert (body["object"], body["store"], body["metadata"], body["user"]) == ("response", False, {"a": "b"}, "me")
+    assert (body["safety_identifier"], body["service_tier"]) == ("s", "default")
+    assert server.get(f"/v1/requests/{body['id']}").json()["notes"] == {
+        "user": "me",
+        "safety_identifier": "s",
+        "metadata": {"a": "b"},
+    }
     usage = body["usage"]
     assert usage["input_tokens"] == chat["usage"]["prompt_tokens"]
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
@@ -225,7 +233,7 @@ def test_what_has_no_meaning_here_is_named_in_a_header(server: Server) -> None:
     fields = {"store": True, "prompt_cache_key": "k", "reasoning": {"effort": "low", "summary": "auto"}}
     response = server.post("/v1/responses", {"input": "Hi", "max_output_tokens": 1, **fields})
     ignored = response.headers["x-quire-ignored"].split(", ")
-    assert {"store", "prompt_cache_key", "reasoning.summary"} <= set(ignored)
+    assert {"store", "prompt_cache_key", "reasoning.summary", "reasoning.effort"} <= set(ignored)
     assert response.json()["store"] is False
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.frontend.templates import QWEN
-from tests.server.harness import Server, error_of
+from tests.frontend.test_template_needs import FULL_TOOLS, ONE_CALL, SHORT_IDS
+from tests.server.harness import SMALL_ENGINE, Server, error_of
 from tests.server.random_model import write_model
 
 THINKER = (
@@ -131,6 +133,25 @@ def test_required_calls(thinker: Server, parallel: bool) -> None:
 def test_a_call_that_was_cut_off_says_so(thinker: Server) -> None:
     choice = chat(thinker, tools=[PICK], tool_choice="required", max_tokens=18)["choices"][0]
     assert choice["finish_reason"] == "length"
+    # Inside of the arguments too, in every protocol.
+    for most in range(18, 60):
+        fields = {"tools": [PICK], "tool_choice": "required", "max_tokens": most}
+        choice = chat(thinker, **fields)["choices"][0]
+        if choice["message"].get("tool_calls"):
+            break
+    (call,) = choice["message"]["tool_calls"]
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(call["function"]["arguments"])
+    assert choice["finish_reason"] == "length"
+    assert streamed(thinker, **fields)["finish_reason"] == "length"
+    tool = {"name": "pick", "input_schema": PICK["function"]["parameters"]}  # type: ignore[index]
+    body = {"model": "thinker", "messages": ASK, "temperature": 0, "max_tokens": most, "tools": [tool]}
+    answer = thinker.post("/v1/messages", {**body, "tool_choice": {"type": "any"}}).json()
+    assert (answer["stop_reason"], answer["content"][-1]["type"]) == ("max_tokens", "tool_use")
+    asked = {"input": "What now?", "temperature": 0, "max_output_tokens": most, "tool_choice": "required"}
+    function = {"type": "function", **PICK["function"]}  # type: ignore[dict-item]
+    response = thinker.post("/v1/responses", {**asked, "tools": [function]}).json()
+    assert (response["status"], response["output"][-1]["status"]) == ("incomplete", "incomplete")
 
 
 def test_n_answers_have_calls_of_their_own(thinker: Server) -> None:
@@ -189,3 +210,37 @@ def test_earlier_calls_are_part_of_the_prompt(thinker: Server) -> None:
 )
 def test_what_is_wrong_is_named(thinker: Server, fields: dict[str, Any], field: str) -> None:
     error_of(thinker.post("/v1/chat/completions", {"messages": ASK, **fields}), 400, field)
+
+
+@pytest.mark.parametrize("template", [ONE_CALL, SHORT_IDS, FULL_TOOLS], ids=["llama3", "mistral", "hermes"])
+def test_strict_templates_in_every_protocol(template: str, tmp_path: Path) -> None:
+    """A required call, and two earlier ones with ids of the client's own, whatever the template insists on."""
+    write_model(tmp_path, template)
+    function = {"name": "pick", "parameters": PICK["function"]["parameters"]}  # type: ignore[index]
+    ids = ("call_1", "toolu_0123456789abcdef")
+    with Server(model=str(tmp_path), engine=SMALL_ENGINE, served_model_names=["strict"]) as server:
+        tools = [{"type": "function", "function": function}]
+        (call, *_) = chat(server, tools=tools, tool_choice="required")["choices"][0]["message"]["tool_calls"]
+        assert call["function"]["name"] == "pick"
+        calls = [{**call, "id": one} for one in ids]
+        results: list[Any] = [{"role": "tool", "tool_call_id": one, "content": "done"} for one in ids]
+        turns = [*ASK, {"role": "assistant", "content": None, "tool_calls": calls}, *results]
+        used = chat(server, messages=turns, tools=tools, max_tokens=1)["usage"]["prompt_tokens"]
+
+        items: list[Any] = [
+            {"type": "function_call", "call_id": one, "name": "pick", "arguments": call["function"]["arguments"]}
+            for one in ids
+        ]
+        items += [{"type": "function_call_output", "call_id": one, "output": "done"} for one in ids]
+        body = {"input": [*ASK, *items], "tools": [{"type": "function", **function}], "max_output_tokens": 1}
+        assert server.post("/v1/responses", body).json()["usage"]["input_tokens"] == used
+
+        value = json.loads(call["function"]["arguments"])
+        blocks = [{"type": "tool_use", "id": one, "name": "pick", "input": value} for one in ids]
+        answers = [{"type": "tool_result", "tool_use_id": one, "content": "done"} for one in ids]
+        body = {
+            "model": "strict",
+            "messages": [*ASK, {"role": "assistant", "content": blocks}, {"role": "user", "content": answers}],
+            "tools": [{"name": "pick", "input_schema": function["parameters"]}],
+        }
+        assert server.post("/v1/messages/count_tokens", body).json() == {"input_tokens": used}

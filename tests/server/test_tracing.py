@@ -157,6 +157,39 @@ def test_requests_that_come_to_a_stop_string_or_to_nothing(
     run(check, small_model, engine_module="tests.server.faulty_engine")
 
 
+def test_texts_to_embed_have_spans_too(small_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check(client: httpx.AsyncClient, exporter: InMemorySpanExporter) -> None:
+        body = {"input": ["one two three " * 20, "four"]}
+        headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "mine"}
+        response = await client.post("/v1/embeddings", json=body, headers=headers)
+        assert response.status_code == 200
+        root, below = tree(exporter)
+        assert f"{root.context.trace_id:032x}" == TRACE
+        attributes = dict(root.attributes or {})
+        assert attributes["http.route"] == "/v1/embeddings"
+        assert attributes["http.request.id"] == "mine"
+        assert attributes["quire.state"] == "finished"
+        assert attributes["gen_ai.usage.prompt_tokens"] == response.json()["usage"]["prompt_tokens"]
+        assert "gen_ai.request.temperature" not in attributes
+        assert [span.name for span in below] == 2 * ["queue", "prompt"]
+        for queue, prompt in (below[:2], below[2:]):
+            assert queue.start_time == root.start_time
+            assert queue.end_time == prompt.start_time < prompt.end_time <= root.end_time
+        assert len({(span.attributes or {})["quire.answer"] for span in below}) == 2
+
+        fault.write_text("raise 1")
+        response = await client.post("/v1/embeddings", json={"input": "one"})
+        fault.write_text("")
+        assert response.status_code == 500
+        root, _ = tree(exporter)
+        assert root.status.status_code is StatusCode.ERROR
+        assert (root.attributes or {})["quire.state"] == "failed"
+
+    fault = tmp_path / "fault"
+    monkeypatch.setenv("QUIRE_TEST_FAULT", str(fault))
+    run(check, small_model, engine_module="tests.server.faulty_engine")
+
+
 class Collector(http.server.BaseHTTPRequestHandler):
     """Takes spans as a collector does."""
 

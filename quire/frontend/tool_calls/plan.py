@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import secrets
-import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,13 +14,12 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.frontend.tool_calls import grammars, hermes, llama3, mistral, prompting
 from quire.frontend.tool_calls.deltas import ToolCallParser
 from quire.frontend.tool_calls.grammars import CallShape
+from quire.frontend.tool_calls.template_needs import ALPHANUMERIC, ID_LENGTH, find_needs
 from quire.frontend.tool_calls.tools import Tool, check_tools
 from quire.sampling_params import StructuredOutput
 
 FormatName = Literal["hermes", "llama3", "mistral"]
 Choice = Literal["auto", "none", "required"]
-
-_ALPHANUMERIC = string.ascii_letters + string.digits
 
 
 def detect_format(template_source: str) -> FormatName | None:
@@ -54,7 +52,13 @@ class ToolSupport:
         """What announces a call in this model's text."""
         self.mark_is_special = self.mark in special
         """Special tokens are left out of an answer's text and can't be written under a grammar."""
+        self.needs_special_mark = self.mark_is_special and self.format != "llama3"
+        """A call can't be without its mark; Llama's may be."""
         self.thinks = reasoning.thinks(self._plain) or reasoning.thinks(self._source)
+        named = tokenizer.named_tokens
+        self._needs = {
+            source: find_needs(source, named) for source in {self._plain, self._source} if prompting.knows_calls(source)
+        }
 
     def plan(
         self,
@@ -73,7 +77,9 @@ class ToolSupport:
             raise InvalidRequestError("tool_choice", "needs tools to choose from: give some in `tools`")
         without = not checked or (choice == "none" and name is None)
         source = self._plain if without else self._source
-        if source and not prompting.knows_calls(source):
+        if source in self._needs:
+            messages = self._needs[source].suit_messages(messages)
+        elif source:
             messages = prompting.write_out_calls(messages)
         if without:
             return ToolPlan(self, messages, None, (), forced=False, parallel=parallel)
@@ -81,20 +87,25 @@ class ToolSupport:
             raise InvalidRequestError("tools", "this model's chat template writes calls in a format not known here")
         if not prompting.knows_tools(source):
             messages, tools = prompting.describe_tools(messages, tools or ()), None
+        elif source in self._needs and tools:
+            tools = self._needs[source].suit_tools(tools)
         callable_tools = [tool for tool in checked if name is None or tool.name == name]
         forced = name is not None or choice == "required"
         return ToolPlan(self, messages, tools, tuple(callable_tools), forced, parallel and name is None)
 
     def shape(self, forced: bool) -> CallShape:
         """How calls are written; `forced`: behind a prompt that ends with the mark, if that is a special token."""
-        lead = "" if forced and self.mark_is_special else self.mark
+        lead = "" if forced and self.needs_special_mark else self.mark
         if self.format == "llama3":
-            return CallShape("", '{"name": "NAME", "parameters": ', "}", "; ", "")
+            needs = self._needs.get(self._source)
+            several = needs is None or not needs.one_call
+            return CallShape("", '{"name": "NAME", "parameters": ', "}", "; ", "", several)
         if self.format == "mistral" and mistral.ARGUMENTS_MARK in self._source:
             middle = "" if mistral.ARGUMENTS_MARK in self._special else mistral.ARGUMENTS_MARK
             return CallShape("", f"{lead}NAME{middle}", "", "", "", several=bool(lead))
         if self.format == "mistral":
-            return CallShape(f"{lead} [", '{"name": "NAME", "arguments": ', "}", ", ", "]")
+            space = "" if f"{mistral.MARK}[" in self._source else " "
+            return CallShape(f"{lead}{space}[", '{"name": "NAME", "arguments": ', "}", ", ", "]")
         end = "}" if hermes.END in self._special else "}\n" + hermes.END
         return CallShape("", f'{lead}\n{{"name": "NAME", "arguments": ', end, "\n", "", several=bool(lead))
 
@@ -116,7 +127,7 @@ class ToolPlan:
     @property
     def prompt_suffix(self) -> str:
         """Text of a special token to put behind the prompt: there a required call begins."""
-        return self.support.mark if self.forced and self.support.mark_is_special else ""
+        return self.support.mark if self.forced and self.support.needs_special_mark else ""
 
     @property
     def needs_special_tokens(self) -> bool:
@@ -126,7 +137,7 @@ class ToolPlan:
     @property
     def ignored(self) -> tuple[str, ...]:
         """Fields that could not be honoured: `strict` where a grammar can't follow the model's own calls."""
-        unheeded = not self.forced and self.support.mark_is_special and any(tool.strict for tool in self.tools)
+        unheeded = not self.forced and self.support.needs_special_mark and any(tool.strict for tool in self.tools)
         return ("tools.function.strict",) if unheeded else ()
 
     def constrain(self, structured: StructuredOutput | None, inside_reasoning: bool = False) -> StructuredOutput | None:
@@ -138,7 +149,7 @@ class ToolPlan:
             shape = self.support.shape(forced=True)
             return grammars.forced_calls(shape, self.tools, self.parallel, inside_reasoning)
         if self.tools and structured is not None:
-            if self.support.mark_is_special or not grammars.is_json(structured):
+            if self.support.needs_special_mark or not grammars.is_json(structured):
                 raise InvalidRequestError(
                     "tools", "can't be combined with this form of structured output: choose one, or `tool_choice`"
                 )
@@ -146,7 +157,7 @@ class ToolPlan:
             return grammars.calls_or_answer(shape, self.tools, self.parallel, structured, inside_reasoning)
         if structured is not None:
             return grammars.after_reasoning(structured) if inside_reasoning else structured
-        if any(tool.strict for tool in self.tools) and not self.support.mark_is_special:
+        if any(tool.strict for tool in self.tools) and not self.support.needs_special_mark:
             shape = self.support.shape(forced=False)
             if self.support.format == "llama3":
                 return grammars.calls_or_text(shape, self.tools, self.parallel)
@@ -172,5 +183,5 @@ class ToolPlan:
     def new_call_id(self) -> str:
         """Unique; Mistral's templates insist on nine letters and digits."""
         if self.support.format == "mistral":
-            return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+            return "".join(secrets.choice(ALPHANUMERIC) for _ in range(ID_LENGTH))
         return f"call_{secrets.token_hex(12)}"

@@ -16,6 +16,7 @@ from quire.server.protocol.unions import LIST, TEXT, TEXT_OR_LIST, by_type, kind
 
 FIELDS = {
     "stop": "stop_sequences",
+    "chat_template_kwargs.enable_thinking": "thinking",
     "structured": "output_config.format",
     "structured.json_schema": "output_config.format.schema",
     "structured.grammar": "output_config.format.schema",
@@ -157,9 +158,10 @@ class CountTokensRequest(Body):
             raise InvalidRequestError("messages", "say nothing")
         kwargs = None if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
         prefilled = self.messages[-1].role == "assistant"
+        shown = () if isinstance(self.tool_choice, NoChoice) else self.tools or ()
         return ChatPrompt(
             messages,
-            [_openai_tool(tool) for tool in self.tools] if self.tools else None,
+            [_openai_tool(tool) for tool in shown] or None,
             template_kwargs=kwargs,
             add_generation_prompt=not prefilled,
             continue_final_message=prefilled,

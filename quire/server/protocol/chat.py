@@ -47,7 +47,6 @@ class ChatCompletionRequest(SamplingFields):
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
         **UNSUPPORTED_EVERYWHERE,
         "audio": "the model writes text only",
-        "modalities": "the model writes text only",
         "functions": "use tools",
         "function_call": "use tool_choice",
         "prediction": "there is no predicted output",
@@ -62,6 +61,8 @@ class ChatCompletionRequest(SamplingFields):
 
     model: str | None = None
     messages: list[dict[str, Any]] = Field(min_length=1, max_length=MAX_MESSAGES)
+    modalities: list[Literal["text"]] | None = Field(None, min_length=1, max_length=1)
+    """Text is all the model writes."""
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     stream: bool | None = None

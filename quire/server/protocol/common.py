@@ -268,6 +268,15 @@ def usage_body(usage: Usage) -> dict[str, Any]:
     }
 
 
+def usage_so_far(options: StreamOptions | None, usage: Mapping[str, Any]) -> dict[str, Any]:
+    """What a chunk says: the usage so far if every chunk is to say it, null if the last one will, else nothing."""
+    if options is None:
+        return {}
+    if options.continuous_usage_stats:
+        return {"usage": usage}
+    return {"usage": None} if options.include_usage else {}
+
+
 def token_name(entry: Logprob, as_ids: bool) -> str:
     """A token as a response spells it."""
     return f"token_id:{entry.token_id}" if as_ids else entry.text

@@ -44,6 +44,8 @@ def response_body(
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": None,
         "reasoning": reasoning,
+        "safety_identifier": request.safety_identifier,
+        "service_tier": "default",
         "store": False,
         "temperature": 1.0 if request.temperature is None else request.temperature,
         "text": {"format": text_format},

@@ -15,6 +15,7 @@ from quire.server.protocol.unions import LIST, TEXT, TEXT_OR_LIST, by_type, kind
 
 FIELDS = {
     "max_tokens": "max_output_tokens",
+    "chat_template_kwargs.reasoning_effort": "reasoning.effort",
     "messages": "input",
     "prompt": "input",
     "structured": "text.format",

@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from quire.server.connection import body_schema, cancel_on_disconnect, name_request, new_id, read_body, response_headers
 from quire.server.json_response import JsonResponse
 from quire.server.protocol.chat import ChatCompletionRequest, choice_body, delta_body
-from quire.server.protocol.common import prompt_logprobs_body, usage_body
+from quire.server.protocol.common import prompt_logprobs_body, usage_body, usage_so_far
 from quire.server.running import Generation
 from quire.server.service import get_service
 from quire.server.sse import DONE, EventStream, data_event
@@ -57,12 +57,9 @@ async def create_chat_completion(request: Request) -> Response:
 
 async def _chunks(generation: Generation, body: ChatCompletionRequest, base: dict[str, Any]) -> AsyncIterator[bytes]:
     options = body.stream_options
-    every_time = options is not None and options.continuous_usage_stats
 
     def chunk(choices: list[dict[str, Any]], **more: Any) -> bytes:
-        if every_time:
-            more["usage"] = usage_body(generation.usage)
-        return data_event({**base, "choices": choices, **more})
+        return data_event({**base, "choices": choices, **more, **usage_so_far(options, usage_body(generation.usage))})
 
     for index in range(generation.request.params.n):
         first = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}

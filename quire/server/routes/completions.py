@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from quire.server.connection import body_schema, cancel_on_disconnect, name_request, new_id, read_body, response_headers
 from quire.server.generation import GenerationEvent
 from quire.server.json_response import JsonResponse
-from quire.server.protocol.common import prompt_logprobs_body, usage_body
+from quire.server.protocol.common import prompt_logprobs_body, usage_body, usage_so_far
 from quire.server.protocol.completions import CompletionRequest, LogprobsWriter
 from quire.server.running import Generation
 from quire.server.service import get_service
@@ -65,10 +65,8 @@ async def _chunks(
     async for event in generation:
         if not event.text and event.finish_reason is None and not event.logprobs and not body.return_token_ids:
             continue
-        chunk = {**base, "choices": [writers.body(event)]}
-        if options is not None and options.continuous_usage_stats:
-            chunk["usage"] = _usage(generation, body)
-        yield data_event(chunk)
+        usage = usage_so_far(options, _usage(generation, body))
+        yield data_event({**base, "choices": [writers.body(event)], **usage})
     if options is not None and options.include_usage:
         yield data_event({**base, "choices": [], "usage": _usage(generation, body)})
     yield DONE

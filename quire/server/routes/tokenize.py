@@ -13,7 +13,7 @@ from quire.server.connection import body_schema, cancel_on_disconnect, read_body
 from quire.server.generation import ChatPrompt
 from quire.server.json_response import JsonResponse
 from quire.server.protocol.common import Body
-from quire.server.service import get_service
+from quire.server.service import get_service, renamed
 
 router = APIRouter()
 
@@ -75,5 +75,8 @@ async def detokenize(request: Request) -> Response:
     body = await read_body(request, DetokenizeRequest)
     service = get_service(request)
     service.check_model(body.model)
-    text = await service.in_thread(service.tokenizer.decode, body.tokens, body.skip_special_tokens)
+    try:
+        text = await service.in_thread(service.tokenizer.decode, body.tokens, body.skip_special_tokens)
+    except InvalidRequestError as error:
+        raise renamed(error, {"token_ids": "tokens"}) from None
     return JsonResponse({"prompt": text}, headers=response_headers(request))

@@ -1,0 +1,159 @@
+"""What a chat template wants of tools and calls beyond what OpenAI's clients send.
+
+Templates refuse what their models never saw: Mistral's take only ids of nine letters and digits, Llama's one call per
+message, Hermes' only tools that are described, and results that name their function. Clients know nothing of that, so
+it is found out once per template, by trying it, and conversations are rewritten to suit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from quire.errors import QuireError
+from quire.frontend.chat_template import ChatTemplate
+from quire.frontend.messages import check_messages
+
+ID_LENGTH = 9
+ALPHANUMERIC = string.ascii_letters + string.digits
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateNeeds:
+    """Nothing, for most templates."""
+
+    short_ids: bool = False
+    """Ids of calls must be nine letters and digits."""
+    one_call: bool = False
+    """A message may hold one call only."""
+    full_tools: bool = False
+    """Every tool must have a description and parameters."""
+
+    def suit_messages(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The same conversation in a form that the template takes."""
+        if not any(isinstance(one, Mapping) and one.get("role") == "tool" for one in messages) and not (
+            self.short_ids or self.one_call
+        ):
+            return messages
+        # What is wrong has to be told before messages change their places.
+        checked: Sequence[Message] = _name_results(check_messages(messages, knows_developer=True))
+        if self.one_call:
+            checked = _one_call_each(checked)
+        return [_shorten_ids(message) for message in checked] if self.short_ids else checked
+
+    def suit_tools(self, tools: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """The same tools, with whatever the template insists on."""
+        return [_fill(tool) for tool in tools] if self.full_tools else tools
+
+
+def find_needs(source: str, named_tokens: Mapping[str, str]) -> TemplateNeeds:
+    """The fewest under which the template shows a conversation with two calls; none if it never does."""
+    names = ("short_ids", "one_call", "full_tools")
+    try:
+        template = ChatTemplate(source, named_tokens)
+    except QuireError:  # who uses it will be told
+        return TemplateNeeds()
+    for count in range(len(names) + 1):
+        for chosen in combinations(names, count):
+            needs = TemplateNeeds(**dict.fromkeys(chosen, True))
+            try:
+                template.render(needs.suit_messages(_TRIAL), tools=needs.suit_tools(_TRIAL_TOOLS))
+            except QuireError:
+                continue
+            return needs
+    return TemplateNeeds()
+
+
+_TRIAL_TOOLS = ({"type": "function", "function": {"name": "f"}},)
+_TRIAL: tuple[Message, ...] = (
+    {"role": "user", "content": "a"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": f"call_{number}", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+            for number in range(2)
+        ],
+    },
+    {"role": "tool", "tool_call_id": "call_0", "content": "b"},
+    {"role": "tool", "tool_call_id": "call_1", "content": "c"},
+)
+
+
+def _name_results(messages: Sequence[Message]) -> list[Message]:
+    """Results with the name of the function they come from, which only the call's id tells."""
+    names: dict[Any, str] = {}
+    named: list[Message] = []
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            names[_id_of(call)] = call.get("function", call)["name"]
+        if message["role"] == "tool" and not message.get("name"):
+            name = names.get(_text_or_none(message.get("tool_call_id")))
+            message = message if name is None else {**message, "name": name}
+        named.append(message)
+    return named
+
+
+def _one_call_each(messages: Sequence[Message]) -> list[Message]:
+    """Calls that were made at once as if made one after the other, each followed by its results."""
+    written: list[Message] = []
+    pending: list[Message] = []
+    """Messages of one call each that are to be written when their results come, or when none do."""
+    for message in messages:
+        calls: Sequence[Any] = message.get("tool_calls") or ()
+        if message["role"] == "tool":
+            for index, waiting in enumerate(pending):
+                if _id_of(waiting["tool_calls"][0]) == message.get("tool_call_id"):
+                    written.append(pending.pop(index))
+                    break
+            written.append(message)
+            continue
+        written += pending
+        pending = []
+        if len(calls) < 2:
+            written.append(message)
+            continue
+        first, *others = calls
+        pending = [{**message, "tool_calls": [first]}]
+        pending += [{"role": "assistant", "content": "", "tool_calls": [call]} for call in others]
+    return written + pending
+
+
+def _shorten_ids(message: Message) -> Message:
+    if message.get("tool_calls"):
+        calls = [{**call, "id": _short_id(call["id"])} if "id" in call else call for call in message["tool_calls"]]
+        return {**message, "tool_calls": calls}
+    if "tool_call_id" in message:
+        return {**message, "tool_call_id": _short_id(message["tool_call_id"])}
+    return message
+
+
+def _short_id(call_id: object) -> object:
+    """The same for the same id, so that results still belong to their calls."""
+    if not isinstance(call_id, str) or _SHORT_ID.fullmatch(call_id):
+        return call_id
+    number = int.from_bytes(hashlib.sha256(call_id.encode()).digest()[:8], "big")
+    return "".join(ALPHANUMERIC[number // len(ALPHANUMERIC) ** place % len(ALPHANUMERIC)] for place in range(ID_LENGTH))
+
+
+def _fill(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = tool["function"]
+    parameters = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
+    described = {**function, "description": function.get("description") or "", "parameters": parameters}
+    return {**tool, "function": described}
+
+
+def _id_of(call: Mapping[str, Any]) -> str | None:
+    return _text_or_none(call.get("id"))
+
+
+def _text_or_none(value: object) -> str | None:
+    return value if isinstance(value, str) else None
