@@ -226,7 +226,7 @@ def test_tokenize_and_detokenize(server: Server, llm: LLM) -> None:
     chat_ids = server.post("/tokenize", {"messages": MESSAGES}).json()["tokens"]
     assert chat_ids == llm.encode_chat(MESSAGES)
     error_of(server.post("/tokenize", {}), 400, "prompt")
-    error_of(server.post("/detokenize", {"tokens": [10**7]}), 400, "token_ids")
+    error_of(server.post("/detokenize", {"tokens": [10**7]}), 400, "tokens")
 
 
 def test_version_docs_and_metrics(server: Server) -> None:
