@@ -76,9 +76,11 @@ class LiveRequest:
         params: SamplingParams,
         tokenizer: Tokenizer,
         continues_prompt: bool,
+        deltas_only: bool = False,
     ) -> None:
         """`params` as the caller gave them; `continues_prompt`: the answer goes on with the prompt's text, as
-        opposed to a chat's new turn."""
+        opposed to a chat's new turn; `deltas_only`: outputs need not repeat the logprobs of deltas and prompt,
+        which for long ones takes long to write (`best_of` shows no deltas: its outputs have them)."""
         self.request_id = request_id
         self.names = [request.request_id for request in requests]
         self.grammar: Grammar | None = None
@@ -88,6 +90,7 @@ class LiveRequest:
         self._prompt = prompt
         self._prompt_token_ids = prompt_token_ids
         self._params = params
+        self._deltas_only = deltas_only
         self._tokenizer = tokenizer
         continued = prompt_token_ids if continues_prompt else ()
         self._answers = [_Answer(tokenizer, continued, params, request.seed) for request in requests]
@@ -132,6 +135,7 @@ class LiveRequest:
         assert update.finish_reason is not None
         assert update.metrics is not None
         scored = self._params.logprobs is not None or self._params.best_of is not None
+        spelt = self._params.logprobs is not None and (not self._deltas_only or self._params.best_of is not None)
         return Completion(
             index=index,
             text="".join(answer.pieces),
@@ -141,7 +145,7 @@ class LiveRequest:
             seed=answer.seed,
             error=update.error,
             metrics=update.metrics,
-            logprobs=tuple(map(self._spell, answer.scores)) if self._params.logprobs is not None else None,
+            logprobs=tuple(map(self._spell, answer.scores)) if spelt else None,
             cumulative_logprob=sum(score.logprob for score in answer.scores) if scored else None,
         )
 
@@ -152,7 +156,8 @@ class LiveRequest:
         if self._params.best_of is not None:
             done = sorted(done, key=_mean_logprob, reverse=True)[: self._params.n]
             done = [replace(completion, index=index) for index, completion in enumerate(done)]
-        return RequestOutput(self.request_id, self._prompt, self._prompt_token_ids, tuple(done), self.prompt_logprobs())
+        prompt_logprobs = None if self._deltas_only else self.prompt_logprobs()
+        return RequestOutput(self.request_id, self._prompt, self._prompt_token_ids, tuple(done), prompt_logprobs)
 
     def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
         """What is known of the prompt's logprobs, if they were asked for: all of them once a token has come."""

@@ -178,9 +178,13 @@ class SamplingParams:
             ("logit_bias", dict(self.logit_bias or ())),
         )
         for field, token_ids in fields:
-            for token_id in token_ids:
-                if token_id >= vocab_size:
-                    raise InvalidRequestError(field, f"{token_id} is outside the vocabulary of {vocab_size}")
+            if token_ids and max(token_ids) >= vocab_size:
+                wrong = next(token_id for token_id in token_ids if token_id >= vocab_size)
+                raise InvalidRequestError(field, f"{wrong} is outside the vocabulary of {vocab_size}")
+            if len(token_ids) > vocab_size:
+                raise InvalidRequestError(
+                    field, f"has {len(token_ids)} ids, more than the vocabulary of {vocab_size}: name each once"
+                )
 
     def _check_choice(self) -> None:
         check_real("temperature", self.temperature, 0.0, 100.0)

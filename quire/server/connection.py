@@ -19,6 +19,7 @@ from quire.errors import InvalidRequestError
 from quire.server.errors import ApiError
 
 _T = TypeVar("_T", bound=BaseModel)
+_Made = TypeVar("_Made")
 Endpoint = Callable[..., Awaitable[Response]]
 
 _LARGE_BODY = 64 * 1024
@@ -66,6 +67,12 @@ async def read_body(request: Request, model: type[_T]) -> _T:
     refuse_unsupported(parsed)
     request.state.ignored = unknown_fields(parsed)
     return parsed
+
+
+async def convert(request: Request, make: Callable[..., _Made], *args: object) -> _Made:
+    """What `make` makes of a body that was read: beside the event loop if the body is large."""
+    is_large = len(await request.body()) >= _LARGE_BODY
+    return await asyncio.to_thread(make, *args) if is_large else make(*args)
 
 
 def parse_body(body: bytes, model: type[_T]) -> _T:

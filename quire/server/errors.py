@@ -41,6 +41,10 @@ _MOST_SHOWN = 200
 """Characters of a value that a message repeats."""
 
 
+class ContextLengthError(InvalidRequestError):
+    """The prompt, alone or with the answer asked for, is longer than the model's context."""
+
+
 class ApiError(Exception):
     """What a client is told: a status, a message that says what to do, and the field it is about."""
 
@@ -71,7 +75,8 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequestError):
-        return ApiError(400, _shortened(str(error)), field=error.field, code="invalid_value")
+        code = "context_length_exceeded" if isinstance(error, ContextLengthError) else "invalid_value"
+        return ApiError(400, _shortened(str(error)), field=error.field, code=code)
     if isinstance(error, TemplateError | CapacityError):
         return ApiError(400, _shortened(str(error)))
     if isinstance(error, ValidationError):

@@ -78,6 +78,11 @@ class LimitedProtocol(HttpToolsProtocol):
         if size > self.limits.max_header_bytes:
             self._refusal = self._headers_too_large()
             raise _RefusedError
+        codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
+        if codings not in ([], [b"chunked"]):
+            message = "bodies are accepted as they are or in chunks, in no other transfer-encoding"
+            self._refusal = ApiError(415, message)
+            raise _RefusedError
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

@@ -17,7 +17,7 @@ from quire.frontend.resolve import resolve_tokens
 from quire.frontend.tokenizer import Tokenizer
 from quire.frontend.tool_calls import ToolPlan, ToolSupport
 from quire.sampling_params import ResolvedTokens, SamplingParams
-from quire.server.errors import ApiError
+from quire.server.errors import ContextLengthError
 from quire.server.generation import ChatPrompt, GenerationRequest, NamedTool, Prompt, TextPrompt
 
 MAX_CHARS = 1024 * 1024
@@ -26,6 +26,7 @@ _PROBE = 8
 """Characters per token of the context that are tokenized to see whether a text is far too long."""
 _SLACK = 64
 """The beginning of a text may have a few tokens more than the whole has there."""
+_MOST_TEMPLATE_KWARGS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +68,13 @@ class PromptEncoder:
         self._longest_token = max(lengths, default=1)
 
     def encode(self, request: GenerationRequest, prompt: Prompt, limits: EngineLimits) -> EncodedPrompt:
-        """Raises InvalidRequestError or ApiError for what can't be answered."""
+        """Raises InvalidRequestError for what can't be answered."""
         params = request.params
         params.check_token_ids(limits.vocab_size)
         truncate = request.truncate_prompt_tokens
+        if truncate == 0:
+            raise InvalidRequestError("truncate_prompt_tokens", "must be -1 or at least 1: nothing would be left")
+        field = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
         encoded: EncodedPrompt
         if isinstance(prompt, ChatPrompt):
             encoded = self._encode_chat(request, prompt, limits)
@@ -82,18 +86,20 @@ class PromptEncoder:
             encoded = EncodedPrompt(tuple(ids), prompt.text, True, params, ResolvedTokens())
         else:
             if truncate is None:  # what is too long need not be looked at
-                _check_context(len(prompt.token_ids), params.max_tokens, limits.max_model_len)
+                _check_context(field, len(prompt.token_ids), params.max_tokens, limits.max_model_len)
             _check_ids(prompt.token_ids, limits.vocab_size)
             encoded = EncodedPrompt(prompt.token_ids, None, True, params, ResolvedTokens())
         if truncate is not None:
             room = limits.max_model_len - (params.max_tokens or 1)
             keep = max(1, room) if truncate == -1 else truncate
             encoded = replace(encoded, token_ids=encoded.token_ids[-keep:])
-        _check_context(len(encoded.token_ids), params.max_tokens, limits.max_model_len)
+        _check_context(field, len(encoded.token_ids), params.max_tokens, limits.max_model_len)
         return replace(encoded, resolved=resolve_tokens(encoded.params, self.tokenizer))
 
     def encode_chat(self, prompt: ChatPrompt) -> list[int]:
         """A chat's tokens alone, for counting."""
+        for text in _texts(prompt.messages):
+            self.check_size("messages", text)
         plan = self.tools.plan(prompt.messages, prompt.tools)
         return self._render(prompt, plan)
 
@@ -109,6 +115,8 @@ class PromptEncoder:
             request.parallel_tool_calls,
         )
         ids = self._render(prompt, plan)
+        if all(not text.strip() for text in _texts(prompt.messages)):
+            raise InvalidRequestError("messages", "say nothing: at least one needs some text")
         if plan.prompt_suffix:
             ids += self.tokenizer.encode(plan.prompt_suffix, add_special_tokens=False, allow_special=True)
         inside = self.tools.thinks and opens_reasoning(self.tokenizer, ids)
@@ -131,6 +139,8 @@ class PromptEncoder:
 
     def _render(self, prompt: ChatPrompt, plan: ToolPlan) -> list[int]:
         template = self._template(plan.template_tools is not None)
+        if len(prompt.template_kwargs or ()) > _MOST_TEMPLATE_KWARGS:
+            raise InvalidRequestError("chat_template_kwargs", f"has more than {_MOST_TEMPLATE_KWARGS} entries")
         if prompt.documents and "documents" not in template.source:
             raise InvalidRequestError("documents", "this model's chat template has no place for them")
         if prompt.continue_final_message and prompt.add_generation_prompt:
@@ -186,11 +196,12 @@ class PromptEncoder:
             self.check_size(field, text)
             least = len(text) // self._longest_token
         if least > limits.max_model_len:
-            raise _too_long(f"{field} has at least {least} tokens", limits.max_model_len)
+            what = f"has at least {least} tokens"
+            raise _too_long(field, what, limits.max_model_len, "shorten it or have it truncated")
 
 
 def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The texts in messages; those that are malformed are found later."""
+    """The texts in messages and in calls of tools; those that are malformed are found later."""
     for message in messages:
         content = message.get("content") if isinstance(message, Mapping) else None
         parts = content if isinstance(content, list) else [{"text": content}]
@@ -198,6 +209,16 @@ def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             text = part.get("text") if isinstance(part, Mapping) else None
             if isinstance(text, str):
                 yield text
+        for call in _calls(message):
+            function = call.get("function") if isinstance(call, Mapping) else None
+            arguments = function.get("arguments") if isinstance(function, Mapping) else None
+            if isinstance(arguments, str):
+                yield arguments
+
+
+def _calls(message: object) -> Sequence[object]:
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    return calls if isinstance(calls, list) else ()
 
 
 def _check_ids(token_ids: Sequence[int], vocab_size: int) -> None:
@@ -208,19 +229,16 @@ def _check_ids(token_ids: Sequence[int], vocab_size: int) -> None:
         raise InvalidRequestError("prompt", f"token id {wrong} is outside the vocabulary of {vocab_size}")
 
 
-def _check_context(num_prompt: int, max_tokens: int | None, max_model_len: int) -> None:
+def _check_context(field: str, num_prompt: int, max_tokens: int | None, max_model_len: int) -> None:
     if not num_prompt:
-        raise InvalidRequestError("prompt", "is empty: it needs at least one token")
+        raise InvalidRequestError(field, "is empty: it needs at least one token")
     if num_prompt + 1 > max_model_len:
-        raise _too_long(f"the prompt has {num_prompt} tokens and needs room for one more", max_model_len)
+        what = f"has {num_prompt} tokens and needs room for one more"
+        raise _too_long(field, what, max_model_len, "shorten it or have it truncated")
     if max_tokens is not None and num_prompt + max_tokens > max_model_len:
-        raise _too_long(f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}", max_model_len)
+        what = f"is {max_tokens} and the prompt has {num_prompt} tokens"
+        raise _too_long("max_tokens", what, max_model_len, "lower it, or shorten the prompt or have it truncated")
 
 
-def _too_long(what: str, max_model_len: int) -> ApiError:
-    return ApiError(
-        400,
-        f"{what}, but the model's context is {max_model_len} tokens: shorten the prompt, lower max_tokens "
-        "or set truncate_prompt_tokens",
-        code="context_length_exceeded",
-    )
+def _too_long(field: str, what: str, max_model_len: int, advice: str) -> ContextLengthError:
+    return ContextLengthError(field, f"{what}, but the model's context is {max_model_len} tokens: {advice}")

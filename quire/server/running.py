@@ -222,7 +222,16 @@ class Generation:
         request = self.request
         name = request.response_id if len(self.prompts) == 1 else f"{request.response_id}.{number}"
         requests = make_requests(name, prompt.token_ids, prompt.params, seed)
-        live = LiveRequest(name, prompt.text, prompt.token_ids, requests, prompt.params, tokenizer, prompt.continues)
+        live = LiveRequest(
+            name,
+            prompt.text,
+            prompt.token_ids,
+            requests,
+            prompt.params,
+            tokenizer,
+            prompt.continues,
+            deltas_only=True,
+        )
         self.request_ids.append(name)
         self.lives.append(live)
         for position, one in enumerate(requests):

@@ -128,6 +128,13 @@ class GenerationService:
         """Runs what may take long beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
+    async def write(self, respond: Callable[[], _T], generation: Generation) -> _T:
+        """What `respond` makes of a generation that is over: beside the event loop if it may take long."""
+        params = generation.request.params
+        if params.logprobs is None and params.prompt_logprobs is None:
+            return respond()
+        return await self.in_thread(respond)
+
     async def describe(self, response_id: str) -> dict[str, Any] | None:
         """What the engine's log says about a request. It has to leave its steps for that, so not too often."""
         async with self._describing:
@@ -191,7 +198,7 @@ def renamed(error: InvalidRequestError, fields: Mapping[str, str]) -> InvalidReq
     """The error with its field named as the client wrote it."""
     if error.field not in fields:
         return error
-    return InvalidRequestError(fields[error.field], str(error).removeprefix(f"{error.field}: "))
+    return type(error)(fields[error.field], str(error).removeprefix(f"{error.field}: "))
 
 
 def get_service(request: Request) -> GenerationService:

@@ -28,6 +28,9 @@ SMALL_ENGINE = {
 }
 """For the small random model; its prompts take several steps."""
 KEY = "secret-key"
+MEMORY_ROOM = 256 * 1024
+"""KiB that a process may gain over its first canary: the cache's pages, which are touched as they are used, and what
+the largest bodies leave behind."""
 CANARY = {"prompt": "The capital of France is", "max_tokens": 8, "ignore_eos": True}
 
 
@@ -71,6 +74,7 @@ class Server:
         }
         self.process: subprocess.Popen[bytes] | None = None
         self.baseline: list[int] = []
+        self._memory: list[int] = []
 
     def __enter__(self) -> Self:
         with self.log_file.open("wb") as log:
@@ -179,8 +183,22 @@ class Server:
         if not self.baseline:
             self.baseline = self.canary()
             assert len(self.baseline) == 8
+            self._memory = self.memory()
         assert self.canary() == self.baseline
         wait_for(lambda: self.is_idle, 10, "all blocks to be free")
+        for now, before in zip(self.memory(), self._memory, strict=True):
+            assert now < before + MEMORY_ROOM, f"{before} KiB have become {now}"
+
+    def memory(self) -> list[int]:
+        """KiB of the server's process and of the engine's."""
+        assert self.process is not None
+        return [resident(pid) for pid in (self.process.pid, self.engine_pid)]
+
+
+def resident(pid: int) -> int:
+    """KiB of memory that a process holds for itself."""
+    with open(f"/proc/{pid}/status") as status:
+        return int(next(line for line in status if line.startswith("RssAnon")).split()[1])
 
 
 def error_of(response: httpx.Response, status: int, field: str | None = None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 import subprocess
 from collections.abc import Iterator
@@ -104,3 +105,63 @@ def test_plain_http_is_not_spoken(server: Server) -> None:
     with pytest.raises(httpx.TransportError):
         httpx.get(server.url.replace("https", "http") + "/health")
     wait_for(lambda: server.health() == 200, what="health")
+
+
+def raw_status(server: Server, request_line: str, *headers: str) -> int:
+    """Of a request as it is written: clients tidy paths up."""
+    certificate: Path = server.certificate  # type: ignore[attr-defined]
+    context = ssl.create_default_context(cafile=str(certificate))
+    lines = [f"{request_line} HTTP/1.1", *(headers or ("host: 127.0.0.1",)), "connection: close", "", ""]
+    with (
+        socket.create_connection(("127.0.0.1", server.port), timeout=20) as plain,
+        context.wrap_socket(plain, server_hostname="127.0.0.1") as connection,
+    ):
+        connection.sendall("\r\n".join(lines).encode("latin-1"))
+        return int(connection.recv(1024).split(b" ", 2)[1])
+
+
+@pytest.mark.parametrize("target", ["/health", "/%68ealth", "/health?x=/v1/models", "http://evil.example/health"])
+def test_what_the_router_takes_for_health_is_open(server: Server, target: str) -> None:
+    assert raw_status(server, f"GET {target}") == 200
+    assert raw_status(server, f"POST {target}") == 405
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "POST", "TRACE"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        "//health",
+        "/health/",
+        "/health;x",
+        "/./health",
+        "/%2568ealth",
+        "/health%00",
+        "/health/../v1/models",
+        "/health%2f..%2fv1/models",
+        "/v1/models/../../health",
+        "/v1/models?/health",
+        "/v1/models%3f/health",
+        "/v1%2fmodels",
+        "///v1/models",
+        "http://127.0.0.1/v1/models",
+        "http://127.0.0.1//health",
+        "http://127.0.0.1/health/../v1/models",
+        "https://127.0.0.1:9/v1/models?/health",
+    ],
+)
+def test_no_other_path_is(server: Server, method: str, target: str) -> None:
+    assert raw_status(server, f"{method} {target}") == 401
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        ("host: 127.0.0.1", "host: x/health"),
+        ("host: 127.0.0.1", "x-original-url: /health"),
+        ("host: 127.0.0.1", "x-rewrite-url: /health"),
+        ("host: 127.0.0.1", "x-forwarded-prefix: /health"),
+        ("host: 127.0.0.1", "connection: upgrade", "upgrade: websocket", "sec-websocket-version: 13"),
+    ],
+)
+def test_no_header_opens_a_path(server: Server, headers: tuple[str, ...]) -> None:
+    assert raw_status(server, "GET /v1/models", *headers) == 401

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 
 from quire.engine import EngineCore, Scheduler, SchedulerConfig, StepLog, make_requests
 from quire.engine.fake_runner import FakeRunner
@@ -17,11 +19,12 @@ from quire.frontend.reasoning import ReasoningSplitter
 from quire.frontend.tokenizer import Tokenizer
 from quire.frontend.tool_calls import ToolSupport
 from quire.frontend.tool_calls.hermes import HermesParser
+from quire.live_request import LiveRequest
 from quire.sampling_params import ResolvedTokens, SamplingParams
 from quire.server.admission import Admission
 from quire.server.answer_reader import AnswerReader
 from quire.server.config import ServerConfig
-from quire.server.connection import ignored_header, parse_body, request_id_of
+from quire.server.connection import convert, ignored_header, parse_body, request_id_of
 from quire.server.errors import ApiError, error_body, field_name, install, to_api_error
 from quire.server.limits import BodyLimits, RequestContext
 from quire.server.messages import AddRequest, Updates, decode_command, decode_event, encode
@@ -240,6 +243,27 @@ def test_special_tokens_are_added_to_a_text_unless_not_wanted() -> None:
     assert prompts[0] == (metadata["tokenizer.ggml.bos_token_id"], *prompts[1])
 
 
+@pytest.mark.parametrize("deltas_only", [False, True])
+def test_logprobs_are_spelt_once_for_those_who_read_deltas(small_model: str, deltas_only: bool) -> None:
+    """A server reads deltas, and asks for the prompt's logprobs when it writes the response: thousands of them would
+    hold the event loop up."""
+    tokenizer = Tokenizer.from_hf_folder(Path(small_model))
+    params = SamplingParams(logprobs=1, prompt_logprobs=1)
+    requests = make_requests("a", (1, 2), params, 0)
+    live = LiveRequest("a", None, (1, 2), requests, params, tokenizer, True, deltas_only)
+    scores = (TokenScore(2, -0.5, 1, ((2, -0.5),)),)
+    live.take_prompt_scores(PromptScores(1, scores))
+    metrics = RequestMetrics("a", 1.0, 1.5, 2.0, 3.0, 4, 5, 0, 0, 0, 0, 0)
+    delta = live.advance(0, RequestUpdate("a", (2,), "length", None, None, metrics, scores), lambda: metrics)
+    assert delta.logprobs[0].logprob == -0.5
+    assert delta.output is not None
+    assert (delta.output.prompt_logprobs is None) is deltas_only
+    assert (delta.output.completions[0].logprobs is None) is deltas_only
+    found = live.prompt_logprobs()
+    assert found is not None
+    assert [entry and entry.token_id for entry in found] == [None, 2]
+
+
 def test_bodies_are_bounded_together() -> None:
     async def read_all(scope: Any, receive: Any, send: Any) -> None:
         while (await receive()).get("more_body"):
@@ -272,6 +296,18 @@ def test_bodies_are_bounded_together() -> None:
         await request(90)[1]
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(("size", "is_beside"), [(100, False), (100_000, True)])
+def test_large_bodies_are_converted_beside_the_loop(size: int, is_beside: bool) -> None:
+    async def run() -> bool:
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b"x" * size}
+
+        request = Request({"type": "http", "headers": []}, receive)
+        return await convert(request, threading.get_ident) != threading.get_ident()
+
+    assert asyncio.run(run()) is is_beside
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,13 @@ def test_a_body_that_is_too_large_is_not_read(server: Server) -> None:
     wait_for(lambda: "status=413" in server.log, what="the refusal")
 
 
+@pytest.mark.parametrize("coding", [b"gzip, chunked", b"gzip", b"identity", b"deflate,chunked"])
+def test_no_coding_but_chunks(server: Server, coding: bytes) -> None:
+    answer = exchange(server, HEAD + b"transfer-encoding: " + coding + b"\r\n\r\n2\r\n{}\r\n0\r\n\r\n")
+    assert status_of(answer) == 415
+    assert "transfer-encoding" in body_of(answer)["error"]["message"]
+
+
 def test_broken_chunks(server: Server) -> None:
     answer = exchange(server, HEAD + b"transfer-encoding: chunked\r\n\r\nZZ\r\n")
     assert status_of(answer) in (0, 400)

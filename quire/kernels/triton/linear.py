@@ -108,10 +108,8 @@ def tile_of(rows: int, weight: Tensor, silu_mul: bool) -> Tile:
     size = weight.shape[0]
     if rows <= FEW_ROWS:
         # A large weight should be read once, with nothing beside it; a small one by many programs.
-        if weight.numel() >= _LARGE_WEIGHT:
-            block = 8 if rows <= 8 else 16 if rows <= 16 else 32
-        else:
-            block = 16
+        is_large = weight.numel() >= _LARGE_WEIGHT
+        block = next((block for block in (8, 16) if rows <= block), 32) if is_large else 16
         if size >= _HEAD:
             return Tile(max(block, 16), 32, 128, 4, 4)
         if size <= 512:  # a router

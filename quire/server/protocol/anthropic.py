@@ -9,9 +9,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from quire.errors import InvalidRequestError
-from quire.sampling_params import SamplingParams, StructuredOutput
+from quire.sampling_params import SamplingParams
 from quire.server.generation import ChatPrompt, Choice, FinishReason, GenerationRequest, NamedTool, ToolChoice, Usage
-from quire.server.protocol.common import Body
+from quire.server.protocol.common import MAX_MESSAGES, NO_TEMPLATES, Body, structured_output
 from quire.server.protocol.unions import LIST, TEXT, TEXT_OR_LIST, by_type, kind
 
 FIELDS = {
@@ -135,10 +135,11 @@ class CountTokensRequest(Body):
         "container": "there are no containers",
         "mcp_servers": "the server calls no other servers",
         "context_management": "the conversation is used as it is sent",
+        "chat_template": NO_TEMPLATES,
     }
 
     model: str
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: TextContent | None = None
     tools: list[Tool] | None = None
     tool_choice: Choosing | None = None
@@ -186,7 +187,8 @@ class MessagesRequest(CountTokensRequest):
             raise InvalidRequestError("stop_sequences", "each must hold something that is not white space")
         structured = None
         if self.output_config is not None and self.output_config.format is not None:
-            structured = StructuredOutput(json_schema=self.output_config.format.schema_)
+            schema = self.output_config.format.schema_
+            structured = structured_output("output_config.format.schema", json_schema=schema)
         params = SamplingParams(
             max_tokens=self.max_tokens,
             stop=tuple(self.stop_sequences or ()),

@@ -53,7 +53,6 @@ class ChatCompletionRequest(SamplingFields):
         "web_search_options": "there is no web search",
         "verbosity": "say in a message how long the answer should be",
         "store": "nothing is stored",
-        "chat_template": "templates come with the model",
         "echo": "use the completions API",
         "best_of": "use the completions API",
         "suffix": "the model continues texts, it does not fill gaps",

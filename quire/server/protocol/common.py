@@ -20,6 +20,8 @@ MAX_TOP_LOGPROBS = 20
 MAX_ENTRIES = MAX_BIASES
 """Of a mapping whose values are checked."""
 MAX_MESSAGES = 8192
+NO_TEMPLATES = "templates come with the model"
+"""Why `chat_template` is refused wherever there is a chat."""
 
 
 def _bound_errors(schema: Any) -> None:
@@ -61,6 +63,14 @@ class Body(BaseModel):
         return schema
 
 
+def structured_output(field: str, **given: Any) -> StructuredOutput:
+    """The form an answer must take; errors name the field that asked for it."""
+    try:
+        return StructuredOutput(**given)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(field, str(error).removeprefix(f"{error.field}: ")) from None
+
+
 class StreamOptions(Body):
     include_usage: bool = False
     """Send a last chunk with the usage of the whole request."""
@@ -87,10 +97,12 @@ class ResponseFormat(Body):
             return None
         if self.type == "json_object":
             given = self.schema_
-            return StructuredOutput(json_object=True) if given is None else StructuredOutput(json_schema=given)
+            if given is None:
+                return StructuredOutput(json_object=True)
+            return structured_output("response_format.schema", json_schema=given)
         if self.json_schema is None or self.json_schema.schema_ is None:
             raise InvalidRequestError("response_format.json_schema.schema", "is missing")
-        return StructuredOutput(json_schema=self.json_schema.schema_)
+        return structured_output("response_format.json_schema.schema", json_schema=self.json_schema.schema_)
 
 
 class StructuredOutputs(Body):
@@ -105,7 +117,8 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
 
     def structured(self) -> StructuredOutput:
-        return StructuredOutput(
+        return structured_output(
+            "structured_outputs",
             json_schema=self.json_,
             regex=self.regex,
             choice=None if self.choice is None else tuple(self.choice),
@@ -172,13 +185,13 @@ class SamplingFields(Body):
         if self.structured_outputs is not None:
             forms.append(("structured_outputs", self.structured_outputs.structured()))
         if self.guided_json is not None:
-            forms.append(("guided_json", StructuredOutput(json_schema=self.guided_json)))
+            forms.append(("guided_json", structured_output("guided_json", json_schema=self.guided_json)))
         if self.guided_regex is not None:
-            forms.append(("guided_regex", StructuredOutput(regex=self.guided_regex)))
+            forms.append(("guided_regex", structured_output("guided_regex", regex=self.guided_regex)))
         if self.guided_choice is not None:
-            forms.append(("guided_choice", StructuredOutput(choice=tuple(self.guided_choice))))
+            forms.append(("guided_choice", structured_output("guided_choice", choice=tuple(self.guided_choice))))
         if self.guided_grammar is not None:
-            forms.append(("guided_grammar", StructuredOutput(grammar=self.guided_grammar)))
+            forms.append(("guided_grammar", structured_output("guided_grammar", grammar=self.guided_grammar)))
         if len(forms) > 1:
             raise InvalidRequestError(forms[1][0], f"can't be combined with {forms[0][0]}")
         return (forms[0][1], forms[0][0]) if forms else (None, None)
@@ -241,6 +254,7 @@ UNSUPPORTED_EVERYWHERE: Mapping[str, str] = {
     "prompt_embeds": "prompts are text or token ids",
     "lora_request": "there are no adapters",
     "thinking_token_budget": "set max_tokens",
+    "chat_template": NO_TEMPLATES,
 }
 
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from quire.errors import InvalidRequestError
 from quire.sampling_params import SamplingParams, StructuredOutput
 from quire.server.generation import ChatPrompt, GenerationRequest, NamedTool, ToolChoice
-from quire.server.protocol.common import MAX_TOP_LOGPROBS, Body
+from quire.server.protocol.common import MAX_MESSAGES, MAX_TOP_LOGPROBS, NO_TEMPLATES, Body, structured_output
 from quire.server.protocol.unions import LIST, TEXT, TEXT_OR_LIST, by_type, kind
 
 FIELDS = {
@@ -128,10 +128,11 @@ class ResponsesRequest(Body):
         "previous_response_id": "nothing is stored: send the whole conversation as input",
         "prompt": "nothing is stored: send the text as input",
         "max_tool_calls": "no tools run here: calls are returned to you",
+        "chat_template": NO_TEMPLATES,
     }
 
     model: str | None = None
-    input: Annotated[Annotated[str, TEXT] | Annotated[list[Item], LIST], TEXT_OR_LIST]
+    input: Annotated[Annotated[str, TEXT] | Annotated[list[Item], Field(max_length=MAX_MESSAGES), LIST], TEXT_OR_LIST]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
@@ -203,7 +204,7 @@ class ResponsesRequest(Body):
             return StructuredOutput(json_object=True)
         if wanted.schema_ is None:
             raise InvalidRequestError("text.format.schema", "is missing")
-        return StructuredOutput(json_schema=wanted.schema_)
+        return structured_output("text.format.schema", json_schema=wanted.schema_)
 
     def _tool_choice(self) -> ToolChoice:
         if isinstance(self.tool_choice, FunctionChoice):

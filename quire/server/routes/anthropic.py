@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from quire.errors import InvalidRequestError
-from quire.server.connection import body_schema, cancel_on_disconnect, read_body, response_headers
+from quire.server.connection import body_schema, cancel_on_disconnect, convert, read_body, response_headers
 from quire.server.errors import ApiError, error_body
 from quire.server.generation import GenerationEvent, ToolCallDelta
 from quire.server.json_response import JsonResponse
@@ -38,7 +38,7 @@ async def create_message(request: Request) -> Response:
     service = get_service(request)
     model = service.check_model(body.model)
     try:
-        wanted = body.to_generation(f"msg_{secrets.token_hex(12)}", request.state.request_id)
+        wanted = await convert(request, body.to_generation, f"msg_{secrets.token_hex(12)}", request.state.request_id)
     except InvalidRequestError as error:
         raise renamed(error, FIELDS) from None
     generation = await service.start(wanted)
@@ -57,7 +57,7 @@ async def count_tokens(request: Request) -> Response:
     body = await read_body(request, CountTokensRequest)
     service = get_service(request)
     service.check_model(body.model)
-    token_ids = await service.in_thread(service.encoder.encode_chat, body.prompt())
+    token_ids = await service.in_thread(service.encoder.encode_chat, await convert(request, body.prompt))
     return JsonResponse({"input_tokens": len(token_ids)}, headers=response_headers(request))
 
 

@@ -9,7 +9,15 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from quire.server.connection import body_schema, cancel_on_disconnect, name_request, new_id, read_body, response_headers
+from quire.server.connection import (
+    body_schema,
+    cancel_on_disconnect,
+    convert,
+    name_request,
+    new_id,
+    read_body,
+    response_headers,
+)
 from quire.server.json_response import JsonResponse
 from quire.server.protocol.chat import ChatCompletionRequest, choice_body, delta_body
 from quire.server.protocol.common import prompt_logprobs_body, usage_body, usage_so_far
@@ -28,7 +36,7 @@ async def create_chat_completion(request: Request) -> Response:
     service = get_service(request)
     model = service.check_model(body.model)
     request_id = name_request(request, body.request_id)
-    generation = await service.start(body.to_generation(new_id("chatcmpl"), request_id))
+    generation = await service.start(await convert(request, body.to_generation, new_id("chatcmpl"), request_id))
     request.state.record = generation.record
     headers = response_headers(request, generation.ignored)
     base = {
@@ -43,16 +51,20 @@ async def create_chat_completion(request: Request) -> Response:
     if body.stream:
         return EventStream(_chunks(generation, body, base), generation, headers=headers)
     choices = await generation.collect()
-    answer: dict[str, Any] = {
-        **base,
-        "choices": [choice_body(choice, body) for choice in choices],
-        "usage": usage_body(generation.usage),
-    }
-    if body.prompt_logprobs is not None:
-        answer["prompt_logprobs"] = prompt_logprobs_body(generation.prompt_logprobs(0), body.prompt_logprobs)
-    if body.return_token_ids:
-        answer["prompt_token_ids"] = generation.prompts[0].token_ids
-    return JsonResponse(answer, headers=headers)
+
+    def respond() -> Response:
+        answer: dict[str, Any] = {
+            **base,
+            "choices": [choice_body(choice, body) for choice in choices],
+            "usage": usage_body(generation.usage),
+        }
+        if body.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_logprobs_body(generation.prompt_logprobs(0), body.prompt_logprobs)
+        if body.return_token_ids:
+            answer["prompt_token_ids"] = generation.prompts[0].token_ids
+        return JsonResponse(answer, headers=headers)
+
+    return await service.write(respond, generation)
 
 
 async def _chunks(generation: Generation, body: ChatCompletionRequest, base: dict[str, Any]) -> AsyncIterator[bytes]:

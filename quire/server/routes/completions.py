@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -9,8 +10,16 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from quire.server.connection import body_schema, cancel_on_disconnect, name_request, new_id, read_body, response_headers
-from quire.server.generation import GenerationEvent
+from quire.server.connection import (
+    body_schema,
+    cancel_on_disconnect,
+    convert,
+    name_request,
+    new_id,
+    read_body,
+    response_headers,
+)
+from quire.server.generation import Choice, GenerationEvent
 from quire.server.json_response import JsonResponse
 from quire.server.protocol.common import prompt_logprobs_body, usage_body, usage_so_far
 from quire.server.protocol.completions import CompletionRequest, LogprobsWriter
@@ -29,7 +38,7 @@ async def create_completion(request: Request) -> Response:
     service = get_service(request)
     model = service.check_model(body.model)
     request_id = name_request(request, body.request_id)
-    generation = await service.start(body.to_generation(new_id("cmpl"), request_id))
+    generation = await service.start(await convert(request, body.to_generation, new_id("cmpl"), request_id))
     request.state.record = generation.record
     headers = response_headers(request, generation.ignored)
     base = {
@@ -42,20 +51,13 @@ async def create_completion(request: Request) -> Response:
     writers = _Choices(generation, body)
     if body.stream:
         return EventStream(_chunks(generation, body, base, writers), generation, headers=headers)
-    choices = [
-        writers.body(
-            GenerationEvent(
-                choice.index,
-                text=choice.text,
-                token_ids=choice.token_ids,
-                logprobs=choice.logprobs or (),
-                finish_reason=choice.finish_reason,
-                stop_reason=choice.stop_reason,
-            )
-        )
-        for choice in await generation.collect()
-    ]
-    return JsonResponse({**base, "choices": choices, "usage": _usage(generation, body)}, headers=headers)
+    choices = await generation.collect()
+
+    def respond() -> Response:
+        bodies = [writers.whole(choice) for choice in choices]
+        return JsonResponse({**base, "choices": bodies, "usage": _usage(generation, body)}, headers=headers)
+
+    return await service.write(respond, generation)
 
 
 async def _chunks(
@@ -65,8 +67,12 @@ async def _chunks(
     async for event in generation:
         if not event.text and event.finish_reason is None and not event.logprobs and not body.return_token_ids:
             continue
+        if writers.shows_prompt_logprobs(event):
+            choice = await asyncio.to_thread(writers.body, event)
+        else:
+            choice = writers.body(event)
         usage = usage_so_far(options, _usage(generation, body))
-        yield data_event({**base, "choices": [writers.body(event)], **usage})
+        yield data_event({**base, "choices": [choice], **usage})
     if options is not None and options.include_usage:
         yield data_event({**base, "choices": [], "usage": _usage(generation, body)})
     yield DONE
@@ -79,6 +85,23 @@ class _Choices:
         self._generation = generation
         self._body = body
         self._writers: dict[int, LogprobsWriter] = {}
+
+    def whole(self, choice: Choice) -> dict[str, Any]:
+        """The body of a choice that has come to its end."""
+        return self.body(
+            GenerationEvent(
+                choice.index,
+                text=choice.text,
+                token_ids=choice.token_ids,
+                logprobs=choice.logprobs or (),
+                finish_reason=choice.finish_reason,
+                stop_reason=choice.stop_reason,
+            )
+        )
+
+    def shows_prompt_logprobs(self, event: GenerationEvent) -> bool:
+        """Whether the event's body takes long to write: it holds as many logprobs as the prompt has tokens."""
+        return bool(self._body.echo) and self._body.logprobs is not None and event.index not in self._writers
 
     def body(self, event: GenerationEvent) -> dict[str, Any]:
         request = self._body

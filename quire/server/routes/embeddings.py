@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from quire.server.connection import body_schema, cancel_on_disconnect, new_id, read_body, response_headers
+from quire.server.connection import body_schema, cancel_on_disconnect, convert, new_id, read_body, response_headers
 from quire.server.embedding import start_embedding
 from quire.server.json_response import JsonResponse
 from quire.server.protocol.embeddings import EmbeddingsRequest, embeddings_body
@@ -22,7 +22,8 @@ async def create_embeddings(request: Request) -> Response:
     service = get_service(request)
     model = service.check_model(body.model)
     body.check_dimensions(service.ready.hidden_size)
-    run = await start_embedding(service, body.to_generation(new_id("embd"), request.state.request_id), body.pooling)
+    wanted = await convert(request, body.to_generation, new_id("embd"), request.state.request_id)
+    run = await start_embedding(service, wanted, body.pooling)
     request.state.record = run.record
     vectors = await run.run()
     return JsonResponse(

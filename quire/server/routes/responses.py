@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from quire.errors import InvalidRequestError
-from quire.server.connection import body_schema, cancel_on_disconnect, read_body, response_headers
+from quire.server.connection import body_schema, cancel_on_disconnect, convert, read_body, response_headers
 from quire.server.errors import ApiError, error_body
 from quire.server.generation import FinishReason
 from quire.server.json_response import JsonResponse
@@ -32,7 +32,7 @@ async def create_response(request: Request) -> Response:
     service = get_service(request)
     model = service.check_model(body.model)
     try:
-        wanted = body.to_generation(item_id("resp"), request.state.request_id)
+        wanted = await convert(request, body.to_generation, item_id("resp"), request.state.request_id)
     except InvalidRequestError as error:
         raise renamed(error, FIELDS) from None
     generation = await service.start(wanted)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -12,7 +13,7 @@ from quire.errors import InvalidRequestError
 from quire.server.connection import body_schema, cancel_on_disconnect, read_body, response_headers
 from quire.server.generation import ChatPrompt
 from quire.server.json_response import JsonResponse
-from quire.server.protocol.common import Body
+from quire.server.protocol.common import NO_TEMPLATES, Body
 from quire.server.service import get_service, renamed
 
 router = APIRouter()
@@ -20,6 +21,8 @@ router = APIRouter()
 
 class TokenizeRequest(Body):
     """POST /tokenize"""
+
+    UNSUPPORTED: ClassVar[Mapping[str, str]] = {"chat_template": NO_TEMPLATES}
 
     model: str | None = None
     prompt: str | None = None
