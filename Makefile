@@ -34,6 +34,7 @@ bench: .venv/test-installed
 	$(BIN)/python bench/sampling.py
 	$(BIN)/python bench/throughput_cpu.py
 	$(BIN)/python bench/server.py
+	$(BIN)/python bench/stalls.py
 
 soak: .venv/test-installed
 	$(BIN)/python scripts/soak.py

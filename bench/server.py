@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from bisect import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import cast
@@ -89,9 +89,9 @@ def on_the_way(log: Path, arrivals: list[float]) -> list[float]:
 
 
 @contextlib.contextmanager
-def server(dtype: str, log: Path) -> Iterator[str]:
+def server(dtype: str, log: Path, limits: Mapping[str, object] = ENGINE) -> Iterator[str]:
     """Its address."""
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items()]
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in limits.items()]
     command = [sys.executable, "-m", "quire.cli.main", "serve", "--port=0", f"--dtype={dtype}", *options]
     command += ["--no-prefix-caching", f"--step-log={log}"]
     with tempfile.TemporaryFile("w+") as output:  # a pipe that nobody reads would stop the server when it is full
