@@ -137,7 +137,10 @@ def test_requests_that_come_to_a_stop_string_or_to_nothing(
         assert [span.name for span in below] == PARTS
         assert (root.attributes or {})["gen_ai.response.finish_reasons"] == ("stop",)
 
-        # One whose steps fail, and one the engine never takes.
+        # One whose steps fail, and one the engine never takes. Another before: the engine has then heard of the stop
+        # string, and no step of that request can take the fault.
+        await client.post(COMPLETIONS, json={**long, "max_tokens": 1})
+        tree(exporter)
         fault.write_text("raise 1")
         response = await client.post(COMPLETIONS, json=long)
         fault.write_text("")
