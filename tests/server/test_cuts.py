@@ -15,6 +15,8 @@ from tests.server.harness import SMALL_ENGINE, Server, wait_for
 LONG_TEXT = "so " * 250
 """Some 750 tokens: a dozen steps."""
 NUM_ROWS = 4
+NO_END = {"temperature": 0}
+"""Where `ignore_eos` is no field: the likeliest tokens of this model never are its end."""
 numbers = itertools.count()
 """Each prompt begins with another: what was cut must not be found in the prefix cache."""
 
@@ -35,11 +37,11 @@ def chat(text: str, max_tokens: int) -> Body:
 
 
 def responses(text: str, max_tokens: int) -> Body:
-    return {"input": text, "max_output_tokens": max_tokens}
+    return {"input": text, "max_output_tokens": max_tokens, **NO_END}
 
 
 def messages(text: str, max_tokens: int) -> Body:
-    return {"model": "m", "messages": [{"role": "user", "content": text}], "max_tokens": max_tokens}
+    return {"model": "m", "messages": [{"role": "user", "content": text}], "max_tokens": max_tokens, **NO_END}
 
 
 def embeddings(text: str, max_tokens: int) -> Body:
@@ -102,6 +104,13 @@ class Cut:
 
 def wait_for_running(server: Server, count: int) -> None:
     wait_for(lambda: server.metric("vllm:num_requests_running") >= count, what=f"{count} running requests")
+
+
+@pytest.mark.parametrize("make", [responses, messages])
+def test_answers_that_are_to_be_cut_do_not_end_by_themselves(server: Server, make: Any) -> None:
+    answer = server.post(ENDPOINTS[make], make("Go on:", 200))
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["output_tokens"] == 200
 
 
 @pytest.mark.parametrize(("make", "phase", "stream"), CASES)
