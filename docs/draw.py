@@ -77,14 +77,14 @@ def contiguous_and_paged() -> Picture:
     picture.text(20, 130, "paged: blocks of 4 tokens, anywhere, numbered, as many as are needed")
     owners = ["B", "A", "B", "C", "A", "B", "C", "B", "", "", "", ""]
     filled = {"A": [4, 1], "B": [4, 4, 4, 2], "C": [4, 4]}
-    for block, owner in enumerate(owners):
+    for place, owner in enumerate(owners):
         count = filled[owner].pop(0) if owner else 0
-        left, top = 20 + block % 6 * (4 * CELL + 8), 140 + block // 6 * 44
-        picture.text(left + 2 * CELL, top + 33, str(block), "middle", "#777777")
+        left, top = 20 + place % 6 * (4 * CELL + 8), 140 + place // 6 * 44
+        picture.text(left + 2 * CELL, top + 33, str(place + 1), "middle", "#777777")  # block 0 is nobody's
         for slot in range(4):
             colour = COLOURS[owner] if slot < count else COLOURS["empty"]
             picture.box(left + slot * CELL, top, CELL, 20, colour, owner if slot == 0 and owner else "")
-    notes = ("block tables:", "A → 1, 4", "B → 0, 2, 5, 7", "C → 3, 6", "free: 8 to 11")
+    notes = ("block tables:", "A → 2, 5", "B → 1, 3, 6, 8", "C → 4, 7", "free: 9 to 12")
     for x, note, name in zip((20, 120, 210, 330, 420), notes, ("", "A", "B", "C", ""), strict=True):
         picture.text(x, 245, note, colour=COLOURS.get(name, "#222222"))
     return picture
