@@ -15,7 +15,10 @@ import transformers
 
 from quire import LLM, QuireError, RequestOutput, SamplingParams
 from quire.engine import read_step_log
+from quire.engine.invariants import InvariantError
 from quire.errors import CapacityError, InvalidRequestError
+from tests.frontend.templates import QWEN
+from tests.server.random_model import write_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
@@ -328,3 +331,20 @@ def test_a_hugging_face_folder_runs_with_its_own_tokenizer_and_template(tmp_path
         output = llm.chat(messages, SamplingParams(temperature=0, max_tokens=6))[0]
         assert output.prompt_token_ids == tuple(tokens)
         assert llm.generate(tokens, SamplingParams(temperature=0, max_tokens=6))[0].token_ids == output.token_ids
+
+
+def test_an_engine_whose_books_are_wrong_answers_once_more_and_then_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_model(tmp_path, QWEN)
+    with LLM(tmp_path, kv_cache_memory="4MiB", dtype="float32") as llm:
+        llm.engine.core.scheduler.ledger.free_rows.pop()
+        assert len(llm.generate("ab", SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
+        request_id = llm.add_request("ab", SamplingParams(max_tokens=9, ignore_eos=True))
+        llm.step()
+        llm.abort(request_id)
+        assert [delta.finish_reason for delta in llm.step()] == ["abort"]
+        assert "rows are lost" in caplog.text
+        for _ in range(2):
+            with pytest.raises(InvariantError, match="start a new one"):
+                llm.generate("ab")

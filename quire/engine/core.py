@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from quire.engine.invariants import check_invariants
+from quire.engine.idle_check import IdleCheck
+from quire.engine.invariants import InvariantError
 from quire.engine.request import Request
 from quire.engine.scheduler import Scheduler
 from quire.engine.step_log import StepLog, StepLogEntry
@@ -65,10 +66,14 @@ class EngineCore:
         self._clock = clock
         self._in_flight: deque[tuple[Step, Pending]] = deque()
         self._updates: list[RequestUpdate] = []
+        self._idle_check = IdleCheck(scheduler)
+        self._contradiction: Exception | None = None
+        """What the idle check found. Nothing can be trusted after that."""
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        """Whether `step` has anything to do or to tell, be it that the engine is broken."""
+        return self._contradiction is not None or self.scheduler.has_work
 
     def add_request(self, request: Request, now: float) -> None:
         """Takes a request in; raises InvalidRequestError or CapacityError if it can never run."""
@@ -95,13 +100,14 @@ class EngineCore:
         pipe is full or there was nothing to submit. Returns what became of the requests."""
         if not self.has_work:
             return []
+        self._raise_contradiction()
         submitted = len(self._in_flight) < self.depth and self._submit(now)
         if self._in_flight and (not submitted or len(self._in_flight) >= self.depth):
             self._commit_oldest(now)
         updates = self._updates + self.scheduler.take_updates()
         self._updates = []
         if not self.scheduler.has_work:
-            check_invariants(self.scheduler)
+            self._check_idle()
         return updates
 
     def _submit(self, now: float) -> bool:
@@ -149,6 +155,19 @@ class EngineCore:
             if self.step_log is not None:
                 self.step_log.append(StepLogEntry(failed, None, message, now))
 
+    def _check_idle(self) -> None:
+        """Looks for contradictions in the books. Those who have just ended still get their last updates, from this
+        step; the next one raises, whoever asks for it."""
+        try:
+            self._idle_check.check()
+        except Exception as error:  # whatever the check stumbles over is as wrong as what it looks for
+            self._contradiction = error
+            logger.critical("%s", _explain(error))
+
+    def _raise_contradiction(self) -> None:
+        if self._contradiction is not None:
+            raise InvariantError(_explain(self._contradiction)) from self._contradiction
+
     @staticmethod
     def _drain(pending: Pending) -> None:
         """Waits for a step whose result no longer matters, so that nothing of it runs on."""
@@ -160,3 +179,10 @@ class EngineCore:
 
 def _describe(error: BaseException) -> str:
     return str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
+
+
+def _explain(contradiction: Exception) -> str:
+    return (
+        f"the engine's books contradict themselves: {_describe(contradiction)}. This is a bug in Quire, please report "
+        "it; this engine computes nothing more, start a new one"
+    )

@@ -13,8 +13,12 @@ class HostTier:
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._free = dict.fromkeys(range(num_slots - 1, -1, -1))
+        """The last one is taken first."""
         self._slots: OrderedDict[bytes, tuple[BlockKey, int]] = OrderedDict()
+        """By name, the least recently used first."""
+        self._names: list[bytes | None] = [None] * num_slots
+        """By slot."""
         self._pinned: set[int] = set()
 
     def __len__(self) -> int:
@@ -27,6 +31,10 @@ class HostTier:
     @property
     def free_slots(self) -> tuple[int, ...]:
         return tuple(self._free)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
 
     @property
     def pinned(self) -> frozenset[int]:
@@ -49,9 +57,10 @@ class HostTier:
             # Also when another prefix collides with it: the one that is here stays.
             self._slots.move_to_end(key.digest)
             return None
-        slot = self._free.pop() if self._free else self._evict()
+        slot = self._free.popitem()[0] if self._free else self._evict()
         if slot is not None:
             self._slots[key.digest] = (key, slot)
+            self._names[slot] = key.digest
         return slot
 
     def pin(self, slots: Iterable[int]) -> None:
@@ -63,11 +72,19 @@ class HostTier:
 
     def drop(self, slot: int) -> None:
         """Forgets what a slot holds (the copy into it failed)."""
-        for digest, (_, stored) in self._slots.items():
-            if stored == slot:
-                del self._slots[digest]
-                self._free.append(slot)
-                return
+        name = self._names[slot]
+        if name is not None:
+            self._names[slot] = None
+            del self._slots[name]
+            self._free[slot] = None
+
+    def is_sound(self, slot: int) -> bool:
+        """Whether a slot is either free, or to be found under the name it carries."""
+        name = self._names[slot]
+        if name is None or slot in self._free:
+            return name is None and slot in self._free
+        found = self._slots.get(name)
+        return found is not None and found[0].digest == name and found[1] == slot
 
     def _evict(self) -> int | None:
         for digest, (_, slot) in self._slots.items():

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from quire.engine.block_manager import BlockManager
+from quire.engine.block_pool import Block
 from quire.engine.prefix_cache import same_prefix
 from quire.engine.request import Request, RequestStatus
 from quire.engine.scheduler import Scheduler
@@ -28,6 +29,11 @@ def check_invariants(scheduler: Scheduler) -> None:
     - committed <= computed <= tokens, placeholders equal the samples in flight, blocks hold what is computed.
     """
     check_blocks(scheduler.blocks, (*scheduler.ledger.running, *scheduler.ledger.holders))
+    check_requests(scheduler)
+
+
+def check_requests(scheduler: Scheduler) -> None:
+    """The part about requests and rows; its time does not depend on the number of blocks."""
     _check_queues(scheduler)
     _check_holders(scheduler)
     _check_groups(scheduler)
@@ -37,17 +43,16 @@ def check_invariants(scheduler: Scheduler) -> None:
 def check_blocks(blocks: BlockManager, holders: Iterable[Request]) -> None:
     """The part about blocks; `holders` are all who have any."""
     pool = blocks.pool
-    free = list(pool.free_blocks())
+    free = list(islice(pool.free_blocks(), len(pool.blocks)))  # wrong links may lead in circles
     free_ids = {block.block_id for block in free}
     if not len(free_ids) == len(free) == pool.num_free:
         raise InvariantError(f"{len(free_ids)} blocks at {len(free)} places of the free list, not {pool.num_free}")
-    for before, after in pairwise(free):
-        if after.previous is not before:
-            raise InvariantError(f"{after} does not link back to {before}")
+    for block in free:
+        check_links(block)
     references: Counter[int] = Counter()
     for request in holders:
         references.update([block.block_id for block in request.block_table])
-        _check_table(blocks, request)
+        check_table(blocks, request)
     if 0 in free_ids or references[0]:
         raise InvariantError("block 0 is handed out")
     for block in pool.blocks:
@@ -61,7 +66,17 @@ def check_blocks(blocks: BlockManager, holders: Iterable[Request]) -> None:
     _check_names(blocks)
 
 
-def _check_table(blocks: BlockManager, request: Request) -> None:
+def check_links(block: Block) -> None:
+    """A free block stands between two that know of it."""
+    before, after = block.previous, block.next
+    if before is None or after is None:
+        raise InvariantError(f"{block} is neither free nor owned")
+    if before.next is not block or after.previous is not block:
+        raise InvariantError(f"{block} is not linked to from both sides: before it {before}, after it {after}")
+
+
+def check_table(blocks: BlockManager, request: Request) -> None:
+    """One request's blocks carry its own tokens, as many as it has computed."""
     for block, key in zip(request.block_table, request.block_keys, strict=False):
         if block.key is not None and not same_prefix(block.key, key):
             raise InvariantError(f"request {request.request_id} holds {block}, which is another prefix")
@@ -85,7 +100,7 @@ def _check_names(blocks: BlockManager) -> None:
         slots.append(slot)
         if key.digest != digest:
             raise InvariantError(f"host slot {slot} is stored under another name")
-    if sorted(slots) != list(range(host.num_slots)):
+    if sorted(slots) != list(range(host.num_slots)) or not all(map(host.is_sound, slots)):
         raise InvariantError("host slots are lost or used twice")
     if host.pinned:
         raise InvariantError(f"host slots {sorted(host.pinned)} stayed pinned")

@@ -90,11 +90,16 @@ class PrefixCache:
             return None
         return block
 
+    def knows(self, block: Block) -> bool:
+        """Whether a block is to be found under the name it carries."""
+        return block.key is not None and self._blocks.get(block.key.digest) is block
+
     def publish(self, key: BlockKey, block: Block) -> bool:
         """Offers a block under its key. The first one stays: block tables in use are never rewritten, so a
         second copy of the same prefix simply isn't found."""
         if key.digest in self._blocks:
             return False
+        assert block.key is None, f"block {block.block_id} holds another prefix already"
         self._blocks[key.digest] = block
         block.key = key
         return True

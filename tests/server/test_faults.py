@@ -132,6 +132,17 @@ def test_a_forward_pass_that_always_raises_gets_a_new_process(server: Server) ->
     assert server.engine_pid != pid
 
 
+def test_the_engine_loses_count_of_what_it_has(server: Server) -> None:
+    """Whoever has ended is told so; then the process, whose books can't be trusted any more, is replaced."""
+    pid = server.engine_pid
+    server.fault_file.write_text("lose_row")
+    assert error_of(server.post(COMPLETIONS, {**LONG, "deadline": 0.3}), 504)
+    wait_for(lambda: server.health() == 503, what="the end of the engine")
+    server.assert_sound()
+    assert server.engine_pid != pid
+    assert "rows are lost" in server.log
+
+
 def test_the_engine_hangs(server: Server) -> None:
     """Not ready first, then replaced; its stacks are in the log."""
     work = Background(server, LONG)

@@ -1,0 +1,86 @@
+"""What `check_invariants` asks for, at a price that does not grow with the cache.
+
+`check_invariants` looks at every block, tens of milliseconds for a large cache: too long for an engine that is idle
+for a moment, since the next request may be on its way. Here the sums and all that hangs on requests are checked
+every time, and the blocks and host slots, each by itself, a slice at a time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from quire.engine.invariants import InvariantError, check_links, check_requests, check_table
+from quire.engine.scheduler import Scheduler
+
+
+class IdleCheck:
+    """Checks an idle engine (nothing to schedule, to commit or to report) and remembers how far it has come.
+
+    At once it finds whatever is wrong with queues, rows, groups and those who hold blocks, and a sum that does not
+    come out. A block or slot that is wrong by itself it finds when its turn comes, `num_checks_per_round` calls
+    later at most. Both together miss little: only links that form a ring apart from the free list, and a name in
+    the prefix cache whose block has another one (which `PrefixCache.publish` never makes).
+    """
+
+    def __init__(self, scheduler: Scheduler, slice_size: int = 256) -> None:
+        self._scheduler = scheduler
+        self._slice_size = slice_size
+        """Blocks, and host slots, per call: a fraction of a millisecond."""
+        self._next_block = 0
+        self._next_slot = 0
+
+    @property
+    def num_checks_per_round(self) -> int:
+        """After so many calls every block and every slot was looked at."""
+        blocks = self._scheduler.blocks
+        return -(-max(len(blocks.pool.blocks), blocks.host.num_slots) // self._slice_size)
+
+    def check(self) -> None:
+        """Raises InvariantError, saying what is wrong, if this call finds anything."""
+        scheduler = self._scheduler
+        check_requests(scheduler)
+        references: Counter[int] = Counter()
+        for request in scheduler.ledger.holders:
+            check_table(scheduler.blocks, request)
+            references.update([block.block_id for block in request.block_table])
+        self._check_sums(len(references))
+        self._check_next_blocks(references)
+        self._check_next_slots()
+
+    def _check_sums(self, num_referenced: int) -> None:
+        blocks = self._scheduler.blocks
+        num_usable, num_free = len(blocks.pool.blocks) - 1, blocks.pool.num_free
+        if num_free + num_referenced != num_usable:
+            raise InvariantError(f"{num_free} blocks are free and {num_referenced} owned of {num_usable}")
+        if len(blocks.cache) > num_usable:
+            raise InvariantError(f"the cache has {len(blocks.cache)} names for {num_usable} blocks")
+        host = blocks.host
+        if host.num_free + len(host) != host.num_slots:
+            raise InvariantError(f"{host.num_free} host slots are free and {len(host)} named of {host.num_slots}")
+        if host.pinned:
+            raise InvariantError(f"host slots {sorted(host.pinned)} stayed pinned")
+
+    def _check_next_blocks(self, references: Mapping[int, int]) -> None:
+        blocks = self._scheduler.blocks
+        start, end = self._next_block, self._next_block + self._slice_size
+        self._next_block = end if end < len(blocks.pool.blocks) else 0
+        for block in blocks.pool.blocks[start:end]:
+            num_tables = references.get(block.block_id, 0)
+            if block.ref_count != num_tables:
+                raise InvariantError(f"{block} is in {num_tables} block tables")
+            if block.block_id == 0 or block.ref_count:
+                if block.previous is not None or block.next is not None:
+                    raise InvariantError(f"{block} has stray links")
+            else:
+                check_links(block)
+            if block.key is not None and not blocks.cache.knows(block):
+                raise InvariantError(f"{block} is cached under another name")
+
+    def _check_next_slots(self) -> None:
+        host = self._scheduler.blocks.host
+        start, end = self._next_slot, min(self._next_slot + self._slice_size, host.num_slots)
+        self._next_slot = end if end < host.num_slots else 0
+        for slot in range(start, end):
+            if not host.is_sound(slot):
+                raise InvariantError(f"host slot {slot} is lost, or stored under another name")
