@@ -47,7 +47,8 @@ class PagedBatch:
     slot_mapping: Tensor
     """int64 [rows]: where each row's key and value go, `block * block_size + offset`."""
     max_query_len: int
-    """The most rows any one sequence has here (a bound for grids; results don't depend on it)."""
+    """The most rows any one sequence has here (a bound for grids; results don't depend on it). Where it is 1, every row
+    is the newest token of its sequence, and the keys before it were written before this batch began."""
     max_context_len: int
     """The longest of `context_lens` (likewise a bound only)."""
     work: Mapping[str, Tensor] | None = None

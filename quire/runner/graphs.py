@@ -97,11 +97,12 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Computes the largest step with nothing but padding, so that all kernels are compiled and loaded."""
-        size = self._to_capture[-1]
+        """Computes the largest and the smallest step with nothing but padding, so that most kernels are compiled and
+        loaded: there are others for small batches."""
         self._inputs.zero_()
         self._inputs[: self._largest] = -1
-        self._compute(size)
+        for size in {self._sizes[-1], self._sizes[0]}:
+            self._compute(size)
 
     @torch.inference_mode()
     def capture_next(self) -> None:

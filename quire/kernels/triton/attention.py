@@ -83,7 +83,7 @@ def _attend_tile(
 
 
 @triton.jit
-def _merge(highest, total, output, split_highest, split_total, split_output):
+def merge(highest, total, output, split_highest, split_total, split_output):
     """Adds a split's result to those of the splits before it."""
     new_highest = tl.maximum(highest, split_highest)
     reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
@@ -119,7 +119,7 @@ def _store_output(
 
 
 @triton.jit
-def _read_entry(entry):
+def read_entry(entry):
     """One item of work, past the first-level cache, which may hold an earlier step's."""
     return (
         tl.load(entry, cache_modifier=".cg"), tl.load(entry + 1, cache_modifier=".cg"),
@@ -149,7 +149,7 @@ def _decode_kernel(
     # The lists were complete before any kernel of this step began, so they need not wait for the kernel before.
     count = tl.load(work, cache_modifier=".cg") * num_kv_heads
     entry = work + (1 + item // num_kv_heads) * 8
-    partial, first_split, first_row, num_queries, context_len, table_row, end_split = _read_entry(entry)
+    partial, first_split, first_row, num_queries, context_len, table_row, end_split = read_entry(entry)
     if PDL:
         cuda.gdc_wait()
     while item < count:
@@ -157,7 +157,7 @@ def _decode_kernel(
         item += tl.num_programs(0)
         # The next entry is read now, so that it is there when this item is done; past the last, this one again.
         following = work + (1 + tl.minimum(item, count - 1) // num_kv_heads) * 8
-        next_entry = _read_entry(following)
+        next_entry = read_entry(following)
         table = block_tables + table_row.to(tl.int64) * table_stride
         position = context_len - num_queries + rows // GROUP
         num_tiles = tl.cdiv(context_len, KEYS)
@@ -180,7 +180,7 @@ def _decode_kernel(
             )  # fmt: skip
             ends = ((tile + 1) % TILES == 0) | (tile + 1 == last_tile)
             # The first split is merged into nothing, which changes no bit.
-            merged = _merge(highest, total, output, split_highest, split_total, split_output)
+            merged = merge(highest, total, output, split_highest, split_total, split_output)
             highest = tl.where(ends, merged[0], highest)
             total = tl.where(ends, merged[1], total)
             output = tl.where(ends, merged[2], output)
@@ -208,7 +208,7 @@ def _decode_kernel(
                     state = partial_state + slot * 2 * ROWS + rows
                     place = partial_output + (slot * ROWS + rows[:, None]) * D_PAD + column[None, :]
                     other_total = tl.load(state + ROWS, cache_modifier=".cg")
-                    highest, total, output = _merge(
+                    highest, total, output = merge(
                         highest, total, output, tl.load(state, cache_modifier=".cg"),
                         tl.broadcast_to(other_total[:, None], (ROWS, ONES)),
                         tl.load(place, mask=used, other=0.0, cache_modifier=".cg"),
@@ -259,7 +259,7 @@ def _prefill_kernel(
                 q, split_highest, split_total, split_output, tile * KEYS, context_len, position, keys, values, table,
                 kv_head, block_stride, head_stride, scale, window, D, D_PAD, BLOCK_SIZE, KEYS, WINDOW, ONES, WIDE,
             )  # fmt: skip
-        highest, total, output = _merge(highest, total, output, split_highest, split_total, split_output)
+        highest, total, output = merge(highest, total, output, split_highest, split_total, split_output)
     _store_output(out, output, total, first_row, rows, num_queries, kv_head, num_heads, GROUP, D, D_PAD)
 
 
@@ -372,12 +372,10 @@ def attention(
             num_warps=warps, **ROUND_ALWAYS, **LAUNCH,
         )  # fmt: skip
     if few is not None and len(few) > 1:
-        slots = max(num_partials, 1) * num_kv_heads
-        partial_output = torch.empty(slots * FEW_ROWS * d_pad, dtype=torch.float32, device=query.device)
-        partial_state = torch.empty(slots * 2 * FEW_ROWS, dtype=torch.float32, device=query.device)
         programs = min((len(few) - 1) * num_kv_heads, most_programs(query.device))
         _decode_kernel[(programs,)](
-            *tensors, few, partial_output, partial_state, _counters(query.device, num_kv_heads),
+            *tensors, few, *partial_results(query, num_kv_heads, num_partials, d_pad),
+            counters(query.device, num_kv_heads),
             *strides, *numbers, num_heads, num_kv_heads, *shape,
             FEW_ROWS, KEY_TILE, SPLIT_TILES, window, _ONES, 2, wide, USE_PDL,
             num_warps=4, maxnreg=_FEW_REGISTERS if d_pad <= 128 else None, **ROUND_ALWAYS, **LAUNCH,
@@ -385,8 +383,17 @@ def attention(
     return out
 
 
+def partial_results(query: Tensor, num_kv_heads: int, num_partials: int, d_pad: int) -> tuple[Tensor, Tensor]:
+    """Memory for the outputs and the (maximum, total) of splits that wait to be merged."""
+    slots = max(num_partials, 1) * num_kv_heads * FEW_ROWS
+    return (
+        torch.empty(slots * d_pad, dtype=torch.float32, device=query.device),
+        torch.empty(slots * 2, dtype=torch.float32, device=query.device),
+    )
+
+
 @cache
-def _counters(device: torch.device, num_kv_heads: int) -> Tensor:
+def counters(device: torch.device, num_kv_heads: int) -> Tensor:
     """How many splits of a sequence and key head are done: zero between launches, whoever merges resets it."""
     return torch.zeros(MAX_PARTIALS * num_kv_heads, dtype=torch.int32, device=device)
 
@@ -394,6 +401,9 @@ def _counters(device: torch.device, num_kv_heads: int) -> Tensor:
 @cache
 def most_programs(device: torch.device) -> int:
     """As many as run at once; each takes further items when it is done with one."""
-    if device.type != "cuda":
-        return 4
-    return 4 * torch.cuda.get_device_properties(device).multi_processor_count
+    return 4 * num_multiprocessors(device)
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

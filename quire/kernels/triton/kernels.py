@@ -22,9 +22,14 @@ from quire.kernels.triton.activations import sigmoid_mul, silu_mul
 from quire.kernels.triton.embedding import embedding
 from quire.kernels.triton.heads import qkv_to_cache
 from quire.kernels.triton.inputs import gather_inputs
-from quire.kernels.triton.linear import SMALLEST_BATCH, is_quicker_than_cublas, linear
+from quire.kernels.triton.launch import HAS_GLUON
+from quire.kernels.triton.linear import SMALLEST_BATCH, is_quicker_than_cublas, linear, room_for
 from quire.kernels.triton.norms import add_rms_norm, rms_norm
 from quire.kernels.triton.sampler_ops import SamplerKernels
+from quire.kernels.triton.small_batches import are_exact
+
+if HAS_GLUON:
+    from quire.kernels.triton import few_sequences, one_row
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +56,14 @@ class TritonKernels(SamplerKernels):
         forbid_split_sums()
         self._reference = ReferenceKernels()
         self._is_exact: dict[tuple[torch.Size, torch.dtype], bool] = {}
-        self._num_programs = paged_attention.most_programs(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._num_multiprocessors = paged_attention.num_multiprocessors(device)
+        self._num_programs = paged_attention.most_programs(device)
 
     def pack_linear(self, weight: Tensor) -> Tensor:
         if weight.dim() == 2 and weight.is_cuda and weight.dtype != torch.float32:
             self._check(weight)
+            are_exact(weight.device, weight.dtype)  # tried here, as it can't be while a graph is captured
         return weight
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -63,7 +71,7 @@ class TritonKernels(SamplerKernels):
         if x.dtype == torch.float32:
             result = self._reference.linear(x, weight, bias)  # tiles of a fixed number of rows
         elif is_quicker_than_cublas(rows, weight) or not self._check(weight):
-            return linear(x, weight, bias, out)
+            return self._own_linear(x, weight, bias, out)
         elif out is not None and bias is None and rows >= SMALLEST_BATCH:
             return torch.mm(x, weight.t(), out=out)
         else:
@@ -108,8 +116,18 @@ class TritonKernels(SamplerKernels):
 
     def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if x.dtype != torch.float32 and is_quicker_than_cublas(x.shape[0], weight):
-            return linear(x, weight, bias, silu_mul=True)
+            return self._own_linear(x, weight, bias, silu_mul=True)
         return silu_mul(self.linear(x, weight, bias))
+
+    def _own_linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None, silu_mul: bool = False
+    ) -> Tensor:
+        if not are_exact(x.device, x.dtype) or not one_row.takes(x.shape[0], weight, silu_mul):
+            return linear(x, weight, bias, out, silu_mul)
+        if out is None:
+            out = room_for(x, weight.shape[0] // 2 if silu_mul else weight.shape[0])
+        one_row.one_row_linear(x.contiguous(), weight, bias, out, silu_mul)
+        return out
 
     def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
         return sigmoid_mul(gate, x)
@@ -144,7 +162,11 @@ class TritonKernels(SamplerKernels):
             work = {name: torch.from_numpy(values).to(query.device) for name, values in lists.items()}
         few = work.get("few")
         num_partials = 0 if few is None or batch.max_context_len <= paged_attention.SPLIT else len(few) - 1
-        return paged_attention.attention(query, cache, batch.block_tables, work, num_partials, scale, sliding_window)
+        arguments = query, cache, batch.block_tables, work, num_partials, scale, sliding_window
+        programs = self._num_multiprocessors
+        if are_exact(query.device, query.dtype) and few_sequences.takes(query, cache, batch.max_query_len, programs):
+            return few_sequences.few_sequences_attention(*arguments, programs)
+        return paged_attention.attention(*arguments)
 
     def moe(
         self, x: Tensor, router_logits: Tensor, experts: ExpertWeights, top_k: int, normalize_weights: bool

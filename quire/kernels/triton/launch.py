@@ -9,8 +9,10 @@ of everything that is read and written is the order of the launches.
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra import cuda
@@ -18,7 +20,11 @@ from triton.language.extra import cuda
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 """Whether kernels run in Triton's interpreter on the CPU (for tests)."""
 
-USE_PDL = not INTERPRETED
+USE_PDL = not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+"""Whether the GPU can: from Hopper on."""
+
+HAS_GLUON = not INTERPRETED and find_spec("triton.experimental") is not None
+"""Whether this Triton has its lower level, in which some kernels for small batches are written."""
 
 ROUND_ALWAYS: dict[str, Any] = {} if INTERPRETED else {"enable_fp_fusion": False}
 """For kernels that compute the same number in different code and must agree to the bit: the compiler may not merge a

@@ -79,7 +79,7 @@ def linear(
     size = weight.shape[0] // 2 if silu_mul else weight.shape[0]
     x = x.contiguous()
     if out is None:
-        out = torch.empty(max(rows, SMALLEST_BATCH), size, dtype=x.dtype, device=x.device)[:rows]
+        out = room_for(x, size)
     block_m, block_n, block_k, stages, warps = tile_of(rows, weight, silu_mul)
     if x.dtype == torch.float32:
         block_k, stages = 32, 2  # twice the bytes must fit the same memory
@@ -91,6 +91,12 @@ def linear(
             num_stages=stages, num_warps=warps, **ROUND_ALWAYS, **LAUNCH,
         )  # fmt: skip
     return out
+
+
+def room_for(x: Tensor, size: int) -> Tensor:
+    """Memory for `size` outputs of each row of x, behind which there is room for the rows of a padded batch."""
+    rows = x.shape[0]
+    return torch.empty(max(rows, SMALLEST_BATCH), size, dtype=x.dtype, device=x.device)[:rows]
 
 
 class Tile(NamedTuple):

@@ -1,0 +1,301 @@
+"""Attention of a few sequences, one query each, where all that matters is how soon it is done.
+
+The same numbers as `attention._decode_kernel`, bit for bit, sooner: a program computes the scores of a whole split at
+once instead of tile by tile, its warps side by side, and only then walks the tiles to add up the values. Keys and
+values of earlier steps are asked for before the kernel before has finished; only those it has just written are read
+after that. A program takes a multiprocessor for itself, so with many sequences the other kernel reads more per second.
+
+In Gluon, as `one_row.py` is and for the same reason: keys go from memory to the registers of the tensor core. They
+lie there as weights do, the inner dimension now being the head's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language.extra import cuda
+
+from quire.kernels.ops import LayerCache
+from quire.kernels.triton.attention import FEW_ROWS, KEY_TILE, SPLIT, counters, merge, partial_results, read_entry
+from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL
+
+_WARPS = 8
+_HEAD_DIMS = (64, 128)
+
+
+def takes(query: Tensor, cache: LayerCache, max_query_len: int, num_multiprocessors: int) -> bool:
+    """Whether this kernel is the quickest there is, as measured on an H200 (docs/performance.md, attempt 16): each
+    sequence and key head has a multiprocessor for itself."""
+    num_kv_heads = cache.keys.shape[1]
+    return (
+        max_query_len == 1
+        and query.itemsize == 2
+        and query.shape[2] in _HEAD_DIMS
+        and query.shape[1] // num_kv_heads <= FEW_ROWS
+        and query.shape[0] * num_kv_heads <= num_multiprocessors
+    )
+
+
+def few_sequences_attention(
+    query: Tensor,
+    cache: LayerCache,
+    block_tables: Tensor,
+    work: Mapping[str, Tensor],
+    num_partials: int,
+    scale: float,
+    sliding_window: int | None,
+    num_multiprocessors: int,
+) -> Tensor:
+    """`attention.attention` for what `takes` takes. All keys but the newest of each sequence were written, and all
+    lists and block tables, before the first kernel of this step began."""
+    out = torch.empty_like(query)
+    few = work["few"]
+    _, num_heads, head_dim = query.shape
+    num_kv_heads, block_size = cache.keys.shape[1], cache.keys.shape[2]
+    _few_sequences_kernel[(min((len(few) - 1) * num_kv_heads, num_multiprocessors),)](
+        query, out, cache.keys, cache.values, block_tables, few,
+        *partial_results(query, num_kv_heads, num_partials, head_dim), counters(query.device, num_kv_heads),
+        block_tables.stride(0), cache.keys.stride(0), cache.keys.stride(1),
+        scale * math.log2(math.e), sliding_window or 0, num_heads, num_kv_heads,
+        num_heads // num_kv_heads, head_dim, block_size, KEY_TILE, SPLIT,
+        sliding_window is not None, cache.keys.numel() >= 1 << 31, USE_PDL,
+        num_warps=_WARPS, **ROUND_ALWAYS, **LAUNCH,
+    )  # fmt: skip
+    return out
+
+
+@gluon.constexpr_function
+def _query_layout(head_dim):
+    """[16 rows, head_dim], the same in all warps; a thread has 4 neighbours of every 16."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0]] + [[0, 1 << bit] for bit in range(4, head_dim.bit_length() - 1)],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[0, 0]] * 3,
+        block_bases=[],
+        shape=[16, head_dim],
+    )
+
+
+@gluon.constexpr_function
+def _keys_layout(head_dim, split):
+    """[head_dim, keys of a split]: 8 keys of every tile of 64 in each warp."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[1, 0], [2, 0]]
+        + [[1 << bit, 0] for bit in range(4, head_dim.bit_length() - 1)]
+        + [[0, 1 << bit] for bit in range(6, split.bit_length() - 1)],
+        lane_bases=[[4, 0], [8, 0], [0, 1], [0, 2], [0, 4]],
+        warp_bases=[[0, 8], [0, 16], [0, 32]],
+        block_bases=[],
+        shape=[head_dim, split],
+    )
+
+
+@gluon.jit
+def _places(
+    key, exists, table, kv_head, block_stride, head_stride,
+    D: gl.constexpr, BLOCK_SIZE: gl.constexpr, WIDE: gl.constexpr,
+):  # fmt: skip
+    """Where in the cache each key lies. All that is read before the wait is read past the first-level cache, which may
+    hold an earlier step's."""
+    block = gl.load(table + key // BLOCK_SIZE, mask=exists, other=0, cache_modifier=".cg")
+    if WIDE:
+        block = block.to(gl.int64)
+    return block * block_stride + kv_head * head_stride + (key % BLOCK_SIZE) * D
+
+
+@gluon.jit
+def _copy_values(
+    staged, values, table, first_key, until, kv_head, block_stride, head_stride,
+    NUM_KEYS: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, WIDE: gl.constexpr,
+):  # fmt: skip
+    """Starts to copy the values of keys `first_key` to `until` to shared memory [NUM_KEYS, D], and zeros after them."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [8, 1], [1, 0])
+    key = first_key + gl.arange(0, NUM_KEYS, gl.SliceLayout(1, layout))
+    exists = key < until
+    place = _places(key, exists, table, kv_head, block_stride, head_stride, D, BLOCK_SIZE, WIDE)
+    column = gl.arange(0, D, gl.SliceLayout(0, layout))
+    async_copy.async_copy_global_to_shared(staged, values + place[:, None] + column[None, :], mask=exists[:, None])
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _load_query(query, first_row, num_queries, kv_head, num_heads, GROUP: gl.constexpr, D: gl.constexpr):
+    layout: gl.constexpr = _query_layout(D)
+    row = gl.arange(0, 16, gl.SliceLayout(1, layout))
+    place = (first_row + row // GROUP).to(gl.int64) * num_heads + kv_head * GROUP + row % GROUP
+    column = gl.arange(0, D, gl.SliceLayout(0, layout))
+    return gl.load(query + place[:, None] * D + column[None, :], mask=(row < num_queries * GROUP)[:, None], other=0.0)
+
+
+@gluon.jit
+def _product(q, k, D: gl.constexpr, SPLIT: gl.constexpr, ACC: gl.constexpr):
+    """Scores [16, SPLIT]. Of every 16 numbers of the head, (t, h, j) is called (h, t, j) on both sides, which is what
+    the instruction calls them: see `one_row.py`."""
+    q = q.reshape(16, D // 16, 4, 2, 2).permute(0, 1, 3, 2, 4).reshape(16, D)
+    k = k.reshape(D // 16, 4, 2, 2, SPLIT).permute(0, 2, 1, 3, 4).reshape(D, SPLIT)
+    left = gl.convert_layout(q, gl.DotOperandLayout(0, ACC, 2), assert_trivial=True)
+    right = gl.convert_layout(k, gl.DotOperandLayout(1, ACC, 2), assert_trivial=True)
+    return mma_v2(left, right, gl.zeros((16, SPLIT), gl.float32, ACC))
+
+
+@gluon.jit
+def _highest_until(tile, tile_highest, tiles):
+    """The maximum of tiles 0 to `tile`; a thread has those of all tiles for its rows."""
+    return gl.max(gl.where((tiles <= tile)[None, :], tile_highest, float("-inf")), 1)
+
+
+@gluon.jit
+def _attend_split(
+    scores, staged_weights, value_tiles, num_keys,
+    D: gl.constexpr, KEYS: gl.constexpr, TILES: gl.constexpr, ACC: gl.constexpr,
+):  # fmt: skip
+    """What `attention._attend_tile` makes of the tiles one after the other: highest, total and output of a split of
+    `num_keys` keys from its scores [16, TILES, KEYS], with -inf where nothing is visible."""
+    dtype: gl.constexpr = staged_weights.dtype
+    tile_highest = gl.max(scores, 2)
+    tiles = gl.arange(0, TILES, gl.SliceLayout(0, gl.SliceLayout(2, scores.type.layout)))
+    running = tile_highest
+    for tile in gl.static_range(1, TILES):
+        running = gl.where((tiles == tile)[None, :], _highest_until(tile, tile_highest, tiles)[:, None], running)
+    # Where nothing is visible yet the maximum is -inf, and -inf - -inf would be NaN.
+    reference = gl.where(running == float("-inf"), 0.0, running)
+    staged_weights.store(gl.exp2(scores - reference[:, :, None]).to(dtype).reshape(16, TILES * KEYS))
+
+    async_copy.wait_group(0)
+    as_left: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    as_right: gl.constexpr = gl.DotOperandLayout(1, ACC, 2)
+    ones = gl.full((KEYS, 16), 1.0, dtype, as_right)
+    highest = gl.full((16,), float("-inf"), gl.float32, gl.SliceLayout(1, ACC))
+    total = gl.zeros((16, 16), gl.float32, ACC)
+    output = gl.zeros((16, D), gl.float32, ACC)
+    for tile in gl.static_range(TILES):
+        if tile * KEYS < num_keys:
+            new_highest = gl.convert_layout(_highest_until(tile, tile_highest, tiles), gl.SliceLayout(1, ACC))
+            decay = gl.exp2(highest - gl.where(new_highest == float("-inf"), 0.0, new_highest))
+            weights = staged_weights.slice(tile * KEYS, KEYS, dim=1).load(as_left)
+            total = mma_v2(weights, ones, total * decay[:, None])
+            output = mma_v2(weights, value_tiles.index(tile).load(as_right), output * decay[:, None])
+            highest = new_highest
+    return highest, total, output
+
+
+@gluon.jit
+def _store_result(target, used, total, output):
+    divisor = gl.max(total, 1)  # its columns are the same
+    result = output / gl.where(divisor == 0.0, 1.0, divisor)[:, None]
+    gl.store(target, result.to(target.dtype.element_ty), mask=used)
+
+
+@gluon.jit
+def _merge_splits(
+    partial_output, partial_state, target, used, rows, column, first_slot, num_splits, num_kv_heads,
+    D: gl.constexpr, ACC: gl.constexpr,
+):  # fmt: skip
+    """All splits of a sequence are there: merges them in their order and stores the result."""
+    highest = gl.full((16,), float("-inf"), gl.float32, gl.SliceLayout(1, ACC))
+    total = gl.zeros((16, 16), gl.float32, ACC)
+    output = gl.zeros((16, D), gl.float32, ACC)
+    for split in range(0, num_splits):
+        slot = (first_slot + split * num_kv_heads).to(gl.int64)
+        state = partial_state + slot * 32 + rows
+        split_output = partial_output + (slot * 16 + rows[:, None]) * D + column[None, :]
+        split_total = gl.load(state + 16, cache_modifier=".cg")
+        highest, total, output = merge(
+            highest, total, output, gl.load(state, cache_modifier=".cg"),
+            gl.zeros((16, 16), gl.float32, ACC) + split_total[:, None],
+            gl.load(split_output, mask=used, other=0.0, cache_modifier=".cg"),
+        )  # fmt: skip
+    _store_result(target, used, total, output)
+
+
+@gluon.jit
+def _few_sequences_kernel(
+    query, out, keys, values, block_tables, work, partial_output, partial_state, arrived,
+    table_stride, block_stride, head_stride, scale, window, num_heads, num_kv_heads,
+    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr,
+    WINDOW: gl.constexpr, WIDE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """`work` is that of `attention._decode_kernel`."""
+    TILES: gl.constexpr = SPLIT // KEYS
+    acc: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 8], [16, 8])
+    read_keys: gl.constexpr = _keys_layout(D, SPLIT)
+    shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    dtype: gl.constexpr = keys.dtype.element_ty
+    staged_values = gl.allocate_shared_memory(dtype, [SPLIT, D], shared)
+    value_tiles = staged_values._reinterpret(dtype, [TILES, KEYS, D], shared)
+    staged_weights = gl.allocate_shared_memory(dtype, [16, SPLIT], shared)
+    rows = gl.arange(0, 16, gl.SliceLayout(1, acc))
+    column = gl.arange(0, D, gl.SliceLayout(0, acc))
+    item = gl.program_id(0)
+    count = gl.load(work, cache_modifier=".cg") * num_kv_heads
+    while item < count:
+        kv_head = item % num_kv_heads
+        partial, first_split, first_row, num_queries, context_len, table_row, end_split = read_entry(
+            work + (1 + item // num_kv_heads) * 8
+        )
+        item += gl.num_programs(0)
+        table = block_tables + table_row.to(gl.int64) * table_stride
+        old = context_len - num_queries  # keys of earlier steps; the newest are written by the kernel before
+        highest = gl.full((16,), float("-inf"), gl.float32, gl.SliceLayout(1, acc))
+        total = gl.zeros((16, 16), gl.float32, acc)
+        output = gl.zeros((16, D), gl.float32, acc)
+        for split in range(first_split, end_split):
+            _copy_values(
+                staged_values, values, table, split * SPLIT, old // KEYS * KEYS, kv_head, block_stride, head_stride,
+                SPLIT, D, BLOCK_SIZE, WIDE,
+            )  # fmt: skip
+            key = split * SPLIT + gl.arange(0, SPLIT, gl.SliceLayout(0, read_keys))
+            place = _places(key, key < context_len, table, kv_head, block_stride, head_stride, D, BLOCK_SIZE, WIDE)
+            source = keys + place[None, :] + gl.arange(0, D, gl.SliceLayout(1, read_keys))[:, None]
+            k = gl.load(source, mask=(key < old)[None, :], other=0.0, cache_modifier=".cg")
+            if PDL:
+                cuda.gdc_wait()
+                cuda.gdc_launch_dependents()
+            is_new = (key >= old) & (key < context_len)
+            k = gl.load(source, mask=is_new[None, :], other=k, cache_modifier=".cg")
+            q = _load_query(query, first_row, num_queries, kv_head, num_heads, GROUP, D)
+            async_copy.wait_group(0)  # the zeros among them are overwritten now
+            end_tile = gl.minimum(gl.cdiv(context_len, KEYS), (split + 1) * TILES)
+            for tile in range(gl.maximum(old // KEYS, split * TILES), end_tile):
+                _copy_values(
+                    value_tiles.index(tile - split * TILES), values, table, tile * KEYS, context_len, kv_head,
+                    block_stride, head_stride, KEYS, D, BLOCK_SIZE, WIDE,
+                )  # fmt: skip
+            scores = _product(q, k, D, SPLIT, acc) * scale
+            at = split * SPLIT + gl.arange(0, SPLIT, gl.SliceLayout(0, acc))[None, :]
+            position = (old + rows // GROUP)[:, None]
+            visible = at <= position
+            if WINDOW:
+                visible = visible & (at > position - window)
+            scores = gl.where(visible, scores, float("-inf")).reshape(16, TILES, KEYS)
+            found = _attend_split(scores, staged_weights, value_tiles, context_len - split * SPLIT, D, KEYS, TILES, acc)
+            highest, total, output = merge(highest, total, output, found[0], found[1], found[2])
+
+        used = (rows < num_queries * GROUP)[:, None]
+        head = (first_row + rows // GROUP).to(gl.int64) * num_heads + kv_head * GROUP + rows % GROUP
+        target = out + head[:, None] * D + column[None, :]
+        num_splits = gl.cdiv(context_len, SPLIT)
+        if end_split - first_split == num_splits:
+            _store_result(target, used, total, output)
+        else:
+            first_slot = partial * num_kv_heads + kv_head
+            slot = (first_slot + first_split * num_kv_heads).to(gl.int64)
+            state = partial_state + slot * 32 + rows
+            gl.store(partial_output + (slot * 16 + rows[:, None]) * D + column[None, :], output, mask=used)
+            gl.store(state, highest)
+            gl.store(state + 16, gl.max(total, 1))
+            gl.thread_barrier()  # all threads' stores come before the count, which makes them visible
+            if gl.atomic_add(arrived + first_slot, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
+                _merge_splits(
+                    partial_output, partial_state, target, used, rows, column, first_slot, num_splits, num_kv_heads,
+                    D, acc,
+                )  # fmt: skip
+                gl.store(arrived + first_slot, 0)
+    if PDL and count == 0:  # with any work, those who do it have waited
+        cuda.gdc_wait()

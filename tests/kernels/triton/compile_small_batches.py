@@ -1,0 +1,73 @@
+"""Compiles the kernels for small batches for an H200, which needs no GPU; prints what each takes, as JSON.
+
+A process of its own, as Triton must not be in its interpreter's mode.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from quire.kernels.triton.few_sequences import _few_sequences_kernel
+from quire.kernels.triton.one_row import _one_row_kernel
+
+ATTENTION_TYPES = {
+    **dict.fromkeys(("query", "out", "keys", "values"), "*bf16"),
+    **dict.fromkeys(("block_tables", "work", "arrived"), "*i32"),
+    **dict.fromkeys(("partial_output", "partial_state"), "*fp32"),
+    "scale": "fp32",
+}
+PRODUCT_TYPES = dict.fromkeys(("x", "weight", "bias", "out"), "*bf16")
+
+
+def resources(kernel: Any, types: dict[str, str], constants: dict[str, Any], num_warps: int) -> dict[str, int]:
+    """Bytes of shared memory, and of registers that did not fit, of a kernel compiled so."""
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    aligned = [i for i, name in enumerate(names) if signature[name].startswith("*") or name.endswith("stride")]
+    source = GluonASTSource(
+        kernel,
+        signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+    )
+    compiled = triton.compile(
+        source,
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": num_warps, "enable_fp_fusion": False, "launch_pdl": True},
+    )
+    return {"shared": compiled.metadata.shared, "stack": stack_size(compiled.asm["cubin"])}
+
+
+def stack_size(binary: bytes) -> int:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        report = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return int(re.findall(r"STACK:(\d+)", report)[0])
+
+
+def main() -> None:
+    found = {}
+    for head_dim, group, window, wide in ((128, 2, False, False), (64, 16, True, True)):
+        constants = {"GROUP": group, "D": head_dim, "BLOCK_SIZE": 16, "KEYS": 64, "SPLIT": 512}
+        constants |= {"WINDOW": window, "WIDE": wide, "PDL": True}
+        found[f"attention {head_dim}"] = resources(_few_sequences_kernel, ATTENTION_TYPES, constants, 8)
+    for inner, silu_mul, ahead in ((3072, False, 8), (1024, True, 4)):
+        constants = {"K": inner, "HAS_BIAS": True, "SILU_MUL": silu_mul, "CHUNK": 128, "AHEAD": ahead, "WARPS": 2}
+        found[f"product {inner}"] = resources(_one_row_kernel, PRODUCT_TYPES, constants | {"PDL": True}, 2)
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
