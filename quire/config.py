@@ -23,7 +23,7 @@ class Limits:
 
 
 _CPU_LIMITS = Limits(64, 512, 0.25)
-_GPU_LIMITS = Limits(256, 8192, 0.9)
+_GPU_LIMITS = Limits(256, 16384, 0.9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class EngineConfig:
     max_num_seqs: int | None = None
     """How many requests run at once; None: 64 on a CPU, 256 on a GPU."""
     max_batched_tokens: int | None = None
-    """How many tokens one step computes at most; longer prompts are computed in chunks. None: 512 on a CPU, 8192
-    on a GPU."""
+    """How many tokens one step computes at most; longer prompts are computed in chunks. None: 512 on a CPU, 16384 on a
+    GPU (8192 in a server)."""
     block_size: int = 16
     """Tokens per block of the cache."""
     kv_cache_memory: int | float | str | None = None

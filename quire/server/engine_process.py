@@ -19,7 +19,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -31,6 +33,7 @@ from quire.engine import StepLogEntry
 from quire.errors import EngineError, QuireError
 from quire.models.sources import resolve
 from quire.progress import ModelBars
+from quire.runner.device import pick_device
 from quire.server.engine_requests import EngineRequests
 from quire.server.logs import set_up_logging
 from quire.server.messages import (
@@ -56,6 +59,8 @@ from quire.step import RequestUpdate
 
 logger = logging.getLogger(__name__)
 
+_MAX_BATCHED_TOKENS = 8192
+"""On a GPU, unless it is set: half of what the engine computes in a step elsewhere."""
 _HIGH_WATER = 1000
 """Messages the HTTP process may be behind; then the engine waits for it."""
 _FAILURES_IN_A_ROW = 3
@@ -171,6 +176,15 @@ class EngineLoop:
         return update._replace(error=_STEP_FAILED) if update.request_id in self._failed_names else update
 
 
+def engine_config(options: dict[str, Any]) -> EngineConfig:
+    """The engine's options with this server's own defaults: while a prompt is computed, every running answer waits for
+    its next token, so a step computes fewer tokens here than where only throughput counts."""
+    config = EngineConfig(**options)
+    if config.max_batched_tokens is None and pick_device(config.device).type == "cuda":
+        return replace(config, max_batched_tokens=_MAX_BATCHED_TOKENS)
+    return config
+
+
 def main(build: Builder = build_engine) -> int:
     """Runs the process; `build` makes the engine (tests make it break)."""
     faulthandler.enable()
@@ -193,7 +207,7 @@ def main(build: Builder = build_engine) -> int:
     try:
         with ModelBars(config.model) as bars:
             source = resolve(config.model)
-            engine = build(source, EngineConfig(**config.options), bars("load"), [loop.observe])
+            engine = build(source, engine_config(config.options), bars("load"), [loop.observe])
         # The weights and modules are here to stay: no need to look through them again and again.
         gc.collect()
         gc.freeze()

@@ -9,8 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from fastapi import FastAPI, Request
 
+from quire.config import EngineConfig
 from quire.engine import EngineCore, Scheduler, SchedulerConfig, StepLog, make_requests
 from quire.engine.fake_runner import FakeRunner
 from quire.errors import CapacityError, InvalidRequestError, QuireError
@@ -25,6 +27,7 @@ from quire.server.admission import Admission
 from quire.server.answer_reader import AnswerReader
 from quire.server.config import ServerConfig
 from quire.server.connection import convert, ignored_header, parse_body, request_id_of
+from quire.server.engine_process import engine_config
 from quire.server.errors import ApiError, error_body, field_name, install, to_api_error
 from quire.server.limits import BodyLimits, RequestContext
 from quire.server.messages import AddRequest, Updates, decode_command, decode_event, encode
@@ -357,3 +360,12 @@ def test_bodies_of_too_many_parts_are_refused_before_they_are_made(body: str, is
             parse_body(body.encode(), Body)
     else:
         assert parse_body(body.encode(), Body).model_extra
+
+
+def test_a_server_computes_less_at_once_than_the_engine_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, where nothing is said; what is said counts."""
+    monkeypatch.setattr("quire.server.engine_process.pick_device", torch.device)
+    chosen = engine_config({"device": "cuda"})
+    assert chosen.limits("cuda").max_batched_tokens == EngineConfig().limits("cuda").max_batched_tokens // 2
+    assert engine_config({"device": "cuda", "max_batched_tokens": 300}).max_batched_tokens == 300
+    assert engine_config({"device": "cpu"}).max_batched_tokens is None
