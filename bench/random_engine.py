@@ -16,7 +16,7 @@ from bench.shapes import CONFIGS, spec_of
 from quire.assemble import Engine, assemble
 from quire.config import EngineConfig
 from quire.engine import EngineCore, Request, make_requests
-from quire.garbage import old_objects_spared
+from quire.garbage import full_collections_put_off
 from quire.kernels.ops import Kernels
 from quire.kernels.select import select_kernels
 from quire.models.decoder import Decoder
@@ -150,7 +150,7 @@ def drive(core: EngineCore, requests: Sequence[Request], before_step: Callable[[
     run = Run(clock())
     for request in requests:
         core.add_request(request, run.began)
-    with old_objects_spared():  # as `LLM.generate` does
+    with full_collections_put_off():  # as `LLM.generate` does
         while core.has_work:
             if before_step is not None:
                 before_step(len(run.times))

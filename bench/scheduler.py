@@ -2,18 +2,28 @@
 
     python bench/scheduler.py                  # 256 running decodes
     python bench/scheduler.py --requests 1024 --host-blocks 4096
+    python bench/scheduler.py --steps 4000 --usual-collector    # what Python's collector does by itself
 
-Prints the median and the 99th percentile in milliseconds, over steps in which every request decodes.
+Prints the median and the 99th percentile in milliseconds, over steps in which every request decodes, and the pauses
+that garbage collection made.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import statistics
+import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
 
 from quire.engine import Scheduler, SchedulerConfig, Step, StepLog, StepLogEntry, StepResult, make_requests
+from quire.garbage import full_collections_put_off
 from quire.sampling_params import SamplingParams
 
 
@@ -23,6 +33,26 @@ def fake_result(step: Step) -> StepResult:
         entry.request_id: ((entry.start * 7919 + entry.row) % 50_000,) for entry in step.scheduled if entry.samples
     }
     return StepResult(step.step_id, tokens)
+
+
+@contextlib.contextmanager
+def collections_timed() -> Iterator[list[float]]:
+    """Gives a list that the seconds of every garbage collection inside are added to."""
+    pauses: list[float] = []
+    began = 0.0
+
+    def note(phase: str, _info: dict[str, Any]) -> None:
+        nonlocal began
+        if phase == "start":
+            began = time.perf_counter()
+        else:
+            pauses.append(time.perf_counter() - began)
+
+    gc.callbacks.append(note)
+    try:
+        yield pauses
+    finally:
+        gc.callbacks.remove(note)
 
 
 def measure(
@@ -72,16 +102,21 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=200, help="prompt tokens of each request")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--host-blocks", type=int, default=0)
+    parser.add_argument("--usual-collector", action="store_true", help="put no full collections off")
     options = parser.parse_args()
     print(f"{options.requests} running decodes, {options.steps} steps, milliseconds per step")
     print(f"{'':>8} {'':>10} {'median':>8} {'p99':>8}")
     for depth in (1, 2):
         gc.collect()
-        times = measure(options.requests, options.prompt, options.steps, depth, options.host_blocks)
+        policy = contextlib.nullcontext() if options.usual_collector else full_collections_put_off()
+        with policy, collections_timed() as pauses:
+            times = measure(options.requests, options.prompt, options.steps, depth, options.host_blocks)
         for part, seconds in times.items():
             median = 1e3 * statistics.median(seconds)
             p99 = 1e3 * statistics.quantiles(seconds, n=100)[98]
             print(f"depth {depth:>2} {part:>10} {median:8.3f} {p99:8.3f}")
+        longest, total = (1e3 * figure for figure in (max(pauses, default=0.0), sum(pauses)))
+        print(f"depth {depth:>2} garbage: {len(pauses)} collections, longest {longest:.1f} ms, together {total:.0f} ms")
 
 
 if __name__ == "__main__":

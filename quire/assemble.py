@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ from quire.models.load import ModelFiles, Progress, load_decoder, open_model
 from quire.models.npy_checkpoint import NpyCheckpoint
 from quire.models.sources import ModelSource
 from quire.models.spec import ModelSpec
-from quire.runner.device import describe, free_memory, pick_device, pick_dtype
+from quire.runner.device import describe, free_memory, pick_device, pick_dtype, wake
 from quire.runner.kv_cache import KVCache
 from quire.runner.memory import CachePlan, Needs, check_weights_fit, measure_needs, plan_cache
 from quire.runner.rows import Rows
@@ -62,9 +63,11 @@ def build_engine(
     of every step that is over."""
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
-    files = open_model(source.path)
+    with ThreadPoolExecutor(1, "device") as beside:
+        waking = beside.submit(wake, device)
+        files, tokenizer = _open(source)  # the tokenizer takes long, and keeps Python to itself
     try:
-        tokenizer = _open_tokenizer(files.checkpoint, source.path)
+        waking.result()
         _check_fit(files.spec, config, dtype, device)
         decoder = _load(files, config, dtype, device, progress)
     finally:
@@ -115,11 +118,18 @@ def assemble(
 
 def open_tokenizer(source: ModelSource) -> Tokenizer:
     """A model's tokenizer alone, for a process that has no need of the weights."""
+    files, tokenizer = _open(source)
+    files.checkpoint.close()
+    return tokenizer
+
+
+def _open(source: ModelSource) -> tuple[ModelFiles, Tokenizer]:
     files = open_model(source.path)
     try:
-        return _open_tokenizer(files.checkpoint, source.path)
-    finally:
+        return files, _open_tokenizer(files.checkpoint, source.path)
+    except BaseException:
         files.checkpoint.close()
+        raise
 
 
 def _quick_ways(

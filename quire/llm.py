@@ -21,7 +21,7 @@ from quire.errors import InvalidRequestError, QuireError
 from quire.frontend.chat_template import ChatTemplate
 from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.resolve import resolve_tokens
-from quire.garbage import old_objects_spared
+from quire.garbage import full_collections_put_off
 from quire.live_beams import LiveBeams
 from quire.live_request import LiveRequest
 from quire.models.sources import resolve
@@ -315,7 +315,7 @@ class LLM:
                 request_ids.append(self._add(prompt, one))
             waiting = set(request_ids)
             show = len(prompts) > 1 if progress is None else progress
-            with old_objects_spared(), GenerationBar(len(prompts)) if show else contextlib.nullcontext() as bar:
+            with full_collections_put_off(), GenerationBar(len(prompts)) if show else contextlib.nullcontext() as bar:
                 while waiting:
                     deltas = [delta for delta in self.step() if delta.request_id in waiting]
                     for delta in deltas:

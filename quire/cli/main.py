@@ -14,6 +14,7 @@ from quire.cli.pull import pull
 from quire.cli.run import run
 from quire.cli.serve import serve
 from quire.errors import QuireError
+from quire.garbage import full_collections_put_off
 
 app = typer.Typer(
     name="quire",
@@ -45,7 +46,9 @@ def version(
 def main() -> None:
     """Runs the command line. A QuireError is a message, not a stack trace."""
     try:
-        app()
+        # From the start: torch brings more than a hundred thousand objects, and none of them is garbage.
+        with full_collections_put_off():
+            app()
     except QuireError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)

@@ -1,29 +1,29 @@
 """The one interface the loader sees, whatever format the weights are stored in.
 
 A checkpoint is checked in full when it is opened: names, dtypes, shapes and where each tensor lies in its
-file. Only then are tensors read, one after the other, in chunks of rows, straight into the parameters'
-memory; the temporaries of a chunk stay under about 16 MiB however large the tensor is.
+file. Only then are tensors read, straight into the parameters' memory where they are stored as they are needed, else
+in chunks of rows; the temporaries of a read stay under about 16 MiB however large the tensor is.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 import torch
 from torch import Tensor
 
 from quire.errors import ModelFormatError, UnsupportedModelError
-from quire.models.files import FileStamp, no_weights_error, quote, weight_kinds
+from quire.models.files import FileStamp, no_weights_error, open_checked, quote, read_exact_into, weight_kinds
 
 MAX_DIMENSIONS = 8
 MAX_CHUNK_ELEMENTS = 2**19
 """A multiple of every quantisation block. At up to 20 bytes of temporaries per element: 10 MiB."""
+_MAX_STAGED_BYTES = 2**23
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Checkpoint(Protocol):
     def read_into(self, name: str, target: Tensor) -> None:
         """Fills `target` (any floating dtype, strides and device; often a view of a packed parameter).
 
-        The shapes must be equal, else ModelFormatError."""
+        The shapes must be equal, else ModelFormatError. Several threads may read at once."""
 
     def read(self, name: str) -> Tensor:
         """A small tensor as float32, in new memory."""
@@ -92,14 +92,11 @@ def chunks_of(shape: tuple[int, ...], max_elements: int = MAX_CHUNK_ELEMENTS) ->
         yield Chunk((slice(first, last),), first * row, (last - first, *shape[1:]))
 
 
-ReadChunk = Callable[[Chunk], Tensor]
+class CheckedCheckpoint(ABC):
+    """What the formats share: the checks around a read.
 
-
-class ChunkedCheckpoint(ABC):
-    """What the formats share: the checks around a read, and its loop. Subclasses read one chunk.
-
-    Files are opened for one tensor at a time, so that many files don't use up descriptors and mapped
-    pages go back to the system; the stamp taken when a file was checked makes sure it is still the same.
+    Files are opened for one tensor at a time, so that many files don't use up descriptors; the stamp taken when a file
+    was checked makes sure it is still the same.
     """
 
     def __init__(self, tensors: Mapping[str, TensorInfo], stamps: Mapping[Path, FileStamp]) -> None:
@@ -108,8 +105,8 @@ class ChunkedCheckpoint(ABC):
         self._closed = False
 
     @abstractmethod
-    def _open(self, info: TensorInfo, stamp: FileStamp) -> AbstractContextManager[ReadChunk]:
-        """Opens the tensor's file; the function it gives returns a chunk's elements in any float dtype."""
+    def _read_tensor(self, file: BinaryIO, info: TensorInfo, target: Tensor) -> None:
+        """Fills `target`, which has the tensor's shape, from the tensor's file."""
 
     @torch.no_grad()
     def read_into(self, name: str, target: Tensor) -> None:
@@ -120,9 +117,8 @@ class ChunkedCheckpoint(ABC):
             raise tensor_error(info.file, name, f"shape {list(target.shape)}", f"shape {list(info.shape)}")
         if not target.is_floating_point() or target.is_meta:
             raise TypeError(f"can't read {name} into a tensor of {target.dtype} on {target.device}")
-        with self._open(info, self._stamps[info.file]) as read_chunk:
-            for chunk in chunks_of(info.shape):
-                target[chunk.index].copy_(read_chunk(chunk).reshape(chunk.shape))
+        with open_checked(info.file, self._stamps[info.file]) as file:
+            self._read_tensor(file, info, target)
 
     def read(self, name: str) -> Tensor:
         target = torch.empty(self._info(name).shape, dtype=torch.float32)
@@ -139,6 +135,35 @@ class ChunkedCheckpoint(ABC):
             where = f"{files[0]} and {len(files) - 1} more files" if len(files) > 1 else "".join(files)
             raise ModelFormatError(f"{where or 'the checkpoint'}: tensor {quote(name)} is missing")
         return info
+
+
+class PlainCheckpoint(CheckedCheckpoint):
+    """Weights stored as plain numbers, side by side."""
+
+    DTYPES: Mapping[str, torch.dtype] = {
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+    }
+
+    def _read_tensor(self, file: BinaryIO, info: TensorInfo, target: Tensor) -> None:
+        dtype = self.DTYPES[info.dtype]
+        if target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous():
+            read_exact_into(file, info.file, info.offset, _memory_of(target))
+            return
+        # Read, not mapped: every page of a mapping is a fault of its own. Pinned, so that a GPU fetches it by itself.
+        num_staged = min(target.numel(), _MAX_STAGED_BYTES // dtype.itemsize)
+        staged = torch.empty(num_staged, dtype=dtype, pin_memory=target.is_cuda)
+        for chunk in chunks_of(info.shape, num_staged):
+            part = staged[: chunk.num_elements]
+            read_exact_into(file, info.file, info.offset + chunk.start * dtype.itemsize, _memory_of(part))
+            target[chunk.index].copy_(part.view(chunk.shape))
+
+
+def _memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def tensor_error(file: Path, name: str, expected: str, got: str) -> ModelFormatError:

@@ -19,6 +19,9 @@ MAX_JSON_BYTES = 100_000_000
 MAX_JSON_VALUES = 4_000_000
 """A header of a hundred thousand tensors has under a million; each costs some 60 bytes once parsed."""
 
+_MAX_READ = 2**24
+"""Bytes that are asked for at once; between two times Ctrl-C is heard."""
+
 FileStamp = tuple[int, int, int]
 """Inode, size and time of change: tells whether a file is still the one that was checked."""
 
@@ -52,17 +55,22 @@ def open_checked(path: Path, stamp: FileStamp | None = None) -> Iterator[BinaryI
 def read_exact(file: BinaryIO, path: Path, offset: int, num_bytes: int) -> bytearray:
     """Exactly these bytes, or a `ModelFormatError`. The caller has bounded `num_bytes`."""
     data = bytearray(num_bytes)
-    view = memoryview(data)
+    read_exact_into(file, path, offset, memoryview(data))
+    return data
+
+
+def read_exact_into(file: BinaryIO, path: Path, offset: int, target: memoryview) -> None:
+    """Fills `target`, which is made of bytes, or raises a `ModelFormatError`. Other threads run meanwhile."""
+    num_bytes = len(target)
     file.seek(offset)
     done = 0
     while done < num_bytes:
-        count = file.readinto(view[done:])  # type: ignore[attr-defined]
+        count = file.readinto(target[done : done + _MAX_READ])  # type: ignore[attr-defined]
         if not count:
             raise ModelFormatError(
                 f"{path}: the file is truncated: expected {num_bytes} bytes at offset {offset}, got {done}"
             )
         done += count
-    return data
 
 
 def safe_member(folder: Path, name: str) -> Path:

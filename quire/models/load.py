@@ -1,12 +1,14 @@
-"""Fills a decoder's parameters from a checkpoint, tensor by tensor, without a second copy of the model.
+"""Fills a decoder's parameters from a checkpoint, some tensors at a time, without a second copy of the model.
 
 All names and shapes are checked against the files before memory is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +25,10 @@ from quire.models.names import Piece, gguf_pieces, huggingface_pieces, ignored_n
 from quire.models.spec import ModelSpec
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes read so far and the bytes there are."""
+"""Called with the bytes read so far and the bytes there are, first with none."""
+
+_NUM_READERS = 4
+"""Threads: copying out of the page cache, or decompressing, one alone is slower than memory or a GPU's bus."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +69,31 @@ def load_decoder(
     decoder = Decoder(files.spec, kernels, dtype)
     parameters = dict(decoder.named_parameters())
     _check_names_and_shapes(files, parameters)
-    infos = files.checkpoint.tensors
-    total = sum(infos[piece.name].num_bytes for piece in files.pieces)
-    done = 0
-    for piece in files.pieces:
-        parameter = parameters[piece.parameter]
-        if parameter.is_meta:
-            # Not empty_like: of a tensor without memory it would first import a library of symbolic mathematics.
-            memory = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-            parameter = nn.Parameter(memory, requires_grad=False)
-            parameters[piece.parameter] = parameter
-            _set_parameter(decoder, piece.parameter, parameter)
-        _read_piece(files.checkpoint, piece, parameter.data[piece.index] if piece.index else parameter.data)
-        done += infos[piece.name].num_bytes
-        if progress is not None:
-            progress(done, total)
+    for name, parameter in parameters.items():
+        # Not empty_like: of a tensor without memory it would first import a library of symbolic mathematics.
+        memory = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        parameters[name] = nn.Parameter(memory, requires_grad=False)
+        _set_parameter(decoder, name, parameters[name])
+    _read_pieces(files, parameters, progress or (lambda done, total: None))
     del parameters  # the decoder alone holds them now, so each unpacked weight goes as its packed one comes
     decoder.finish_loading(max_position or files.spec.max_position, device)
     return decoder
+
+
+def _read_pieces(files: ModelFiles, parameters: Mapping[str, nn.Parameter], progress: Progress) -> None:
+    """Several at once. What goes wrong with the first of them that fails is raised here."""
+    sizes = [files.checkpoint.tensors[piece.name].num_bytes for piece in files.pieces]
+    done, total = 0, sum(sizes)
+    progress(done, total)
+    targets = [parameters[piece.parameter].data[piece.index or ...] for piece in files.pieces]
+    readers = ThreadPoolExecutor(_NUM_READERS, "weights")
+    try:
+        reads = readers.map(partial(_read_piece, files.checkpoint), files.pieces, targets)
+        for size, _ in zip(sizes, reads, strict=True):
+            done += size
+            progress(done, total)
+    finally:
+        readers.shutdown(cancel_futures=True)
 
 
 def _read_piece(checkpoint: Checkpoint, piece: Piece, target: Tensor) -> None:

@@ -8,15 +8,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from quire.errors import ModelFormatError, UnsupportedModelError
-from quire.models.checkpoint import Chunk, ChunkedCheckpoint, ReadChunk, TensorInfo, check_shape, tensor_error
+from quire.models.checkpoint import PlainCheckpoint, TensorInfo, check_shape, tensor_error
 from quire.models.files import FileStamp, file_stamp, open_checked, quote, read_exact, safe_member
 
 MAGIC = b"\x93NUMPY"
@@ -24,8 +19,7 @@ MAX_HEADER_BYTES = 2**16
 NOT_WEIGHTS = frozenset({"test_tokens", "test_logits"})
 """What `scripts/export_npy.py` puts beside the weights."""
 
-_DTYPES = {"<f4": ("F32", torch.float32), "<f2": ("F16", torch.float16)}
-_TORCH_DTYPES = dict(_DTYPES.values())
+_DTYPES = {"<f4": "F32", "<f2": "F16"}
 _ITEM = (
     r"\s*(?:'descr'\s*:\s*'(?P<descr{0}>[^']*)'"
     r"|'fortran_order'\s*:\s*(?P<order{0}>True|False)"
@@ -45,22 +39,8 @@ def open_npy(folder: Path) -> NpyCheckpoint:
     return NpyCheckpoint(tensors, stamps)
 
 
-class NpyCheckpoint(ChunkedCheckpoint):
-    def _open(self, info: TensorInfo, stamp: FileStamp) -> AbstractContextManager[ReadChunk]:
-        return _open_tensor(info, stamp)
-
-
-@contextmanager
-def _open_tensor(info: TensorInfo, stamp: FileStamp) -> Iterator[ReadChunk]:
-    dtype = _TORCH_DTYPES[info.dtype]
-    with open_checked(info.file, stamp) as file:
-
-        def read_chunk(chunk: Chunk) -> Tensor:
-            offset = info.offset + chunk.start * dtype.itemsize
-            data = read_exact(file, info.file, offset, chunk.num_elements * dtype.itemsize)
-            return torch.frombuffer(data, dtype=dtype)
-
-        yield read_chunk
+class NpyCheckpoint(PlainCheckpoint):
+    """The arrays of a folder, one per file."""
 
 
 def _read_header(path: Path, name: str) -> tuple[TensorInfo, FileStamp]:
@@ -81,7 +61,7 @@ def _read_header(path: Path, name: str) -> tuple[TensorInfo, FileStamp]:
         header = bytes(read_exact(file, path, 8 + length_bytes, header_bytes)).decode("latin-1")
     dtype, shape = _parse_header(path, name, header)
     check_shape(path, name, shape)
-    expected = math.prod(shape) * _TORCH_DTYPES[dtype].itemsize
+    expected = math.prod(shape) * PlainCheckpoint.DTYPES[dtype].itemsize
     if size - data_start != expected:
         raise tensor_error(
             path, name, f"{expected} bytes for {dtype} of shape {list(shape)}", f"{size - data_start} bytes"
@@ -111,4 +91,4 @@ def _parse_header(path: Path, name: str, header: str) -> tuple[str, tuple[int, .
         sizes.pop()
     if not all(re.fullmatch(r"[0-9]{1,18}", size) for size in sizes):
         raise tensor_error(path, name, "a shape of whole numbers", quote(found["shape"]))
-    return _DTYPES[descr][0], tuple(int(size) for size in sizes)
+    return _DTYPES[descr], tuple(int(size) for size in sizes)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from quire.errors import ModelFormatError, UnsupportedModelError
-from quire.models.checkpoint import Chunk, ChunkedCheckpoint, ReadChunk, TensorInfo, check_shape, tensor_error
+from quire.models.checkpoint import PlainCheckpoint, TensorInfo, check_shape, tensor_error
 from quire.models.files import (
     FileStamp,
     file_stamp,
@@ -29,7 +28,7 @@ MAX_SHARDS = 10_000
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-WEIGHT_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
+WEIGHT_BITS = {name: dtype.itemsize * 8 for name, dtype in PlainCheckpoint.DTYPES.items()}
 OTHER_DTYPES = frozenset(
     {"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "C64", "F4", "F6_E2M3", "F6_E3M2"}
     | {"F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "F8_E8M0"}
@@ -50,27 +49,8 @@ def open_safetensors(folder: Path) -> SafetensorsCheckpoint:
     return _open_shards([safe_member(folder, names[0])])
 
 
-class SafetensorsCheckpoint(ChunkedCheckpoint):
-    """Reads through the safetensors library, once our own checks have passed.
-
-    The library maps the file, so a chunk is a view of the page cache and needs no copy of its own.
-    """
-
-    def _open(self, info: TensorInfo, stamp: FileStamp) -> AbstractContextManager[ReadChunk]:
-        return _open_tensor(info, stamp)
-
-
-@contextmanager
-def _open_tensor(info: TensorInfo, stamp: FileStamp) -> Iterator[ReadChunk]:
-    # A mapped file that has become shorter would kill the process, not raise: so its size is checked again.
-    with open_checked(info.file, stamp), _library_errors(info.file), safe_open(info.file, "pt") as opened:
-        stored = opened.get_slice(info.name)
-
-        def read_chunk(chunk: Chunk) -> Tensor:
-            tensor: Tensor = stored[chunk.index]
-            return tensor
-
-        yield read_chunk
+class SafetensorsCheckpoint(PlainCheckpoint):
+    """Opened, a file has passed our own checks and those of the safetensors library."""
 
 
 @contextmanager

@@ -36,6 +36,7 @@ class Outcome:
         for count, read in self._readers:
             read(tensors[begin : begin + count])
             begin += count
+        self._readers.clear()  # they know this object; without them it is freed, tensors and all, once it is let go
         for request_id in self.errors:
             self.tokens.pop(request_id, None)
             self.pooled.pop(request_id, None)

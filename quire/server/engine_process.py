@@ -31,6 +31,7 @@ from quire.assemble import Engine, build_engine
 from quire.config import EngineConfig
 from quire.engine import StepLogEntry
 from quire.errors import EngineError, QuireError
+from quire.garbage import IdleCollector, full_collections_put_off
 from quire.models.sources import resolve
 from quire.progress import ModelBars
 from quire.runner.device import pick_device
@@ -69,6 +70,8 @@ _LAST_STEPS = 20
 _STEP_FAILED = "the engine failed while computing this request; the server's log says why"
 _HEARTBEAT = 1000
 """Milliseconds between signs of life while there is work but no step: a grammar is being compiled."""
+_SILENCE = 1000
+"""Milliseconds without work or commands, after which nobody is expected for as long as garbage is collected."""
 _MAX_COMMANDS = 256
 """Taken in between two steps, so that a flood of them can't keep a step waiting."""
 
@@ -87,6 +90,7 @@ class EngineLoop:
         self._last_steps: deque[StepSummary] = deque(maxlen=_LAST_STEPS)
         self._failed_names: set[str] = set()
         self._failures = 0
+        self._garbage = IdleCollector(time.monotonic())
 
     def observe(self, entry: StepLogEntry) -> None:
         """Hears of every step that is over."""
@@ -122,7 +126,7 @@ class EngineLoop:
         try:
             while True:
                 if not core.has_work:
-                    self._poller.poll(_HEARTBEAT if requests.is_compiling else None)
+                    self._wait(requests.is_compiling)
                 for _ in range(_MAX_COMMANDS):
                     if not self._commands.poll(0):
                         break
@@ -139,6 +143,15 @@ class EngineLoop:
                     raise EngineError(f"{self._failures} steps failed one after the other")
         finally:
             requests.close()
+
+    def _wait(self, is_compiling: bool) -> None:
+        """Until there may be something to do. A silence is time to look for garbage."""
+        if is_compiling:
+            self._poller.poll(_HEARTBEAT)
+        elif not self._garbage.is_due(time.monotonic()):
+            self._poller.poll()
+        elif not self._poller.poll(_SILENCE):
+            self._garbage.collect(time.monotonic())
 
     def log_last_steps(self) -> None:
         logger.error("last steps: %s", describe_steps(self._last_steps))
@@ -212,7 +225,8 @@ def main(build: Builder = build_engine) -> int:
         gc.collect()
         gc.freeze()
         loop.send(_ready(source.name, engine))
-        loop.run(engine)
+        with full_collections_put_off():
+            loop.run(engine)
     except QuireError as error:
         loop.log_last_steps()
         loop.send(Fatal(str(error), is_users_fault=not isinstance(error, EngineError)))
