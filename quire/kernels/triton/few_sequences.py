@@ -30,7 +30,7 @@ _HEAD_DIMS = (64, 128)
 
 
 def takes(query: Tensor, cache: LayerCache, max_query_len: int, num_multiprocessors: int) -> bool:
-    """Whether this kernel is the quickest there is, as measured on an H200 (docs/performance.md, attempt 16): each
+    """Whether this kernel is the quickest there is, as measured on an H200 (docs/performance.md, attempt 17): each
     sequence and key head has a multiprocessor for itself."""
     num_kv_heads = cache.keys.shape[1]
     return (

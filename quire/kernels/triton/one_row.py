@@ -39,7 +39,7 @@ _MAX_WEIGHT = 7 << 20
 
 
 def takes(rows: int, weight: Tensor, silu_mul: bool) -> bool:
-    """Whether this kernel is the quickest there is, as measured on an H200 (docs/performance.md, attempt 17): a weight
+    """Whether this kernel is the quickest there is, as measured on an H200 (docs/performance.md, attempt 18): a weight
     with few outputs has too few tiles for all multiprocessors, and a small one is there before a wide tile is full."""
     size, inner = weight.shape
     return (
