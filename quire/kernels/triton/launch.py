@@ -9,7 +9,6 @@ of everything that is read and written is the order of the launches.
 from __future__ import annotations
 
 import os
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -23,7 +22,18 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 USE_PDL = not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 """Whether the GPU can: from Hopper on."""
 
-HAS_GLUON = not INTERPRETED and find_spec("triton.experimental") is not None
+
+def _has_gluon() -> bool:
+    if INTERPRETED:
+        return False
+    try:
+        from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+HAS_GLUON = _has_gluon()
 """Whether this Triton has its lower level, in which some kernels for small batches are written."""
 
 ROUND_ALWAYS: dict[str, Any] = {} if INTERPRETED else {"enable_fp_fusion": False}
