@@ -15,6 +15,7 @@ import math
 from collections.abc import Mapping
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -290,7 +291,7 @@ def _few_sequences_kernel(
             gl.store(partial_output + (slot * 16 + rows[:, None]) * D + column[None, :], output, mask=used)
             gl.store(state, highest)
             gl.store(state + 16, gl.max(total, 1))
-            gl.thread_barrier()  # all threads' stores come before the count, which makes them visible
+            tl.debug_barrier()  # all threads' stores come before the count, which makes them visible
             if gl.atomic_add(arrived + first_slot, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
                 _merge_splits(
                     partial_output, partial_state, target, used, rows, column, first_slot, num_splits, num_kv_heads,
