@@ -135,14 +135,24 @@ def _load_query(query, first_row, num_queries, kv_head, num_heads, GROUP: gl.con
 
 
 @gluon.jit
-def _product(q, k, D: gl.constexpr, SPLIT: gl.constexpr, ACC: gl.constexpr):
-    """Scores [16, SPLIT]. Of every 16 numbers of the head, (t, h, j) is called (h, t, j) on both sides, which is what
-    the instruction calls them: see `one_row.py`."""
+def _scores(
+    q, k, scale, first_key, num_old, rows, window,
+    GROUP: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr, WINDOW: gl.constexpr,
+    ACC: gl.constexpr,
+):  # fmt: skip
+    """Scores [16, tiles, KEYS] of a split, -inf where a row does not see a key. Of every 16 numbers of the head,
+    (t, h, j) is called (h, t, j) on both sides, which is what the instruction calls them: see `one_row.py`."""
     q = q.reshape(16, D // 16, 4, 2, 2).permute(0, 1, 3, 2, 4).reshape(16, D)
     k = k.reshape(D // 16, 4, 2, 2, SPLIT).permute(0, 2, 1, 3, 4).reshape(D, SPLIT)
     left = gl.convert_layout(q, gl.DotOperandLayout(0, ACC, 2), assert_trivial=True)
     right = gl.convert_layout(k, gl.DotOperandLayout(1, ACC, 2), assert_trivial=True)
-    return mma_v2(left, right, gl.zeros((16, SPLIT), gl.float32, ACC))
+    scores = mma_v2(left, right, gl.zeros((16, SPLIT), gl.float32, ACC)) * scale
+    key = first_key + gl.arange(0, SPLIT, gl.SliceLayout(0, ACC))[None, :]
+    position = (num_old + rows // GROUP)[:, None]
+    visible = key <= position
+    if WINDOW:
+        visible = visible & (key > position - window)
+    return gl.where(visible, scores, float("-inf")).reshape(16, SPLIT // KEYS, KEYS)
 
 
 @gluon.jit
@@ -268,13 +278,7 @@ def _few_sequences_kernel(
                     value_tiles.index(tile - split * TILES), values, table, tile * KEYS, context_len, kv_head,
                     block_stride, head_stride, KEYS, D, BLOCK_SIZE, WIDE,
                 )  # fmt: skip
-            scores = _product(q, k, D, SPLIT, acc) * scale
-            at = split * SPLIT + gl.arange(0, SPLIT, gl.SliceLayout(0, acc))[None, :]
-            position = (old + rows // GROUP)[:, None]
-            visible = at <= position
-            if WINDOW:
-                visible = visible & (at > position - window)
-            scores = gl.where(visible, scores, float("-inf")).reshape(16, TILES, KEYS)
+            scores = _scores(q, k, scale, split * SPLIT, old, rows, window, GROUP, D, KEYS, SPLIT, WINDOW, acc)
             found = _attend_split(scores, staged_weights, value_tiles, context_len - split * SPLIT, D, KEYS, TILES, acc)
             highest, total, output = merge(highest, total, output, found[0], found[1], found[2])
 
