@@ -16,7 +16,7 @@ from bench.shapes import CONFIGS, spec_of
 from quire.assemble import Engine, assemble
 from quire.config import EngineConfig
 from quire.engine import EngineCore, Request, make_requests
-from quire.garbage import full_collections_put_off
+from quire.engine.gc_pauses import full_collections_put_off
 from quire.kernels.ops import Kernels
 from quire.kernels.select import select_kernels
 from quire.models.decoder import Decoder

@@ -37,7 +37,7 @@ from quire import LLM, SamplingParams
 from quire.bench_serve.http_client import HttpClient
 from quire.bench_serve.measuring import Load, measure
 from quire.bench_serve.workloads import Job, Lengths, TokenSource, random_jobs
-from quire.engine.step_log import read_step_log
+from quire.observe.step_log import read_step_log
 
 ROOT = Path(__file__).parents[1]
 ENGINE = {"max_num_seqs": 32, "max_batched_tokens": 512, "max_model_len": 1024, "kv_cache_memory": "512MiB"}

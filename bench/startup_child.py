@@ -50,7 +50,7 @@ def main(folder: str, device: str, dtype: str) -> None:
 
 
 if __name__ == "__main__":
-    from quire.garbage import full_collections_put_off
+    from quire.engine.gc_pauses import full_collections_put_off
 
     with full_collections_put_off():  # as the command line does
         main(*sys.argv[1:])

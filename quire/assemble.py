@@ -15,7 +15,7 @@ import torch
 from quire.config import EngineConfig, Limits, format_bytes
 from quire.constrain import GrammarCompiler
 from quire.constrain.masks import Constrainer
-from quire.engine import EngineCore, Scheduler, SchedulerConfig, StepLog, StepLogEntry
+from quire.engine import EngineCore, Scheduler, SchedulerConfig
 from quire.frontend.tokenizer import Tokenizer
 from quire.kernels.select import select_kernels
 from quire.models.checkpoint import Checkpoint
@@ -25,11 +25,13 @@ from quire.models.load import ModelFiles, Progress, load_decoder, open_model
 from quire.models.npy_checkpoint import NpyCheckpoint
 from quire.models.sources import ModelSource
 from quire.models.spec import ModelSpec
+from quire.observe.step_log import StepLog
 from quire.runner.device import describe, free_memory, pick_device, pick_dtype, wake
 from quire.runner.kv_cache import KVCache
 from quire.runner.memory import CachePlan, Needs, check_weights_fit, measure_needs, plan_cache
 from quire.runner.rows import Rows
 from quire.runner.runner import PlainDraw, Runner
+from quire.step import StepLogEntry
 
 if TYPE_CHECKING:
     from quire.runner.graphs import DecodeGraphs
@@ -42,6 +44,7 @@ class Engine:
     """A loaded model, ready to take requests."""
 
     core: EngineCore
+    step_log: StepLog
     runner: Runner
     decoder: Decoder
     tokenizer: Tokenizer
@@ -100,11 +103,12 @@ def assemble(
     constrainer = Constrainer(grammars, limits.max_num_seqs, spec.vocab_size, device)
     draw, graphs = _quick_ways(decoder, cache, rows, plan, limits, config)
     runner = Runner(decoder, cache, rows, plan.block_size, constrainer, draw, graphs)
+    step_log = StepLog(path=Path(config.step_log) if config.step_log is not None else None, listeners=listeners)
     core = EngineCore(
         Scheduler(_scheduler_config(config, plan, limits)),
         runner,
         depth=2 if device.type == "cuda" else 1,  # the host prepares a step while the device computes another
-        step_log=StepLog(path=Path(config.step_log) if config.step_log is not None else None, listeners=listeners),
+        on_step=step_log.append,
         clock=time.monotonic,
     )
     description = (
@@ -113,7 +117,7 @@ def assemble(
         f"{plan.describe()}"
     )
     logger.info(description)
-    return Engine(core, runner, decoder, tokenizer, plan, eos_token_ids, grammars, description)
+    return Engine(core, step_log, runner, decoder, tokenizer, plan, eos_token_ids, grammars, description)
 
 
 def open_tokenizer(source: ModelSource) -> Tokenizer:

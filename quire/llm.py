@@ -14,19 +14,19 @@ from types import TracebackType
 from typing import Any, cast
 
 from quire.assemble import Engine, build_engine
-from quire.beam_search import BeamSearchOutput, BeamSearchParams, check_choices
 from quire.config import EngineConfig
 from quire.engine import RequestMetrics, RequestUpdate, make_requests
+from quire.engine.gc_pauses import full_collections_put_off
 from quire.errors import InvalidRequestError, QuireError
+from quire.frontend.beam_search import BeamSearchOutput, BeamSearchParams, check_choices
 from quire.frontend.chat_template import ChatTemplate
 from quire.frontend.detokenizer import IncrementalDetokenizer
+from quire.frontend.live_beams import LiveBeams
+from quire.frontend.live_request import LiveRequest
+from quire.frontend.progress import GenerationBar, ModelBars
 from quire.frontend.resolve import resolve_tokens
-from quire.garbage import full_collections_put_off
-from quire.live_beams import LiveBeams
-from quire.live_request import LiveRequest
 from quire.models.sources import resolve
 from quire.outputs import RequestDelta, RequestOutput
-from quire.progress import GenerationBar, ModelBars
 from quire.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
@@ -125,7 +125,7 @@ class LLM:
         ignore_eos: bool = False,
         stop_token_ids: Sequence[int] = (),
     ) -> BeamSearchOutput:
-        """The `beam_width` likeliest continuations found by beam search; `quire.beam_search` says exactly how.
+        """The `beam_width` likeliest continuations found by beam search; `quire.frontend.beam_search` says exactly how.
 
         Beams end at the model's end-of-sequence tokens (unless `ignore_eos`) and at `stop_token_ids`. They run
         beside whatever else the engine does, share the blocks of their common tokens, and compute one token
@@ -209,8 +209,7 @@ class LLM:
         """Gives the memory of weights and cache back. Requests still running are gone."""
         engine, self._engine = self._engine, None
         if engine is not None:
-            if engine.core.step_log is not None:
-                engine.core.step_log.close()
+            engine.step_log.close()
             engine.grammars.close()
             engine.runner.release()
         self._live.clear()

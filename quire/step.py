@@ -163,6 +163,17 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
+class StepLogEntry:
+    """A step that is over: `result` if it succeeded, `error` if it failed."""
+
+    step: Step
+    result: StepResult | None
+    error: str | None
+    committed: float
+    """When its result was there; `step.now` says when it was scheduled."""
+
+
+@dataclass(frozen=True, slots=True)
 class RequestMetrics:
     """One request's counts and times, in the units of the `now` the engine was given (seconds)."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from quire.beam_search import Beam, BeamSearchParams, Continuations, beam_steps
+from quire.frontend.beam_search import Beam, BeamSearchParams, Continuations, beam_steps
 
 Expand = Callable[[Sequence[tuple[int, ...]]], Sequence[Continuations]]
 

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.engine import EngineCore, Request, Scheduler, SchedulerConfig, StepLog, make_requests
+from quire.engine import EngineCore, Request, Scheduler, SchedulerConfig, make_requests
 from quire.engine.invariants import check_invariants
 from quire.kernels.ops import Kernels
 from quire.models.decoder import Decoder
 from quire.models.spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
+from quire.observe.step_log import StepLog
 from quire.runner.kv_cache import KVCache
 from quire.runner.rows import Rows
 from quire.runner.runner import Runner
@@ -116,7 +117,7 @@ class Bench:
             layer.values.fill_(float("nan"))
         self.runner = Runner(decoder, cache, Rows(max_num_seqs, 1024, block_size, device), block_size)
         self.log = StepLog()
-        self.core = EngineCore(Scheduler(config), self.runner, depth, step_log=self.log)
+        self.core = EngineCore(Scheduler(config), self.runner, depth, on_step=self.log.append)
         self._preempt_every = preempt_every
 
     def run(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], **names: Any) -> Transcript:

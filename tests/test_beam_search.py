@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from quire import LLM, SamplingParams
-from quire.beam_search import Beam, BeamSearchParams, Continuations
 from quire.errors import InvalidRequestError
+from quire.frontend.beam_search import Beam, BeamSearchParams, Continuations
 from quire.outputs import RequestDelta
 from tests.beams import search_beams
 from tests.decoding import all_logits
@@ -157,7 +157,7 @@ def test_the_logprobs_are_those_of_the_sequence(llm: LLM) -> None:
 
 
 def test_every_beam_computes_one_token_per_step(llm: LLM) -> None:
-    log = llm.engine.core.step_log
+    log = llm.engine.step_log
     assert log is not None
     before = len(log)
     llm.beam_search(list(range(100, 170)), 4, 6, ignore_eos=True)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from quire.beam_search import Beam, BeamSearchParams, Continuations
 from quire.engine.invariants import check_invariants
 from quire.engine.request import make_requests
 from quire.errors import CapacityError, InvalidRequestError
+from quire.frontend.beam_search import Beam, BeamSearchParams, Continuations
+from quire.frontend.live_beams import LiveBeams
 from quire.kernels.reference import ReferenceKernels
-from quire.live_beams import LiveBeams
 from quire.models.decoder import Decoder
 from quire.sampling_params import SamplingParams
 from quire.step import Step

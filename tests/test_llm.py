@@ -14,9 +14,9 @@ import tokenizers
 import transformers
 
 from quire import LLM, QuireError, RequestOutput, SamplingParams
-from quire.engine import read_step_log
 from quire.engine.invariants import InvariantError
 from quire.errors import CapacityError, InvalidRequestError
+from quire.observe.step_log import read_step_log
 from tests.frontend.templates import QWEN
 from tests.server.random_model import write_model
 

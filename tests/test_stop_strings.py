@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from quire import LLM, SamplingParams
-from quire.engine import StepLogEntry
 from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.stop_strings import StopAutomaton, StopMatcher, stop_automaton
+from quire.step import StepLogEntry
 
 
 def naive(text: str, strings: list[str]) -> tuple[int, int] | None:
@@ -155,7 +155,7 @@ def test_a_stop_string_across_tokens_ends_the_answer(
 
 
 def test_the_engine_logs_a_stop_and_computes_no_further(llm: LLM, free: tuple[str, tuple[int, ...]]) -> None:
-    log = llm.engine.core.step_log
+    log = llm.engine.step_log
     assert log is not None
     while llm.has_work:  # the end of an earlier request may still be to be logged
         llm.step()

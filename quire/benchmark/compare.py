@@ -11,8 +11,8 @@ from quire.benchmark.jobs import Job, with_other_tokens
 from quire.benchmark.measure import Clock, Spread, timed
 from quire.benchmark.peers import Peer
 from quire.benchmark.report import Factor, Table
+from quire.frontend.progress import BenchmarkBar
 from quire.llm import LLM
-from quire.progress import BenchmarkBar
 
 
 def compare(llm: LLM, peer: Peer, jobs: Sequence[Job], repeats: int, clock: Clock = time.perf_counter) -> Table:

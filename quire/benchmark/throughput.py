@@ -11,9 +11,9 @@ from quire.benchmark.engine_runs import run_one_by_one, run_together, time_to_fi
 from quire.benchmark.jobs import Job
 from quire.benchmark.measure import Clock, Spread, timed
 from quire.benchmark.report import Table
+from quire.frontend.progress import BenchmarkBar
 from quire.llm import LLM
 from quire.outputs import RequestOutput
-from quire.progress import BenchmarkBar
 
 
 def measure_throughput(llm: LLM, jobs: Sequence[Job], repeats: int, clock: Clock = time.perf_counter) -> Table:

@@ -13,8 +13,8 @@ from quire.cli.models import models
 from quire.cli.pull import pull
 from quire.cli.run import run
 from quire.cli.serve import serve
+from quire.engine.gc_pauses import full_collections_put_off
 from quire.errors import QuireError
-from quire.garbage import full_collections_put_off
 
 app = typer.Typer(
     name="quire",

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from quire.progress import ModelBars
+from quire.frontend.progress import ModelBars
 
 
 def pull(

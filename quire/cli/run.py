@@ -16,7 +16,7 @@ from quire.cli import options
 from quire.cli.answers import AnswerPrinter
 from quire.cli.terminal import say
 from quire.errors import InvalidRequestError, QuireError
-from quire.progress import GenerationBar
+from quire.frontend.progress import GenerationBar
 from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ from quire.engine.config import SchedulerConfig
 from quire.engine.core import EngineCore, Pending, Runner
 from quire.engine.request import Request, RequestStatus, make_requests
 from quire.engine.scheduler import Scheduler
-from quire.engine.step_log import StepLog, StepLogEntry, read_step_log
 from quire.step import RequestMetrics, RequestUpdate, Step, StepResult
 
 __all__ = [
@@ -18,9 +17,6 @@ __all__ = [
     "Scheduler",
     "SchedulerConfig",
     "Step",
-    "StepLog",
-    "StepLogEntry",
     "StepResult",
     "make_requests",
-    "read_step_log",
 ]

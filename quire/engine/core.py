@@ -11,9 +11,8 @@ from quire.engine.idle_check import IdleCheck
 from quire.engine.invariants import InvariantError
 from quire.engine.request import Request
 from quire.engine.scheduler import Scheduler
-from quire.engine.step_log import StepLog, StepLogEntry
 from quire.errors import EngineError, InvalidRequestError, QuireError
-from quire.step import FinishReason, RequestMetrics, RequestUpdate, Step, StepResult
+from quire.step import FinishReason, RequestMetrics, RequestUpdate, Step, StepLogEntry, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ class EngineCore:
         scheduler: Scheduler,
         runner: Runner,
         depth: int = 1,
-        step_log: StepLog | None = None,
+        on_step: Callable[[StepLogEntry], None] | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         if depth < 1:
@@ -62,7 +61,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.runner = runner
         self.depth = depth
-        self.step_log = step_log
+        self._on_step = on_step
         self._clock = clock
         self._in_flight: deque[tuple[Step, Pending]] = deque()
         self._updates: list[RequestUpdate] = []
@@ -137,8 +136,8 @@ class EngineCore:
         self._in_flight.popleft()
         now = self._clock() if self._clock is not None else now
         self._updates += self.scheduler.commit(step, result, now)
-        if self.step_log is not None:
-            self.step_log.append(StepLogEntry(step, result, None, now))
+        if self._on_step is not None:
+            self._on_step(StepLogEntry(step, result, None, now))
 
     def _fail(self, step: Step, error: Exception, now: float) -> None:
         """Ends the requests of a failed step and of those behind it; everyone else goes on."""
@@ -152,8 +151,8 @@ class EngineCore:
         expected = isinstance(cause, QuireError) or not isinstance(cause, Exception)
         logger.error("step %d failed: %s", step.step_id, message, exc_info=None if expected else cause)
         for failed in self.scheduler.fail(step, message, now):
-            if self.step_log is not None:
-                self.step_log.append(StepLogEntry(failed, None, message, now))
+            if self._on_step is not None:
+                self._on_step(StepLogEntry(failed, None, message, now))
 
     def _check_idle(self) -> None:
         """Looks for contradictions in the books. Those who have just ended still get their last updates, from this

@@ -12,12 +12,12 @@ from quire.benchmark.jobs import random_jobs
 from quire.benchmark.machine import report_facts
 from quire.benchmark.measure import Clock, Spread, warm_up
 from quire.benchmark.report import EMPTY, Bytes, Cell, Report, Table, factor
+from quire.frontend.progress import BenchmarkBar
 from quire.ladder import experiments
 from quire.ladder.attention import compare_attention
 from quire.ladder.engines import Engines
 from quire.ladder.rungs import Rung, RungRun, find_rungs
 from quire.ladder.settings import FULL, ClimbSettings
-from quire.progress import BenchmarkBar
 
 LADDER_TITLE = "The ladder"
 _NUM_EXPERIMENTS = 7

@@ -168,8 +168,7 @@ def leaving_early(llm: LLM, settings: ClimbSettings) -> Table:
     jobs = [
         random_jobs(1, Lengths(6, 6), Lengths(new, new), vocab_size, seed=seed)[0] for seed, new in enumerate(sizes)
     ]
-    log = llm.engine.core.step_log
-    assert log is not None
+    log = llm.engine.step_log
     seen = len(log)
     outputs = run_together(llm, jobs, salt="leaving early")
     names = {output.request_id: chr(ord("A") + i) for i, output in enumerate(outputs)}

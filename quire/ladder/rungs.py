@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from quire.benchmark.engine_runs import run_together
 from quire.benchmark.jobs import Job
 from quire.benchmark.measure import Clock
-from quire.engine.step_log import StepLogEntry
 from quire.ladder.contiguous import ContiguousCache
 from quire.ladder.engines import HAS_CUDA_GRAPHS, Engines
 from quire.ladder.kv_cache import generate_with_kv_cache
@@ -138,18 +137,13 @@ def _run_engine(llm: LLM, jobs: Sequence[Job], together: bool, salt: str, clock:
         ends += [now - (last - output.metrics.finished) for output in answered]
         outputs += answered
     seconds = clock() - start
-    entries = [entry for entry in _step_log(llm) if entry.step.step_id >= first_step]
+    entries = [entry for entry in llm.engine.step_log if entry.step.step_id >= first_step]
     usable = llm.engine.plan.num_blocks - 1
     most_blocks = max(usable - entry.step.num_free_blocks for entry in entries)
     tokens = tuple(output.token_ids for output in outputs)
     return RungRun(tokens, seconds, tuple(ends), most_blocks * llm.engine.plan.bytes_per_block)
 
 
-def _step_log(llm: LLM) -> list[StepLogEntry]:
-    log = llm.engine.core.step_log
-    return [] if log is None else list(log)
-
-
 def _next_step_id(llm: LLM) -> int:
-    entries = _step_log(llm)
+    entries = list(llm.engine.step_log)
     return entries[-1].step.step_id + 1 if entries else 0

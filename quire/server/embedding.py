@@ -7,15 +7,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from quire.engine.step_log import encode_params
 from quire.errors import InvalidRequestError
+from quire.observe.request_records import RequestRecord
+from quire.observe.step_log import encode_params
 from quire.observe.tracing import Trace
 from quire.server.admission import Ticket
 from quire.server.errors import ApiError
 from quire.server.generation import GenerationRequest
 from quire.server.messages import AddRequest, Refused
 from quire.server.prompts import EncodedPrompt
-from quire.server.request_records import RequestRecord
 from quire.server.service import GenerationService, renamed
 from quire.step import Pooling, RequestUpdate
 

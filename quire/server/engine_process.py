@@ -29,11 +29,11 @@ import zmq
 import quire
 from quire.assemble import Engine, build_engine
 from quire.config import EngineConfig
-from quire.engine import StepLogEntry
+from quire.engine.gc_pauses import IdleCollector, full_collections_put_off
 from quire.errors import EngineError, QuireError
-from quire.garbage import IdleCollector, full_collections_put_off
+from quire.frontend.progress import ModelBars
 from quire.models.sources import resolve
-from quire.progress import ModelBars
+from quire.observe.request_records import describe_request
 from quire.runner.device import pick_device
 from quire.server.engine_requests import EngineRequests
 from quire.server.logs import set_up_logging
@@ -55,8 +55,7 @@ from quire.server.messages import (
     describe_steps,
     encode,
 )
-from quire.server.request_records import describe_request
-from quire.step import RequestUpdate
+from quire.step import RequestUpdate, StepLogEntry
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +168,7 @@ class EngineLoop:
             case End():
                 requests.end(command.name, command.reason, now)
             case Describe():
-                entries = list(engine.core.step_log or ())
+                entries = list(engine.step_log)
                 record = describe_request(entries, command.request_id, engine.core.scheduler.config)
                 self.send(Described(command.ticket, record))
 

@@ -13,8 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from quire.assemble import Engine
 from quire.constrain import Grammar
 from quire.engine import Request, make_requests
-from quire.engine.step_log import decode_params
 from quire.errors import InvalidRequestError, QuireError
+from quire.observe.step_log import decode_params
 from quire.sampling_params import SamplingParams
 from quire.server.messages import AddRequest, Refused
 from quire.step import FinishReason, RequestMetrics, RequestUpdate

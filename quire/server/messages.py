@@ -26,7 +26,7 @@ class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: dict[str, Any]
-    """As `quire.engine.step_log.encode_params` writes them."""
+    """As `quire.observe.step_log.encode_params` writes them."""
     seed: int
     resolved: ResolvedTokens = msgspec.field(default_factory=ResolvedTokens)
     queue_timeout: float | None = None

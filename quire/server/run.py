@@ -14,10 +14,10 @@ from collections.abc import Iterator
 import uvicorn
 
 from quire.errors import QuireError
+from quire.frontend.progress import ModelBars
 from quire.frontend.tokenizer import Tokenizer
 from quire.models.sources import ModelSource, resolve
 from quire.observe.tracing import Tracing
-from quire.progress import ModelBars
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.engine_client import EngineClient

@@ -12,9 +12,10 @@ from typing import cast
 
 from quire.engine import make_requests
 from quire.errors import NO_TOKEN_LEFT
+from quire.frontend.live_request import LiveRequest
 from quire.frontend.reasoning import ReasoningSplitter
 from quire.frontend.tokenizer import Tokenizer
-from quire.live_request import LiveRequest
+from quire.observe.request_records import RequestRecord
 from quire.observe.tracing import Trace
 from quire.outputs import Completion, RequestDelta, TokenLogprobs
 from quire.server.admission import Ticket
@@ -33,7 +34,6 @@ from quire.server.generation import (
 from quire.server.messages import Refused
 from quire.server.metrics import RequestTimes, ServerMetrics
 from quire.server.prompts import EncodedPrompt
-from quire.server.request_records import RequestRecord
 from quire.step import RequestMetrics, RequestUpdate
 
 

@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
-from quire.engine.step_log import encode_params
 from quire.errors import InvalidRequestError
 from quire.frontend.tokenizer import Tokenizer
+from quire.observe.request_records import RecordBook, RequestRecord
+from quire.observe.step_log import encode_params
 from quire.observe.tracing import NoTrace, Trace, Tracing
 from quire.server.admission import Admission
 from quire.server.config import ServerConfig
@@ -24,7 +25,6 @@ from quire.server.generation import GenerationRequest
 from quire.server.messages import AddRequest, Ready
 from quire.server.metrics import ServerMetrics
 from quire.server.prompts import EncodedPrompt, EngineLimits, PromptEncoder
-from quire.server.request_records import RecordBook, RequestRecord
 from quire.server.running import Generation
 
 _T = TypeVar("_T")

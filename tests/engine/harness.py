@@ -8,12 +8,12 @@ from typing import Any
 from quire.engine.block_manager import BlockManager
 from quire.engine.config import SchedulerConfig
 from quire.engine.core import EngineCore
-from quire.engine.fake_runner import FakeRunner, solo_run
 from quire.engine.invariants import check_invariants
 from quire.engine.request import Request, make_requests
 from quire.engine.scheduler import Scheduler
-from quire.engine.step_log import StepLog
+from quire.observe.step_log import StepLog
 from quire.sampling_params import SamplingParams
+from quire.simulate.fake_runner import FakeRunner, solo_run
 from quire.step import PromptScores, RequestUpdate, Step
 
 VOCAB = 50
@@ -46,7 +46,7 @@ class Harness:
         self.scheduler = Scheduler(self.config, blocks)
         self.runner = FakeRunner(self.config, VOCAB, **faults)
         self.log = StepLog()
-        self.core = EngineCore(self.scheduler, self.runner, depth, self.log)
+        self.core = EngineCore(self.scheduler, self.runner, depth, self.log.append)
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, RequestUpdate] = {}

@@ -18,10 +18,10 @@ from quire.engine.idle_check import IdleCheck
 from quire.engine.invariants import InvariantError, check_invariants
 from quire.engine.prefix_cache import BlockKey, PrefixCache
 from quire.engine.request import Request, make_requests
-from quire.engine.scenario import make_scenario
 from quire.engine.scheduler import Scheduler
-from quire.engine.simulate import Simulation
 from quire.sampling_params import SamplingParams
+from quire.simulate.scenario import make_scenario
+from quire.simulate.simulation import Simulation
 from quire.step import StepResult
 from tests.engine.harness import Harness, config
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from quire.engine.fake_runner import fake_vector, solo_states
 from quire.engine.request import Request, make_requests
 from quire.errors import InvalidRequestError
 from quire.sampling_params import SamplingParams
+from quire.simulate.fake_runner import fake_vector, solo_states
 from quire.step import Pooling, StepResult
 from tests.engine.harness import Harness, config
 

@@ -17,11 +17,11 @@ from hypothesis.stateful import (
 )
 
 from quire.engine.config import SchedulerConfig
-from quire.engine.fake_runner import FakePending, FakeRunner, solo_run
 from quire.engine.invariants import check_invariants
 from quire.engine.request import make_requests
 from quire.engine.scheduler import Scheduler
 from quire.sampling_params import SamplingParams
+from quire.simulate.fake_runner import FakePending, FakeRunner, solo_run
 from quire.step import RequestUpdate, Step
 from tests.engine.naive_scheduler import NaiveRequest, NaiveScheduler
 

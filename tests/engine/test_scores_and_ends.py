@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from quire.engine.fake_runner import solo_prompt_scores
 from quire.engine.request import make_requests
 from quire.engine.scheduler import Scheduler
 from quire.errors import InvalidRequestError
 from quire.sampling_params import ResolvedTokens, SamplingParams
+from quire.simulate.fake_runner import solo_prompt_scores
 from quire.step import PromptScores, StepResult, TokenScore
 from tests.engine.harness import Harness, config
 

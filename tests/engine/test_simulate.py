@@ -11,7 +11,7 @@ from quire.engine.block_manager import BlockManager
 from quire.engine.ledger import Ledger
 from quire.engine.request import Request
 from quire.engine.scheduler import Scheduler
-from quire.engine.simulate import SimulationError, main, run_seed
+from quire.simulate.simulation import SimulationError, main, run_seed
 from quire.step import BlockCopy, PromptScores
 
 SEEDS_PER_TEST = 200
@@ -42,7 +42,7 @@ def test_a_missing_copy_is_noticed_and_the_seed_named(
 
     monkeypatch.setattr(BlockManager, "take_copies", lose_forks)
     assert main(["--seeds", "50"]) == 1
-    assert "replay: python -m quire.engine.simulate --seed " in capsys.readouterr().err
+    assert "replay: python -m quire.simulate --seed " in capsys.readouterr().err
 
 
 def test_a_scheduler_that_forgets_someone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

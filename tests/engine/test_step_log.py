@@ -11,21 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.engine.core import EngineCore
-from quire.engine.fake_runner import FakeRunner
-from quire.engine.metrics import EngineMetrics, derive_metrics
 from quire.engine.request import make_requests
 from quire.engine.scheduler import Scheduler
-from quire.engine.step_log import StepLog, StepLogEntry, decode_entry, encode_entry, read_step_log
 from quire.errors import InvalidRequestError
+from quire.observe.engine_metrics import EngineMetrics, derive_metrics
+from quire.observe.step_log import StepLog, decode_entry, encode_entry, read_step_log
 from quire.sampling_params import ResolvedTokens, SamplingParams, StructuredOutput
-from quire.step import Admission, Finished, PromptScores, Step, StepResult, TokenScore
+from quire.simulate.fake_runner import FakeRunner
+from quire.step import Admission, Finished, PromptScores, Step, StepLogEntry, StepResult, TokenScore
 from tests.engine.harness import config
 
 
 def run_with(log: StepLog) -> list[int]:
     """A run with everything in it: forks, preemption, swapping, a failed step; returns the step ids."""
     limits = config(num_blocks=9, num_host_blocks=6)
-    core = EngineCore(Scheduler(limits), FakeRunner(limits, 50, step_faults={15: "result"}), 2, log)
+    core = EngineCore(Scheduler(limits), FakeRunner(limits, 50, step_faults={15: "result"}), 2, log.append)
     params = SamplingParams(
         max_tokens=14,
         stop_token_ids=(1, 2),

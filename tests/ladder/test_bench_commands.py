@@ -28,7 +28,7 @@ from quire.benchmark.measure import peak_memory
 from quire.benchmark.peers import PeerSetting, open_peer
 from quire.cli.main import app, main
 from quire.errors import QuireError
-from quire.progress import BenchmarkBar
+from quire.frontend.progress import BenchmarkBar
 from quire.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")

@@ -69,7 +69,7 @@ def test_a_new_salt_finds_nothing_of_another_pass(tiny_model: Path) -> None:
         jobs = [Job(tuple(range(40)), 2)]
         rung = next(rung for rung in find_rungs(engines, jobs, 1) if rung.number == 5)
         assert rung.run is not None
-        log = engines.get(kernels="reference", prefix_caching=True, max_num_seqs=1).engine.core.step_log
+        log = engines.get(kernels="reference", prefix_caching=True, max_num_seqs=1).engine.step_log
         assert log is not None
         rung.run("a")
         rung.run("b")
@@ -95,7 +95,7 @@ def test_a_short_request_leaves_first_and_another_takes_its_place_in_the_same_st
     outputs = llm.generate([[1, 2, 3], [4, 5, 6], [7, 8, 9]], params, progress=False)
     short, long, waiting = (output.request_id for output in outputs)
     assert [len(output.token_ids) for output in outputs] == lengths
-    log = llm.engine.core.step_log
+    log = llm.engine.step_log
     assert log is not None
     steps = [entry.step for entry in log]
     assert [entry.request_id for entry in steps[0].scheduled] == [short, long]

@@ -13,15 +13,16 @@ import torch
 from fastapi import FastAPI, Request
 
 from quire.config import EngineConfig
-from quire.engine import EngineCore, Scheduler, SchedulerConfig, StepLog, make_requests
-from quire.engine.fake_runner import FakeRunner
+from quire.engine import EngineCore, Scheduler, SchedulerConfig, make_requests
 from quire.errors import CapacityError, InvalidRequestError, QuireError
 from quire.frontend.gguf_tokenizer import read_gguf_tokenizer
+from quire.frontend.live_request import LiveRequest
 from quire.frontend.reasoning import ReasoningSplitter
 from quire.frontend.tokenizer import Tokenizer
 from quire.frontend.tool_calls import ToolSupport
 from quire.frontend.tool_calls.hermes import HermesParser
-from quire.live_request import LiveRequest
+from quire.observe.request_records import RecordBook, RequestRecord, describe_request
+from quire.observe.step_log import StepLog
 from quire.sampling_params import ResolvedTokens, SamplingParams
 from quire.server.admission import Admission
 from quire.server.answer_reader import AnswerReader
@@ -35,8 +36,8 @@ from quire.server.metrics import ServerMetrics
 from quire.server.prompts import EncodedPrompt, EngineLimits, PromptEncoder
 from quire.server.protocol.common import Body
 from quire.server.protocol.completions import CompletionRequest
-from quire.server.request_records import RecordBook, RequestRecord, describe_request
 from quire.server.running import new_reader
+from quire.simulate.fake_runner import FakeRunner
 from quire.step import PromptScores, RequestMetrics, RequestUpdate, TokenScore
 from tests.frontend.helpers import byte_level_metadata, train_byte_level
 from tests.frontend.templates import QWEN
@@ -97,7 +98,7 @@ CONFIG = SchedulerConfig(num_blocks=40, max_num_seqs=2, max_batched_tokens=8, ma
 
 
 def run_engine(prompts: dict[str, int], log: StepLog) -> None:
-    core = EngineCore(Scheduler(CONFIG), FakeRunner(CONFIG, vocab_size=50), step_log=log)
+    core = EngineCore(Scheduler(CONFIG), FakeRunner(CONFIG, vocab_size=50), on_step=log.append)
     for name, length in prompts.items():
         for request in make_requests(name, range(length), SamplingParams(max_tokens=4, n=1 + (name == "b")), 0):
             core.add_request(request, 0.0)

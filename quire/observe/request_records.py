@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from quire.engine import SchedulerConfig, Step, StepLogEntry
-from quire.step import Admission
+from quire.engine import SchedulerConfig, Step
+from quire.step import Admission, StepLogEntry
 
 _MOST_STEPS = 1000
 """Steps looked at for company: the engine waits while one is described."""

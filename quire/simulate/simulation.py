@@ -1,7 +1,7 @@
 """The engine under a virtual clock, a fake model and a random workload: thousands of seeds a minute.
 
-    python -m quire.engine.simulate --seeds 100000
-    python -m quire.engine.simulate --seed 4711      # replays one, step by step
+    python -m quire.simulate --seeds 100000
+    python -m quire.simulate --seed 4711      # replays one, step by step
 
 Every finished request, forked or not, must equal its solo run, every cut one a beginning of it; nothing may
 leak, the invariants hold after every step, and nobody waits forever. What a seed does is fixed by the seed.
@@ -19,15 +19,15 @@ from dataclasses import dataclass, field
 
 from quire.engine.block_manager import BlockManager
 from quire.engine.core import EngineCore
-from quire.engine.fake_runner import FakeRunner, fake_vector, solo_prompt_scores, solo_run, solo_states
 from quire.engine.invariants import check_invariants
-from quire.engine.metrics import EngineMetrics
 from quire.engine.request import PromptProgress, Request, make_requests
-from quire.engine.scenario import Arrival, FaultyPool, Scenario, make_fork, make_scenario
 from quire.engine.scheduler import Scheduler
-from quire.engine.step_log import StepLog, StepLogEntry
 from quire.errors import CapacityError, InvalidRequestError
-from quire.step import RequestMetrics, RequestUpdate, TokenScore
+from quire.observe.engine_metrics import EngineMetrics
+from quire.observe.step_log import StepLog
+from quire.simulate.fake_runner import FakeRunner, fake_vector, solo_prompt_scores, solo_run, solo_states
+from quire.simulate.scenario import Arrival, FaultyPool, Scenario, make_fork, make_scenario
+from quire.step import RequestMetrics, RequestUpdate, StepLogEntry, TokenScore
 
 MAX_FORKS = 12
 
@@ -73,7 +73,7 @@ class Simulation:
         )
         self.metrics = EngineMetrics()
         log = StepLog(capacity=16, listeners=(self.metrics.observe, self._show))
-        self.core = EngineCore(self.scheduler, self.runner, scenario.max_depth, log)
+        self.core = EngineCore(self.scheduler, self.runner, scenario.max_depth, log.append)
 
     def run(self) -> int:
         """Plays the scenario to its end; returns the number of steps."""
@@ -257,7 +257,7 @@ def _by_name_and_time(metrics: RequestMetrics) -> tuple[str, float, float, int, 
 
 def replay_command(seed: int) -> str:
     """How to see a seed again."""
-    return f"python -m quire.engine.simulate --seed {seed}"
+    return f"python -m quire.simulate --seed {seed}"
 
 
 def run_seed(seed: int, verbose: bool = False) -> int:
@@ -273,7 +273,7 @@ def run_seed(seed: int, verbose: bool = False) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m quire.engine.simulate", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m quire.simulate", description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=1000, help="how many seeds to play")
     parser.add_argument("--start", type=int, default=0, help="the first of them")
     parser.add_argument("--seed", type=int, help="play this one alone and show every step")
@@ -305,7 +305,3 @@ def _play(seeds: Sequence[int], verbose: bool) -> int:
                 flush=True,
             )
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.beam_search import Beam, BeamSearchParams, Continuations, beam_steps
 from quire.engine import EngineCore, Request, RequestUpdate, make_requests
 from quire.errors import QuireError
+from quire.frontend.beam_search import Beam, BeamSearchParams, Continuations, beam_steps
 from quire.sampling_params import SamplingParams
 
 

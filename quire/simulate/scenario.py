@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from quire.engine.block_pool import Block, BlockPool
 from quire.engine.config import SchedulerConfig
-from quire.engine.fake_runner import StepFault
 from quire.errors import CapacityError
 from quire.sampling_params import SamplingParams
+from quire.simulate.fake_runner import StepFault
 from quire.step import Pooling
 
 

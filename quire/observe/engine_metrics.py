@@ -6,8 +6,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from quire.engine.step_log import StepLogEntry
-from quire.step import Admission, Finished, Preemption, RequestMetrics, ScheduledRequest
+from quire.step import Admission, Finished, Preemption, RequestMetrics, ScheduledRequest, StepLogEntry
 
 
 @dataclass(slots=True)

@@ -9,7 +9,6 @@ import dataclasses
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -22,23 +21,13 @@ from quire.step import (
     Preemption,
     ScheduledRequest,
     Step,
+    StepLogEntry,
     StepResult,
 )
 
 VERSION = 3
 _DEFAULT_PARAMS = SamplingParams()
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class StepLogEntry:
-    """A step that is over: `result` if it succeeded, `error` if it failed."""
-
-    step: Step
-    result: StepResult | None
-    error: str | None
-    committed: float
-    """When its result was there; `step.now` says when it was scheduled."""
 
 
 class StepLog:

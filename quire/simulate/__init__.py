@@ -1,0 +1,1 @@
+"""The real engine under a virtual clock, with a fake model and random workloads."""
