@@ -20,8 +20,12 @@ Pooling = Literal["mean", "last"]
 
 
 class ScheduledRequest(NamedTuple):
-    """Compute tokens `start` to `start + num_tokens` of a row; if `samples`, draw one token from the last
-    one's logits and write it to the row at position `start + num_tokens`.
+    """Compute tokens `start` to `start + num_tokens` of a request row, the last of which are `guesses`. If `samples`,
+    draw the token that follows the last real one and write it to the row; if it is the first guess, draw the one that
+    follows that too, and so on.
+
+    While a step with guesses is in flight, `start` of the next ones is what it is if all of them are right; the row
+    on the device knows how many were, and that is where computing begins.
 
     A named tuple rather than a dataclass: one is made for every row of every step.
     """
@@ -33,6 +37,8 @@ class ScheduledRequest(NamedTuple):
     samples: bool
     new_block_ids: tuple[int, ...]
     """Appended to the row's block table before computing."""
+    guesses: tuple[int, ...] = ()
+    """Tokens that may follow the known ones: none but where it samples."""
 
 
 class BlockCopy(NamedTuple):
@@ -53,7 +59,7 @@ class Admission:
     """All tokens known now: the prompt, and after a preemption the answer so far."""
     num_prompt_tokens: int
     block_ids: tuple[int, ...]
-    """The blocks it starts with: cached, forked, or filled by this step's copies."""
+    """The blocks it starts with: cached, or filled by this step's copies."""
     num_cached_tokens: int
     """Tokens whose keys and values lie in the device cache already."""
     num_host_tokens: int
@@ -62,9 +68,6 @@ class Admission:
     seed: int
     eos_token_ids: tuple[int, ...]
     arrival: float
-    forked_from: str | None = None
-    """The request that its cached tokens were taken over from: another answer to the same prompt, or the one it
-    was forked from. None if they were found in the prefix cache."""
     resolved: ResolvedTokens = field(default_factory=ResolvedTokens)
     """What the parameters that are text mean in tokens."""
     score_prompt_from: int | None = None
@@ -147,7 +150,8 @@ class PromptScores(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a runner found: for each request that samples its tokens, or what went wrong with it alone."""
+    """What a runner found: for each request that samples one token, and one more for every guess that was right; or
+    what went wrong with it alone."""
 
     step_id: int
     tokens: Mapping[str, tuple[int, ...]]
@@ -188,8 +192,6 @@ class RequestMetrics:
     """Found in the device cache, over all admissions."""
     host_tokens: int
     """Brought back from the host tier, over all admissions."""
-    forked_tokens: int
-    """Taken over from another request: a fork, or another answer to the same prompt."""
     recomputed_tokens: int
     """Computed again after a preemption."""
     preemptions: int

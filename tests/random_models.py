@@ -82,7 +82,6 @@ class Transcript:
     preemptions: int = 0
     cached_tokens: int = 0
     host_tokens: int = 0
-    forked_tokens: int = 0
 
 
 class Bench:
@@ -135,7 +134,6 @@ class Bench:
             transcript.preemptions += request.preemptions
             transcript.cached_tokens += request.cached_tokens
             transcript.host_tokens += request.host_tokens
-            transcript.forked_tokens += request.forked_tokens
         return transcript
 
     def drive(self, transcript: Transcript) -> None:
@@ -151,7 +149,7 @@ class Bench:
             transcript.steps += 1
             assert transcript.steps < 20_000
             if self._preempt_every and transcript.steps % self._preempt_every == 0:
-                running = [request for request in scheduler.ledger.requests.values() if request.row is not None]
+                running = [request for request in scheduler.table.requests.values() if request.row is not None]
                 if running:
                     scheduler.preempt(running[transcript.steps % len(running)].request_id)
             for update in self.core.step(float(transcript.steps)):

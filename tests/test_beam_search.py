@@ -209,7 +209,7 @@ def test_a_search_that_is_interrupted_leaves_nothing_behind(llm: LLM, monkeypatc
         with pytest.raises(KeyboardInterrupt):
             llm.beam_search("The sea is", 3, 9)
     scheduler = llm.engine.core.scheduler
-    assert not scheduler.ledger.requests
+    assert not scheduler.table.requests
     assert scheduler.blocks.pool.num_free == llm.engine.plan.num_blocks - 1
     assert len(llm.beam_search("The sea is", 3, 2).beams) == 3
 
@@ -238,4 +238,4 @@ def test_what_cannot_be_is_refused(llm: LLM, changes: dict[str, Any], field: str
     arguments: dict[str, Any] = {"prompt": "x", "beam_width": 2, "max_tokens": 2, **changes}
     with pytest.raises(InvalidRequestError, match=field):
         llm.beam_search(**arguments)
-    assert not llm.engine.core.scheduler.ledger.requests
+    assert not llm.engine.core.scheduler.table.requests

@@ -183,41 +183,37 @@ def test_cached_prefix_meets_preemption() -> None:
 def test_n_answers_equal_n_requests_with_their_seeds(length: int, dtype: str) -> None:
     decoder = random_decoder(SPECS["mistral"], make_kernels("auto", DTYPES[dtype]), DTYPES[dtype])
     prompt = [random.Random(2).randrange(97) for _ in range(length)]
-    forked = Bench(decoder, prefix_caching=False).run(
-        [prompt], [SamplingParams(seed=2**64 - 2, n=5, max_tokens=20)], ids=["r"]
-    )
+    together = Bench(decoder).run([prompt], [SamplingParams(seed=2**64 - 2, n=5, max_tokens=20)], ids=["r"])
     seeds = [(2**64 - 2 + i) % 2**64 for i in range(5)]
     singles = solo(decoder, [prompt] * 5, [SamplingParams(seed=seed, max_tokens=20) for seed in seeds])
-    assert forked.forked_tokens == 4 * (length - 1)
-    assert [forked.tokens[f"r/{i}"] for i in range(5)] == [singles.tokens[str(i)] for i in range(5)]
-    assert len({tuple(tokens) for tokens in forked.tokens.values()}) == 5
+    assert together.cached_tokens == 4 * (length - 1)
+    assert [together.tokens[f"r/{i}"] for i in range(5)] == [singles.tokens[str(i)] for i in range(5)]
+    assert len({tuple(tokens) for tokens in together.tokens.values()}) == 5
     for i in range(5):
         for position in range(length, length + 20):
-            assert torch.equal(forked.logits[f"r/{i}", position], singles.logits[str(i), position])
+            assert torch.equal(together.logits[f"r/{i}", position], singles.logits[str(i), position])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["mistral", "qwen3_moe"])
-def test_forks_of_a_running_request_equal_requests_of_their_own(family: str, dtype: str) -> None:
+def test_what_goes_on_from_a_partly_filled_block_equals_requests_of_their_own(family: str, dtype: str) -> None:
     decoder = random_decoder(SPECS[family], make_kernels("auto", DTYPES[dtype]), DTYPES[dtype])
-    bench = Bench(decoder, prefix_caching=False)
-    (parent,) = make_requests("parent", range(30), SamplingParams(max_tokens=40), 1)
-    bench.core.add_request(parent, 0.0)
-    for turn in range(20):
-        bench.core.step(float(turn))
-    assert parent.num_committed_tokens == 49
+    bench = Bench(decoder)
+    (leader,) = make_requests("leader", range(30), SamplingParams(max_tokens=20), 1)
+    leader.caches_partial_block = True
+    bench.core.add_request(leader, 0.0)
+    bench.drive(Transcript())
     params = [SamplingParams(temperature=i % 2 * 0.8, seed=i, max_tokens=12) for i in range(9)]
     positions = [1, 16, 17, 29, 31, 32, 33, 48, 49]
-    prompts = [[*parent.token_ids[:position], 96, 95] for position in positions]
+    prompts = [[*leader.token_ids[:position], 96, 95] for position in positions]
     got = Transcript()
     for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-        (child,) = make_requests(str(i), prompt, one, one.seed or 0)
-        bench.core.fork(child, parent, 20.0)
-    bench.core.end("parent", "abort", 20.0)
+        bench.core.add_request(make_requests(str(i), prompt, one, one.seed or 0)[0], 20.0)
     bench.drive(got)
     assert_same(got, solo(decoder, prompts, params))
-    admitted = [a for entry in bench.log for a in entry.step.admitted if a.forked_from == "parent"]
-    assert [admission.num_cached_tokens for admission in admitted] == positions
+    admitted = {a.request_id: a.num_cached_tokens for entry in bench.log for a in entry.step.admitted}
+    # Its 49 computed tokens lie in three full blocks and one that holds a single one.
+    assert [admitted[str(i)] for i in range(9)] == [0, 16, 16, 16, 16, 32, 32, 48, 49]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,4 +1,4 @@
-"""Beam search on the engine: forks under every condition, against the same search without an engine."""
+"""Beam search on the engine under every condition, against the same search without an engine."""
 
 from __future__ import annotations
 
@@ -79,9 +79,8 @@ class Searches:
     def turn(self) -> None:
         self.turns += 1
         assert self.turns < 3000, "no end in sight"
-        ledger = self.core.scheduler.ledger
         if self._preempt_every and self.turns % self._preempt_every == 0:
-            names = sorted(ledger.requests)
+            names = sorted(self.core.scheduler.table.requests)
             if names:
                 self.core.scheduler.preempt(names[self.turns % len(names)])
         for update in self.core.step(float(self.turns)):
@@ -129,18 +128,18 @@ def test_the_beams_are_those_of_a_search_without_an_engine(
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_each_beam_computes_one_token_per_step(decoder: Decoder, block_size: int, depth: int) -> None:
-    engine = Searches(decoder, depth, block_size=block_size, prefix_caching=False)
+    engine = Searches(decoder, depth, block_size=block_size)
     engine.start(PROMPT, BeamSearchParams(4, 12, 1.0, frozenset()))
     engine.run()
     steps = [step for step in engine.steps if step.scheduled]
     assert [step.num_tokens for step in steps] == [37] + [4] * 11
     admissions = [admission for step in steps[1:] for admission in step.admitted]
     assert len(admissions) == 44
-    assert all(a.forked_from is not None and a.num_cached_tokens == len(a.token_ids) - 1 for a in admissions)
+    assert all(a.num_cached_tokens == len(a.token_ids) - 1 for a in admissions)
 
 
-def test_full_blocks_are_shared_and_pruned_beams_free_theirs_at_once(decoder: Decoder) -> None:
-    engine = Searches(decoder, block_size=4, prefix_caching=False)
+def test_full_blocks_are_shared_and_beams_free_theirs_at_once(decoder: Decoder) -> None:
+    engine = Searches(decoder, block_size=4)
     engine.start(PROMPT, BeamSearchParams(4, 20, 1.0, frozenset()))
     most = 0
     while engine.core.has_work:
@@ -180,7 +179,7 @@ def test_a_search_that_is_closed_leaves_nothing_behind(decoder: Decoder, turns: 
         engine.turn()
     search.close(9.0)
     assert engine.num_held_blocks == 0
-    assert not engine.core.scheduler.ledger.requests
+    assert not engine.core.scheduler.table.requests
     engine.run()
     assert search.beams == []
 
@@ -211,4 +210,4 @@ def test_a_prompt_that_cannot_be_computed_is_refused(decoder: Decoder, prompt: l
     engine = Searches(decoder)
     with pytest.raises(InvalidRequestError, match="prompt"):
         engine.start(prompt, BeamSearchParams(2, 10, 1.0, frozenset()))
-    assert not engine.core.scheduler.ledger.requests
+    assert not engine.core.scheduler.table.requests

@@ -120,7 +120,7 @@ def test_n_answers_share_the_prompt_and_repeat_by_their_seeds(llm: LLM) -> None:
     output = llm.generate(prompt, SamplingParams(n=4, seed=10, max_tokens=10))[0]
     assert [completion.index for completion in output.completions] == [0, 1, 2, 3]
     assert [completion.seed for completion in output.completions] == [10, 11, 12, 13]
-    assert sum(completion.metrics.forked_tokens for completion in output.completions) > 0
+    assert sum(completion.metrics.cached_tokens for completion in output.completions) > 0
     for completion in output.completions:
         alone = llm.generate(prompt, SamplingParams(seed=completion.seed, max_tokens=10))[0]
         assert alone.token_ids == completion.token_ids
@@ -334,7 +334,7 @@ def test_an_engine_whose_books_are_wrong_answers_once_more_and_then_says_so(
 ) -> None:
     write_model(tmp_path, QWEN)
     with LLM(tmp_path, kv_cache_memory="4MiB", dtype="float32") as llm:
-        llm.engine.core.scheduler.ledger.free_rows.pop()
+        llm.engine.core.scheduler.table.free_rows.pop()
         assert len(llm.generate("ab", SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
         request_id = llm.add_request("ab", SamplingParams(max_tokens=9, ignore_eos=True))
         llm.step()

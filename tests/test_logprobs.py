@@ -130,12 +130,12 @@ def test_a_prompt_in_the_cache_is_scored_all_the_same(boundary: int) -> None:
     assert silent.scores == got.scores
 
 
-def test_answers_that_fork_share_the_prompts_scores() -> None:
+def test_several_answers_share_the_prompts_scores() -> None:
     decoder = make_decoder("qwen3", torch.float32)
     prompt = [random.Random(4).randrange(97) for _ in range(50)]
     params = SamplingParams(n=4, seed=1, max_tokens=5, logprobs=1, prompt_logprobs=1)
     got = Bench(decoder, max_batched_tokens=20, max_num_seqs=8).run([prompt], [params])
-    assert got.forked_tokens == 3 * 49
+    assert got.cached_tokens == 3 * 49
     assert_defined(decoder, [prompt], [params], got)
 
 
@@ -250,7 +250,7 @@ def test_prompt_logprobs_of_a_prompt_seen_before_and_of_several_answers(llm: LLM
     assert llm.generate(prompt, params)[0].prompt_logprobs == first.prompt_logprobs
     several = llm.generate(prompt, replace(params, temperature=1.0, n=3))[0]
     assert several.prompt_logprobs == first.prompt_logprobs
-    assert sum(completion.metrics.forked_tokens for completion in several.completions) > 0
+    assert sum(completion.metrics.cached_tokens for completion in several.completions) > 0
     assert llm.generate(prompt, SamplingParams(max_tokens=1))[0].prompt_logprobs is None
     assert llm.generate([[1]], params)[0].prompt_logprobs == (None,)
 

@@ -1,4 +1,4 @@
-"""Gives requests their blocks: from the pool, from the prefix cache, from the host tier, or from a fork.
+"""Gives requests their blocks: from the pool, from the prefix cache, or from the host tier.
 
 Keeps pool, cache and tier in step with each other and writes down the copies that make the device agree.
 Copies are appended at the moment the bookkeeping changes and are executed in that order, before anything the
@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import compress
 
+from quire.engine.block_key import BlockKey
 from quire.engine.block_pool import Block, BlockPool
 from quire.engine.config import SchedulerConfig
 from quire.engine.host_tier import HostTier
-from quire.engine.prefix_cache import BlockKey, PrefixCache
+from quire.engine.prefix_cache import PrefixCache
 from quire.engine.request import Request
 from quire.errors import QuireError
 from quire.step import BlockCopy
@@ -40,6 +42,8 @@ class _Hits:
     found: list[Block | tuple[BlockKey, int]]
     device: list[Block]
     host_slots: list[int]
+    partial: tuple[Block, int] | None = None
+    """A device block that holds that many of the tokens after all of these; it is copied, for its owner goes on."""
 
 
 class BlockManager:
@@ -69,35 +73,20 @@ class BlockManager:
         request.block_table.append(blocks[0])
         return blocks[0]
 
-    def fork(self, request: Request, source: Request, num_tokens: int) -> None:
-        """Has a request that waits hold the blocks of the source's first `num_tokens` tokens, which are its own
-        first ones too; `place` goes on from there. The last block may be partial: the source goes on filling
-        it, so `place` copies it."""
-        self.release(request)
-        num_full = num_tokens // self.block_size
-        request.block_table = source.block_table[: self.config.blocks_for(num_tokens)]
-        for block in request.block_table:
-            self.pool.share(block)
-        request.num_held_tokens = num_tokens
-        request.num_published_blocks = min(source.num_published_blocks, num_full)
-        request.forked_from = source.request_id
-        if len(request.block_keys) < num_full:
-            request.block_keys = source.block_keys[:num_full]
-
     def place(self, request: Request, reserve_tokens: int) -> Placement | None:
-        """Fills the table of a request with blocks for all its known tokens: those it was forked with, or else
-        cached ones as far as they go, and fresh ones for the rest. None, and nothing changed, unless
-        `reserve_tokens` would fit too."""
-        if request.num_held_tokens:
-            return self._place_forked(request, reserve_tokens)
+        """Fills the table of a request with blocks for all its known tokens: cached ones as far as they go, and fresh
+        ones for the rest. None, and nothing changed, unless `reserve_tokens` would fit too."""
         num_tokens = len(request.token_ids)
         hits = self._match(request, num_tokens)
+        num_fresh = self.config.blocks_for(num_tokens) - len(hits.device)
+        num_needed = self.config.blocks_for(reserve_tokens) - len(hits.device)
         num_free = self.pool.num_free - sum(block.ref_count == 0 for block in hits.device)
-        if self.config.blocks_for(reserve_tokens) - len(hits.device) > num_free:
+        if hits.partial is not None and hits.partial[0].ref_count == 0 and num_needed > num_free - 1:
+            hits.partial = None  # its block is needed
+        if num_needed > num_free:
             return None
-        fresh = self._share_and_allocate(
-            hits.device, hits.host_slots, self.config.blocks_for(num_tokens) - len(hits.device)
-        )
+        held = hits.device if hits.partial is None else [*hits.device, hits.partial[0]]
+        fresh = self._share_and_allocate(held, hits.host_slots, num_fresh)
         if fresh is None:
             return None
         fresh.reverse()
@@ -110,6 +99,11 @@ class BlockManager:
             self._copies.append(BlockCopy("host_to_device", slot, block.block_id))
             self.cache.publish(key, block)
             request.block_table.append(block)
+        num_partial = 0
+        if hits.partial is not None:
+            source, num_partial = hits.partial
+            self._copies.append(BlockCopy("device_to_device", source.block_id, fresh[-1].block_id))
+            self.pool.release(source)
         while fresh:
             request.block_table.append(fresh.pop())
         for hit in reversed(hits.found):
@@ -117,7 +111,11 @@ class BlockManager:
             if not isinstance(hit, Block):
                 self.host.touch(hit[0])
         request.num_published_blocks = len(hits.found)
-        return Placement(len(hits.found), len(hits.device) * self.block_size, len(hits.host_slots) * self.block_size)
+        return Placement(
+            num_ready_blocks=len(hits.found) + (num_partial > 0),
+            num_device_tokens=len(hits.device) * self.block_size + num_partial,
+            num_host_tokens=len(hits.host_slots) * self.block_size,
+        )
 
     def publish(self, request: Request) -> None:
         """Offers the blocks its committed tokens have filled to the cache."""
@@ -128,12 +126,25 @@ class BlockManager:
                 self.cache.publish(request.block_keys[index], request.block_table[index])
         request.num_published_blocks = num_full
 
+    def publish_partial(self, request: Request) -> None:
+        """Offers the block that its committed tokens have filled in part, for those whose prompt goes on from there:
+        the other answers to its prompt, or the beams that follow it."""
+        num_full, num_rest = divmod(request.num_committed_tokens, self.block_size)
+        if not self.config.prefix_caching or not num_rest or request.block_table[num_full].key is not None:
+            return
+        first = num_full * self.block_size
+        self.cache.extend_keys(request.block_keys, request.token_ids, num_full, request.extra_keys)
+        parent = request.block_keys[num_full - 1] if num_full else None
+        key = self.cache.key(parent, request.token_ids[first : first + num_rest], request.extra_keys)
+        self.cache.publish(key, request.block_table[num_full])
+
     def demote(self, request: Request) -> bool:
         """Saves a request's cached blocks to the host tier; whether any of them is there now."""
         if not self.host.num_slots:
             return False
         # What doesn't fit would only push out what was saved just before.
-        saved = [block for block in request.block_table if block.key is not None][: self.host.num_slots]
+        is_full = [block.key is not None and not self.cache.is_partial(block.key) for block in request.block_table]
+        saved = list(compress(request.block_table, is_full))[: self.host.num_slots]
         for block in reversed(saved):
             self._save(block)
         return any(block.key is not None and self.host.find(block.key) is not None for block in saved)
@@ -144,8 +155,6 @@ class BlockManager:
             self.pool.release(block)
         request.block_table = []
         request.num_published_blocks = 0
-        request.num_held_tokens = 0
-        request.forked_from = None
 
     def void(self, copies: Iterable[BlockCopy]) -> None:
         """These copies were never made, or not known to be: whatever they brought is forgotten."""
@@ -159,39 +168,17 @@ class BlockManager:
                 if block.ref_count == 0:
                     self.pool.reposition(block)
 
-    def _place_forked(self, request: Request, reserve_tokens: int) -> Placement | None:
-        """Full blocks stay shared. A partial one is copied, unless nobody else has it any more."""
-        table, num_held = request.block_table, request.num_held_tokens
-        partial = table[-1] if num_held % self.block_size else None
-        copied = partial if partial is not None and partial.ref_count > 1 else None
-        num_ready = len(table)
-        num_own = num_ready - (copied is not None)
-        if self.config.blocks_for(reserve_tokens) - num_own > self.pool.num_free:
-            return None
-        fresh = self._allocate(self.config.blocks_for(len(request.token_ids)) - num_own)
-        if fresh is None:
-            return None
-        if copied is not None:
-            self._copies.append(BlockCopy("device_to_device", copied.block_id, fresh[0].block_id))
-            self.pool.release(table.pop())
-        elif partial is not None and partial.key is not None:
-            # Its last owner had filled it with other tokens, which are now overwritten.
-            self._save(partial)
-            self.cache.remove(partial)
-        table += fresh
-        request.num_held_tokens = 0
-        return Placement(num_ready, num_held, 0)
-
     def _match(self, request: Request, num_tokens: int) -> _Hits:
         """The cached blocks a request can start with; one token is always left to compute."""
         hits = _Hits([], [], [])
         # Cached blocks hold keys and values only: who needs the hidden state of every token computes them all.
         if not self.config.prefix_caching or request.pooling == "mean":
             return hits
-        num_blocks = (num_tokens - 1) // self.block_size
+        num_usable = num_tokens - 1
         if request.score_prompt_from is not None:
             # A prompt position is scored by computing the token before it.
-            num_blocks = min(num_blocks, (request.score_prompt_from - 1) // self.block_size)
+            num_usable = min(num_usable, request.score_prompt_from - 1)
+        num_blocks = num_usable // self.block_size
         keys = request.block_keys
         self.cache.extend_keys(keys, request.token_ids, num_blocks, request.extra_keys)
         previous: BlockKey | None = None
@@ -214,6 +201,9 @@ class BlockManager:
                 hits.host_slots.append(stored[1])
             found.parent = previous
             keys[index] = previous = found
+        first = len(hits.found) * self.block_size
+        rest = request.token_ids[first : min(num_usable, first + self.block_size)]
+        hits.partial = self.cache.find_partial(previous, rest, request.extra_keys)
         return hits
 
     def _share_and_allocate(self, shared: list[Block], host_slots: Iterable[int], num_fresh: int) -> list[Block] | None:
@@ -255,8 +245,10 @@ class BlockManager:
             self.pool.release(block)
 
     def _save(self, block: Block) -> None:
-        """Copies a cached block to the host tier, unless it is there or there is no room."""
+        """Copies a cached block to the host tier, unless it is there, there is no room, or it is not full."""
         assert block.key is not None
+        if self.cache.is_partial(block.key):
+            return
         slot = self.host.store(block.key)
         if slot is not None:
             self._copies.append(BlockCopy("device_to_host", block.block_id, slot))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quire.engine.prefix_cache import BlockKey
+from quire.engine.block_key import BlockKey
 
 
 class Block:

@@ -78,14 +78,6 @@ class EngineCore:
         """Takes a request in; raises InvalidRequestError or CapacityError if it can never run."""
         self.scheduler.add(request, now)
 
-    def fork(self, request: Request, source: Request, now: float) -> None:
-        """Takes a request in that goes on from tokens of another one; see `Ledger.fork`."""
-        self.scheduler.fork(request, source, now)
-
-    def let_go(self, request: Request) -> None:
-        """Gives up the blocks a request holds without running: after its end, or forked and waiting."""
-        self.scheduler.let_go(request)
-
     def abort(self, request_ids: Iterable[str], now: float) -> None:
         """Ends requests by name or group name; their last update comes with the next step."""
         self.scheduler.abort(request_ids, now)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
-from quire.engine.prefix_cache import BlockKey, same_prefix
+from quire.engine.block_key import BlockKey, same_prefix
 
 
 class HostTier:

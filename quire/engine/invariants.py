@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import islice, pairwise
 
+from quire.engine.block_key import same_prefix
 from quire.engine.block_manager import BlockManager
 from quire.engine.block_pool import Block
-from quire.engine.prefix_cache import same_prefix
 from quire.engine.request import Request, RequestStatus
 from quire.engine.scheduler import Scheduler
 
@@ -21,21 +21,19 @@ def check_invariants(scheduler: Scheduler) -> None:
     """Raises InvariantError, saying what is wrong, unless all of this holds:
 
     - every block but 0 is either referenced or in the free list: free (cached ones among them) + referenced
-      = all; reference counts equal the block tables of those who run and of those who hold blocks without
-      running; the free list is linked both ways;
+      = all; reference counts equal the block tables of those who run; the free list is linked both ways;
     - the prefix cache maps each name to the one block that carries it, and a request's cached blocks carry
       the request's own tokens; host slots are free or named once;
     - each row is free or owned by one running request; queues, statuses and groups agree;
     - committed <= computed <= tokens, placeholders equal the samples in flight, blocks hold what is computed.
     """
-    check_blocks(scheduler.blocks, (*scheduler.ledger.running, *scheduler.ledger.holders))
+    check_blocks(scheduler.blocks, scheduler.table.running)
     check_requests(scheduler)
 
 
 def check_requests(scheduler: Scheduler) -> None:
     """The part about requests and rows; its time does not depend on the number of blocks."""
     _check_queues(scheduler)
-    _check_holders(scheduler)
     _check_groups(scheduler)
     _check_counts(scheduler)
 
@@ -77,8 +75,15 @@ def check_links(block: Block) -> None:
 
 def check_table(blocks: BlockManager, request: Request) -> None:
     """One request's blocks carry its own tokens, as many as it has computed."""
-    for block, key in zip(request.block_table, request.block_keys, strict=False):
-        if block.key is not None and not same_prefix(block.key, key):
+    for index, block in enumerate(request.block_table):
+        if block.key is None:
+            continue
+        if blocks.cache.is_partial(block.key):
+            first, held = index * blocks.block_size, block.key.token_ids
+            matches = tuple(request.token_ids[first : first + len(held)]) == held
+        else:
+            matches = index >= len(request.block_keys) or same_prefix(block.key, request.block_keys[index])
+        if not matches:
             raise InvariantError(f"request {request.request_id} holds {block}, which is another prefix")
     if len(request.block_table) * blocks.block_size < request.num_computed_tokens:
         raise InvariantError(
@@ -107,47 +112,33 @@ def _check_names(blocks: BlockManager) -> None:
 
 
 def _check_queues(scheduler: Scheduler) -> None:
-    ledger = scheduler.ledger
-    for queue in (ledger.waiting, ledger.running):
+    table = scheduler.table
+    for queue in (table.waiting, table.running):
         if any(before.order >= after.order for before, after in pairwise(queue)):
             raise InvariantError("a queue is out of order")
-    names = [request.request_id for queue in (ledger.waiting, ledger.running) for request in queue]
-    if sorted(names) != sorted(ledger.requests):
-        raise InvariantError(f"{sorted(names)} are queued, {sorted(ledger.requests)} known")
-    rows = ledger.free_rows.copy()
-    for request in ledger.running:
+    names = [request.request_id for queue in (table.waiting, table.running) for request in queue]
+    if sorted(names) != sorted(table.requests):
+        raise InvariantError(f"{sorted(names)} are queued, {sorted(table.requests)} known")
+    rows = table.free_rows.copy()
+    for request in table.running:
         if request.row is None or request.status is not RequestStatus.RUNNING:
             raise InvariantError(f"{request.request_id} runs on row {request.row} as {request.status}")
         rows.append(request.row)
     if sorted(rows) != list(range(scheduler.config.max_num_seqs)):
         raise InvariantError(f"rows are lost or owned twice: {sorted(rows)}")
-    for request in ledger.waiting:
+    for request in table.waiting:
         if request.row is not None or request.num_computed_tokens:
             raise InvariantError(f"{request.request_id} waits, but has row {request.row} or computed tokens")
-        if bool(request.block_table) != (request in ledger.holders):
-            raise InvariantError(f"{request.request_id} waits with {request.block_table}, but is no known holder")
+        if request.block_table:
+            raise InvariantError(f"{request.request_id} waits, but has blocks: {request.block_table}")
         if request.status not in (RequestStatus.WAITING, RequestStatus.SWAPPED):
             raise InvariantError(f"{request.request_id} waits as {request.status}")
 
 
-def _check_holders(scheduler: Scheduler) -> None:
-    for request in scheduler.ledger.holders:
-        name, held, blocks = request.request_id, request.num_held_tokens, len(request.block_table)
-        if request.row is not None:
-            raise InvariantError(f"{name} runs, but is among those who hold blocks without running")
-        if request.finish_reason is None and blocks != scheduler.config.blocks_for(held):
-            raise InvariantError(f"{name} waits with {blocks} blocks for {held} tokens")
-        if not 0 < held < request.num_tokens + (request.pooling is not None):  # pooled ones sample nothing
-            raise InvariantError(f"{name} holds {held} of {request.num_tokens} tokens")
-    for request in scheduler.ledger.running:
-        if request.num_held_tokens:
-            raise InvariantError(f"{request.request_id} runs, but still holds {request.num_held_tokens} tokens")
-
-
 def _check_groups(scheduler: Scheduler) -> None:
-    ledger = scheduler.ledger
-    grouped = sorted(request.request_id for members in ledger.groups.values() for request in members)
-    expected = sorted(name for name, request in ledger.requests.items() if request.group_id is not None)
+    table = scheduler.table
+    grouped = sorted(request.request_id for members in table.groups.values() for request in members)
+    expected = sorted(name for name, request in table.requests.items() if request.group_id is not None)
     if grouped != expected:
         raise InvariantError(f"{grouped} are in groups, {expected} should be")
 
@@ -155,8 +146,9 @@ def _check_groups(scheduler: Scheduler) -> None:
 def _check_counts(scheduler: Scheduler) -> None:
     in_flight: Counter[Request] = Counter()
     for step, requests in scheduler.in_flight:
-        in_flight.update([r for r, entry in zip(requests, step.scheduled, strict=True) if entry.samples])
-    for name, request in scheduler.ledger.requests.items():
+        for request, entry in zip(requests, step.scheduled, strict=True):
+            in_flight[request] += entry.samples + len(entry.guesses)
+    for name, request in scheduler.table.requests.items():
         committed, computed, tokens = (
             request.num_committed_tokens,
             request.num_computed_tokens,

@@ -1,59 +1,12 @@
-"""Names for what full blocks hold, and where on the device a block of that name lies.
-
-A block's name is the hash of its parent's name and its own tokens; the first one adds whatever else the
-keys and values depend on (cache salt, adapter). Names find candidates, contents decide: a hit compares
-the tokens of the whole chain, so even a collision of hashes can't show one request another's text.
-"""
+"""Where on the device a prefix lies: full blocks by the hash of all their tokens, and the last, partly filled block
+of a sequence by its parent and the tokens it has so far."""
 
 from __future__ import annotations
 
-import hashlib
-import struct
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
-if TYPE_CHECKING:
-    from quire.engine.block_pool import Block
-
-DigestFunction = Callable[[bytes, tuple[int, ...], tuple[str, ...]], bytes]
-
-
-class BlockKey:
-    """Identity of a full block: its tokens, and through `parent` all those before it.
-
-    `parent` may be replaced by an equal key, which keeps comparisons of long chains short.
-    """
-
-    __slots__ = ("digest", "extra_keys", "parent", "token_ids")
-
-    def __init__(
-        self, digest: bytes, token_ids: tuple[int, ...], parent: BlockKey | None, extra_keys: tuple[str, ...]
-    ) -> None:
-        self.digest = digest
-        self.token_ids = token_ids
-        self.parent = parent
-        self.extra_keys = extra_keys
-
-
-def sha256_digest(parent: bytes, token_ids: tuple[int, ...], extra_keys: tuple[str, ...]) -> bytes:
-    """sha256 of the parent's digest, the token ids as little-endian int32, and each extra key with its length
-    before it (so that no two lists of keys give the same bytes)."""
-    data = parent + struct.pack(f"<{len(token_ids)}i", *token_ids)
-    for extra_key in extra_keys:
-        encoded = extra_key.encode("utf-8", "surrogatepass")
-        data += len(encoded).to_bytes(8, "little") + encoded
-    return hashlib.sha256(data).digest()
-
-
-def same_prefix(first: BlockKey | None, second: BlockKey | None) -> bool:
-    """Whether two keys stand for the same tokens all the way from the start."""
-    while first is not second:
-        if first is None or second is None or first.digest != second.digest:
-            return False
-        if first.token_ids != second.token_ids or first.extra_keys != second.extra_keys:
-            return False
-        first, second = first.parent, second.parent
-    return True
+from quire.engine.block_key import BlockKey, DigestFunction, same_prefix, sha256_digest
+from quire.engine.block_pool import Block
 
 
 class PrefixCache:
@@ -63,6 +16,8 @@ class PrefixCache:
         self.block_size = block_size
         self._digest = digest
         self._blocks: dict[bytes, Block] = {}
+        self._partial: dict[tuple[bytes, tuple[str, ...]], list[Block]] = {}
+        """The blocks among them that are not full, by what precedes them."""
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -78,10 +33,12 @@ class PrefixCache:
         while len(keys) < num_blocks:
             index = len(keys)
             parent = keys[-1] if keys else None
-            extra = () if keys else extra_keys
-            tokens = tuple(token_ids[index * size : (index + 1) * size])
-            digest = self._digest(b"" if parent is None else parent.digest, tokens, extra)
-            keys.append(BlockKey(digest, tokens, parent, extra))
+            keys.append(self.key(parent, token_ids[index * size : (index + 1) * size], extra_keys))
+
+    def key(self, parent: BlockKey | None, token_ids: Sequence[int], extra_keys: tuple[str, ...]) -> BlockKey:
+        """The identity of a block that holds these tokens after its parent's."""
+        tokens, extra = tuple(token_ids), () if parent is not None else extra_keys
+        return BlockKey(self._digest(b"" if parent is None else parent.digest, tokens, extra), tokens, parent, extra)
 
     def find(self, key: BlockKey) -> Block | None:
         """The block that holds exactly this prefix."""
@@ -90,18 +47,38 @@ class PrefixCache:
             return None
         return block
 
+    def find_partial(
+        self, parent: BlockKey | None, token_ids: Sequence[int], extra_keys: tuple[str, ...]
+    ) -> tuple[Block, int] | None:
+        """The partly filled block that holds the most of these tokens after its parent's, and how many it holds."""
+        best, most = None, 0
+        for block in self._partial.get(_place(parent, extra_keys), ()):
+            assert block.key is not None
+            if same_prefix(block.key.parent, parent):
+                count = _num_common(block.key.token_ids, token_ids)
+                if count > most:
+                    best, most = block, count
+        return None if best is None else (best, most)
+
     def knows(self, block: Block) -> bool:
         """Whether a block is to be found under the name it carries."""
         return block.key is not None and self._blocks.get(block.key.digest) is block
 
+    def is_partial(self, key: BlockKey) -> bool:
+        return len(key.token_ids) < self.block_size
+
     def publish(self, key: BlockKey, block: Block) -> bool:
         """Offers a block under its key. The first one stays: block tables in use are never rewritten, so a
-        second copy of the same prefix simply isn't found."""
+        second copy of the same prefix simply isn't found. A block that was offered partly filled is offered anew."""
+        if block.key is not None and self.is_partial(block.key):
+            self.remove(block)
         if key.digest in self._blocks:
             return False
         assert block.key is None, f"block {block.block_id} holds another prefix already"
         self._blocks[key.digest] = block
         block.key = key
+        if self.is_partial(key):
+            self._partial.setdefault(_place(key.parent, key.extra_keys), []).append(block)
         return True
 
     def remove(self, block: Block) -> BlockKey:
@@ -110,4 +87,21 @@ class PrefixCache:
         assert key is not None
         del self._blocks[key.digest]
         block.key = None
+        if self.is_partial(key):
+            place = _place(key.parent, key.extra_keys)
+            self._partial[place].remove(block)
+            if not self._partial[place]:
+                del self._partial[place]
         return key
+
+
+def _place(parent: BlockKey | None, extra_keys: tuple[str, ...]) -> tuple[bytes, tuple[str, ...]]:
+    return (b"", extra_keys) if parent is None else (parent.digest, ())
+
+
+def _num_common(first: Sequence[int], second: Sequence[int]) -> int:
+    """With how many equal tokens two sequences begin."""
+    for count, (token, other) in enumerate(zip(first, second, strict=False)):
+        if token != other:
+            return count
+    return min(len(first), len(second))

@@ -6,8 +6,8 @@ import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from quire.engine.block_key import BlockKey
 from quire.engine.block_pool import Block
-from quire.engine.prefix_cache import BlockKey
 from quire.errors import InvalidRequestError
 from quire.sampling_params import ResolvedTokens, SamplingParams
 from quire.step import FinishReason, Pooling, RequestMetrics
@@ -52,9 +52,11 @@ class Request:
     resolved: ResolvedTokens = field(default_factory=ResolvedTokens)
     """What the parameters that are text mean in tokens."""
     prompt_progress: PromptProgress = field(default_factory=PromptProgress)
-    keeps_blocks: bool = False
-    """After an end of its own (stop, length) it keeps its blocks, so that it can still be forked, until they are
-    let go or somebody needs them."""
+    caches_partial_block: bool = False
+    """At an end of its own (stop, length) its last block is cached though it is not full, for requests whose prompt
+    begins with all of its tokens (beams)."""
+    queued_since: float | None = None
+    """Its place among those who wait is that of a request that came then; None: when it was added."""
     pooling: Pooling | None = None
     """Its prompt's hidden states are wanted, pooled like this, instead of an answer."""
 
@@ -67,9 +69,9 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     """Prompt and answer, as far as the values are known."""
     num_placeholders: int = 0
-    """Tokens sampled by steps in flight, whose values are not known yet."""
+    """Tokens that steps in flight sample, as many as there are if all guesses in them are right."""
     num_computed_tokens: int = 0
-    """Tokens computed once all submitted steps are done."""
+    """Tokens computed once all submitted steps are done, likewise."""
     num_committed_tokens: int = 0
     """Tokens computed by steps whose results have come back."""
     max_total_tokens: int = 0
@@ -83,13 +85,6 @@ class Request:
     """Blocks of the table already offered to the prefix cache."""
     admitted_step: int = -1
     """The step that gave it its present row: results of earlier ones say nothing about its present blocks."""
-    forked_from: str | None = None
-    """The name of the request that its first blocks were taken over from."""
-    num_held_tokens: int = 0
-    """Tokens whose keys and values it holds without a row: it was forked and waits, or has ended and keeps them."""
-    unproven_source: Request | None = None
-    """Whose prompt it shares while that is still being computed, until a result of its own has come back."""
-
     has_failed: bool = False
     """It failed by itself in some step: whatever steps in flight computed of it afterwards is rubbish."""
     finish_reason: FinishReason | None = None
@@ -101,7 +96,6 @@ class Request:
     finished: float | None = None
     cached_tokens: int = 0
     host_tokens: int = 0
-    forked_tokens: int = 0
     recomputed_tokens: int = 0
     preemptions: int = 0
     computed_before: int = 0
@@ -143,17 +137,6 @@ class Request:
         wanted = self.params.prompt_logprobs is not None and position < len(self.prompt_token_ids)
         return position if wanted else None
 
-    def num_shared_with(self, source: Request, most: int) -> int:
-        """With how many tokens of another request's first `most` it begins, and need not compute."""
-        most = min(most, len(self.token_ids) - 1)
-        if self.score_prompt_from is not None:
-            # A prompt position is scored by computing the token before it.
-            most = min(most, self.score_prompt_from - 1)
-        own, others = self.token_ids[:most], source.token_ids[:most]
-        if own == others:
-            return most
-        return next(i for i, (token, other) in enumerate(zip(own, others, strict=True)) if token != other)
-
     def metrics(self) -> RequestMetrics:
         """Its counts and times; only a finished request has them all."""
         assert self.finished is not None
@@ -167,7 +150,6 @@ class Request:
             num_output_tokens=self.num_output_tokens,
             cached_tokens=self.cached_tokens,
             host_tokens=self.host_tokens,
-            forked_tokens=self.forked_tokens,
             recomputed_tokens=self.recomputed_tokens,
             preemptions=self.preemptions,
         )

@@ -17,7 +17,6 @@ class _Live:
     first_token: float | None = None
     cached_tokens: int = 0
     host_tokens: int = 0
-    forked_tokens: int = 0
     recomputed_tokens: int = 0
     preemptions: int = 0
     computed_before: int = 0
@@ -37,7 +36,6 @@ class EngineCounters:
     admissions: int = 0
     cached_tokens: int = 0
     host_tokens: int = 0
-    forked_tokens: int = 0
     recomputed_tokens: int = 0
     preemptions: Counter[str] = field(default_factory=Counter)
     """By kind."""
@@ -94,7 +92,6 @@ class EngineMetrics:
                 num_output_tokens=finished.num_output_tokens,
                 cached_tokens=0 if live is None else live.cached_tokens,
                 host_tokens=0 if live is None else live.host_tokens,
-                forked_tokens=0 if live is None else live.forked_tokens,
                 recomputed_tokens=0 if live is None else live.recomputed_tokens,
                 preemptions=0 if live is None else live.preemptions,
             )
@@ -109,21 +106,17 @@ class EngineMetrics:
 
     def _observe_admission(self, admission: Admission, now: float) -> None:
         live = self._live.setdefault(admission.request_id, _Live(first_scheduled=now))
-        forked = admission.num_cached_tokens if admission.forked_from is not None else 0
-        cached = admission.num_cached_tokens - forked
-        live.cached_tokens += cached
+        live.cached_tokens += admission.num_cached_tokens
         live.host_tokens += admission.num_host_tokens
-        live.forked_tokens += forked
         self.counters.admissions += 1
-        self.counters.cached_tokens += cached
+        self.counters.cached_tokens += admission.num_cached_tokens
         self.counters.host_tokens += admission.num_host_tokens
-        self.counters.forked_tokens += forked
 
     def _observe_scheduled(self, scheduled: ScheduledRequest) -> None:
         self.counters.computed_tokens += scheduled.num_tokens
         live = self._live.get(scheduled.request_id)
         if live is not None and scheduled.start < live.computed_before:
-            end = min(scheduled.start + scheduled.num_tokens, live.computed_before)
+            end = min(scheduled.start + scheduled.num_tokens - len(scheduled.guesses), live.computed_before)
             live.recomputed_tokens += end - scheduled.start
             self.counters.recomputed_tokens += end - scheduled.start
 

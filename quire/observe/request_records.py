@@ -63,14 +63,12 @@ class _Trail:
     companions: Counter[str] = field(default_factory=Counter)
 
     def admit(self, step: Step, admission: Admission) -> None:
-        forked = admission.forked_from is not None
         self.admissions.append(
             {
                 "step": step.step_id,
                 "time": round(step.now - admission.arrival, 6),
                 "row": admission.row,
-                "cached_tokens": 0 if forked else admission.num_cached_tokens,
-                "shared_tokens": admission.num_cached_tokens if forked else 0,
+                "cached_tokens": admission.num_cached_tokens,
                 "host_tokens": admission.num_host_tokens,
             }
         )

@@ -25,7 +25,7 @@ from quire.step import (
     StepResult,
 )
 
-VERSION = 3
+VERSION = 4
 _DEFAULT_PARAMS = SamplingParams()
 _T = TypeVar("_T")
 

@@ -29,7 +29,7 @@ class StepShape:
         if not scheduled:
             none = np.zeros(0, np.int32)
             return cls(none, none, none, np.zeros(0, np.bool_))
-        _, rows, starts, counts, samples, _ = zip(*scheduled, strict=True)
+        _, rows, starts, counts, samples, _, _ = zip(*scheduled, strict=True)
         return cls(
             np.array(rows, np.int32),
             np.array(starts, np.int32),

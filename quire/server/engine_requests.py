@@ -73,7 +73,7 @@ class EngineRequests:
 
     def end(self, name: str, reason: FinishReason, now: float) -> None:
         """Ends an answer; its metrics are the last to be told of it."""
-        if name not in self._core.scheduler.ledger.requests:
+        if name not in self._core.scheduler.table.requests:
             return  # it came to an end of its own meanwhile
         metrics = self._core.end(name, reason, now)
         self._note_end(name, reason, metrics)

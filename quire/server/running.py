@@ -252,7 +252,6 @@ class Generation:
             num_output_tokens=answer.num_tokens,
             cached_tokens=self._cached[answer.prompt] or 0,
             host_tokens=0,
-            forked_tokens=0,
             recomputed_tokens=0,
             preemptions=0,
         )

@@ -15,7 +15,7 @@ from typing import Literal
 from quire.engine.config import SchedulerConfig
 from quire.errors import EngineError
 from quire.sampling_params import SamplingParams
-from quire.step import Admission, PromptScores, Step, StepResult, TokenScore
+from quire.step import Admission, PromptScores, ScheduledRequest, Step, StepResult, TokenScore
 
 StepFault = Literal["submit", "result"]
 
@@ -109,8 +109,11 @@ class _Row:
 
     admission: Admission
     token_ids: list[int]
+    """All that are certain: a step may have been told more, if it was sent off before its guesses were checked."""
     block_ids: list[int]
     num_computed: int
+    has_wrong_guesses: bool = False
+    """A guess was wrong, so steps that were sent off before this was known begin further on than it stands."""
     sum_of_states: int = 0
     """Of the tokens computed in this row since its admission."""
     last_state: int = 0
@@ -180,15 +183,15 @@ class FakeRunner:
         for index, entry in enumerate(step.scheduled):
             row = self._rows[entry.row]
             row.block_ids.extend(entry.new_block_ids)
-            broken = index == failing or fault is not None
-            token = self._compute(row, entry.start, entry.num_tokens, broken)
-            found = self._score_prompt(row, entry.start, entry.num_tokens)
+            start = row.num_computed
+            drawn = self._compute(row, entry, broken=index == failing or fault is not None)
+            found = self._score_prompt(row, start, entry.num_tokens)
             if found is not None and index != failing:
                 scores[entry.request_id] = found
             if entry.samples:
                 # Also where it failed: a step may be in flight already that goes on from there.
-                row.token_ids.append(token)
-                tokens[entry.request_id] = (token,)
+                row.token_ids += drawn
+                tokens[entry.request_id] = tuple(drawn)
                 if row.admission.pooling is not None:
                     pooled[entry.request_id] = fake_vector(
                         row.sum_of_states if row.admission.pooling == "mean" else row.last_state
@@ -228,46 +231,61 @@ class FakeRunner:
             row = self._rows[entry.row]
             if row.admission.request_id != entry.request_id:
                 problems.append(f"row {entry.row} belongs to {row.admission.request_id}")
-            if entry.start != row.num_computed or entry.num_tokens < 1:
+            late = entry.start - row.num_computed
+            if late < 0 or (late and not row.has_wrong_guesses) or entry.num_tokens <= len(entry.guesses):
                 problems.append(f"{entry} does not continue at {row.num_computed}")
-            end = entry.start + entry.num_tokens
-            if end > len(row.token_ids) or entry.samples != (end == len(row.token_ids)):
+            known = row.num_computed + entry.num_tokens - len(entry.guesses)
+            if known > len(row.token_ids) or entry.samples != (known == len(row.token_ids)):
                 problems.append(f"{entry} on {len(row.token_ids)} tokens")
+            if entry.guesses and not entry.samples:
+                problems.append(f"{entry} guesses in the middle of a prompt")
             size = self.config.block_size
             touched = {*row.block_ids, *entry.new_block_ids}
-            blocks = (row.block_ids + list(entry.new_block_ids))[entry.start // size : -(-end // size)]
+            end = entry.start + entry.num_tokens
+            blocks = (row.block_ids + list(entry.new_block_ids))[row.num_computed // size : -(-end // size)]
+            if end > size * (len(row.block_ids) + len(entry.new_block_ids)):
+                problems.append(f"{entry} has no blocks for all of its tokens")
             if 0 in touched or written & set(blocks):
                 problems.append(f"{entry} writes to blocks {blocks}, which are not its own")
             written.update(blocks)
         self.violations.extend(f"step {step.step_id}: {problem}" for problem in problems)
 
-    def _compute(self, row: _Row, start: int, num_tokens: int, broken: bool) -> int:
+    def _compute(self, row: _Row, entry: ScheduledRequest, broken: bool) -> list[int]:
+        """Computes an entry's tokens from where the row stands; returns those drawn after the last real one and after
+        every guess that was right."""
         size = self.config.block_size
-        context: list[int] = []
-        for block_id in row.block_ids:
-            context += self._device[block_id]
-        del context[start:]
+        start = row.num_computed
+        context = [state for block_id in row.block_ids for state in self._device[block_id]][:start]
         salt = salt_number(row.admission.params)
-        state = 0
-        for position in range(start, start + num_tokens):
-            state = 0 if broken else token_state(position, row.token_ids[position], context, salt)
+        num_known = start + entry.num_tokens - len(entry.guesses)
+        given = [*row.token_ids[start:num_known], *entry.guesses]
+        for position, token_id in enumerate(given, start=start):
+            state = 0 if broken else token_state(position, token_id, context, salt)
             self._device[row.block_ids[position // size]][position % size] = state
             context.append(state)
-            row.sum_of_states += state
-        row.last_state = state
-        row.num_computed = start + num_tokens
-        self.num_computed_tokens += num_tokens
+        self.num_computed_tokens += len(given)
+        row.sum_of_states += sum(context[start:num_known])
+        row.last_state = context[num_known - 1]
+        drawn = [self._draw(row, context, num_known)]
+        for position, guess in enumerate(entry.guesses, start=num_known):
+            if drawn[-1] != guess:
+                row.has_wrong_guesses = True
+                break
+            drawn.append(self._draw(row, context, position + 1))
+        row.num_computed = num_known + len(drawn) - 1
+        return drawn
+
+    def _draw(self, row: _Row, states: list[int], position: int) -> int:
+        """The token at a position, from the state of the one before it."""
         admission = row.admission
-        position = start + num_tokens
-        num_output = position - admission.num_prompt_tokens
         return choose_token(
-            state,
+            states[position - 1],
             admission.seed,
             position,
             self.vocab_size,
             admission.params,
             admission.eos_token_ids,
-            num_output,
+            position - admission.num_prompt_tokens,
         )
 
     def _score_prompt(self, row: _Row, start: int, num_tokens: int) -> PromptScores | None:

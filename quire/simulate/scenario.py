@@ -38,9 +38,12 @@ class Scenario:
     abort_chance: float
     preempt_chance: float
     reprioritize_chance: float
-    fork_chance: float
-    keep_chance: float
-    """Of a request, to keep its blocks after its end, so that it can be forked then too."""
+    follow_chance: float
+    """Per turn, that a request comes whose prompt begins with another's tokens, as beams and conversations do."""
+    guess_chance: float = 0.0
+    """Of a request that samples, to have some of its next tokens guessed."""
+    right_chance: float = 0.5
+    """Of a guessed token, to be right."""
     step_faults: dict[int, StepFault] = field(default_factory=dict)
     copy_faults: frozenset[int] = frozenset()
     request_faults: dict[int, int] = field(default_factory=dict)
@@ -105,12 +108,13 @@ def make_scenario(seed: int) -> Scenario:
         request_faults=request_faults,
         refused_takes=_some_takes(rng) if rng.random() < 0.3 else frozenset(),
         broken_takes=_some_takes(rng) if faults in ("broken", "all") else frozenset(),
-        fork_chance=rng.choice([0.0, 0.1, 0.4]),
-        keep_chance=rng.choice([0.0, 0.5]),
+        follow_chance=rng.choice([0.0, 0.1, 0.4]),
+        guess_chance=rng.choice([0.0, 0.3, 0.9]),
+        right_chance=rng.choice([0.0, 0.5, 0.9, 1.0]),
     )
 
 
-def make_fork(rng: random.Random, scenario: Scenario, tokens: list[int], salt: str | None) -> Arrival:
+def make_follower(rng: random.Random, scenario: Scenario, tokens: list[int], salt: str | None) -> Arrival:
     """A request that goes on from a sequence, from anywhere in it, with some tokens of its own."""
     position = rng.choice([len(tokens), max(1, len(tokens) - 1), rng.randint(1, len(tokens))])
     own = rng.choices(range(scenario.vocab_size), k=rng.choice([0, 1, 1, 2, 5]))

@@ -3,7 +3,7 @@
     python -m quire.simulate --seeds 100000
     python -m quire.simulate --seed 4711      # replays one, step by step
 
-Every finished request, forked or not, must equal its solo run, every cut one a beginning of it; nothing may
+Every finished request, guessed or not, must equal its solo run, every cut one a beginning of it; nothing may
 leak, the invariants hold after every step, and nobody waits forever. What a seed does is fixed by the seed.
 """
 
@@ -26,10 +26,11 @@ from quire.errors import CapacityError, InvalidRequestError
 from quire.observe.engine_metrics import EngineMetrics
 from quire.observe.step_log import StepLog
 from quire.simulate.fake_runner import FakeRunner, fake_vector, solo_prompt_scores, solo_run, solo_states
-from quire.simulate.scenario import Arrival, FaultyPool, Scenario, make_fork, make_scenario
+from quire.simulate.scenario import Arrival, FaultyPool, Scenario, make_follower, make_scenario
 from quire.step import RequestMetrics, RequestUpdate, StepLogEntry, TokenScore
 
-MAX_FORKS = 12
+MAX_FOLLOWERS = 12
+MAX_GUESSES = 6
 
 
 class SimulationError(AssertionError):
@@ -53,9 +54,9 @@ class Simulation:
     prompt_scores: dict[PromptProgress, dict[int, TokenScore]] = field(default_factory=dict)
     """By what the answers to one prompt share, and position."""
     ended: list[RequestMetrics] = field(default_factory=list)
-    sources: list[Request] = field(default_factory=list)
-    """Everyone there ever was, for forks."""
-    num_forks: int = 0
+    everyone: list[Request] = field(default_factory=list)
+    num_followers: int = 0
+    solo_runs: dict[Request, tuple[list[int], str]] = field(default_factory=dict)
     work: int = 0
     """Tokens all requests together could need."""
 
@@ -63,7 +64,9 @@ class Simulation:
         scenario, config = self.scenario, self.scenario.config
         self.rng = random.Random(scenario.seed + 1)
         pool = FaultyPool(config.num_blocks, scenario.refused_takes, scenario.broken_takes)
-        self.scheduler = Scheduler(config, BlockManager(config, pool=pool))
+        self.scheduler = Scheduler(
+            config, BlockManager(config, pool=pool), self._guess if scenario.guess_chance else None
+        )
         self.runner = FakeRunner(
             config,
             scenario.vocab_size,
@@ -97,7 +100,7 @@ class Simulation:
         self._check_end()
         return self.metrics.counters.steps
 
-    def _arrive(self, arrival: Arrival, source: Request | None = None) -> None:
+    def _arrive(self, arrival: Arrival) -> None:
         config = self.scenario.config
         name = arrival.name
         while any(key == name or key.startswith(f"{name}/") for key in self.live):
@@ -108,46 +111,46 @@ class Simulation:
             total = min(config.max_model_len, num_prompt + (arrival.params.max_tokens or config.max_model_len))
             fits = 0 < num_prompt < config.max_model_len
             fits = fits and total - 1 <= config.num_usable_blocks * config.block_size
-            request.keeps_blocks = self.rng.random() < self.scenario.keep_chance
+            request.caches_partial_block = self.rng.random() < self.scenario.follow_chance
             try:
-                if source is None:
-                    self.core.add_request(request, self.now)
-                else:
-                    self.core.fork(request, source, self.now)
+                self.core.add_request(request, self.now)
             except (InvalidRequestError, CapacityError) as error:
                 self._require(not fits, f"{name} was refused, though it fits: {error}")
             else:
                 self._require(fits, f"{name} was taken in, though it can't fit")
                 self.live[request.request_id] = (request, [])
-                self.sources.append(request)
+                self.everyone.append(request)
                 self.prompt_scores.setdefault(request.prompt_progress, {})
                 self.work += total
 
     def _disturb(self) -> None:
-        """Aborts, preemptions, changes of priority and forks, at any moment."""
+        """Aborts, preemptions, changes of priority and followers, at any moment."""
         scenario, rng = self.scenario, self.rng
         for chance, act in (
             (scenario.abort_chance, self._abort_one),
             (scenario.preempt_chance, self.scheduler.preempt),
             (scenario.reprioritize_chance, self._reprioritize),
         ):
-            names = sorted(self.scheduler.ledger.requests)
+            names = sorted(self.scheduler.table.requests)
             if names and rng.random() < chance:
                 act(rng.choice(names))
                 check_invariants(self.scheduler)
-        if self.sources and rng.random() < scenario.fork_chance:
-            # Mostly someone of whom there is something to be had.
-            with_blocks = [request for request in self.sources if request.block_table]
-            self._fork_or_let_go(rng.choice(with_blocks if with_blocks and rng.random() < 0.8 else self.sources))
-            check_invariants(self.scheduler)
+        if self.everyone and self.num_followers < MAX_FOLLOWERS and rng.random() < scenario.follow_chance:
+            self.num_followers += 1
+            leader = rng.choice(self.everyone)
+            self._arrive(make_follower(rng, scenario, leader.token_ids, leader.params.cache_salt))
 
-    def _fork_or_let_go(self, source: Request) -> None:
-        if self.rng.random() < 0.2:
-            self.core.let_go(source)
-        elif self.num_forks < MAX_FORKS:
-            self.num_forks += 1
-            arrival = make_fork(self.rng, self.scenario, source.token_ids, source.params.cache_salt)
-            self._arrive(arrival, source)
+    def _guess(self, request: Request, most: int) -> list[int]:
+        """What may follow a request, right or wrong, as if all guesses in flight were right."""
+        rng, scenario = self.rng, self.scenario
+        if rng.random() >= scenario.guess_chance:
+            return []
+        first = request.num_tokens - 1 - request.num_prompt_tokens
+        right = self._solo(request)[0][first : first + rng.randint(1, MAX_GUESSES)]
+        return [
+            token if rng.random() < scenario.right_chance else rng.randrange(scenario.vocab_size)
+            for token in [*right, 0][:most]
+        ]
 
     def _abort_one(self, name: str) -> None:
         self.core.abort([self.rng.choice([name, name.split("/")[0]])], self.now)
@@ -188,14 +191,17 @@ class Simulation:
     def _solo(self, request: Request) -> tuple[list[int], str]:
         if request.pooling is not None:
             return [], "stop"
-        return solo_run(
-            request.prompt_token_ids,
-            request.params,
-            request.seed,
-            request.eos_token_ids,
-            self.scenario.vocab_size,
-            self.scenario.config.max_model_len,
-        )
+        if request not in self.solo_runs:
+            config = self.scenario.config
+            self.solo_runs[request] = solo_run(
+                request.prompt_token_ids,
+                request.params,
+                request.seed,
+                request.eos_token_ids,
+                self.scenario.vocab_size,
+                config.max_model_len,
+            )
+        return self.solo_runs[request]
 
     def _check_pooled(self, request: Request, found: bytes | None) -> None:
         expected = None
@@ -214,8 +220,6 @@ class Simulation:
 
     def _check_end(self) -> None:
         self._require(not self.live, f"{sorted(self.live)} never ended")
-        for request in self.sources:
-            self.core.let_go(request)
         check_invariants(self.scheduler)
         pool = self.scheduler.blocks.pool
         self._require(pool.num_free == len(pool.blocks) - 1, f"{pool.num_free} blocks are free at the end")

@@ -104,7 +104,7 @@ def test_preempted_while_the_last_token_is_on_its_way(llm: LLM, turn: int, monke
         nonlocal steps
         steps += 1
         if steps % 4 == turn:
-            for request in core.scheduler.ledger.running.snapshot():
+            for request in core.scheduler.table.running.snapshot():
                 core.scheduler.preempt(request.request_id)
         return step(now)
 

@@ -10,7 +10,7 @@ from quire.engine.config import SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.engine.invariants import check_invariants
 from quire.engine.request import Request, make_requests
-from quire.engine.scheduler import Scheduler
+from quire.engine.scheduler import Guess, Scheduler
 from quire.observe.step_log import StepLog
 from quire.sampling_params import SamplingParams
 from quire.simulate.fake_runner import FakeRunner, solo_run
@@ -39,11 +39,12 @@ class Harness:
         depth: int = 1,
         eos: Sequence[int] = (),
         blocks: BlockManager | None = None,
+        guess: Guess | None = None,
         **faults: Any,
     ) -> None:
         self.config = settings or config()
         self.eos = tuple(eos)
-        self.scheduler = Scheduler(self.config, blocks)
+        self.scheduler = Scheduler(self.config, blocks, guess)
         self.runner = FakeRunner(self.config, VOCAB, **faults)
         self.log = StepLog()
         self.core = EngineCore(self.scheduler, self.runner, depth, self.log.append)
@@ -62,19 +63,14 @@ class Harness:
         name: str,
         prompt: Sequence[int],
         seed: int = 0,
-        source: Request | None = None,
-        keeps_blocks: bool = False,
+        caches_partial_block: bool = False,
         **params: Any,
     ) -> list[Request]:
-        """A new request, forked from `source` if there is one."""
         params.setdefault("max_tokens", 8)
         requests = make_requests(name, prompt, SamplingParams(**params), seed, self.eos)
         for request in requests:
-            request.keeps_blocks = keeps_blocks
-            if source is None:
-                self.core.add_request(request, self.now)
-            else:
-                self.core.fork(request, source, self.now)
+            request.caches_partial_block = caches_partial_block
+            self.core.add_request(request, self.now)
             check_invariants(self.scheduler)
             self.requests[request.request_id] = request
             self.tokens[request.request_id] = []

@@ -29,7 +29,12 @@ class NaiveBlocks:
     def holder(self, prefix: Prefix) -> int | None:
         return next((block for block, name in self.names.items() if name == prefix), None)
 
+    def is_full(self, prefix: Prefix) -> bool:
+        return len(prefix[1]) % self.size == 0
+
     def save(self, prefix: Prefix, pinned: list[Prefix]) -> None:
+        if not self.is_full(prefix):
+            return
         if prefix in self.host:
             self.host.remove(prefix)
             self.host.append(prefix)
@@ -63,7 +68,27 @@ class NaiveBlocks:
     def grow(self) -> int | None:
         return self.take([]) if self.free else None
 
-    def place(self, salt: str, tokens: list[int], reserve: int) -> list[int] | None:
+    def find_partial(self, salt: str, tokens: list[int], first: int) -> tuple[int, int] | None:
+        """The block that is not full and holds the most of the tokens from `first` on, and how many."""
+        found: tuple[int, int] | None = None
+        usable = tokens[: min(len(tokens) - 1, first + self.size)]
+        for block, (its_salt, its_tokens) in self.names.items():
+            full = len(its_tokens) // self.size * self.size
+            if self.is_full((its_salt, its_tokens)) or its_salt != salt or full != first:
+                continue
+            if list(its_tokens[:first]) != tokens[:first]:
+                continue
+            count = 0
+            while (
+                first + count < min(len(usable), len(its_tokens)) and usable[first + count] == its_tokens[first + count]
+            ):
+                count += 1
+            if count > (0 if found is None else found[1]):
+                found = block, count
+        return found
+
+    def place(self, salt: str, tokens: list[int], reserve: int) -> tuple[list[int], tuple[int, int] | None] | None:
+        """The table, and the block whose first so many tokens are copied into it."""
         hits: list[int | Prefix] = []
         for index in range((len(tokens) - 1) // self.size):
             prefix = self.prefix(salt, tokens, index)
@@ -72,11 +97,18 @@ class NaiveBlocks:
                 break
             hits.append(prefix if block is None else block)
         shared = [hit for hit in hits if isinstance(hit, int)]
-        if self.blocks_for(reserve) - len(shared) > len(set(self.free) - set(shared)):
+        loose = set(self.free) - set(shared)
+        need = self.blocks_for(reserve) - len(shared)
+        if need > len(loose):
             return None
+        partial = self.find_partial(salt, tokens, len(hits) * self.size)
+        if partial is not None and partial[0] in loose and need > len(loose) - 1:
+            partial = None
         pinned = [hit for hit in hits if not isinstance(hit, int)]
         for block in shared:
             self.share(block)
+        if partial is not None:
+            self.share(partial[0])
         fresh = [self.take(pinned) for _ in range(self.blocks_for(len(tokens)) - len(shared))]
         table = []
         for hit in hits:
@@ -88,37 +120,27 @@ class NaiveBlocks:
         for stored in reversed(pinned):
             self.host.remove(stored)
             self.host.append(stored)
-        return table + fresh
-
-    def fork(self, source: list[int], num_tokens: int) -> list[int]:
-        table = source[: self.blocks_for(num_tokens)]
-        for block in table:
-            self.share(block)
-        return table
-
-    def place_forked(self, table: list[int], num_held: int, num_tokens: int, reserve: int) -> list[int] | None:
-        """A block that is not full and that others have too is exchanged for a copy."""
-        own = list(table)
-        partial = own[-1] if num_held % self.size else None
-        if partial is not None and self.refs[partial] > 1:
-            own.pop()
-        if self.blocks_for(reserve) - len(own) > len(self.free):
-            return None
-        own += [self.take([]) for _ in range(self.blocks_for(num_tokens) - len(own))]
-        if partial is not None and partial not in own:
-            self.release([partial])
-        elif partial in self.names:
-            self.save(self.names.pop(partial), [])
-        return own
+        if partial is not None:
+            self.release([partial[0]])
+        return table + fresh, partial
 
     def publish(self, salt: str, tokens: list[int], table: list[int], first: int, num_computed: int) -> None:
         """Each block is offered once: `first` is the first that was not."""
         for index in range(first, num_computed // self.size):
             prefix = self.prefix(salt, tokens, index)
+            if table[index] in self.names and not self.is_full(self.names[table[index]]):
+                del self.names[table[index]]
             if self.holder(prefix) is None:
                 self.names[table[index]] = prefix
 
+    def publish_partial(self, salt: str, tokens: list[int], table: list[int], num_computed: int) -> None:
+        prefix = salt, tuple(tokens[:num_computed])
+        if self.is_full(prefix) or table[num_computed // self.size] in self.names:
+            return
+        if self.holder(prefix) is None:
+            self.names[table[num_computed // self.size]] = prefix
+
     def demote(self, table: list[int]) -> None:
-        named = [block for block in table if block in self.names]
+        named = [block for block in table if block in self.names and self.is_full(self.names[block])]
         for block in reversed(named[: self.num_host]):
             self.save(self.names[block], [])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from quire.engine.config import SchedulerConfig
 from quire.engine.request import Request
-from quire.step import RequestUpdate, Step
+from quire.step import RequestUpdate, Step, StepResult
 
 
 @dataclass
@@ -24,15 +24,6 @@ class NaiveRequest:
     table: list[int] | None = None
     """Its blocks while it runs."""
     was_admitted: bool = False
-    promised: list[int] = field(default_factory=list)
-    """The blocks it was forked with; it may lose them before it runs, but never gets others."""
-
-    @property
-    def held(self) -> list[int]:
-        """What it has of the promised blocks, if it does not run."""
-        blocks = [] if self.table is not None else [block.block_id for block in self.request.block_table]
-        assert blocks in ([], self.promised)
-        return blocks
 
     @property
     def num_tokens(self) -> int:
@@ -53,8 +44,6 @@ class NaiveScheduler:
         self.forced: set[str] = set()
         """Preempted from outside since the last step."""
         self.in_flight: list[tuple[Step, list[NaiveRequest]]] = []
-        self.kept: list[NaiveRequest] = []
-        """Requests that ended and may still have their blocks."""
 
     def judge(self, step: Step, now: float) -> None:
         """Checks a step against the rules, then takes it over."""
@@ -70,8 +59,7 @@ class NaiveScheduler:
         self._judge_admissions(step, alive, given_way)
         self._apply(step, alive)
         self.forced.clear()
-        held = {block for known in self.live.values() for block in known.table or known.held}
-        held |= {block for known in self.kept for block in known.held}
+        held = {block for known in self.live.values() for block in known.table or ()}
         assert step.num_free_blocks == self.config.num_usable_blocks - len(held)
         assert step.num_running == sum(known.table is not None for known in alive.values())
         assert step.num_waiting == len(alive) - step.num_running
@@ -87,7 +75,7 @@ class NaiveScheduler:
             if known.num_tokens >= known.limit:
                 assert name not in scheduled, "its last token is in flight"
             elif left == 1 and name not in given_way:
-                assert scheduled[name].num_tokens == 1, "a decode starves"
+                assert scheduled[name].num_tokens - len(scheduled[name].guesses) == 1, "a decode starves"
         chunked = [k for n, k in running.items() if k.num_tokens - k.computed > 1 and n not in given_way]
         if chunked:
             assert min(chunked, key=lambda known: known.order).request.request_id in scheduled, "a prompt starves"
@@ -105,41 +93,24 @@ class NaiveScheduler:
             for known in passed:
                 assert known.order > last or not self._is_ready(known, alive, admitted), "someone was overtaken"
         num_running = sum(known.table is not None for known in alive.values()) + len(admitted)
-        if num_running < self.config.max_num_seqs and step.num_tokens < self.config.max_batched_tokens:
+        num_real = step.num_tokens - sum(len(entry.guesses) for entry in step.scheduled)
+        if num_running < self.config.max_num_seqs and num_real < self.config.max_batched_tokens:
             for known in passed:
                 if known.in_flight:
                     continue
-                # One of a group may be ready to share its prompt and lack room: nobody behind it is judged.
                 if self._is_ready(known, alive, admitted):
                     need = min(known.num_tokens + 1, known.limit - 1)
-                    room = step.num_free_blocks + self._num_reclaimable(known, alive, admitted)
-                    assert self.config.blocks_for(need) > room, "there was room"
-                break
+                    assert self.config.blocks_for(need) > step.num_free_blocks, "there was room"
+                    break
 
-    def _num_reclaimable(self, taker: NaiveRequest, alive: dict[str, NaiveRequest], admitted: list[str]) -> int:
-        """Blocks that only those behind the taker hold without running (or anyone, if nobody runs)."""
-        runs = [known for name, known in alive.items() if known.table is not None or name in admitted]
-        used = {block.block_id for known in runs for block in known.request.block_table}
-        loose = set()
-        for known in (*alive.values(), *self.kept):
-            if known is taker or known in runs:
-                continue
-            if runs and known.order < taker.order:
-                used.update(known.held)
-            loose.update(known.held)
-        return len(loose - used - set(taker.held))
-
-    @staticmethod
-    def _is_ready(known: NaiveRequest, alive: dict[str, NaiveRequest], admitted: list[str]) -> bool:
+    def _is_ready(self, known: NaiveRequest, alive: dict[str, NaiveRequest], admitted: list[str]) -> bool:
         if known.in_flight:
             return False
         group = known.request.group_id
-        if group is None or known.was_admitted:
+        if group is None or known.was_admitted or not self.config.prefix_caching:
             return True
-        return not any(
-            other.request.group_id == group and (other.table is not None or name in admitted)
-            for name, other in alive.items()
-        )
+        runs = [other.request for name, other in alive.items() if other.table is not None or name in admitted]
+        return not any(r.group_id == group and r.num_committed_tokens < len(r.prompt_token_ids) for r in runs)
 
     def _apply(self, step: Step, alive: dict[str, NaiveRequest]) -> None:
         for admission in step.admitted:
@@ -154,8 +125,10 @@ class NaiveScheduler:
             assert entry.start == known.computed
             known.table.extend(entry.new_block_ids)
             known.computed += entry.num_tokens
-            assert entry.samples == (known.computed == known.num_tokens)
-            known.in_flight += entry.samples
+            assert entry.samples == (known.computed - len(entry.guesses) == known.num_tokens)
+            assert entry.samples or not entry.guesses
+            known.in_flight += entry.samples + len(entry.guesses)
+            assert known.num_tokens <= known.limit
         if not step.is_empty:
             self.in_flight.append((step, [alive[entry.request_id] for entry in step.scheduled]))
 
@@ -164,11 +137,14 @@ class NaiveScheduler:
         known.table = None
         known.computed = 0
 
-    def land(self) -> None:
-        """The oldest step's samples are no longer in flight; a dead request's don't matter."""
+    def land(self, result: StepResult) -> None:
+        """The oldest step's samples are no longer in flight; a dead request's don't matter. Who was preempted
+        meanwhile can't be running again: it would have had samples in flight."""
         step, requests = self.in_flight.pop(0)
         for known, entry in zip(requests, step.scheduled, strict=True):
-            known.in_flight -= entry.samples
+            known.in_flight -= entry.samples + len(entry.guesses)
+            if entry.guesses and known.table is not None:
+                known.computed -= 1 + len(entry.guesses) - len(result.tokens[entry.request_id])
 
     def receive(self, update: RequestUpdate) -> None:
         known = self.live[update.request_id]
@@ -179,7 +155,4 @@ class NaiveScheduler:
         elif update.finish_reason is None:
             assert len(known.tokens) < len(known.answer), "it should have ended"
         if update.finish_reason is not None:
-            ended = self.live.pop(update.request_id)
-            if ended.request.keeps_blocks:
-                ended.promised, ended.table = [block.block_id for block in ended.request.block_table], None
-                self.kept.append(ended)
+            del self.live[update.request_id]

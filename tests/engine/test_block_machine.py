@@ -13,10 +13,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from quire.engine.block_manager import BlockManager, Placement
+from quire.engine.block_key import BlockKey
+from quire.engine.block_manager import BlockManager
 from quire.engine.config import SchedulerConfig
 from quire.engine.invariants import check_blocks
-from quire.engine.prefix_cache import BlockKey
 from quire.engine.request import Request
 from quire.sampling_params import SamplingParams
 from tests.engine.naive_blocks import NaiveBlocks, Prefix
@@ -30,7 +30,6 @@ class BlockMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.holders: list[tuple[Request, list[int]]] = []
-        """Forked ones that were not placed yet are among them: they have `num_held_tokens`."""
         self.count = 0
 
     @initialize(size=st.integers(1, 3), num_blocks=st.integers(2, 12), num_host=st.sampled_from([0, 0, 1, 2, 5]))
@@ -49,51 +48,24 @@ class BlockMachine(RuleBasedStateMachine):
         expected = self.model.place(salt, tokens, len(tokens) + more)
         placement = self.blocks.place(request, len(tokens) + more)
         assert (placement is None) == (expected is None)
+        copies = [(copy.source, copy.target) for copy in self.blocks.take_copies() if copy.kind == "device_to_device"]
         if placement is None or expected is None:
+            assert not copies
             return
+        table, partial = expected
         computed = placement.num_device_tokens + placement.num_host_tokens
-        assert computed == placement.num_ready_blocks * self.blocks.block_size < len(tokens)
+        num_full, num_rest = divmod(computed, self.blocks.block_size)
+        assert computed < len(tokens)
+        assert num_rest == (0 if partial is None else partial[1])
+        assert copies == ([] if partial is None else [(partial[0], table[num_full])])
+        assert placement.num_ready_blocks == self.blocks.config.blocks_for(computed)
         request.num_computed_tokens = request.num_committed_tokens = computed
-        self.holders.append((request, expected))
-
-    @precondition(lambda self: self.holders)
-    @rule(data=st.data(), extra=TOKENS)
-    def fork(self, data: st.DataObject, extra: list[int]) -> None:
-        source, table = self.pick(data)
-        num_certain = source.num_held_tokens or source.num_committed_tokens
-        if not num_certain:
-            return
-        num_shared = data.draw(st.integers(1, num_certain), label="position")
-        self.count += 1
-        request = Request(f"r{self.count}", (*source.token_ids[:num_shared], *extra), source.params, seed=0)
-        self.blocks.fork(request, source, num_shared)
-        self.holders.append((request, self.model.fork(table, num_shared)))
-
-    @precondition(lambda self: any(request.num_held_tokens for request, _ in self.holders))
-    @rule(data=st.data(), more=st.integers(0, 3))
-    def place_forked(self, data: st.DataObject, more: int) -> None:
-        request, table = data.draw(st.sampled_from([item for item in self.holders if item[0].num_held_tokens]))
-        num_held, num_tokens = request.num_held_tokens, len(request.token_ids)
-        expected = self.model.place_forked(table, num_held, num_tokens, num_tokens + more)
-        self.blocks.take_copies()
-        placement = self.blocks.place(request, num_tokens + more)
-        assert (placement is None) == (expected is None)
-        if placement is None or expected is None:
-            assert request.num_held_tokens == num_held
-            return
-        assert placement == Placement(self.blocks.config.blocks_for(num_held), num_held, 0)
-        moved = [pair for pair in zip(table, expected, strict=False) if pair[0] != pair[1]]
-        copies = self.blocks.take_copies()
-        assert [(copy.source, copy.target) for copy in copies if copy.kind == "device_to_device"] == moved
-        table[:] = expected
-        request.num_computed_tokens = request.num_committed_tokens = num_held
+        self.holders.append((request, table))
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data(), token=st.integers(0, 1))
     def append(self, data: st.DataObject, token: int) -> None:
         request, table = self.pick(data)
-        if request.num_held_tokens:
-            return
         if len(request.token_ids) == len(table) * self.blocks.block_size:
             expected = self.model.grow()
             block = self.blocks.grow(request)
@@ -107,13 +79,19 @@ class BlockMachine(RuleBasedStateMachine):
     @rule(data=st.data(), count=st.integers(1, 8))
     def commit(self, data: st.DataObject, count: int) -> None:
         request, table = self.pick(data)
-        if request.num_held_tokens:
-            return
         request.num_computed_tokens = min(len(request.token_ids), request.num_computed_tokens + count)
         request.num_committed_tokens = request.num_computed_tokens
         salt, first = request.params.cache_salt or "", request.num_published_blocks
         self.blocks.publish(request)
         self.model.publish(salt, request.token_ids, table, first, request.num_computed_tokens)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def publish_partial(self, data: st.DataObject) -> None:
+        request, table = self.pick(data)
+        self.blocks.publish_partial(request)
+        salt = request.params.cache_salt or ""
+        self.model.publish_partial(salt, request.token_ids, table, request.num_committed_tokens)
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data(), swap=st.booleans())
@@ -122,7 +100,9 @@ class BlockMachine(RuleBasedStateMachine):
         if swap:
             self.model.demote(table)
             saved = self.blocks.demote(request)
-            assert saved == (self.model.num_host > 0 and any(block in self.model.names for block in table))
+            names = self.model.names
+            is_full = [block in names and self.model.is_full(names[block]) for block in table]
+            assert saved == (self.model.num_host > 0 and any(is_full))
         self.blocks.release(request)
         self.model.release(table)
         self.holders = [holder for holder in self.holders if holder[0] is not request]

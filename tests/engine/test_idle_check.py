@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.engine.block_key import BlockKey
 from quire.engine.block_manager import BlockManager
 from quire.engine.block_pool import Block, BlockPool
 from quire.engine.idle_check import IdleCheck
 from quire.engine.invariants import InvariantError, check_invariants
-from quire.engine.prefix_cache import BlockKey, PrefixCache
+from quire.engine.prefix_cache import PrefixCache
 from quire.engine.request import Request, make_requests
 from quire.engine.scheduler import Scheduler
 from quire.sampling_params import SamplingParams
@@ -27,17 +28,16 @@ from tests.engine.harness import Harness, config
 
 
 def idle_engine() -> Harness:
-    """An engine with nothing to do. Blocks and host slots have names or not, and a request that ended holds blocks."""
+    """An engine with nothing to do. Blocks and host slots have names or not."""
     engine = Harness(config(num_blocks=13, num_host_blocks=12))
     for index in range(3):
         engine.add(f"r{index}", range(index, index + 17), max_tokens=4)
         engine.run()
-    engine.add("keeper", range(30, 39), max_tokens=2, keeps_blocks=True)
+    engine.add("keeper", range(30, 39), max_tokens=2, caches_partial_block=True)
     engine.run()
     blocks = engine.scheduler.blocks
     assert blocks.host.num_free > 1 < len(blocks.host)
     assert sum(block.key is not None for block in blocks.pool.free_blocks()) > 4
-    assert [len(holder.block_table) for holder in engine.scheduler.ledger.holders] == [3]
     return engine
 
 
@@ -67,13 +67,6 @@ def lose_uncounted(scheduler: Scheduler, index: int) -> None:
     pool = scheduler.blocks.pool
     pool._remove(free_block(scheduler, index))
     pool.num_free += 1
-
-
-def free_what_is_owned(scheduler: Scheduler, index: int) -> None:
-    (holder,) = scheduler.ledger.holders
-    pool = scheduler.blocks.pool
-    pool._return(holder.block_table[index % 3])
-    pool.num_free -= 1
 
 
 def free_padding(scheduler: Scheduler, index: int) -> None:
@@ -119,7 +112,6 @@ IN_ITS_TURN = [
     break_link_before,
     lose_links,
     lose_uncounted,
-    free_what_is_owned,
     free_padding,
     exchange_names,
     forget_name,
@@ -141,17 +133,13 @@ def free_twice(scheduler: Scheduler, index: int) -> None:
     scheduler.blocks.pool._return(free_block(scheduler, index))
 
 
-def forget_holder(scheduler: Scheduler, index: int) -> None:
-    scheduler.ledger.holders.clear()
-
-
 def lose_row(scheduler: Scheduler, index: int) -> None:
-    rows = scheduler.ledger.free_rows
+    rows = scheduler.table.free_rows
     del rows[index % len(rows)]
 
 
 def free_row_twice(scheduler: Scheduler, index: int) -> None:
-    rows = scheduler.ledger.free_rows
+    rows = scheduler.table.free_rows
     rows[index % 4] = rows[(index + 1) % 4]
 
 
@@ -174,22 +162,11 @@ def stranger() -> Request:
 
 
 def leave_in_group(scheduler: Scheduler, index: int) -> None:
-    scheduler.ledger.groups["strangers"] = [stranger()]
+    scheduler.table.groups["strangers"] = [stranger()]
 
 
 def leave_in_queue(scheduler: Scheduler, index: int) -> None:
-    (scheduler.ledger.waiting if index % 2 else scheduler.ledger.running).add(stranger())
-
-
-def hold_too_much(scheduler: Scheduler, index: int) -> None:
-    (holder,) = scheduler.ledger.holders
-    holder.num_held_tokens = holder.num_tokens
-
-
-def hold_another_prefix(scheduler: Scheduler, index: int) -> None:
-    (holder,) = scheduler.ledger.holders
-    key = holder.block_keys[index % 2]
-    holder.block_keys[index % 2] = BlockKey(key.digest, (*key.token_ids[:-1], 99), key.parent, ())
+    (scheduler.table.waiting if index % 2 else scheduler.table.running).add(stranger())
 
 
 def name_nothing(scheduler: Scheduler, index: int) -> None:
@@ -201,7 +178,6 @@ AT_ONCE = [
     lose_block,
     leak_reference,
     free_twice,
-    forget_holder,
     lose_row,
     free_row_twice,
     lose_slot,
@@ -209,8 +185,6 @@ AT_ONCE = [
     leave_pin,
     leave_in_group,
     leave_in_queue,
-    hold_too_much,
-    hold_another_prefix,
     name_nothing,
 ]
 
@@ -241,7 +215,7 @@ def test_what_is_wrong_with_a_block_or_slot_is_found_within_a_round(
 @pytest.mark.parametrize("fault", AT_ONCE)
 @settings(max_examples=10, deadline=None)
 @given(index=st.integers(0, 30), num_before=st.integers(0, 20))
-def test_sums_rows_queues_and_holders_are_found_at_once(fault: Fault, index: int, num_before: int) -> None:
+def test_sums_rows_and_queues_are_found_at_once(fault: Fault, index: int, num_before: int) -> None:
     scheduler = idle_engine().scheduler
     check = IdleCheck(scheduler, slice_size=1)
     check_often(check, num_before)
@@ -264,24 +238,22 @@ def test_a_name_is_never_put_over_another() -> None:
 
 @pytest.mark.parametrize("slice_size", [1, 5])
 def test_sound_engines_never_trip(slice_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random workloads, with whatever is held, cached and swapped whenever they come to rest."""
-    num_checks = num_held = 0
+    """Random workloads, with whatever is cached and swapped whenever they come to rest."""
+    num_checks = 0
     whole = IdleCheck.check
 
     def check(self: IdleCheck) -> None:
-        nonlocal num_checks, num_held
+        nonlocal num_checks
         num_checks += 1
-        num_held += bool(scheduler.ledger.holders)
         whole(self)
 
     monkeypatch.setattr(IdleCheck, "check", check)
-    for seed in range(7000, 7200):
+    for seed in range(7000, 7080):
         simulation = Simulation(make_scenario(seed))
         scheduler = simulation.scheduler
         simulation.core._idle_check = IdleCheck(scheduler, slice_size)
         simulation.run()
-    assert num_checks > 200
-    assert num_held > 20
+    assert num_checks > 80
 
 
 class WatchedList(list[Block]):
@@ -369,7 +341,7 @@ def end_at_rest(engine: Harness, how: str) -> None:
 def test_the_last_updates_come_before_the_fault(how: str, caplog: pytest.LogCaptureFixture) -> None:
     engine = Harness()
     end_at_rest(engine, how)
-    engine.scheduler.ledger.free_rows.pop()
+    engine.scheduler.table.free_rows.pop()
     with caplog.at_level(logging.CRITICAL):
         (update,) = engine.core.step(4.0)
     assert update.finish_reason == how

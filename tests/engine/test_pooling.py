@@ -42,7 +42,7 @@ def test_the_vector_is_that_of_the_whole_prompt(pooling: Pooling, changes: dict[
     while harness.core.has_work:
         harness.turn()
         turns += 1
-        if turns in (2, 5) and "a" in harness.scheduler.ledger.requests:
+        if turns in (2, 5) and "a" in harness.scheduler.table.requests:
             harness.scheduler.preempt("a")
     for name, prompt in (("a", PROMPT), ("b", range(17))):
         end = harness.ends[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from typing import Literal
 
 from hypothesis import settings
@@ -18,7 +19,7 @@ from hypothesis.stateful import (
 
 from quire.engine.config import SchedulerConfig
 from quire.engine.invariants import check_invariants
-from quire.engine.request import make_requests
+from quire.engine.request import Request, make_requests
 from quire.engine.scheduler import Scheduler
 from quire.sampling_params import SamplingParams
 from quire.simulate.fake_runner import FakePending, FakeRunner, solo_run
@@ -37,6 +38,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.count = 0
         self.pending: list[tuple[Step, FakePending]] = []
+        self.everyone: list[Request] = []
 
     @initialize(
         size=st.integers(1, 4),
@@ -46,6 +48,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         num_host=st.sampled_from([0, 2, 8]),
         caching=st.booleans(),
+        guessing=st.none() | st.integers(0, 2**16),
     )
     def start(
         self,
@@ -56,6 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy: Literal["fcfs", "priority"],
         num_host: int,
         caching: bool,
+        guessing: int | None,
     ) -> None:
         self.config = SchedulerConfig(
             num_blocks=1 + -(-MAX_LEN // size) + extra_blocks,
@@ -67,7 +71,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_host_blocks=num_host if caching else 0,
             prefix_caching=caching,
         )
-        self.scheduler = Scheduler(self.config)
+        self.chance = Random(guessing)
+        self.scheduler = Scheduler(self.config, guess=None if guessing is None else self.guess)
         self.runner = FakeRunner(self.config, VOCAB)
         self.naive = NaiveScheduler(self.config)
 
@@ -79,7 +84,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from([None, "salt"]),
         deadline=st.sampled_from([None, None, 4.0]),
         seed=st.integers(0, 3),
-        keeps=st.booleans(),
+        caches_partial=st.booleans(),
     )
     def add(
         self,
@@ -90,57 +95,45 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt: str | None,
         deadline: float | None,
         seed: int,
-        keeps: bool,
+        caches_partial: bool,
     ) -> None:
         params = SamplingParams(max_tokens=max_tokens, n=n, priority=priority, cache_salt=salt, deadline=deadline)
-        self.take_in(prompt, params, seed, keeps)
+        self.take_in(prompt, params, seed, caches_partial)
 
-    @precondition(lambda self: self.naive.live or self.naive.kept)
-    @rule(
-        data=st.data(),
-        extra=st.lists(st.integers(0, 1), max_size=3),
-        max_tokens=st.integers(1, 6),
-        n=st.sampled_from([1, 1, 2]),
-        keeps=st.booleans(),
-    )
-    def fork(self, data: st.DataObject, extra: list[int], max_tokens: int, n: int, keeps: bool) -> None:
-        sources = [*self.naive.live.values(), *self.naive.kept]
-        known = sources[data.draw(st.integers(0, len(sources) - 1), label="source")]
-        tokens = known.request.token_ids
-        position = data.draw(st.integers(1, len(tokens)), label="position")
-        prompt = [*tokens[:position], *extra][: MAX_LEN - 1]
-        params = replace(known.request.params, max_tokens=max_tokens, n=n, deadline=None)
-        self.take_in(prompt, params, data.draw(st.integers(0, 3), label="seed"), keeps, known)
-
-    @precondition(lambda self: self.naive.kept)
-    @rule(data=st.data())
-    def let_go(self, data: st.DataObject) -> None:
-        known = self.naive.kept.pop(data.draw(st.integers(0, len(self.naive.kept) - 1), label="kept"))
-        self.scheduler.let_go(known.request)
-        assert not known.held
+    @precondition(lambda self: self.everyone)
+    @rule(data=st.data(), extra=st.lists(st.integers(0, 1), max_size=3), max_tokens=st.integers(1, 6))
+    def follow(self, data: st.DataObject, extra: list[int], max_tokens: int) -> None:
+        """A request whose prompt begins with another's tokens, and which has that one's place in the queue."""
+        leader = data.draw(st.sampled_from(self.everyone), label="leader")
+        position = data.draw(st.integers(1, len(leader.token_ids)), label="position")
+        prompt = [*leader.token_ids[:position], *extra][: MAX_LEN - 1]
+        params = replace(leader.params, max_tokens=max_tokens, n=1, deadline=None)
+        self.take_in(prompt, params, 1, True, leader.order[1])
 
     def take_in(
-        self, prompt: list[int], params: SamplingParams, seed: int, keeps: bool, source: NaiveRequest | None = None
+        self, prompt: list[int], params: SamplingParams, seed: int, caches_partial: bool, since: float | None = None
     ) -> None:
         name = f"r{self.count % 5}"
         if any(live.split("/")[0] == name for live in self.naive.live):
             name = f"q{self.count}"
         for request in make_requests(name, prompt, params, seed, EOS):
-            request.keeps_blocks = keeps
-            if source is None:
-                self.scheduler.add(request, self.now)
-            else:
-                self.scheduler.fork(request, source.request, self.now)
+            request.caches_partial_block, request.queued_since = caches_partial, since
+            self.scheduler.add(request, self.now)
+            self.everyone.append(request)
             answer, reason = solo_run(prompt, params, request.seed, EOS, VOCAB, MAX_LEN)
-            since = self.now if source is None else source.order[1]
-            order = (params.priority if self.config.policy == "priority" else 0, since, self.count)
+            rank = params.priority if self.config.policy == "priority" else 0
+            order = (rank, self.now if since is None else since, self.count)
             expires = float("inf") if params.deadline is None else self.now + params.deadline
-            known = self.naive.live[request.request_id] = NaiveRequest(request, answer, reason, order, expires)
-            if source is not None:
-                table = source.held if source.table is None else source.table
-                known.promised = [block.block_id for block in request.block_table]
-                assert known.promised == table[: len(known.promised)]
+            self.naive.live[request.request_id] = NaiveRequest(request, answer, reason, order, expires)
             self.count += 1
+
+    def guess(self, request: Request, most: int) -> list[int]:
+        """Some right and some wrong, and now and then more than was asked for."""
+        if self.chance.random() < 0.3:
+            return []
+        first = request.num_tokens - 1 - request.num_prompt_tokens
+        right = self.naive.live[request.request_id].answer[first : first + self.chance.randint(1, 5)]
+        return [token if self.chance.random() < 0.7 else self.chance.randrange(VOCAB) for token in [*right, 0]]
 
     @precondition(lambda self: len(self.pending) < MOST_IN_FLIGHT)
     @rule()
@@ -155,8 +148,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def late_result(self) -> None:
         step, pending = self.pending.pop(0)
-        self.naive.land()
-        self.receive(self.scheduler.commit(step, pending.result(), self.now))
+        result = pending.result()
+        self.naive.land(result)
+        self.receive(self.scheduler.commit(step, result, self.now))
 
     @precondition(lambda self: self.pending)
     @rule(data=st.data())
@@ -208,7 +202,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if hasattr(self, "scheduler"):
             check_invariants(self.scheduler)
             assert self.runner.violations == []
-            assert set(self.scheduler.ledger.requests) == set(self.naive.live)
+            assert set(self.scheduler.table.requests) == set(self.naive.live)
 
     def receive(self, updates: list[RequestUpdate]) -> None:
         for update in updates:
@@ -227,8 +221,6 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.late_result()
             self.bookkeeping_is_sound()
         assert not self.naive.live
-        for known in self.naive.kept:
-            self.scheduler.let_go(known.request)
         check_invariants(self.scheduler)
         assert self.scheduler.blocks.pool.num_free == self.config.num_usable_blocks
 

@@ -55,7 +55,7 @@ def test_an_end_also_reaches_a_request_that_was_preempted_meanwhile() -> None:
     scheduler.preempt("a")
     (update,) = scheduler.commit(step, StepResult(step.step_id, {"a": (5,)}, ended=frozenset("a")), 1.0)
     assert (update.new_token_ids, update.finish_reason) == ((5,), "stop")
-    assert not scheduler.ledger.requests
+    assert not scheduler.table.requests
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -163,4 +163,4 @@ def test_scores_computed_after_a_failure_are_not_passed_on(aborted: bool) -> Non
     rubbish = StepResult(third.step_id, {"a/1": (5,)}, prompt_scores={"a/1": PromptScores(4, (score,))})
     updates = scheduler.commit(third, rubbish, 0.0)
     assert all(update.prompt_scores is None for update in updates)
-    assert scheduler.ledger.requests.keys() == {"a/2"}
+    assert scheduler.table.requests.keys() == {"a/2"}

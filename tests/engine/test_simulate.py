@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from quire.engine.block_manager import BlockManager
-from quire.engine.ledger import Ledger
+from quire.engine.prefix_cache import PrefixCache
 from quire.engine.request import Request
 from quire.engine.scheduler import Scheduler
 from quire.simulate.simulation import SimulationError, main, run_seed
-from quire.step import BlockCopy, PromptScores
+from quire.step import BlockCopy, PromptScores, RequestUpdate, Step, StepResult
 
 SEEDS_PER_TEST = 200
 
@@ -37,26 +37,50 @@ def test_a_missing_copy_is_noticed_and_the_seed_named(
 ) -> None:
     take_copies = BlockManager.take_copies
 
-    def lose_forks(self: BlockManager) -> tuple[BlockCopy, ...]:
+    def lose_partial_blocks(self: BlockManager) -> tuple[BlockCopy, ...]:
         return tuple(copy for copy in take_copies(self) if copy.kind != "device_to_device")
 
-    monkeypatch.setattr(BlockManager, "take_copies", lose_forks)
+    monkeypatch.setattr(BlockManager, "take_copies", lose_partial_blocks)
     assert main(["--seeds", "50"]) == 1
     assert "replay: python -m quire.simulate --seed " in capsys.readouterr().err
 
 
 def test_a_scheduler_that_forgets_someone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "_schedule_waiting", lambda self, draft: None)
+    monkeypatch.setattr(Scheduler, "_schedule_waiting", lambda self, plan: None)
     with pytest.raises(SimulationError, match="no end after"):
         run_seed(12)
 
 
-def test_held_blocks_that_nobody_takes_back_are_noticed(
+def test_a_scheduler_that_forgets_wrong_guesses_is_noticed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Ledger, "reclaim", lambda self, taker: False)
+    commit = Scheduler.commit
+
+    def as_if_all_were_right(self: Scheduler, step: Step, result: StepResult, now: float) -> list[RequestUpdate]:
+        before = [(request, request.num_computed_tokens) for request in self.in_flight[0][1]]
+        updates = commit(self, step, result, now)
+        for request, num_computed in before:
+            if request.row is not None and request.num_computed_tokens < num_computed:
+                request.num_computed_tokens = min(num_computed, request.num_tokens)
+        return updates
+
+    monkeypatch.setattr(Scheduler, "commit", as_if_all_were_right)
     assert main(["--seeds", "60"]) == 1
-    assert "no end after" in capsys.readouterr().err
+    assert "replay" in capsys.readouterr().err
+
+
+def test_a_partly_filled_block_offered_with_too_many_tokens_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = PrefixCache.find_partial
+
+    def one_more(self: PrefixCache, *arguments: Any) -> Any:
+        found = find(self, *arguments)
+        return None if found is None else (found[0], min(found[1] + 1, len(arguments[1])))
+
+    monkeypatch.setattr(PrefixCache, "find_partial", one_more)
+    assert main(["--seeds", "200"]) == 1
+    assert "replay" in capsys.readouterr().err
 
 
 def test_a_scheduler_that_loses_a_prompts_scores_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,6 @@ class Answers:
     preemptions: int = 0
     cached_tokens: int = 0
     host_tokens: int = 0
-    forked_tokens: int = 0
 
     def of(self, jobs: Sequence[int]) -> dict[str, tuple[Any, ...]]:
         """All that must be the same, of some of the jobs."""
@@ -135,7 +134,6 @@ class GpuEngine:
             answers.preemptions += request.preemptions
             answers.cached_tokens += request.cached_tokens
             answers.host_tokens += request.host_tokens
-            answers.forked_tokens += request.forked_tokens
         return answers
 
 

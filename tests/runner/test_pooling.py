@@ -38,7 +38,7 @@ def vectors(
     while bench.core.has_work:
         turn += 1
         preempted = knobs.get("preempt_every", 0)
-        running = [r for r in bench.core.scheduler.ledger.requests.values() if r.row is not None]
+        running = [r for r in bench.core.scheduler.table.requests.values() if r.row is not None]
         if preempted and turn % preempted == 0 and running:
             bench.core.scheduler.preempt(running[turn % len(running)].request_id)
         for update in bench.core.step(float(turn)):

@@ -35,7 +35,7 @@ def build_faulty_engine(*args: Any) -> Engine:
             os._exit(3)
         if fault == "lose_row" and step.scheduled:
             order.write_text("slow 0.02")
-            engine.core.scheduler.ledger.free_rows.pop()
+            engine.core.scheduler.table.free_rows.pop()
         if fault == "slow":
             time.sleep(float(count))
         return compute(step)

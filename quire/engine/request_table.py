@@ -1,13 +1,12 @@
 """Which requests there are, where they wait or run, and what there is to tell about them.
 
-The ledger keeps queues, rows and blocks of a request in step with each other through its whole life: added,
+The table keeps queues, request rows and blocks of a request in step with each other through its whole life: added,
 admitted, preempted, finished. What happens when is the scheduler's business.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 
 from quire.engine.block_manager import BlockManager
 from quire.engine.config import SchedulerConfig
@@ -17,7 +16,7 @@ from quire.errors import CapacityError, InvalidRequestError
 from quire.step import Finished, FinishReason, Preemption, PreemptionKind, RequestUpdate, TokenScore
 
 
-class Ledger:
+class RequestTable:
     """All live requests: by name, by group, by queue, by row."""
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
@@ -27,9 +26,6 @@ class Ledger:
         self.running = RequestQueue()
         self.requests: dict[str, Request] = {}
         self.groups: dict[str, list[Request]] = {}
-        self.holders: dict[Request, None] = {}
-        """Who holds blocks without a row, in the order in which they came: forked and waiting, or ended and
-        keeping them. Whoever runs out of blocks may take theirs."""
         self.free_rows = list(range(config.max_num_seqs))
         self.updates: list[RequestUpdate] = []
         """What the callers have not been told yet."""
@@ -40,15 +36,14 @@ class Ledger:
         self._next_deadline = float("inf")
         self._num_added = 0
 
-    def add(self, request: Request, now: float, source: Request | None = None) -> None:
-        """Takes a request in, or says why it never could be computed. One that is forked from another has that
-        one's place in the queue."""
+    def add(self, request: Request, now: float) -> None:
+        """Takes a request in, or says why it never could be computed."""
         self._check(request)
         request.max_total_tokens = self._limit(request)
         request.arrival = now
         request.sequence = self._num_added
         self._num_added += 1
-        since = now if source is None else source.order[1]
+        since = now if request.queued_since is None else request.queued_since
         request.order = (self._rank(request), since, request.sequence)
         self.requests[request.request_id] = request
         if request.group_id is not None:
@@ -85,57 +80,8 @@ class Ledger:
             self.finish(request, "deadline", now)
         self._next_deadline = min(self._deadlines.values(), default=float("inf"))
 
-    def fork(self, request: Request, source: Request, oldest_step: int, now: float) -> None:
-        """Takes a request in whose prompt begins with tokens of another one, which may be running, waiting or
-        over. It is the request that `add` would make of it and gives the same tokens; but what the source has
-        computed of the tokens in which the two agree, up to the one before the prompt's last, it need not.
-
-        Only what is certain is taken over, not what steps in flight (the oldest of them is `oldest_step`)
-        compute. References to the blocks are taken here and now, so the source may go on or end as it likes. If
-        nothing can be had, because it has no blocks or they are needed elsewhere before the request gets a
-        row, the prefix cache is asked as ever.
-        """
-        if source.sequence < 0:
-            raise InvalidRequestError("source", f"{source.request_id} was never added, so nothing of it is computed")
-        if request.extra_keys != source.extra_keys:
-            raise InvalidRequestError("cache_salt", f"of {request.request_id} and {source.request_id} must be the same")
-        self.add(request, now, source)
-        num_certain = source.num_held_tokens
-        # What an admission counted on (copies, blocks found in the cache) may fail with its step.
-        if source.row is not None and source.admitted_step < oldest_step:
-            num_certain = source.num_committed_tokens
-        num_shared = request.num_shared_with(source, num_certain)
-        if num_shared:
-            self.blocks.fork(request, source, num_shared)
-            self.holders[request] = None
-
-    def let_go(self, request: Request) -> None:
-        """Gives up the blocks that a request without a row holds, if it does."""
-        self.holders.pop(request, None)
-        if request.row is None:
-            self.blocks.release(request)
-
-    def reclaim(self, taker: Request | None) -> bool:
-        """Has the least important holder whose blocks others could use let them go; whether there was one.
-
-        A `taker` that waits itself only takes from those behind it, unless nobody runs: then nobody else would
-        ever give anything back. For a running one (None), whatever is merely held is free.
-        """
-        if not self.holders:
-            return False
-        held = Counter(block for holder in self.holders for block in holder.block_table)
-        for holder in sorted(self.holders, key=lambda holder: holder.order, reverse=True):
-            if taker is not None and (holder is taker or (self.running and holder.order < taker.order)):
-                continue
-            # A block that somebody runs with stays where it is, whoever else lets it go.
-            if any(held[block] == block.ref_count for block in holder.block_table):
-                self.let_go(holder)
-                return True
-        return False
-
     def start(self, request: Request, now: float) -> int:
         """Moves a waiting request (whose blocks are in place) to a free row, and returns that."""
-        self.holders.pop(request, None)
         self.waiting.remove(request)
         row = request.row = heapq.heappop(self.free_rows)
         request.status = RequestStatus.RUNNING
@@ -176,18 +122,15 @@ class Ledger:
             self.waiting.remove(request)
         else:
             self._give_up_row(request)
-        if row is not None and request.keeps_blocks and reason in ("stop", "length"):
-            request.num_held_tokens = request.num_committed_tokens
-            self.holders[request] = None
-        else:
-            self.let_go(request)
-            request.block_keys = []
+        if row is not None and request.caches_partial_block and reason in ("stop", "length"):
+            self.blocks.publish_partial(request)
+        self.blocks.release(request)
+        request.block_keys = []
         self._forget(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.error = error
         request.finished = now
-        request.unproven_source = None
         metrics = request.metrics()
         self.finished.append(
             Finished(

@@ -1,0 +1,52 @@
+"""What identifies the tokens in a block of the cache: a chain of hashes.
+
+A block's name is the hash of its parent's name and its own tokens; the first one adds whatever else the
+keys and values depend on (cache salt, adapter). Names find candidates, contents decide: a hit compares
+the tokens of the whole chain, so even a collision of hashes can't show one request another's text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable
+
+DigestFunction = Callable[[bytes, tuple[int, ...], tuple[str, ...]], bytes]
+
+
+class BlockKey:
+    """Identity of what a block holds: its tokens, and through `parent` all those before it.
+
+    `parent` may be replaced by an equal key, which keeps comparisons of long chains short.
+    """
+
+    __slots__ = ("digest", "extra_keys", "parent", "token_ids")
+
+    def __init__(
+        self, digest: bytes, token_ids: tuple[int, ...], parent: BlockKey | None, extra_keys: tuple[str, ...]
+    ) -> None:
+        self.digest = digest
+        self.token_ids = token_ids
+        self.parent = parent
+        self.extra_keys = extra_keys
+
+
+def sha256_digest(parent: bytes, token_ids: tuple[int, ...], extra_keys: tuple[str, ...]) -> bytes:
+    """sha256 of the parent's digest, the token ids as little-endian int32, and each extra key with its length
+    before it (so that no two lists of keys give the same bytes)."""
+    data = parent + struct.pack(f"<{len(token_ids)}i", *token_ids)
+    for extra_key in extra_keys:
+        encoded = extra_key.encode("utf-8", "surrogatepass")
+        data += len(encoded).to_bytes(8, "little") + encoded
+    return hashlib.sha256(data).digest()
+
+
+def same_prefix(first: BlockKey | None, second: BlockKey | None) -> bool:
+    """Whether two keys stand for the same tokens all the way from the start."""
+    while first is not second:
+        if first is None or second is None or first.digest != second.digest:
+            return False
+        if first.token_ids != second.token_ids or first.extra_keys != second.extra_keys:
+            return False
+        first, second = first.parent, second.parent
+    return True
