@@ -1,4 +1,4 @@
-"""Who computes what in the next step, and what becomes of the results.
+"""Who computes what in the next step.
 
 Every request has tokens and a count of computed ones; each step it computes some of the difference. The
 scheduler may run ahead of the results: a token sampled by a step in flight is a placeholder, its value
@@ -20,11 +20,11 @@ from quire.engine.block_manager import BlockManager, Placement
 from quire.engine.config import SchedulerConfig
 from quire.engine.request import Request
 from quire.engine.request_table import RequestTable
+from quire.engine.results import ResultTaker
 from quire.errors import EngineError, InvalidRequestError, QuireError
 from quire.step import (
     Admission,
     FinishReason,
-    PromptScores,
     RequestMetrics,
     RequestUpdate,
     ScheduledRequest,
@@ -33,7 +33,7 @@ from quire.step import (
 )
 
 _make = tuple.__new__
-"""Makes a named tuple in half the time its own constructor takes: two are made per row and step."""
+"""Makes a named tuple in half the time its own constructor takes: one is made per row and step."""
 
 
 Guess = Callable[[Request, int], Sequence[int]]
@@ -56,13 +56,14 @@ class _StepPlan:
 
 
 class Scheduler:
-    """Turns requests into steps, and results of steps into updates of requests."""
+    """Turns requests into steps, and has their results taken in order."""
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager | None = None, guess: Guess | None = None) -> None:
         """`guess` gives tokens that may follow a request's own, which are then checked several at a time."""
         self.config = config
         self.blocks = blocks or BlockManager(config)
         self.table = RequestTable(config, self.blocks)
+        self._results = ResultTaker(config, self.blocks, self.table)
         self._guess = guess
         self.in_flight: deque[tuple[Step, list[Request]]] = deque()
         """Steps not committed yet, oldest first, with the requests behind their entries: results are matched
@@ -137,70 +138,9 @@ class Scheduler:
         return step
 
     def commit(self, step: Step, result: StepResult, now: float) -> list[RequestUpdate]:
-        """Takes the oldest step's result: tokens are appended, full blocks published, ends found.
-
-        Returns everything that happened since the last call, ends found outside of commits included.
-        """
-        requests = self._take_oldest(step, result)
-        tokens_of, errors, scores_of, ended = result.tokens, result.errors, result.scores, result.ended
-        step_id = step.step_id
-        block_size = self.config.block_size
-        updates = self.table.updates
-        for request, entry in zip(requests, step.scheduled, strict=True):
-            request_id, _, start, num_tokens, samples, _, guesses = entry
-            if errors and request_id in errors:
-                self._fail_request(request, errors[request_id], now)
-                continue
-            if result.prompt_scores and request_id in result.prompt_scores:
-                self._note_prompt_scores(request, result.prompt_scores[request_id])
-            if request.finish_reason is not None:
-                continue  # It ended while this was computed: the result is dropped.
-            # Not if it has lost the row and blocks that this step wrote to.
-            owns_row = request.row is not None and request.admitted_step <= step_id
-            if not samples:
-                if owns_row:
-                    self._note_computed(request, start + num_tokens)
-                continue
-            request.num_placeholders -= 1 + len(guesses)
-            if request.pooling is not None:
-                if owns_row:
-                    self._note_computed(request, start + num_tokens)
-                self._finish_pooled(request, result.pooled.get(request_id), now)
-                continue
-            tokens = tokens_of.get(request_id, ())
-            if not 1 <= len(tokens) <= 1 + len(guesses):
-                expected = f"1 to {1 + len(guesses)}" if guesses else "one"
-                message = f"the runner returned {len(tokens)} tokens instead of {expected}"
-                self._fail_request(request, message, now)
-                continue
-            if guesses and owns_row:
-                request.num_computed_tokens -= 1 + len(guesses) - len(tokens)
-            token_ids, stop_ids = request.token_ids, request.stop_ids
-            scores = scores_of.get(request_id, ()) if scores_of else ()
-            finish_reason: FinishReason | None = None
-            for index, token in enumerate(tokens, start=1):
-                token_ids.append(token)
-                if token in stop_ids and request.num_output_tokens > request.params.min_tokens:
-                    finish_reason, request.stop_token_id = "stop", token
-                    tokens, scores = tokens[:index], scores[:index]
-                    break
-            if finish_reason is None and ended and request_id in ended:
-                finish_reason = "stop"
-            if finish_reason is None and len(token_ids) >= request.max_total_tokens:
-                finish_reason = "length"
-            if owns_row:
-                # All but the last token are computed; only they are ever found in the cache.
-                request.num_committed_tokens = computed = len(token_ids) - 1
-                if computed // block_size > request.num_published_blocks:
-                    self.blocks.publish(request)
-            if request.first_token is None:
-                request.first_token = now
-                if owns_row and request.group_id is not None:
-                    self.blocks.publish_partial(request)  # for the other answers to its prompt
-            if finish_reason is not None:
-                self.table.finish(request, finish_reason, now, tokens, scores=scores)
-            else:
-                updates.append(_make(RequestUpdate, (request_id, tokens, None, None, None, None, scores, None, None)))
+        """Takes the oldest step's result. Returns everything that happened since the last call, ends found outside of
+        commits included."""
+        self._results.take(step, self._take_oldest(step, result), result, now)
         return self.take_updates()
 
     def fail(self, step: Step, message: str, now: float) -> list[Step]:
@@ -380,36 +320,6 @@ class Scheduler:
                 plan.budget -= len(guesses)
                 request.num_computed_tokens = end
                 request.num_placeholders += len(guesses)
-
-    def _note_computed(self, request: Request, num_tokens: int) -> None:
-        """A request's first `num_tokens` tokens are computed for certain."""
-        request.num_committed_tokens = num_tokens
-        if num_tokens // self.config.block_size > request.num_published_blocks:
-            self.blocks.publish(request)
-
-    def _note_prompt_scores(self, request: Request, found: PromptScores) -> None:
-        """Passes scores of a prompt on, to another answer to it if the one that computed them has ended."""
-        progress = request.prompt_progress
-        if request.has_failed or found.start > progress.next_position:
-            return  # What comes before it failed, so this was computed from rubbish.
-        progress.next_position = max(progress.next_position, found.start + len(found.scores))
-        takers = [request] if request.finish_reason is None else self.table.members(request.group_id)[:1]
-        for taker in takers:
-            if taker.prompt_progress is progress:  # the group's name may belong to other requests by now
-                self.table.updates.append(RequestUpdate(taker.request_id, (), prompt_scores=found))
-
-    def _finish_pooled(self, request: Request, vector: bytes | None, now: float) -> None:
-        """The whole prompt is computed, which is all that was wanted."""
-        if vector is None:
-            self._fail_request(request, "the runner returned no pooled hidden state", now)
-        else:
-            self.table.finish(request, "stop", now, pooled=vector)
-
-    def _fail_request(self, request: Request, message: str, now: float) -> None:
-        """Ends a request that failed by itself."""
-        request.has_failed = True  # also after its end: steps in flight may still score its prompt
-        if request.finish_reason is None:
-            self.table.finish(request, "error", now, error=message)
 
     def _take_oldest(self, step: Step, result: StepResult) -> list[Request]:
         if not self.in_flight or self.in_flight[0][0] is not step or result.step_id != step.step_id:

@@ -10,6 +10,7 @@ import pytest
 from quire.engine.block_manager import BlockManager
 from quire.engine.prefix_cache import PrefixCache
 from quire.engine.request import Request
+from quire.engine.results import ResultTaker
 from quire.engine.scheduler import Scheduler
 from quire.simulate.simulation import SimulationError, main, run_seed
 from quire.step import BlockCopy, PromptScores, RequestUpdate, Step, StepResult
@@ -84,15 +85,15 @@ def test_a_partly_filled_block_offered_with_too_many_tokens_is_noticed(
 
 
 def test_a_scheduler_that_loses_a_prompts_scores_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    note = Scheduler._note_prompt_scores
+    note = ResultTaker._note_prompt_scores
 
-    def only_for_the_living(self: Scheduler, request: Request, found: PromptScores) -> None:
+    def only_for_the_living(self: ResultTaker, request: Request, found: PromptScores) -> None:
         if request.finish_reason is None:
             note(self, request, found)
         else:
             request.prompt_progress.next_position = found.start + len(found.scores)
 
-    monkeypatch.setattr(Scheduler, "_note_prompt_scores", only_for_the_living)
+    monkeypatch.setattr(ResultTaker, "_note_prompt_scores", only_for_the_living)
     with pytest.raises(SimulationError, match="the prompt's scores are"):
         run_seed(3089)
 
