@@ -22,7 +22,7 @@ def ladder(
     ] = False,
     output: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Where results.md, results.json and the plot go.")
-    ] = Path("benchmarks"),
+    ] = Path("bench/results"),
     plot: Annotated[str, typer.Option(metavar="svg|png", help="The plot's format.")] = "svg",
 ) -> None:
     """Climb from the naive loop to the full engine and measure what each rung buys.
