@@ -33,10 +33,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import cast
 
-from quire import LLM, SamplingParams
-from quire.bench_serve.http_client import HttpClient
 from quire.bench_serve.measuring import Load, measure
 from quire.bench_serve.workloads import Job, Lengths, TokenSource, random_jobs
+
+from quire import LLM, SamplingParams
+from quire.bench.http_client import HttpClient
 from quire.observe.step_log import read_step_log
 
 ROOT = Path(__file__).parents[1]

@@ -83,7 +83,9 @@ def test_there_is_a_chapter_for_every_rung_and_all_have_the_same_parts() -> None
         assert chapter.name.startswith("00") or "<!-- results: " in text
 
 
-@pytest.mark.parametrize("folder", [ROOT / "bench" / "results", ROOT / "bench" / "results" / "h200"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "folder", [ROOT / "bench" / "results", ROOT / "bench" / "results" / "h200"], ids=lambda path: path.name
+)
 def test_the_recorded_tables_and_plots_are_those_of_the_recorded_figures(folder: Path) -> None:
     raw = json.loads((folder / "results.json").read_text())
     table = [f"- {name}: {value}" for name, value in raw["facts"].items()]

@@ -9,44 +9,45 @@ from itertools import count
 
 import torch
 
-from quire.benchmark.engine_runs import run_one_by_one, run_together, time_to_first_token
-from quire.benchmark.jobs import Lengths, random_jobs
-from quire.benchmark.measure import Clock, Spread, timed, warm_up
-from quire.benchmark.report import Bytes, Cell, Table, factor
-from quire.engine.block_pool import BlockPool
+from quire.bench.jobs import Job, Lengths, TokenSource, random_jobs
+from quire.bench.ladder.engines import Engines
+from quire.bench.ladder.settings import ClimbSettings
+from quire.bench.measure import Clock, in_turn, warm_up
+from quire.bench.offline import run_one_by_one, run_together, time_to_first_token
+from quire.bench.report import Bytes, Factor, Row, Table
+from quire.bench.spread import Spread
 from quire.errors import EngineError
-from quire.ladder.engines import Engines
 from quire.ladder.kv_cache import generate_with_kv_cache
 from quire.ladder.naive import generate_naive
-from quire.ladder.settings import HELLO, ClimbSettings
 from quire.ladder.static_batching import serve_static_batches
 from quire.llm import LLM
 from quire.models.decoder import Decoder
-from quire.models.spec import ModelSpec
 from quire.outputs import RequestOutput
 from quire.runner.kv_cache import bytes_per_block
 
 Generate = Callable[..., list[int]]
+HELLO = "Hello, I am a language model"
 SEEN_LATE = "Two steps are in flight at a time here, so who leaves is seen one step later."
+_LOOPS: dict[str, Generate] = {"naive": generate_naive, "cache": generate_with_kv_cache}
 
 
 def naive_against_cache(llm: LLM, settings: ClimbSettings, clock: Clock) -> Table:
     """Answers of growing length to one short prompt. One long answer passes all shorter ones on its way."""
-    prompt = llm.engine.tokenizer.encode(HELLO)
+    prompt, lengths = llm.engine.tokenizer.encode(HELLO), settings.hello_lengths
     times: dict[str, list[list[float]]] = {"naive": [], "cache": []}
     answers: list[list[int]] = []
-    for generate in (generate_naive, generate_with_kv_cache):
-        warm_up(partial(generate, llm.engine.decoder, prompt, settings.hello_lengths[-1]), _device(llm))
+    for generate in _LOOPS.values():
+        warm_up(partial(generate, llm.engine.decoder, prompt, lengths[-1]), _device(llm))
     for _ in range(settings.repeats):
-        for name, generate in (("naive", generate_naive), ("cache", generate_with_kv_cache)):
-            answer, marks = _time_marks(generate, llm.engine.decoder, prompt, settings.hello_lengths, clock)
+        for name, generate in _LOOPS.items():
+            answer, marks = _time_marks(generate, llm.engine.decoder, prompt, lengths, clock)
             times[name].append(marks)
             answers.append(answer)
     _check_same("the naive loop and the cached one", answers)
-    rows: list[tuple[Cell, ...]] = []
-    for i, length in enumerate(settings.hello_lengths):
-        naive, cached = (Spread(tuple(marks[i] for marks in times[name]), "s") for name in ("naive", "cache"))
-        rows.append((length, naive, cached, cached.per(length, "tok/s"), factor(naive, cached)))
+    rows: list[Row] = []
+    for i, length in enumerate(lengths):
+        naive, cached = (Spread.of(marks[i] for marks in each) for each in times.values())
+        rows.append((length, naive, cached, cached.per(length), Factor.of(naive, cached)))
     note = f'"{HELLO}" ({len(prompt)} tokens), greedy, {settings.repeats} repeats, {_kernels(llm)}.'
     columns = ("new tokens", "naive", "KV cache", "KV cache rate", "factor")
     return Table("Naive loop and KV cache", note, columns, tuple(rows))
@@ -54,78 +55,66 @@ def naive_against_cache(llm: LLM, settings: ClimbSettings, clock: Clock) -> Tabl
 
 def cache_by_prompt_length(llm: LLM, settings: ClimbSettings, clock: Clock) -> Table:
     """The longer the prompt, the more the naive loop repeats."""
-    decoder, new = llm.engine.decoder, settings.prompt_new_tokens
-    rows: list[tuple[Cell, ...]] = []
+    new = settings.prompt_new_tokens
+    rows: list[Row] = []
     for length in settings.prompt_lengths:
-        job = random_jobs(1, Lengths(length, length), Lengths(new, new), decoder.spec.vocab_size, seed=length)[0]
-        for generate in (generate_naive, generate_with_kv_cache):
-            warm_up(partial(generate, decoder, job.prompt, new), _device(llm))
-        naive: list[float] = []
-        cached: list[float] = []
-        for _ in range(settings.repeats):
-            for generate, times in ((generate_naive, naive), (generate_with_kv_cache, cached)):
-                times.append(timed(partial(generate, decoder, job.prompt, new), _device(llm), clock)[0])
-        slow, fast = Spread(tuple(naive), "s"), Spread(tuple(cached), "s")
-        rows.append((length, slow, fast, factor(slow, fast)))
+        prompt = _job(llm, length, new, seed=length).token_ids
+        ways: dict[str, Callable[[], list[int]]] = {
+            name: partial(generate, llm.engine.decoder, prompt, new) for name, generate in _LOOPS.items()
+        }
+        for run in ways.values():
+            warm_up(run, _device(llm))
+        (naive, _), (cached, _) = in_turn(ways, settings.repeats, _device(llm), clock).values()
+        rows.append((length, naive, cached, Factor.of(naive, cached)))
     note = f"{new} new tokens after random prompts, {settings.repeats} repeats, {_kernels(llm)}."
     columns = ("prompt tokens", "naive", "KV cache", "factor")
     return Table("Cache speed-up by prompt length", note, columns, tuple(rows))
 
 
-def memory_of_allocations(spec: ModelSpec, engines: Engines, settings: ClimbSettings) -> Table:
+def memory_of_allocations(engines: Engines, settings: ClimbSettings) -> Table:
     """What is allocated against what is used when nobody knows how long an answer will be."""
     source = random.Random(0)
     longest = settings.max_model_len
     lengths = [source.randint(longest // 16, longest) for _ in range(settings.memory_sequences)]
-    per_token = bytes_per_block(spec, 1, engines.dtype)
-    used = sum(lengths) * per_token
-    rows: list[tuple[Cell, ...]] = [
-        _allocation("contiguous, the longest for each", len(lengths) * longest, used, per_token)
-    ]
-    for block_size in (64, 16):
-        pool = BlockPool(1 + sum(-(-length // block_size) for length in lengths))
-        blocks = 0
-        for length in lengths:
-            for _ in range(-(-length // block_size)):
-                assert pool.take() is not None
-                blocks += 1
-        rows.append(_allocation(f"paged, blocks of {block_size}", blocks * block_size, used, per_token))
+    allocated = {"contiguous, the longest for each": len(lengths) * longest}
+    for size in (64, 16):
+        allocated[f"paged, blocks of {size}"] = sum(-(-length // size) * size for length in lengths)
+    used, per_token = sum(lengths), bytes_per_block(engines.spec, 1, engines.dtype)
+    rows = tuple(
+        (name, Bytes(tokens * per_token), Bytes(used * per_token), f"{used / tokens:.0%}")
+        for name, tokens in allocated.items()
+    )
     note = (
         f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)} tokens; the longest allowed is {longest}. "
-        f"A token takes {per_token:,} bytes in {_name(engines)}."
+        f"A token takes {per_token:,} bytes in {engines.dtype_name}."
     )
-    columns = ("allocation", "allocated", "used", "share used")
-    return Table("Memory of contiguous and paged caches", note, columns, tuple(rows))
+    return Table("Memory of contiguous and paged caches", note, ("allocation", "allocated", "used", "share used"), rows)
 
 
 def batching(llm: LLM, settings: ClimbSettings, clock: Clock) -> Table:
     """Many requests of varied length: one by one, in static batches, and in continuous ones."""
-    jobs = random_jobs(
-        settings.batch_jobs, settings.batch_prompt, settings.batch_answer, llm.engine.decoder.spec.vocab_size, seed=1
-    )
+    decoder, size = llm.engine.decoder, settings.batch_seqs
+    source = TokenSource(1, decoder.spec.vocab_size)
+    jobs = random_jobs(settings.batch_jobs, settings.batch_prompt, settings.batch_answer, source)
+
+    def static() -> list[tuple[int, ...]]:
+        prompts, new = [job.token_ids for job in jobs], [job.max_tokens for job in jobs]
+        answers = serve_static_batches(decoder, prompts, new, [0.0] * len(jobs), size, max_wait_ms=50)
+        return [answer.tokens for answer in answers]
+
     salts = map("batching {}".format, count())  # every run starts from an empty cache
     ways: dict[str, Callable[[], list[tuple[int, ...]]]] = {
         "one by one": lambda: _tokens(run_one_by_one(llm, jobs, next(salts))),
-        f"static batches of {settings.batch_seqs}": lambda: [
-            answer.tokens
-            for answer in serve_static_batches(llm.engine.decoder, jobs, settings.batch_seqs, max_wait_ms=50)
-        ],
-        f"continuous, {settings.batch_seqs} at once": lambda: _tokens(run_together(llm, jobs, next(salts))),
+        f"static batches of {size}": static,
+        f"continuous, {size} at once": lambda: _tokens(run_together(llm, jobs, next(salts))),
     }
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    answers: list[list[tuple[int, ...]]] = []
     for run in ways.values():
         warm_up(run, _device(llm))
-    for _ in range(settings.batch_repeats):
-        for name, run in ways.items():
-            seconds, tokens = timed(run, _device(llm), clock)
-            times[name].append(seconds)
-            answers.append(tokens)
-    _check_same("the ways of batching", answers)
-    new_tokens = sum(job.new_tokens for job in jobs)
-    spreads = {name: Spread(tuple(values), "s") for name, values in times.items()}
-    slowest = spreads["one by one"]
-    rows = tuple((name, s, s.per(new_tokens, "tok/s"), factor(slowest, s)) for name, s in spreads.items())
+    found = in_turn(ways, settings.batch_repeats, _device(llm), clock)
+    _check_same("the ways of batching", [answer for _, answers in found.values() for answer in answers])
+    new_tokens = sum(job.max_tokens for job in jobs)
+    slowest = found["one by one"][0]
+    rows = tuple((name, time, time.per(new_tokens), Factor.of(slowest, time)) for name, (time, _) in found.items())
     note = (
         f"{len(jobs)} requests at once, prompts of {settings.batch_prompt} tokens, answers of {settings.batch_answer}, "
         f"{new_tokens} new tokens in all, {settings.batch_repeats} repeats, {_kernels(llm)}."
@@ -135,24 +124,18 @@ def batching(llm: LLM, settings: ClimbSettings, clock: Clock) -> Table:
 
 def shared_system_prompt(llm: LLM, settings: ClimbSettings) -> Table:
     """Time to first token of requests that begin alike, one after the other."""
-    vocab_size = llm.engine.decoder.spec.vocab_size
-    first: list[float] = []
-    later: list[float] = []
-    cached: list[int] = []
+    first: list[RequestOutput] = []
+    later: list[RequestOutput] = []
     for repeat in range(settings.repeats):
-        jobs = random_jobs(
-            settings.chat_requests, Lengths(8, 16), Lengths(2, 2), vocab_size, settings.system_tokens, repeat
-        )
+        source = TokenSource(repeat, llm.engine.decoder.spec.vocab_size)
+        jobs = random_jobs(settings.chat_requests, Lengths(8, 16), Lengths(2, 2), source, settings.system_tokens)
         warm_up(partial(run_one_by_one, llm, jobs[:1], salt=f"warm-up {repeat}"), _device(llm))
         outputs = run_one_by_one(llm, jobs, salt=f"chat {repeat}")
-        first.append(time_to_first_token(outputs[0]))
-        later += [time_to_first_token(output) for output in outputs[1:]]
-        cached += [output.metrics.cached_tokens for output in outputs[1:]]
-    once, again = Spread(tuple(first), "s"), Spread(tuple(later), "s")
-    rows: tuple[tuple[Cell, ...], ...] = (
-        ("the first", 0, once, ""),
-        ("later ones", min(cached), again, factor(once, again)),
-    )
+        first.append(outputs[0])
+        later += outputs[1:]
+    once, again = (Spread.of(map(time_to_first_token, outputs)) for outputs in (first, later))
+    cached = min(output.metrics.cached_tokens for output in later)
+    rows: tuple[Row, ...] = (("the first", 0, once, ""), ("later ones", cached, again, Factor.of(once, again)))
     note = (
         f"{settings.chat_requests} requests with {settings.system_tokens} tokens in common and 8 to 16 of their own, "
         f"{settings.repeats} repeats from an empty cache, {_kernels(llm)}."
@@ -163,17 +146,13 @@ def shared_system_prompt(llm: LLM, settings: ClimbSettings) -> Table:
 
 def leaving_early(llm: LLM, settings: ClimbSettings) -> Table:
     """Who computes in each step when one request is shorter than its neighbours and another is waiting."""
-    rows, vocab_size = settings.max_num_seqs, llm.engine.decoder.spec.vocab_size
-    sizes = [3, *[7] * (rows - 1), 3]
-    jobs = [
-        random_jobs(1, Lengths(6, 6), Lengths(new, new), vocab_size, seed=seed)[0] for seed, new in enumerate(sizes)
-    ]
+    room = settings.max_num_seqs
+    jobs = [_job(llm, 6, new, seed) for seed, new in enumerate([3, *[7] * (room - 1), 3])]
     log = llm.engine.step_log
     seen = len(log)
     outputs = run_together(llm, jobs, salt="leaving early")
     names = {output.request_id: chr(ord("A") + i) for i, output in enumerate(outputs)}
-    entries = [entry.step for entry in list(log)[seen:]]
-    table = tuple(
+    rows = tuple(
         (
             number,
             " ".join(names[entry.request_id] for entry in step.scheduled),
@@ -182,18 +161,22 @@ def leaving_early(llm: LLM, settings: ClimbSettings) -> Table:
             " ".join(names[new.request_id] for new in step.admitted),
             step.num_tokens,
         )
-        for number, step in enumerate(entries)
+        for number, step in enumerate(entry.step for entry in list(log)[seen:])
         if step.scheduled
     )
     note = (
-        f"{len(jobs)} requests, room for {rows} at once; A and {names[outputs[-1].request_id]} want 3 tokens, "
+        f"{len(jobs)} requests, room for {room} at once; A and {names[outputs[-1].request_id]} want 3 tokens, "
         "the others 7. Read from the step log."
     )
     if llm.engine.core.depth > 1:
         note += f" {SEEN_LATE}"
-    return Table(
-        "Sequences that finish early leave at once", note, ("step", "computes", "left", "joined", "tokens"), table
-    )
+    columns = ("step", "computes", "left", "joined", "tokens")
+    return Table("Sequences that finish early leave at once", note, columns, rows)
+
+
+def _job(llm: LLM, prompt: int, new: int, seed: int) -> Job:
+    source = TokenSource(seed, llm.engine.decoder.spec.vocab_size)
+    return random_jobs(1, Lengths(prompt, prompt), Lengths(new, new), source)[0]
 
 
 def _time_marks(
@@ -222,18 +205,9 @@ def _check_same(who: str, answers: Sequence[object]) -> None:
         raise EngineError(f"{who} gave different tokens for the same prompts: please report this as a bug")
 
 
-def _allocation(name: str, tokens: int, used: int, per_token: int) -> tuple[Cell, ...]:
-    allocated = tokens * per_token
-    return name, Bytes(allocated), Bytes(used), f"{used / allocated:.0%}"
-
-
 def _kernels(llm: LLM) -> str:
     return f"{llm.engine.decoder.kernels.name} kernels"
 
 
 def _device(llm: LLM) -> torch.device:
     return llm.engine.decoder.embedding.device
-
-
-def _name(engines: Engines) -> str:
-    return str(engines.dtype).removeprefix("torch.")
