@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def report_facts(device: torch.device | None = None) -> dict[str, str]:
+def report_facts(device: torch.device | None = None, program: str = "quire") -> dict[str, str]:
     """The head of every report; call it before measuring, for the load is then that of others. `device` is None where
     another process computes."""
     memory = format_bytes(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
@@ -30,7 +30,7 @@ def report_facts(device: torch.device | None = None) -> dict[str, str]:
         versions = f"torch {torch.__version__}, "
         gpu = f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
     return {
-        "command": command_line(sys.argv[1:]),
+        "command": command_line(sys.argv[1:], program),
         "machine": f"{_processor()}, {os.cpu_count()} cores, {threads}{memory} memory{gpu}, {platform.system()}",
         "versions": f"quire {__version__}, {versions}Python {platform.python_version()}",
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -38,7 +38,7 @@ def report_facts(device: torch.device | None = None) -> dict[str, str]:
     }
 
 
-def command_line(arguments: Sequence[str]) -> str:
+def command_line(arguments: Sequence[str], program: str = "quire") -> str:
     """The command that measured, less keys and the options that say where its report goes: they change no figure, and a
     report that is passed on need not name folders of the machine it was made on."""
     left_out = ("--output", "--markdown", "--json", "--result-file", "--plot", "--api-key")
@@ -49,7 +49,7 @@ def command_line(arguments: Sequence[str]) -> str:
             next(rest, None)
         elif argument.partition("=")[0] not in left_out:
             kept.append(argument)
-    return shlex.join(["quire", *kept])
+    return f"{program} {shlex.join(kept)}".strip()
 
 
 def _load_average() -> str:
