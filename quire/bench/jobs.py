@@ -120,9 +120,8 @@ def file_jobs(path: Path, count: int, output_len: int) -> list[Job]:
     return [jobs[i % len(jobs)] for i in range(count)]
 
 
-def with_other_tokens(jobs: Sequence[Job], vocab_size: int, seed: int) -> list[Job]:
+def with_other_tokens(jobs: Sequence[Job], source: TokenSource) -> list[Job]:
     """Jobs as long as these with prompts of their own: nobody finds them in a cache of prefixes."""
-    source = TokenSource(seed, vocab_size)
     return [replace(job, prompt=source.draw(len(job.prompt))) for job in jobs]
 
 

@@ -10,6 +10,8 @@ from itertools import count
 from operator import truediv
 from typing import Any
 
+import torch
+
 from quire.bench.jobs import Job, Lengths, TokenSource, random_jobs, with_other_tokens
 from quire.bench.machine import report_facts
 from quire.bench.measure import Clock, in_turn
@@ -27,17 +29,21 @@ from quire.sampling_params import SamplingParams
 def open_engine(
     model: str, num_jobs: int, prompts: Lengths, answers: Lengths, max_num_seqs: int, **options: Any
 ) -> Iterator[tuple[LLM, list[Job], dict[str, str]]]:
-    """An engine with room for `num_jobs` random jobs of these lengths, the jobs, and the facts for the report."""
-    with LLM(
-        model,
-        max_num_seqs=max_num_seqs,
-        max_model_len=prompts.high + answers.high,
-        max_batched_tokens=max(512, max_num_seqs),
-        **options,
-    ) as llm:
-        decoder = llm.engine.decoder
-        jobs = random_jobs(num_jobs, prompts, answers, TokenSource(0, decoder.spec.vocab_size))
-        yield llm, jobs, report_facts(decoder.embedding.device) | {"model": llm.description}
+    """An engine with room for random jobs of these lengths, the jobs, and the facts for the report."""
+    options |= {"max_num_seqs": max_num_seqs, "max_batched_tokens": max(512, max_num_seqs)}
+    with LLM(model, max_model_len=prompts.high + answers.high, **options) as llm:
+        jobs = random_jobs(num_jobs, prompts, answers, token_source(llm))
+        yield llm, jobs, report_facts(device_of(llm)) | {"model": llm.description}
+
+
+def device_of(llm: LLM) -> torch.device:
+    """Where the engine computes."""
+    return llm.engine.decoder.embedding.device
+
+
+def token_source(llm: LLM, seed: int = 0) -> TokenSource:
+    """Token ids the model knows."""
+    return TokenSource(seed, llm.engine.decoder.spec.vocab_size)
 
 
 def run_together(llm: LLM, jobs: Sequence[Job], salt: str | None = None) -> list[RequestOutput]:
@@ -113,9 +119,8 @@ def compare(llm: LLM, peer: Peer, jobs: Sequence[Job], repeats: int, clock: Cloc
 
     Every pass has prompts of its own: a peer may keep prefixes, too, and can't be asked to forget them.
     """
-    decoder = llm.engine.decoder
     prompt_tokens, new_tokens = _count(jobs)
-    passes = [with_other_tokens(jobs, decoder.spec.vocab_size, seed=repeat + 1) for repeat in range(repeats)]
+    passes = [with_other_tokens(jobs, token_source(llm, seed=repeat + 1)) for repeat in range(repeats)]
     with BenchmarkBar(2 * repeats + 1) as bar:
         bar.begin("warming up")
         run_together(llm, jobs[:2])
@@ -127,7 +132,7 @@ def compare(llm: LLM, peer: Peer, jobs: Sequence[Job], repeats: int, clock: Cloc
             "quire": lambda: [output.token_ids for output in run_together(llm, next(ours_next))],
             peer.name: lambda: peer.run(next(theirs_next)),
         }
-        ours, theirs = in_turn(ways, repeats, decoder.embedding.device, clock, bar).values()
+        ours, theirs = in_turn(ways, repeats, device_of(llm), clock, bar).values()
     quire = ours[0].per(new_tokens)
     counts = [answers if isinstance(answers, int) else sum(map(len, answers)) for answers in theirs[1]]
     other = Spread.of(map(truediv, counts, theirs[0].values), "tok/s")
@@ -159,7 +164,7 @@ def _passes(
         bar.advance()
         salts = map("pass {}".format, count())
         ways = {f"{len(jobs)} requests": lambda: run(llm, jobs, next(salts))}
-        (found,) = in_turn(ways, repeats, llm.engine.decoder.embedding.device, clock, bar).values()
+        (found,) = in_turn(ways, repeats, device_of(llm), clock, bar).values()
     return found
 
 

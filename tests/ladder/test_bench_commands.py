@@ -78,6 +78,7 @@ def test_the_engine_alone(tiny_model: Path, tmp_path: Path, command: str, rows: 
         ("bench ladder --output=/a/b", "quire bench ladder"),
         ("bench latency --markdown a.md --requests 2 --json=b.json", "quire bench latency --requests 2"),
         ("bench ladder --output", "quire bench ladder"),
+        ("bench serve --api-key k --result-file a.json --plot=a.png --seed 2", "quire bench serve --seed 2"),
     ],
 )
 def test_a_report_does_not_say_where_it_was_written_to(arguments: str, shown: str) -> None:

@@ -292,6 +292,8 @@ class TestAgainstAServer:
         assert found["request_goodput"] == found["request_throughput"] > 0
         assert all(0 < ttft < found["duration"] for ttft in found["ttfts"])
         assert found["errors"] == [""] * 6
+        assert found["facts"]["server"] == server.url
+        assert found["tables"][0]["rows"][0] == [{"text": "Successful requests:"}, {"text": "6"}]
         assert picture.read_bytes().startswith(b"\x89PNG")
 
     def test_chat_at_a_rate(self, server: Server) -> None:

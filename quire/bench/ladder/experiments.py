@@ -7,13 +7,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 
-import torch
-
-from quire.bench.jobs import Job, Lengths, TokenSource, random_jobs
+from quire.bench.jobs import Job, Lengths, random_jobs
 from quire.bench.ladder.engines import Engines
 from quire.bench.ladder.settings import ClimbSettings
 from quire.bench.measure import Clock, in_turn, warm_up
-from quire.bench.offline import run_one_by_one, run_together, time_to_first_token
+from quire.bench.offline import device_of, run_one_by_one, run_together, time_to_first_token, token_source
 from quire.bench.report import Bytes, Factor, Row, Table
 from quire.bench.spread import Spread
 from quire.errors import EngineError
@@ -37,7 +35,7 @@ def naive_against_cache(llm: LLM, settings: ClimbSettings, clock: Clock) -> Tabl
     times: dict[str, list[list[float]]] = {"naive": [], "cache": []}
     answers: list[list[int]] = []
     for generate in _LOOPS.values():
-        warm_up(partial(generate, llm.engine.decoder, prompt, lengths[-1]), _device(llm))
+        warm_up(partial(generate, llm.engine.decoder, prompt, lengths[-1]), device_of(llm))
     for _ in range(settings.repeats):
         for name, generate in _LOOPS.items():
             answer, marks = _time_marks(generate, llm.engine.decoder, prompt, lengths, clock)
@@ -63,8 +61,8 @@ def cache_by_prompt_length(llm: LLM, settings: ClimbSettings, clock: Clock) -> T
             name: partial(generate, llm.engine.decoder, prompt, new) for name, generate in _LOOPS.items()
         }
         for run in ways.values():
-            warm_up(run, _device(llm))
-        (naive, _), (cached, _) = in_turn(ways, settings.repeats, _device(llm), clock).values()
+            warm_up(run, device_of(llm))
+        (naive, _), (cached, _) = in_turn(ways, settings.repeats, device_of(llm), clock).values()
         rows.append((length, naive, cached, Factor.of(naive, cached)))
     note = f"{new} new tokens after random prompts, {settings.repeats} repeats, {_kernels(llm)}."
     columns = ("prompt tokens", "naive", "KV cache", "factor")
@@ -94,8 +92,7 @@ def memory_of_allocations(engines: Engines, settings: ClimbSettings) -> Table:
 def batching(llm: LLM, settings: ClimbSettings, clock: Clock) -> Table:
     """Many requests of varied length: one by one, in static batches, and in continuous ones."""
     decoder, size = llm.engine.decoder, settings.batch_seqs
-    source = TokenSource(1, decoder.spec.vocab_size)
-    jobs = random_jobs(settings.batch_jobs, settings.batch_prompt, settings.batch_answer, source)
+    jobs = random_jobs(settings.batch_jobs, settings.batch_prompt, settings.batch_answer, token_source(llm, seed=1))
 
     def static() -> list[tuple[int, ...]]:
         prompts, new = [job.token_ids for job in jobs], [job.max_tokens for job in jobs]
@@ -109,8 +106,8 @@ def batching(llm: LLM, settings: ClimbSettings, clock: Clock) -> Table:
         f"continuous, {size} at once": lambda: _tokens(run_together(llm, jobs, next(salts))),
     }
     for run in ways.values():
-        warm_up(run, _device(llm))
-    found = in_turn(ways, settings.batch_repeats, _device(llm), clock)
+        warm_up(run, device_of(llm))
+    found = in_turn(ways, settings.batch_repeats, device_of(llm), clock)
     _check_same("the ways of batching", [answer for _, answers in found.values() for answer in answers])
     new_tokens = sum(job.max_tokens for job in jobs)
     slowest = found["one by one"][0]
@@ -127,9 +124,9 @@ def shared_system_prompt(llm: LLM, settings: ClimbSettings) -> Table:
     first: list[RequestOutput] = []
     later: list[RequestOutput] = []
     for repeat in range(settings.repeats):
-        source = TokenSource(repeat, llm.engine.decoder.spec.vocab_size)
-        jobs = random_jobs(settings.chat_requests, Lengths(8, 16), Lengths(2, 2), source, settings.system_tokens)
-        warm_up(partial(run_one_by_one, llm, jobs[:1], salt=f"warm-up {repeat}"), _device(llm))
+        own, new, source = Lengths(8, 16), Lengths(2, 2), token_source(llm, repeat)
+        jobs = random_jobs(settings.chat_requests, own, new, source, settings.system_tokens)
+        warm_up(partial(run_one_by_one, llm, jobs[:1], salt=f"warm-up {repeat}"), device_of(llm))
         outputs = run_one_by_one(llm, jobs, salt=f"chat {repeat}")
         first.append(outputs[0])
         later += outputs[1:]
@@ -175,8 +172,7 @@ def leaving_early(llm: LLM, settings: ClimbSettings) -> Table:
 
 
 def _job(llm: LLM, prompt: int, new: int, seed: int) -> Job:
-    source = TokenSource(seed, llm.engine.decoder.spec.vocab_size)
-    return random_jobs(1, Lengths(prompt, prompt), Lengths(new, new), source)[0]
+    return random_jobs(1, Lengths(prompt, prompt), Lengths(new, new), token_source(llm, seed))[0]
 
 
 def _time_marks(
@@ -207,7 +203,3 @@ def _check_same(who: str, answers: Sequence[object]) -> None:
 
 def _kernels(llm: LLM) -> str:
     return f"{llm.engine.decoder.kernels.name} kernels"
-
-
-def _device(llm: LLM) -> torch.device:
-    return llm.engine.decoder.embedding.device

@@ -13,12 +13,10 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
-
 from quire.bench.http_client import HttpClient, HttpError
 from quire.bench.jobs import Job, check_least
 from quire.errors import InvalidRequestError
+from quire.frontend.progress import BenchmarkBar
 
 BACKENDS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 
@@ -141,14 +139,13 @@ async def measure_server(
                 raise HttpError("/v1/models: the server names no model; say which with --model") from None
         if num_warmups:
             await measure(client, [jobs[i % len(jobs)] for i in range(num_warmups)], load)
-        with Progress(transient=True, console=Console(stderr=True)) as bar:
-            task = bar.add_task("requests", total=len(jobs))
-            results, duration = await measure(client, jobs, load, lambda _: bar.advance(task))
+        with BenchmarkBar(len(jobs)) as bar:
+            results, duration = await measure(client, jobs, load, bar.advance)
     return load, results, duration
 
 
 async def measure(
-    client: HttpClient, jobs: Sequence[Job], load: Load, on_done: Callable[[Result], None] | None = None
+    client: HttpClient, jobs: Sequence[Job], load: Load, on_done: Callable[[], None] = lambda: None
 ) -> tuple[list[Result], float]:
     """Sends all jobs; returns their results in the same order, and how long it took."""
     bodies = [load.body(job) for job in jobs]  # made before the clock runs
@@ -157,8 +154,7 @@ async def measure(
     async def send(body: Mapping[str, Any]) -> Result:
         async with slots:
             result = await request(client, load.path, body)
-        if on_done is not None:
-            on_done(result)
+        on_done()
         return result
 
     started = time.monotonic()
