@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -64,14 +65,11 @@ class Transformers:
     def __init__(self, setting: PeerSetting) -> None:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("TQDM_DISABLE", "1")  # its bars would run into ours
-        try:
-            import transformers
-        except ImportError:
-            raise _absent("transformers", "transformers accelerate") from None
+        transformers = _import("transformers", "transformers", "transformers accelerate")
         path = resolve(setting.model).path
         place = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
         folder = path.parent if place else path
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(str(folder), dtype=setting.dtype, **place)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(str(folder), dtype=setting.dtype, **place)
         self._model = loaded.eval().to(setting.device)
         self._device = setting.device
         self.batch_size = setting.batch_size
@@ -105,16 +103,13 @@ class LlamaCpp:
     """llama.cpp through llama-cpp-python: one request at a time, on the file's own quantised weights."""
 
     def __init__(self, setting: PeerSetting) -> None:
-        try:
-            import llama_cpp
-        except ImportError:
-            raise _absent("llama-cpp", "llama-cpp-python") from None
+        llama_cpp = _import("llama-cpp", "llama_cpp", "llama-cpp-python")
         source = resolve(setting.model)
         if source.path.suffix != ".gguf":
             raise InvalidRequestError("--model", f"llama.cpp reads .gguf files only, and {source.name} is none")
         layers = -1 if setting.device.type == "cuda" else 0
         threads = torch.get_num_threads()  # for prompts, too: it would take all cores for those
-        self._model: Any = llama_cpp.Llama(
+        self._model = llama_cpp.Llama(
             str(source.path),
             n_ctx=setting.max_model_len,
             n_threads=threads,
@@ -137,15 +132,12 @@ class Vllm:
     """vLLM's offline API: all jobs at once."""
 
     def __init__(self, setting: PeerSetting) -> None:
-        try:
-            import vllm
-        except ImportError:
-            raise _absent("vllm", "vllm") from None
-        self._vllm: Any = vllm
+        vllm = _import("vllm", "vllm", "vllm")
+        self._vllm = vllm
         dtype = str(setting.dtype).removeprefix("torch.")
         path = str(resolve(setting.model).path)
         # Not the nine tenths of the GPU it would take by itself: Quire is to fit beside it.
-        self._model: Any = vllm.LLM(
+        self._model = vllm.LLM(
             model=path, dtype=dtype, max_model_len=setting.max_model_len, gpu_memory_utilization=0.45
         )
         self.name = f"vLLM {vllm.__version__}, all at once"
@@ -195,5 +187,8 @@ class OpenAiUrl:
             return sum(await asyncio.gather(*map(complete, jobs)))
 
 
-def _absent(peer: str, packages: str) -> QuireError:
-    return QuireError(f"the peer {peer} is not installed here: pip install {packages}")
+def _import(peer: str, module: str, packages: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise QuireError(f"the peer {peer} is not installed here: pip install {packages}") from None
