@@ -6,8 +6,8 @@ from typing import Annotated
 
 from typer import Option
 
+import quire.cli.bench.options as shared
 from quire.cli import options
-from quire.cli.bench import options as shared
 
 
 def compare(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import quire.cli.bench.options as shared
 from quire.cli import options
-from quire.cli.bench import options as shared
 
 
 def throughput(
