@@ -12,14 +12,15 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
 
 from bench.ceiling import Work, decode_work
 from bench.profiling import profile
-from bench.random_engine import Machine, Run, add_options, drive, open_machine, random_prompts, requests_for
-from bench.report import Result, table, write_json
+from bench.random_engine import Machine, Run, drive, random_prompts, requests_for
+from bench.report import Result, run
 
 
 def steady_times(run: Run, batch: int) -> list[float]:
@@ -35,12 +36,12 @@ def steady_times(run: Run, batch: int) -> list[float]:
     return times[1:]
 
 
-def measure(machine: Machine, batch: int, prompt_len: int, steps: int, repeats: int) -> Result:
+def measure_batch(machine: Machine, batch: int, prompt_len: int, steps: int, repeats: int) -> Result:
     runs = []
     for i in range(repeats):
         prompts = random_prompts(batch, prompt_len, seed=1000 * batch + i)
-        run = drive(machine.core, requests_for(prompts, [steps] * batch, f"batch-{batch}-run-{i}"))
-        runs.append(steady_times(run, batch))
+        done = drive(machine.core, requests_for(prompts, [steps] * batch, f"batch-{batch}-run-{i}"))
+        runs.append(steady_times(done, batch))
     fastest = min(runs, key=statistics.mean)
     work = Work()
     for step in range(1, steps):
@@ -55,26 +56,26 @@ def measure(machine: Machine, batch: int, prompt_len: int, steps: int, repeats: 
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", default="1,8,32,128,256", help="numbers of requests, separated by commas")
     parser.add_argument("--prompt", type=int, default=128, help="prompt tokens of each request")
     parser.add_argument("--steps", type=int, default=256, help="new tokens of each request")
-    options = parser.parse_args()
-    machine = open_machine(options)
-    results = []
+
+
+def measure(machine: Machine, options: argparse.Namespace) -> Iterator[Result]:
     for batch in map(int, options.batches.split(",")):
-        results.append(measure(machine, batch, options.prompt, options.steps, options.repeats))
-        print(f"{results[-1].measure}: {results[-1].value:.3f} ms, {results[-1].detail}", flush=True)
+        result = measure_batch(machine, batch, options.prompt, options.steps, options.repeats)
+        print(f"{result.measure}: {result.value:.3f} ms, {result.detail}", flush=True)
+        yield result
         if options.profile:
             prompts = random_prompts(batch, options.prompt, seed=1000 * batch + options.repeats)
             requests = requests_for(prompts, [options.steps] * batch, f"profile-{batch}")
             steps = min(options.profile_steps, (options.steps - 32) // 2)
             print(profile(machine, requests, skip=16, steps=steps) + "\n", flush=True)
-        if options.json:  # after each, so that what was measured is there should time run out
-            write_json(options.json, results, machine.engine.description)
-    print("\n" + table(results))
+
+
+def main() -> None:
+    run(__doc__, add, measure)
 
 
 if __name__ == "__main__":

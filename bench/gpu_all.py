@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
 
-from bench.report import Result, read_json, table
+from bench.report import Result, read_results, report
 
 BENCHMARKS = ("throughput", "decode", "prefill", "startup")
 EVERYTHING = (
@@ -47,7 +47,7 @@ def run_job(job: str, extra: list[str], seconds: float) -> tuple[list[Result], s
             problem = f"ended with status {status}" if status else ""
         except subprocess.TimeoutExpired:
             problem = f"stopped after {seconds:.0f} s"
-        return read_json(figures) if figures.exists() else [], problem
+        return read_results(figures) if figures.exists() else [], problem
 
 
 def main() -> None:
@@ -71,7 +71,7 @@ def main() -> None:
         results += found
         if problem:
             problems.append(f"{job}: {problem}")
-    print("\n" + table(results))
+    report(results, "each in a process of its own").print()
     for problem in problems:
         print(problem)
     sys.exit(bool(problems))

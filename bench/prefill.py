@@ -11,34 +11,34 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
 
 from bench.ceiling import prompt_work
 from bench.profiling import profile
-from bench.random_engine import add_options, drive, open_machine, random_prompts, requests_for
-from bench.report import Result, best, table, write_json
+from bench.random_engine import Machine, drive, random_prompts, requests_for
+from bench.report import Result, run
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--length", type=int, default=2048, help="tokens of each prompt")
-    options = parser.parse_args()
-    machine = open_machine(options)
+
+
+def measure(machine: Machine, options: argparse.Namespace) -> Iterator[Result]:
     count, length = options.prompts, options.length
     rates = []
     for i in range(options.repeats + 1):  # a first one to see these sizes
-        run = drive(machine.core, requests_for(random_prompts(count, length, seed=i), [1] * count, f"run-{i}"))
-        rates.append(count * length / run.seconds)
-        print(f"run {i}: {run.seconds:.3f} s, {len(run.times)} steps, {rates[-1]:,.0f} tok/s", flush=True)
+        done = drive(machine.core, requests_for(random_prompts(count, length, seed=i), [1] * count, f"run-{i}"))
+        rates.append(count * length / done.seconds)
+        print(f"run {i}: {done.seconds:.3f} s, {len(done.times)} steps, {rates[-1]:,.0f} tok/s", flush=True)
     work = prompt_work(machine.spec, [length] * count, machine.itemsize)
-    result = Result(
+    yield Result(
         options.shape,
         "prefill",
-        best("prefill", rates[1:]),
+        max(rates[1:]),
         count * length / machine.rates.seconds(work),
         f"{work.flops / 1e12:,.1f} TFLOP",
         comparable=(count, length) == (32, 2048),
@@ -48,9 +48,10 @@ def main() -> None:
         steps = max(1, count * length // machine.core.scheduler.config.max_batched_tokens)
         more = random_prompts(3 * count, length, seed=-2)
         print(profile(machine, requests_for(more, [1] * len(more), "profile"), skip=steps // 2, steps=steps))
-    print("\n" + table([result]))
-    if options.json:
-        write_json(options.json, [result], machine.engine.description)
+
+
+def main() -> None:
+    run(__doc__, add, measure)
 
 
 if __name__ == "__main__":

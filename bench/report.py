@@ -1,15 +1,25 @@
-"""Figures as a table: ours, the ceiling, the goal and the peers; and as JSON."""
+"""What the GPU benchmarks share: a frame around their measuring, and a report of our figures beside the ceiling, the
+goal and the peers."""
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.gpu_peers import GOAL, NANO_VLLM, VLLM, VLLM_EXACT, compare, is_rate, times_better
+import torch
+
+from bench.gpu_peers import GOAL, NANO_VLLM, VLLM, VLLM_EXACT, compare, times_better
+from bench.random_engine import Machine, add_options, open_machine
+from quire.bench.machine import report_facts
+from quire.bench.report import Report, Table, number_text
+from quire.bench.spread import Spread
 
 UNITS = {"throughput": "tok/s", "prefill": "tok/s", "decode": "ms", "startup": "s"}
+COLUMNS = (GOAL, VLLM, VLLM_EXACT, NANO_VLLM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,47 +36,48 @@ class Result:
     comparable: bool = True
     """Whether this is the workload of the peers' figures."""
 
-
-def table(results: Sequence[Result]) -> str:
-    """Percentages say how much of the ceiling or goal is reached, factors how much faster than a peer we are."""
-    columns = [GOAL, VLLM, VLLM_EXACT, NANO_VLLM]
-    rows = [("shape", "measure", "quire", "ceiling", *columns, "")]
-    for result in results:
-        found = compare(result.shape, result.measure, result.value) if result.comparable else []
-        others = {other.name: other for other in found}
-        cells = []
-        for name in columns:
-            other = others.get(name)
-            if other is None:
-                cells.append("-")
-            elif name == GOAL:
-                cells.append(f"{_number(other.value)} ({other.times_better:.0%})")
-            else:
-                cells.append(f"{_number(other.value)} ({other.times_better:.2f}x)")
+    def row(self) -> tuple[str | Spread, ...]:
+        found = compare(self.shape, self.measure, self.value) if self.comparable else []
+        others = dict.fromkeys(COLUMNS, "-")
+        for other in found:
+            better = f"{other.times_better:.0%}" if other.name == GOAL else f"{other.times_better:.2f}x"
+            others[other.name] = f"{number_text(other.value)} ({better})"
         ceiling = "-"
-        if result.ceiling is not None:
-            reached = 1 / times_better(result.measure, result.ceiling, result.value)
-            ceiling = f"{_number(result.ceiling)} ({reached:.0%})"
-        unit = UNITS[result.measure.split()[0]]
-        rows.append((result.shape, f"{result.measure}, {unit}", _number(result.value), ceiling, *cells, result.detail))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join(lines)
+        if self.ceiling is not None:
+            reached = 1 / times_better(self.measure, self.ceiling, self.value)
+            ceiling = f"{number_text(self.ceiling)} ({reached:.0%})"
+        value = Spread((self.value,), UNITS[self.measure.split()[0]])
+        return self.shape, self.measure, value, ceiling, *others.values(), self.detail
 
 
-def best(measure: str, values: Sequence[float]) -> float:
-    return max(values) if is_rate(measure) else min(values)
+def report(results: Sequence[Result], engine: str, device: torch.device | None = None) -> Report:
+    """`engine` says which one, on which device."""
+    note = "Percentages say how much of the ceiling or goal is reached, factors how much faster than a peer we are."
+    columns = ("shape", "measure", "quire", "ceiling", *COLUMNS, "")
+    table = Table("Quire on this device", note, columns, tuple(result.row() for result in results))
+    facts = report_facts(device, f"python bench/{Path(sys.argv[0]).name}") | {"engine": engine}
+    return Report(table.title, facts, (table,), {"results": [asdict(result) for result in results]})
 
 
-def write_json(path: str, results: Sequence[Result], about: str) -> None:
-    """`about` says which engine on which device."""
-    Path(path).write_text(json.dumps({"about": about, "results": [asdict(result) for result in results]}, indent=2))
+def read_results(path: Path) -> list[Result]:
+    return [Result(**entry) for entry in json.loads(path.read_text())["results"]]
 
 
-def read_json(path: str | Path) -> list[Result]:
-    return [Result(**entry) for entry in json.loads(Path(path).read_text())["results"]]
-
-
-def _number(value: float) -> str:
-    """Three or four digits that matter."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.3f}"
+def run(
+    about: str,
+    add: Callable[[argparse.ArgumentParser], None],
+    measure: Callable[[Machine, argparse.Namespace], Iterator[Result]],
+) -> None:
+    """A benchmark's `main`: its options beside the usual ones, an engine, its figures, a report of them."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    add(parser)
+    options = parser.parse_args()
+    machine = open_machine(options)
+    device = machine.engine.decoder.embedding.device
+    results: list[Result] = []
+    for result in measure(machine, options):
+        results.append(result)
+        # After each, so that what was measured is there should time run out.
+        report(results, machine.engine.description, device).write(None, options.json and Path(options.json))
+    report(results, machine.engine.description, device).print()

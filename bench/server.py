@@ -31,12 +31,13 @@ from bisect import bisect
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import cast
 
-from quire import LLM, SamplingParams
-from quire.bench_serve.http_client import HttpClient
-from quire.bench_serve.measuring import Load, measure
-from quire.bench_serve.workloads import Job, Lengths, TokenSource, random_jobs
+from quire import LLM
+from quire.bench.http_client import HttpClient
+from quire.bench.jobs import Job, Lengths, TokenSource, random_jobs
+from quire.bench.offline import run_together
+from quire.bench.serve.load import Load, measure
+from quire.bench.spread import percentile_of
 from quire.observe.step_log import read_step_log
 
 ROOT = Path(__file__).parents[1]
@@ -45,9 +46,8 @@ ENGINE = {"max_num_seqs": 32, "max_batched_tokens": 512, "max_model_len": 1024, 
 
 def offline(llm: LLM, jobs: list[Job]) -> tuple[float, float]:
     """New tokens per second, and seconds per output token."""
-    params = [SamplingParams(temperature=0, max_tokens=job.max_tokens, ignore_eos=True) for job in jobs]
     start = time.perf_counter()
-    outputs = llm.generate(cast(list[list[int]], [job.prompt for job in jobs]), params)
+    outputs = run_together(llm, jobs)
     seconds = time.perf_counter() - start
     times = [output.metrics.time_per_output_token for output in outputs]
     return sum(job.max_tokens for job in jobs) / seconds, statistics.fmean(one for one in times if one is not None)
@@ -120,7 +120,9 @@ def main() -> None:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server must not be left behind
     with tempfile.TemporaryDirectory() as folder:
-        jobs = random_jobs(options.requests, Lengths(options.input_len, options.output_len, 0.3), TokenSource(0, 49152))
+        prompts = Lengths.around("--input-len", options.input_len, 0.3)
+        answers = Lengths.around("--output-len", options.output_len, 0.3)
+        jobs = random_jobs(options.requests, prompts, answers, TokenSource(0, 49152))
         compare(options.dtype, jobs, options.repeats, Path(folder))
 
 
@@ -147,7 +149,7 @@ def compare(dtype: str, jobs: list[Job], repeats: int, folder: Path) -> None:
     for name, log in logs.items():
         print(f"{name}: {1000 * between_steps(log, len(jobs)):.2f} ms between two steps of all requests (median)")
     ways = on_the_way(logs["served"], arrivals)
-    middle, late = ways[len(ways) // 2], ways[len(ways) * 99 // 100]
+    middle, late = percentile_of(ways, 50), percentile_of(ways, 99)
     print(f"served: a token is at the client {1000 * middle:.2f} ms after its step (median; P99 {1000 * late:.2f} ms)")
 
 

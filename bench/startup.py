@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from bench.report import Result, table, write_json
+from bench.report import Result, report
 from bench.shapes import CONFIGS, spec_of, write_config
 from quire.kernels.reference import ReferenceKernels
 from quire.models.decoder import Decoder
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
     parser.add_argument("--repeats", type=int, default=3, help="processes after the one that compiles")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     options = parser.parse_args()
     with TemporaryDirectory() as name:
         folder, kernel_cache = Path(name) / "model", Path(name) / "kernels"
@@ -103,9 +103,9 @@ def main() -> None:
             print(f"{kind}: {starts[-1][0]:.2f} s ({starts[-1][1]})", flush=True)
     cold, warm = starts[0][0], min(seconds for seconds, _, _ in starts[1:])
     result = Result(options.shape, "startup", warm, detail=f"{cold:.2f} s the first time")
-    print("\n" + starts[0][2] + "\n" + table([result]))
-    if options.json:
-        write_json(options.json, [result], starts[0][2])
+    found = report([result], starts[0][2])
+    found.print()
+    found.write(None, options.json)
 
 
 if __name__ == "__main__":

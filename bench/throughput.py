@@ -12,14 +12,15 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
 
 from bench.ceiling import workload_work
 from bench.profiling import profile
-from bench.random_engine import add_options, drive, open_machine, requests_for
-from bench.report import Result, best, table, write_json
+from bench.random_engine import Machine, drive, requests_for
+from bench.report import Result, run
 
 
 def nano_workload(count: int = 256, shortest: int = 100, longest: int = 1024) -> tuple[list[list[int]], list[int]]:
@@ -29,40 +30,43 @@ def nano_workload(count: int = 256, shortest: int = 100, longest: int = 1024) ->
     return prompts, [source.randint(shortest, longest) for _ in range(count)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
+def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--longest", type=int, default=1024, help="the longest prompt and answer (100 the shortest)")
-    options = parser.parse_args()
-    machine = open_machine(options)
+
+
+def measure(machine: Machine, options: argparse.Namespace) -> Iterator[Result]:
     prompts, new_tokens = nano_workload(options.requests, longest=options.longest)
     total = sum(new_tokens)
+
+    def fresh(i: int) -> list[list[int]]:
+        """Every run has prompts of its own, so that none finds the last one's in the prefix cache."""
+        return [[(token + i) % 10_001 for token in prompt] for prompt in prompts]
+
     print(f"{len(prompts)} requests: {sum(map(len, prompts)):,} prompt tokens, {total:,} new ones")
     rates = []
     for i in range(options.repeats):
-        # Every run has prompts of its own, so that none finds the last one's in the prefix cache.
-        fresh = [[(token + i) % 10_001 for token in prompt] for prompt in prompts]
-        run = drive(machine.core, requests_for(fresh, new_tokens, f"run-{i}"))
-        rates.append(total / run.seconds)
-        print(f"run {i + 1}: {run.seconds:.3f} s, {len(run.times)} steps, {rates[-1]:,.0f} tok/s", flush=True)
+        done = drive(machine.core, requests_for(fresh(i), new_tokens, f"run-{i}"))
+        rates.append(total / done.seconds)
+        print(f"run {i + 1}: {done.seconds:.3f} s, {len(done.times)} steps, {rates[-1]:,.0f} tok/s", flush=True)
     work = workload_work(machine.spec, list(zip(map(len, prompts), new_tokens, strict=True)), machine.itemsize)
-    result = Result(
+    yield Result(
         options.shape,
         "throughput",
-        best("throughput", rates),
+        max(rates),
         total / machine.rates.seconds(work),
         f"must read {work.bytes_read / 1e12:.2f} TB",
         comparable=(options.requests, options.longest) == (256, 1024),
     )
     if options.profile:
         print("\nFrom the middle of one more run:")
-        fresh = [[(token + options.repeats) % 10_001 for token in prompt] for prompt in prompts]
         skip = max(0, min(150, max(new_tokens) - 2 * options.profile_steps - 8))
-        print(profile(machine, requests_for(fresh, new_tokens, "profile"), skip, options.profile_steps))
-    print("\n" + table([result]))
-    if options.json:
-        write_json(options.json, [result], machine.engine.description)
+        requests = requests_for(fresh(options.repeats), new_tokens, "profile")
+        print(profile(machine, requests, skip, options.profile_steps))
+
+
+def main() -> None:
+    run(__doc__, add, measure)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from quire.bench_serve.http_client import HttpClient, HttpError
+from quire.bench.http_client import HttpClient, HttpError
 
 ROOT = Path(__file__).parents[1]
 CUTS = 0.3

@@ -1,4 +1,4 @@
-"""Rung 6 in isolation: the same attention by different kernels, its time and the memory it needs on the way."""
+"""Rung 6 in isolation: the same attention by different kernels."""
 
 from __future__ import annotations
 
@@ -9,20 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.benchmark.measure import Clock, Spread, peak_memory, timed
-from quire.benchmark.report import EMPTY, Bytes, Cell, Table, factor
-from quire.errors import EngineError
 from quire.kernels.ops import HeadShape, Kernels, LayerCache, PagedBatch
-from quire.kernels.reference import ReferenceKernels
 from quire.ladder.contiguous import contiguous_batch
-from quire.ladder.settings import ClimbSettings
-from quire.llm import LLM
+from quire.models.decoder import Decoder
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-FLOAT32_ON_GPU = (
-    "In float32 a GPU's tensor cores would round the factors, so these kernels don't use them; and torch has no fused "
-    "attention for grouped heads in float32 there, so that it, too, has all scores in memory at once."
-)
 
 
 def attention_by_definition(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -52,63 +43,12 @@ def kernel_attention(kernels: Kernels, batch: PagedBatch, query: Tensor, keys: T
     return kernels.attention(query, LayerCache(keys[None], values[None]), batch, query.shape[2] ** -0.5, None)
 
 
-def compare_attention(llm: LLM, settings: ClimbSettings, clock: Clock) -> Table:
-    """One layer's attention over a whole prompt."""
-    decoder = llm.engine.decoder
-    spec = decoder.spec
-    backends: list[Kernels] = [ReferenceKernels()]
-    if decoder.kernels.name != "reference":
-        backends.append(decoder.kernels)
-    rows: list[tuple[Cell, ...]] = []
-    for tokens in settings.attention_lengths:
-        rows += _measure_length(llm, _ways(llm, backends, tokens), tokens, settings.repeats, clock)
-    note = (
-        f"One layer of {spec.num_heads} heads ({spec.num_kv_heads} for keys and values) of {spec.head_dim}, "
-        f"{settings.repeats} repeats after a first run. The kernels find their batch laid out, as an engine does once "
-        "for all layers. Memory is the most that was held beyond the inputs."
-    )
-    if decoder.embedding.device.type == "cuda" and decoder.dtype == torch.float32:
-        note += f" {FLOAT32_ON_GPU}"
-    return Table("Attention kernels", note, ("tokens", "attention", "time", "memory", "factor"), tuple(rows))
-
-
-def _ways(llm: LLM, backends: Sequence[Kernels], tokens: int) -> dict[str, Attend]:
-    spec, device = llm.engine.decoder.spec, llm.engine.decoder.embedding.device
+def attention_ways(decoder: Decoder, backends: Sequence[Kernels], tokens: int) -> dict[str, Attend]:
+    """By name: the definition, torch's and each backend's, for one prompt of so many tokens."""
+    spec, device = decoder.spec, decoder.embedding.device
     shape = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
     ways: dict[str, Attend] = {"by definition": attention_by_definition, "torch's fused one": torch_attention}
     for kernels in backends:
         batch = contiguous_batch([(0, 0, tokens)], tokens, kernels, shape, device)
         ways[f"{kernels.name} kernels"] = partial(kernel_attention, kernels, batch)
     return ways
-
-
-def _measure_length(
-    llm: LLM, ways: dict[str, Attend], tokens: int, repeats: int, clock: Clock
-) -> list[tuple[Cell, ...]]:
-    decoder = llm.engine.decoder
-    spec, device = decoder.spec, decoder.embedding.device
-    generator = torch.Generator().manual_seed(tokens)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(decoder.dtype).to(device)
-
-    query = draw(tokens, spec.num_heads, spec.head_dim)
-    keys, values = (draw(spec.num_kv_heads, tokens, spec.head_dim) for _ in range(2))
-    rows: list[tuple[Cell, ...]] = []
-    # GPUs may round float32 factors to fewer bits before they multiply them.
-    tolerance = 1e-4 if decoder.dtype == torch.float32 and device.type == "cpu" else 0.03
-    expected = slowest = None
-    with torch.inference_mode():
-        for name, attend in ways.items():
-            output = attend(query, keys, values)
-            expected = output if expected is None else expected
-            if not torch.allclose(output.float(), expected.float(), atol=tolerance):
-                raise EngineError(f"attention of {name} differs from its definition: please report this as a bug")
-            work = partial(attend, query, keys, values)
-            memory = peak_memory(work, device)
-            times = [timed(work, device, clock)[0] for _ in range(repeats)]
-            spread = Spread(tuple(1000 * seconds for seconds in times), "ms")
-            slowest = spread if slowest is None else slowest
-            shown = EMPTY if memory is None else Bytes(memory)
-            rows.append((tokens, name, spread, shown, factor(slowest, spread)))
-    return rows

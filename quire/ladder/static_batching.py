@@ -7,10 +7,10 @@ nobody joins. Continuous batching (`quire/engine/scheduler.py`) lifts both limit
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from quire.benchmark.jobs import Job
 from quire.ladder.contiguous import ContiguousCache, next_tokens
 from quire.models.decoder import Decoder
 
@@ -34,39 +34,42 @@ def batch_start(arrivals: Sequence[float], free_from: float, max_batch_size: int
     return max(free_from, min(full, give_up))
 
 
-def generate_static_batch(decoder: Decoder, jobs: Sequence[Job]) -> list[tuple[int, ...]]:
-    """Greedy answers to all jobs, computed together until the longest is done.
+def generate_static_batch(
+    decoder: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """Greedy answers to all prompts, computed together until the longest is done.
 
     A request that is done keeps its place, and what is computed for it is thrown away.
     """
-    longest = max(job.new_tokens for job in jobs)
-    cache = ContiguousCache(decoder, len(jobs), max(len(job.prompt) for job in jobs) + longest)
-    answers: list[list[int]] = [[] for _ in jobs]
-    new: dict[int, Sequence[int]] = {i: job.prompt for i, job in enumerate(jobs)}
+    longest = max(max_new_tokens)
+    cache = ContiguousCache(decoder, len(prompts), max(map(len, prompts)) + longest)
+    answers: list[list[int]] = [[] for _ in prompts]
+    new = dict(enumerate(prompts))
     for _ in range(longest):
         for i, token in next_tokens(decoder, cache, new).items():
             answers[i].append(token)
             new[i] = [token]
-    return [tuple(answer[: job.new_tokens]) for answer, job in zip(answers, jobs, strict=True)]
+    return [tuple(answer[:count]) for answer, count in zip(answers, max_new_tokens, strict=True)]
 
 
 def serve_static_batches(
     decoder: Decoder,
-    jobs: Sequence[Job],
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: Sequence[int],
+    arrivals: Sequence[float],
     max_batch_size: int,
     max_wait_ms: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[StaticAnswer]:
-    """Serves jobs, given in order of arrival, in static batches. Computing takes the time it takes; waiting for
+    """Serves requests, given in order of arrival, in static batches. Computing takes the time it takes; waiting for
     arrivals is only added up, so nothing sleeps."""
     answers: list[StaticAnswer] = []
     now = 0.0
-    while len(answers) < len(jobs):
-        waiting = jobs[len(answers) :]
-        now = batch_start([job.arrival for job in waiting], now, max_batch_size, max_wait_ms)
-        batch = [job for job in waiting[:max_batch_size] if job.arrival <= now]
+    while (first := len(answers)) < len(prompts):
+        now = batch_start(arrivals[first:], now, max_batch_size, max_wait_ms)
+        end = min(bisect_right(arrivals, now), first + max_batch_size)
         began = clock()
-        tokens = generate_static_batch(decoder, batch)
+        tokens = generate_static_batch(decoder, prompts[first:end], max_new_tokens[first:end])
         finished = now + clock() - began
         answers += [StaticAnswer(answer, now, finished) for answer in tokens]
         now = finished

@@ -14,8 +14,9 @@ from bench.gpu_all import run_job
 from bench.gpu_peers import compare
 from bench.profiling import gpu_times
 from bench.random_engine import Run
-from bench.report import Result, read_json, table
+from bench.report import Result, read_results, report
 from bench.shapes import CONFIGS, spec_of
+from quire.bench.report import cell_text
 
 H200 = Rates(read_bandwidth=4.5e12, flops=790e12)
 
@@ -83,10 +84,10 @@ def test_only_steps_of_the_whole_batch_count() -> None:
 
 
 def test_the_table_says_how_much_is_reached() -> None:
-    line = table([Result("qwen3-0.6b", "decode 1", 1.2, 0.3)]).splitlines()[1]
-    assert "1.200  0.300 (25%)  0.600 (50%)  2.190 (1.82x)  3.770 (3.14x)  2.260 (1.88x)" in line
-    line = table([Result("qwen3-0.6b", "throughput", 20_000, 40_000, comparable=False)]).splitlines()[1]
-    assert line.split() == ["qwen3-0.6b", "throughput,", "tok/s", "20,000", "40,000", "(50%)", "-", "-", "-", "-"]
+    [line] = report([Result("qwen3-0.6b", "decode 1", 1.2, 0.3)], "").tables[0].markdown()[2:]
+    assert "| 1.20 ms | 0.300 (25%) | 0.600 (50%) | 2.19 (1.82x) | 3.77 (3.14x) | 2.26 (1.88x) |" in line
+    [line] = report([Result("qwen3-0.6b", "throughput", 20_000, 40_000, comparable=False)], "").tables[0].markdown()[2:]
+    assert line.startswith("| qwen3-0.6b | throughput | 20,000 tok/s | 40,000 (50%) | - | - | - | - |")
     assert compare("tiny", "prefill", 1.0) == []
 
 
@@ -115,13 +116,14 @@ def test_commands_run(
     monkeypatch.setattr(sys, "argv", ["bench", *options, "--profile-steps", "8", *arguments])
     module.main()  # type: ignore[attr-defined]
     shown = capsys.readouterr().out
-    results = read_json(figures)
+    results = read_results(figures)
     assert [result.measure for result in results] == measures
     assert all(result.value > 0 and result.ceiling for result in results)
-    assert table(results) in shown
+    for result in results:
+        assert all(cell_text(cell) in shown for cell in result.row())
     for part in ("schedule", "submit", "wait", "commit"):
         assert f"us  {part}" in shown
-    assert "tiny" in json.loads(figures.read_text())["about"]
+    assert "tiny" in json.loads(figures.read_text())["facts"]["engine"]
 
 
 def test_startup_is_timed_from_outside_the_process(tmp_path: Path) -> None:

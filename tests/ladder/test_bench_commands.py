@@ -20,12 +20,11 @@ import torch
 from typer.testing import CliRunner
 
 from quire import LLM
-from quire.benchmark.compare import compare
-from quire.benchmark.engine_runs import run_together
-from quire.benchmark.jobs import Lengths, random_jobs
-from quire.benchmark.machine import command_line
-from quire.benchmark.measure import peak_memory
-from quire.benchmark.peers import PeerSetting, open_peer
+from quire.bench.jobs import Lengths, TokenSource, random_jobs
+from quire.bench.machine import command_line
+from quire.bench.measure import peak_memory
+from quire.bench.offline import compare, measure_latency, measure_throughput, run_together
+from quire.bench.peers import PeerSetting, open_peer
 from quire.cli.main import app, main
 from quire.errors import QuireError
 from quire.frontend.progress import BenchmarkBar
@@ -79,6 +78,7 @@ def test_the_engine_alone(tiny_model: Path, tmp_path: Path, command: str, rows: 
         ("bench ladder --output=/a/b", "quire bench ladder"),
         ("bench latency --markdown a.md --requests 2 --json=b.json", "quire bench latency --requests 2"),
         ("bench ladder --output", "quire bench ladder"),
+        ("bench serve --api-key k --result-file a.json --plot=a.png --seed 2", "quire bench serve --seed 2"),
     ],
 )
 def test_a_report_does_not_say_where_it_was_written_to(arguments: str, shown: str) -> None:
@@ -117,25 +117,20 @@ class CountingBar(BenchmarkBar):
 
 
 def test_bars_end_full(llm: LLM, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quire.benchmark import throughput
-
     monkeypatch.setattr(CountingBar, "seen", [])
-    monkeypatch.setattr("quire.benchmark.throughput.BenchmarkBar", CountingBar)
-    monkeypatch.setattr("quire.benchmark.compare.BenchmarkBar", CountingBar)
-    jobs = random_jobs(2, Lengths(4, 8), Lengths(2, 3), 256)
-    throughput.measure_throughput(llm, jobs, repeats=2)
-    throughput.measure_latency(llm, jobs, repeats=2)
+    monkeypatch.setattr("quire.bench.offline.BenchmarkBar", CountingBar)
+    jobs = random_jobs(2, Lengths(4, 8), Lengths(2, 3), TokenSource(0, 256))
+    measure_throughput(llm, jobs, repeats=2)
+    measure_latency(llm, jobs, repeats=2)
     compare(llm, open_peer("transformers", setting(tiny_model)), jobs, repeats=2)
     assert CountingBar.seen == [[3, 3], [3, 3], [5, 5]]
 
 
 def test_throughput_counts_the_tokens_of_its_jobs(llm: LLM) -> None:
-    from quire.benchmark.throughput import measure_throughput
-
-    jobs = random_jobs(3, Lengths(4, 8), Lengths(2, 5), 256)
+    jobs = random_jobs(3, Lengths(4, 8), Lengths(2, 5), TokenSource(0, 256))
     table = measure_throughput(llm, jobs, repeats=1, clock=iter([0.0, 2.0]).__next__)
     measured = {row[0]: row[1].values for row in table.rows}  # type: ignore[union-attr]
-    new = sum(job.new_tokens for job in jobs)
+    new = sum(job.max_tokens for job in jobs)
     assert measured["time"] == (2.0,)
     assert measured["output tokens"] == (new / 2,)
     assert measured["prompt and output tokens"] == ((new + sum(len(job.prompt) for job in jobs)) / 2,)
@@ -143,13 +138,13 @@ def test_throughput_counts_the_tokens_of_its_jobs(llm: LLM) -> None:
 
 
 def test_transformers_answers_alike_in_float32(llm: LLM, tiny_model: Path) -> None:
-    jobs = random_jobs(5, Lengths(3, 9), Lengths(2, 6), 256)
+    jobs = random_jobs(5, Lengths(3, 9), Lengths(2, 6), TokenSource(0, 256))
     clock = iter([0.0, 1.0, 1.0, 3.0] * 2).__next__
     table = compare(llm, open_peer("transformers", setting(tiny_model)), jobs, repeats=2, clock=clock)
     (_, ours, *_), (name, theirs, ratio, same) = table.rows
     assert "transformers" in str(name)
     assert same == "10 of 10"
-    tokens = sum(job.new_tokens for job in jobs)
+    tokens = sum(job.max_tokens for job in jobs)
     assert ours.values == (tokens / 1,) * 2  # type: ignore[union-attr]
     assert theirs.values == (tokens / 2,) * 2  # type: ignore[union-attr]
     assert ratio.value == 2.0  # type: ignore[union-attr]
@@ -157,14 +152,14 @@ def test_transformers_answers_alike_in_float32(llm: LLM, tiny_model: Path) -> No
 
 def test_llama_cpp_runs_the_same_jobs(smollm2_gguf: Path) -> None:
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed here")
-    jobs = random_jobs(3, Lengths(4, 8), Lengths(2, 5), 49152)
+    jobs = random_jobs(3, Lengths(4, 8), Lengths(2, 5), TokenSource(0, 49152))
     peer = open_peer("llama-cpp", setting(smollm2_gguf))
     answers = peer.run(jobs)
     assert isinstance(answers, list)
-    assert [len(answer) for answer in answers] == [job.new_tokens for job in jobs]
+    assert [len(answer) for answer in answers] == [job.max_tokens for job in jobs]
     assert peer.run(jobs) == answers
     # The last token is told and not computed further: the peer must not do more than it is asked for.
-    assert peer._model.n_tokens == len(jobs[-1].prompt) + jobs[-1].new_tokens - 1  # type: ignore[attr-defined]
+    assert peer._model.n_tokens == len(jobs[-1].prompt) + jobs[-1].max_tokens - 1  # type: ignore[attr-defined]
     with LLM(smollm2_gguf, device="cpu", dtype="float32", kv_cache_memory="16MiB", max_model_len=64) as llm:
         ours = [output.token_ids for output in run_together(llm, jobs)]
     # It computes with quantised weights as they are and rounds what it multiplies them with; first tokens are clear.
@@ -213,18 +208,20 @@ def test_a_server_is_compared_by_the_tokens_it_reports(
     llm: LLM, tiny_model: Path, server: tuple[str, list[dict[str, Any]]]
 ) -> None:
     url, seen = server
-    jobs = random_jobs(3, Lengths(4, 8), Lengths(2, 5), 256)
+    jobs = random_jobs(3, Lengths(4, 8), Lengths(2, 5), TokenSource(0, 256))
     table = compare(llm, open_peer("openai-url", setting(tiny_model, url=url)), jobs, repeats=2)
     assert table.rows[1][3] == "not told"
     assert {body["path"] for body in seen} == {"/v1/completions"}
     passes = [seen[:2], seen[2:5], seen[5:]]  # two to warm up
     for asked, expected in zip(passes, (jobs[:2], jobs, jobs), strict=True):
         lengths = sorted((len(body["prompt"]), body["max_tokens"]) for body in asked)
-        assert lengths == sorted((len(job.prompt), job.new_tokens) for job in expected)
+        assert lengths == sorted((len(job.prompt), job.max_tokens) for job in expected)
     # A server that keeps prefixes must find none of an earlier pass.
     assert len({tuple(body["prompt"]) for body in seen}) == len(seen)
     with pytest.raises(QuireError, match="answered 400"):
-        open_peer("openai-url", setting(tiny_model, url=url)).run(random_jobs(1, Lengths(4, 4), Lengths(13, 13), 256))
+        open_peer("openai-url", setting(tiny_model, url=url)).run(
+            random_jobs(1, Lengths(4, 4), Lengths(13, 13), TokenSource(0, 256))
+        )
     with pytest.raises(QuireError, match=r"(?s)answered 404.*\(does --url end with /v1\?\)"):
         open_peer("openai-url", setting(tiny_model, url=url.removesuffix("/v1"))).run(jobs)
 
@@ -269,7 +266,7 @@ def test_wrong_input_is_one_line_that_says_what_to_do(
 def test_a_server_that_is_not_there_is_named(tiny_model: Path) -> None:
     peer = open_peer("openai-url", setting(tiny_model, url="http://127.0.0.1:9/v1"))
     with pytest.raises(QuireError, match=r"127\.0\.0\.1:9/v1/completions can't be reached"):
-        peer.run(random_jobs(1, Lengths(4, 4), Lengths(2, 2), 256))
+        peer.run(random_jobs(1, Lengths(4, 4), Lengths(2, 2), TokenSource(0, 256)))
 
 
 def test_every_command_has_examples() -> None:

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from quire.benchmark.jobs import Lengths
-from quire.benchmark.measure import Spread
-from quire.benchmark.report import Bytes, Factor, Table, cell_text, markdown_rows
-from quire.ladder.climb import climb
-from quire.ladder.engines import Engines
-from quire.ladder.settings import FULL, QUICK
+from quire.bench.jobs import Lengths
+from quire.bench.ladder.climb import climb
+from quire.bench.ladder.engines import Engines
+from quire.bench.ladder.settings import FULL, QUICK
+from quire.bench.report import Bytes, Factor, Table, cell_text
+from quire.bench.spread import Spread
 
 NUMBER = r"[\d,]+(?:\.\d+)?"
 
@@ -152,9 +152,9 @@ def test_what_the_clock_says_is_what_the_table_says(tiny_model: Path) -> None:
 def test_a_rung_that_says_something_else_is_found_out(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from quire.cli.bench_ladder import ladder
+    from quire.bench.ladder import rungs
+    from quire.cli.bench.ladder import ladder
     from quire.errors import EngineError
-    from quire.ladder import rungs
 
     real = rungs.generate_with_kv_cache
 
@@ -196,4 +196,4 @@ def test_cells_are_rounded_for_people() -> None:
     assert cell_text(Factor(1.0)) == "1.00 ×"
     assert cell_text(Bytes(3 * 2**20)) == "3.0 MiB"
     table = Table("t", "n", ("a", "b"), ((1, "x|y"),))
-    assert markdown_rows(table) == ["| a | b |", "| --- | --- |", "| 1 | x\\|y |"]
+    assert table.markdown() == ["| a | b |", "| --- | --- |", "| 1 | x\\|y |"]

@@ -83,7 +83,9 @@ def test_there_is_a_chapter_for_every_rung_and_all_have_the_same_parts() -> None
         assert chapter.name.startswith("00") or "<!-- results: " in text
 
 
-@pytest.mark.parametrize("folder", [ROOT / "benchmarks", ROOT / "benchmarks" / "h200"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "folder", [ROOT / "bench" / "results", ROOT / "bench" / "results" / "h200"], ids=lambda path: path.name
+)
 def test_the_recorded_tables_and_plots_are_those_of_the_recorded_figures(folder: Path) -> None:
     raw = json.loads((folder / "results.json").read_text())
     table = [f"- {name}: {value}" for name, value in raw["facts"].items()]
@@ -112,13 +114,13 @@ def test_a_table_is_quoted_with_its_note_and_its_origin(tmp_path: Path, monkeypa
     monkeypatch.setattr(update, "RESULTS", results)
     document = tmp_path / "doc.md"
     document.write_text("x\n<!-- results: One | b -->\nold\n<!-- end -->\ny\n")
-    origin = "(`quire x`, s, m; d; [benchmarks/results.md](results.md))"
+    origin = "(`quire x`, s, m; d; [bench/results/results.md](results.md))"
     quoted = f"| b |\n| --- |\n| 2 |\n\nNote. {origin}\n"
     assert update.updated(document) == f"x\n<!-- results: One | b -->\n{quoted}<!-- end -->\ny\n"
     (tmp_path / "card").mkdir()
     (tmp_path / "card" / "results.md").write_text(results.read_text().replace("machine: m", "machine: gpu"))
     document.write_text("<!-- results: card/results.md One | b -->\n<!-- end -->\n")
-    assert "(`quire x`, s, gpu; d; [benchmarks/card/results.md](card/results.md))" in update.updated(document)
+    assert "(`quire x`, s, gpu; d; [bench/results/card/results.md](card/results.md))" in update.updated(document)
     for wrong, message in (("Two", "no table called 'Two'"), ("One | c", "no column 'c'")):
         document.write_text(f"<!-- results: {wrong} -->\n<!-- end -->\n")
         with pytest.raises(SystemExit, match=message):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quire.benchmark.jobs import Job, Lengths, random_jobs
+from quire.bench.jobs import Lengths, TokenSource, random_jobs
 from quire.errors import InvalidRequestError
 from quire.kernels.cpu.kernels import CpuKernels
 from quire.kernels.ops import HeadShape, Int32Array, LayerCache, PagedBatch
@@ -109,16 +109,15 @@ def test_the_cache_prints_its_shapes_as_they_grow(decoder: Decoder) -> None:
 
 
 def test_a_static_batch_gives_everyone_the_answer_they_get_alone(decoder: Decoder) -> None:
-    jobs = random_jobs(5, Lengths(1, 20), Lengths(1, 12), decoder.spec.vocab_size)
-    together = generate_static_batch(decoder, jobs)
-    assert together == [tuple(generate_naive(decoder, job.prompt, job.new_tokens)) for job in jobs]
+    jobs = random_jobs(5, Lengths(1, 20), Lengths(1, 12), TokenSource(0, decoder.spec.vocab_size))
+    together = generate_static_batch(decoder, [job.token_ids for job in jobs], [job.max_tokens for job in jobs])
+    assert together == [tuple(generate_naive(decoder, job.token_ids, job.max_tokens)) for job in jobs]
 
 
 def test_static_batches_fill_up_or_give_up_waiting(decoder: Decoder) -> None:
     arrivals = [0.0, 0.01, 0.02, 0.5, 0.52, 9.0]
-    jobs = [Job((1, 2), 2, arrival) for arrival in arrivals]
     # Computing takes one tick of 0.1 s per batch.
-    answers = serve_static_batches(decoder, jobs, max_batch_size=3, max_wait_ms=100, clock=ticking(0.1))
+    answers = serve_static_batches(decoder, [(1, 2)] * 6, [2] * 6, arrivals, 3, max_wait_ms=100, clock=ticking(0.1))
     starts = [answer.started for answer in answers]
     assert starts == pytest.approx([0.02, 0.02, 0.02, 0.6, 0.6, 9.1])
     assert [answer.finished for answer in answers] == pytest.approx([start + 0.1 for start in starts])
@@ -126,8 +125,8 @@ def test_static_batches_fill_up_or_give_up_waiting(decoder: Decoder) -> None:
 
 
 def test_a_busy_machine_takes_along_whoever_came_meanwhile(decoder: Decoder) -> None:
-    jobs = [Job((1, 2), 1, arrival) for arrival in (0.0, 0.3, 0.9)]
-    answers = serve_static_batches(decoder, jobs, max_batch_size=8, max_wait_ms=10, clock=ticking(1.0))
+    arrivals = [0.0, 0.3, 0.9]
+    answers = serve_static_batches(decoder, [(1, 2)] * 3, [1] * 3, arrivals, 8, max_wait_ms=10, clock=ticking(1.0))
     assert [answer.started for answer in answers] == pytest.approx([0.01, 1.01, 1.01])
 
 
@@ -158,9 +157,9 @@ def test_job_lengths_are_read_and_checked() -> None:
 
 
 def test_jobs_are_the_same_each_time_and_begin_alike_where_asked() -> None:
-    jobs = random_jobs(60, Lengths(3, 9), Lengths(2, 4), 1000, shared=5)
-    assert jobs == random_jobs(60, Lengths(3, 9), Lengths(2, 4), 1000, shared=5)
+    jobs = random_jobs(60, Lengths(3, 9), Lengths(2, 4), TokenSource(0, 1000), shared=5)
+    assert jobs == random_jobs(60, Lengths(3, 9), Lengths(2, 4), TokenSource(0, 1000), shared=5)
     assert len({job.prompt[:5] for job in jobs}) == 1
     assert len({job.prompt for job in jobs}) == 60
     assert {len(job.prompt) for job in jobs} == set(range(8, 15))
-    assert {job.new_tokens for job in jobs} == {2, 3, 4}
+    assert {job.max_tokens for job in jobs} == {2, 3, 4}

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from quire import LLM
-from quire.benchmark.jobs import Job, Lengths, random_jobs
-from quire.ladder import experiments
-from quire.ladder.engines import Engines
+from quire.bench.jobs import Job, Lengths, TokenSource, random_jobs
+from quire.bench.ladder import experiments
+from quire.bench.ladder.engines import Engines
+from quire.bench.ladder.rungs import find_rungs
+from quire.bench.ladder.settings import QUICK
 from quire.ladder.naive import generate_naive
-from quire.ladder.rungs import find_rungs
-from quire.ladder.settings import QUICK
 from quire.sampling_params import SamplingParams
 
 
@@ -26,7 +26,7 @@ def llm(tiny_model: Path) -> Iterator[LLM]:
 
 def test_all_rungs_give_identical_tokens_on_smollm2_in_float32(smollm2_gguf: Path) -> None:
     with Engines(str(smollm2_gguf), "cpu", "float32", max_model_len=128) as engines:
-        jobs = random_jobs(3, Lengths(2, 6), Lengths(3, 6), engines.spec.vocab_size, shared=16)
+        jobs = random_jobs(3, Lengths(2, 6), Lengths(3, 6), TokenSource(0, engines.spec.vocab_size), shared=16)
         rungs = find_rungs(engines, jobs, max_num_seqs=2)
         runs = {rung.number: rung.run("only pass") for rung in rungs if rung.run is not None}
         assert {1, 2, 3, 4, 5, 6} <= runs.keys()
@@ -38,7 +38,7 @@ def test_all_rungs_give_identical_tokens_on_smollm2_in_float32(smollm2_gguf: Pat
 @pytest.mark.gpu
 def test_on_a_gpu_rungs_on_the_same_kernels_give_identical_tokens(smollm2_gguf: Path) -> None:
     with Engines(str(smollm2_gguf), "cuda", "float32", max_model_len=128) as engines:
-        jobs = random_jobs(5, Lengths(2, 6), Lengths(8, 16), engines.spec.vocab_size, shared=32)
+        jobs = random_jobs(5, Lengths(2, 6), Lengths(8, 16), TokenSource(0, engines.spec.vocab_size), shared=32)
         said: dict[str, set[tuple[tuple[int, ...], ...]]] = {}
         for rung in find_rungs(engines, jobs, max_num_seqs=3):
             if rung.run is not None:
@@ -49,11 +49,11 @@ def test_on_a_gpu_rungs_on_the_same_kernels_give_identical_tokens(smollm2_gguf: 
 
 def test_the_model_itself_is_asked_and_not_a_copy_of_the_first_rung(tiny_model: Path) -> None:
     with Engines(str(tiny_model), "cpu", "float32", max_model_len=128) as engines:
-        jobs = random_jobs(4, Lengths(2, 6), Lengths(5, 9), engines.spec.vocab_size, shared=32)
+        jobs = random_jobs(4, Lengths(2, 6), Lengths(5, 9), TokenSource(0, engines.spec.vocab_size), shared=32)
         rungs = [rung for rung in find_rungs(engines, jobs, max_num_seqs=2) if rung.run is not None]
         runs = [rung.run("pass") for rung in rungs if rung.run is not None]
         decoder = engines.get(kernels="reference", max_num_seqs=2).engine.decoder
-        assert runs[0].tokens == tuple(tuple(generate_naive(decoder, job.prompt, job.new_tokens)) for job in jobs)
+        assert runs[0].tokens == tuple(tuple(generate_naive(decoder, job.token_ids, job.max_tokens)) for job in jobs)
         assert all(run.tokens == runs[0].tokens for run in runs)
         for run in runs:
             assert len(run.latencies) == len(jobs)
@@ -125,7 +125,7 @@ def test_with_two_steps_in_flight_the_table_says_why_who_leaves_is_seen_late(llm
 
 def test_memory_is_counted_in_whole_blocks(tiny_model: Path) -> None:
     with Engines(str(tiny_model), "cpu", "float32") as engines:
-        table = experiments.memory_of_allocations(engines.spec, engines, QUICK)
+        table = experiments.memory_of_allocations(engines, QUICK)
     contiguous, large, small = (row[1].value for row in table.rows)  # type: ignore[union-attr]
     used = table.rows[0][2].value  # type: ignore[union-attr]
     per_token = 2 * 2 * 2 * 16 * 4  # both sides, layers, heads, head size, bytes

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from quire.bench_serve.http_client import HttpClient, HttpError
-from quire.bench_serve.measuring import Load, Result, measure, request
-from quire.bench_serve.report import parse_goodput, percentile_of, summarize, table
-from quire.bench_serve.workloads import Job, Lengths, PrefixLengths, TokenSource, file_jobs, prefix_jobs, random_jobs
+from quire.bench.http_client import HttpClient, HttpError
+from quire.bench.jobs import Job, Lengths, TokenSource, file_jobs, prefix_jobs, random_jobs
+from quire.bench.serve.figures import Metrics, parse_goodput, serving_report, summarize
+from quire.bench.serve.load import Load, Result, measure, request
+from quire.bench.spread import percentile_of
 from quire.cli.main import app
 from quire.errors import InvalidRequestError, QuireError
 from tests.server.harness import KEY, SMALL_ENGINE, Server
@@ -24,10 +25,10 @@ from tests.server.harness import KEY, SMALL_ENGINE, Server
 
 class TestWorkloads:
     def test_random_lengths_are_exact_in_tokens_and_repeat_with_the_seed(self) -> None:
-        lengths = Lengths(100, 40, 0.5, prefix_len=7)
-        jobs = random_jobs(200, lengths, TokenSource(1, vocab_size=500))
-        assert jobs == random_jobs(200, lengths, TokenSource(1, vocab_size=500))
-        assert jobs != random_jobs(200, lengths, TokenSource(2, vocab_size=500))
+        lengths = Lengths.around("--in", 100, 0.5), Lengths.around("--out", 40, 0.5)
+        jobs = random_jobs(200, *lengths, TokenSource(1, vocab_size=500), shared=7)
+        assert jobs == random_jobs(200, *lengths, TokenSource(1, vocab_size=500), shared=7)
+        assert jobs != random_jobs(200, *lengths, TokenSource(2, vocab_size=500), shared=7)
         prompts = [job.prompt for job in jobs]
         assert len({tuple(prompt[:7]) for prompt in prompts}) == 1
         counts = [len(prompt) - 7 for prompt in prompts]
@@ -36,12 +37,12 @@ class TestWorkloads:
         assert all(0 <= token < 500 for prompt in prompts for token in prompt if isinstance(token, int))
 
     def test_words(self) -> None:
-        (job,) = random_jobs(1, Lengths(25, 3), TokenSource(0))
+        (job,) = random_jobs(1, Lengths(25, 25), Lengths(3, 3), TokenSource(0))
         assert isinstance(job.prompt, str)
         assert len(job.prompt.split()) == 25
 
     def test_prefixes_are_shared_evenly(self) -> None:
-        jobs = prefix_jobs(12, PrefixLengths(5, 4, 3, 9), TokenSource(0, 1000))
+        jobs = prefix_jobs(12, TokenSource(0, 1000), num_prefixes=3, prefix_len=5, suffix_len=4, output_len=9)
         starts = [tuple(job.prompt[:5]) for job in jobs]
         assert sorted(starts.count(start) for start in set(starts)) == [4, 4, 4]
         assert len({tuple(job.prompt) for job in jobs}) == 12
@@ -71,13 +72,13 @@ class TestWorkloads:
 
     def test_bodies(self) -> None:
         load = Load(model="m", ignore_eos=True, temperature=0.0, extra_body={"top_k": 5})
-        body = load.body(Job([1, 2], 9))
-        assert (body["prompt"], body["max_tokens"], body["ignore_eos"], body["top_k"]) == ([1, 2], 9, True, 5)
+        body = load.body(Job((1, 2), 9))
+        assert (body["prompt"], body["max_tokens"], body["ignore_eos"], body["top_k"]) == ((1, 2), 9, True, 5)
         chat = Load(backend="openai-chat").body(Job("hi", 9))
         assert chat["messages"] == [{"role": "user", "content": "hi"}]
         assert chat["max_completion_tokens"] == 9
         with pytest.raises(InvalidRequestError, match="vocab-size"):
-            Load(backend="openai-chat").body(Job([1, 2], 9))
+            Load(backend="openai-chat").body(Job((1, 2), 9))
         with pytest.raises(InvalidRequestError, match="openai-chat"):
             Load().body(Job([{"role": "user", "content": "b"}], 9))
 
@@ -90,7 +91,7 @@ class TestReport:
     )
 
     def test_figures_by_hand(self) -> None:
-        figures = summarize(self.RESULTS, 2.0, goodput={"ttft": 200.0}, percentiles=(50, 99))
+        figures = summarize(self.RESULTS, 2.0, Metrics({"ttft": 200.0}, percentiles=(50, 99)))
         expected = {
             "completed": 2,
             "failed": 1,
@@ -114,9 +115,12 @@ class TestReport:
         }
         assert {name: figures[name] for name in expected} == pytest.approx(expected)
 
-    def test_the_table_has_vllms_words(self) -> None:
-        figures = summarize(self.RESULTS, 2.0)
-        text = table(figures, Load(request_rate=3.0, max_concurrency=8))
+    def test_the_table_has_vllms_words(self, capsys: pytest.CaptureFixture[str]) -> None:
+        def shown(load: Load, metrics: Metrics) -> str:
+            serving_report({"server": "x"}, load, "random", self.RESULTS, 2.0, metrics, False).print()
+            return capsys.readouterr().out
+
+        text = shown(Load(request_rate=3.0, max_concurrency=8), Metrics())
         for words in (
             "Serving Benchmark Result",
             "Successful requests:                     2",
@@ -129,14 +133,14 @@ class TestReport:
         ):
             assert words in text
         assert "goodput" not in text
-        assert "Inter-token" not in table(figures, Load(), ["ttft"])
+        assert "Inter-token" not in shown(Load(), Metrics(shown=["ttft"]))
 
     def test_percentiles(self) -> None:
         assert [percentile_of([1.0, 2.0, 4.0], p) for p in (0, 25, 50, 75, 100)] == [1.0, 1.5, 2.0, 3.0, 4.0]
         assert percentile_of([3.0], 99) == 3.0
 
     def test_nothing_succeeded(self) -> None:
-        figures = summarize(self.RESULTS[2:], 1.0)
+        figures = summarize(self.RESULTS[2:], 1.0, Metrics())
         assert (figures["completed"], figures["output_throughput"], figures["max_output_tokens_per_s"]) == (0, 0, 0)
 
     def test_goodput(self) -> None:
@@ -262,7 +266,7 @@ class TestClient:
 
         results, _ = with_server(chunked(*self.EVENTS), use, 20)
         assert len(results) == 9
-        assert summarize(results, 1.0)["max_concurrent_requests"] <= 2
+        assert summarize(results, 1.0, Metrics())["max_concurrent_requests"] <= 2
 
 
 @pytest.fixture(scope="module")
@@ -281,13 +285,15 @@ class TestAgainstAServer:
         assert result.exit_code == 0, result.output
         assert "Successful requests:                     6" in result.output
         found = json.loads(figures.read_text())
-        jobs = random_jobs(6, Lengths(20, 5, 0.4), TokenSource(0, 200))
+        jobs = random_jobs(6, Lengths.around("", 20, 0.4), Lengths.around("", 5, 0.4), TokenSource(0, 200))
         assert found["input_lens"] == [len(job.prompt) for job in jobs]
         assert found["output_lens"] == [job.max_tokens for job in jobs]
         assert (found["model_id"], found["completed"], found["failed"]) == ("small", 6, 0)
         assert found["request_goodput"] == found["request_throughput"] > 0
         assert all(0 < ttft < found["duration"] for ttft in found["ttfts"])
         assert found["errors"] == [""] * 6
+        assert found["facts"]["server"] == server.url
+        assert found["tables"][0]["rows"][0] == [{"text": "Successful requests:"}, {"text": "6"}]
         assert picture.read_bytes().startswith(b"\x89PNG")
 
     def test_chat_at_a_rate(self, server: Server) -> None:

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from quire.bench_serve.http_client import HttpClient
+from quire.bench.http_client import HttpClient
 from tests.server.harness import ROOT
 
 MIB = 2**20

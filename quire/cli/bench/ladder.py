@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from quire.cli import options
-from quire.cli.bench_options import deliver
+from quire.cli.bench.options import deliver
 from quire.cli.terminal import say
 from quire.errors import EngineError, QuireError
 
@@ -17,13 +17,11 @@ def ladder(
     model: options.Model = options.DEFAULT_MODEL,
     device: options.Device = "auto",
     dtype: options.Dtype = "float32",
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Smaller workloads and two repeats, for a first look.")
-    ] = False,
-    output: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where results.md, results.json and the plot go.")
-    ] = Path("benchmarks"),
-    plot: Annotated[str, typer.Option(metavar="svg|png", help="The plot's format.")] = "svg",
+    quick: Annotated[bool, Option("--quick", help="Smaller workloads and two repeats, for a first look.")] = False,
+    output: Annotated[Path, Option(metavar="FOLDER", help="Where results.md, results.json and the plot go.")] = Path(
+        "bench/results"
+    ),
+    plot: Annotated[str, Option(metavar="svg|png", help="The plot's format.")] = "svg",
 ) -> None:
     """Climb from the naive loop to the full engine and measure what each rung buys.
 
@@ -34,10 +32,10 @@ def ladder(
     quire bench ladder --output ladder-results --plot png
     quire bench ladder --model Qwen/Qwen3-0.6B --device cuda
     """
-    from quire.benchmark.plot import check_format, plot_bars
-    from quire.ladder.climb import climb
-    from quire.ladder.engines import Engines
-    from quire.ladder.settings import FULL, QUICK
+    from quire.bench.ladder.climb import climb
+    from quire.bench.ladder.engines import Engines
+    from quire.bench.ladder.settings import FULL, QUICK
+    from quire.bench.plot import check_format, plot_bars
 
     path = output / f"ladder.{plot}"
     check_format(path)

@@ -11,14 +11,12 @@ import contextlib
 import json
 import ssl
 from collections.abc import AsyncGenerator
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
 from quire.errors import QuireError
 
 _READ_SIZE = 64 * 1024
-_MOST_HEADER_BYTES = 64 * 1024
 
 
 class HttpError(QuireError):
@@ -33,7 +31,7 @@ class HttpClient:
     """Requests to one server. Connections are kept for the next request; `close` ends those not in use."""
 
     def __init__(self, base_url: str, api_key: str | None = None, timeout: float = 600.0) -> None:
-        """`timeout`: seconds without any byte from the server."""
+        """`timeout`: the most seconds between two pieces of an answer."""
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise HttpError(f"--base-url: {base_url!r} is no address such as http://127.0.0.1:8000")
@@ -50,9 +48,7 @@ class HttpClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -95,7 +91,9 @@ class HttpClient:
                 raise HttpError(f"{path}: HTTP {status}: {_message(text)}", status)
             async for piece in connection.body():
                 yield piece
-        except (OSError, EOFError, TimeoutError, ValueError) as error:
+        except EOFError as error:
+            raise HttpError(f"{self._host}:{self._port}{path}: the server closed the connection") from error
+        except (OSError, TimeoutError, ValueError, asyncio.LimitOverrunError) as error:
             what = str(error) or type(error).__name__
             raise HttpError(f"{self._host}:{self._port}{path}: {what}") from error
         finally:
@@ -106,24 +104,22 @@ class HttpClient:
                     connection.close()
 
     async def _send(self, data: bytes) -> tuple[_Connection, int]:
-        while self._idle:
-            connection = self._idle.pop()
-            # A server may have closed a connection while it lay idle; then the request goes over another one.
+        """Over a kept connection or a new one. A server may have closed one while it lay idle; then the request goes
+        over another."""
+        while True:
+            is_kept = bool(self._idle)
+            connection = self._idle.pop() if is_kept else await self._connect()
             try:
                 return connection, await connection.send(data)
-            except (OSError, EOFError):
+            except BaseException as error:
                 connection.close()
-            except BaseException:
-                connection.close()
-                raise
+                if not (is_kept and isinstance(error, OSError | EOFError)):
+                    raise
+
+    async def _connect(self) -> _Connection:
         async with asyncio.timeout(self._timeout):
             reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls)
-        connection = _Connection(reader, writer, self._timeout)
-        try:
-            return connection, await connection.send(data)
-        except BaseException:
-            connection.close()
-            raise
+        return _Connection(reader, writer, self._timeout)
 
 
 class _Connection:
@@ -133,9 +129,7 @@ class _Connection:
         self._reader = reader
         self._writer = writer
         self._timeout = timeout
-        self._buffer = b""
-        self._length: int | None = None
-        self._is_chunked = False
+        self._headers: dict[str, str] = {}
         self._keeps_alive = False
         self.is_reusable = False
         """The answer was read to its end, and the server keeps the connection."""
@@ -147,60 +141,44 @@ class _Connection:
         """Sends a request and reads the headers of its answer; returns the status."""
         self.is_reusable = False
         self._writer.write(data)
-        while b"\r\n\r\n" not in self._buffer:
-            if len(self._buffer) > _MOST_HEADER_BYTES:
-                raise ValueError("the answer's headers have no end")
-            await self._more()
-        head, _, self._buffer = self._buffer.partition(b"\r\n\r\n")
-        lines = head.decode("latin-1").split("\r\n")
-        version, _, status = lines[0].partition(" ")
+        async with asyncio.timeout(self._timeout):
+            head = await self._reader.readuntil(b"\r\n\r\n")
+        first, *lines = head.decode("latin-1").rstrip().split("\r\n")
+        version, _, status = first.partition(" ")
         if not version.startswith("HTTP/1.") or not status[:3].isdigit():
-            raise ValueError(f"the answer is no HTTP: {lines[0][:60]!r}")
-        headers = {
-            name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])
-        }
-        self._is_chunked = headers.get("transfer-encoding", "").lower() == "chunked"
-        self._length = int(headers["content-length"]) if "content-length" in headers else None
-        self._keeps_alive = version == "HTTP/1.1" and headers.get("connection", "").lower() != "close"
+            raise ValueError(f"the answer is no HTTP: {first[:60]!r}")
+        parts = (line.partition(":") for line in lines)
+        self._headers = {name.strip().lower(): value.strip() for name, _, value in parts}
+        self._keeps_alive = version == "HTTP/1.1" and self._headers.get("connection", "").lower() != "close"
         return int(status[:3])
 
     async def body(self) -> AsyncGenerator[bytes]:
-        if self._is_chunked:
-            while size := int((await self._line()).partition(b";")[0], 16):
-                yield await self._exactly(size)
-                await self._line()
-            while await self._line():
-                pass
-        elif self._length is not None:
-            yield await self._exactly(self._length)
+        """In pieces as they come."""
+        if self._headers.get("transfer-encoding", "").lower() == "chunked":
+            while piece := await self._chunk():
+                yield piece
+        elif "content-length" in self._headers:
+            async with asyncio.timeout(self._timeout):
+                whole = await self._reader.readexactly(int(self._headers["content-length"]))
+            yield whole
         else:
-            with contextlib.suppress(EOFError):
-                while True:
-                    if self._buffer:
-                        data, self._buffer = self._buffer, b""
-                        yield data
-                    await self._more()
+            while piece := await self._any():
+                yield piece
             return
         self.is_reusable = self._keeps_alive
 
-    async def _line(self) -> bytes:
-        while b"\r\n" not in self._buffer:
-            await self._more()
-        line, _, self._buffer = self._buffer.partition(b"\r\n")
-        return line
-
-    async def _exactly(self, size: int) -> bytes:
-        while len(self._buffer) < size:
-            await self._more()
-        data, self._buffer = self._buffer[:size], self._buffer[size:]
-        return data
-
-    async def _more(self) -> None:
+    async def _chunk(self) -> bytes:
         async with asyncio.timeout(self._timeout):
-            data = await self._reader.read(_READ_SIZE)
-        if not data:
-            raise EOFError("the server closed the connection")
-        self._buffer += data
+            size = int((await self._reader.readuntil(b"\r\n")).partition(b";")[0], 16)
+            if size:
+                return (await self._reader.readexactly(size + 2))[:size]
+            while await self._reader.readuntil(b"\r\n") != b"\r\n":  # trailers
+                pass
+            return b""
+
+    async def _any(self) -> bytes:
+        async with asyncio.timeout(self._timeout):
+            return await self._reader.read(_READ_SIZE)
 
 
 def _message(text: str) -> str:

@@ -9,13 +9,14 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from quire.bench_serve.http_client import HttpClient, HttpError
-from quire.bench_serve.workloads import Job
+from quire.bench.http_client import HttpClient, HttpError
+from quire.bench.jobs import Job, check_least
 from quire.errors import InvalidRequestError
+from quire.frontend.progress import BenchmarkBar
 
 BACKENDS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 
@@ -46,8 +47,8 @@ class Load:
             raise InvalidRequestError("--request-rate", f"must be above 0, not {self.request_rate}")
         if not 0 < self.burstiness < math.inf:
             raise InvalidRequestError("--burstiness", f"must be above 0, not {self.burstiness}")
-        if self.max_concurrency is not None and self.max_concurrency < 1:
-            raise InvalidRequestError("--max-concurrency", f"must be at least 1, not {self.max_concurrency}")
+        if self.max_concurrency is not None:
+            check_least("--max-concurrency", self.max_concurrency)
 
     @property
     def path(self) -> str:
@@ -56,9 +57,9 @@ class Load:
     def body(self, job: Job) -> dict[str, Any]:
         """The request's JSON."""
         body: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
-        is_messages = isinstance(job.prompt, list) and isinstance(job.prompt[0], dict)
+        is_messages = isinstance(job.prompt, list)
         if self.backend == "openai-chat":
-            if isinstance(job.prompt, list) and not is_messages:
+            if isinstance(job.prompt, tuple):
                 raise InvalidRequestError("--vocab-size", "chats are text: leave it out, or use --backend openai")
             body["messages"] = job.prompt if is_messages else [{"role": "user", "content": job.prompt}]
             body["max_completion_tokens"] = job.max_tokens
@@ -125,17 +126,26 @@ class Result:
         return None if self.output_tokens < 2 else (self.chunks[-1] - self.chunks[0]) / (self.output_tokens - 1)
 
 
-async def find_model(client: HttpClient) -> str:
-    """The first model the server has."""
-    models = await client.get_json("/v1/models")
-    try:
-        return str(models["data"][0]["id"])
-    except (KeyError, IndexError, TypeError):
-        raise HttpError("/v1/models: the server names no model; say which with --model") from None
+async def measure_server(
+    base_url: str, api_key: str | None, load: Load, jobs: Sequence[Job], num_warmups: int
+) -> tuple[Load, list[Result], float]:
+    """The load with the model's name in it (the server's first, if it had none), and what `measure` returns."""
+    async with HttpClient(base_url, api_key) as client:
+        if load.model is None:
+            models = await client.get_json("/v1/models")
+            try:
+                load = replace(load, model=str(models["data"][0]["id"]))
+            except (KeyError, IndexError, TypeError):
+                raise HttpError("/v1/models: the server names no model; say which with --model") from None
+        if num_warmups:
+            await measure(client, [jobs[i % len(jobs)] for i in range(num_warmups)], load)
+        with BenchmarkBar(len(jobs)) as bar:
+            results, duration = await measure(client, jobs, load, bar.advance)
+    return load, results, duration
 
 
 async def measure(
-    client: HttpClient, jobs: Sequence[Job], load: Load, on_done: Callable[[Result], None] | None = None
+    client: HttpClient, jobs: Sequence[Job], load: Load, on_done: Callable[[], None] = lambda: None
 ) -> tuple[list[Result], float]:
     """Sends all jobs; returns their results in the same order, and how long it took."""
     bodies = [load.body(job) for job in jobs]  # made before the clock runs
@@ -144,8 +154,7 @@ async def measure(
     async def send(body: Mapping[str, Any]) -> Result:
         async with slots:
             result = await request(client, load.path, body)
-        if on_done is not None:
-            on_done(result)
+        on_done()
         return result
 
     started = time.monotonic()

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
+import importlib
 import os
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from quire.benchmark.jobs import Job
+from quire.bench.http_client import HttpClient, HttpError
+from quire.bench.jobs import Job
 from quire.errors import InvalidRequestError, QuireError
-from quire.models.sources import ModelSource, resolve
+from quire.models.sources import resolve
 
-PEERS = ("transformers", "llama-cpp", "vllm", "openai-url")
-_TIMEOUT_SECONDS = 600
+Answers = list[tuple[int, ...]] | int
+"""Every job's new tokens, or just how many there were if an engine keeps them to itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +40,12 @@ class Peer(Protocol):
     def name(self) -> str:
         """With whatever a reader must know to judge the comparison."""
 
-    def run(self, jobs: Sequence[Job]) -> list[tuple[int, ...]] | int:
-        """Every job's new tokens, or just how many there were if the peer keeps them to itself."""
+    def run(self, jobs: Sequence[Job]) -> Answers:
+        """Answers all jobs, greedily."""
 
 
 def open_peer(kind: str, setting: PeerSetting) -> Peer:
-    """The peer called `kind`, one of PEERS, with the model loaded."""
+    """The peer called `kind`, with the model loaded."""
     makers: dict[str, Callable[[PeerSetting], Peer]] = {
         "transformers": Transformers,
         "llama-cpp": LlamaCpp,
@@ -55,7 +53,7 @@ def open_peer(kind: str, setting: PeerSetting) -> Peer:
         "openai-url": OpenAiUrl,
     }
     if kind not in makers:
-        raise InvalidRequestError("--peer", f"must be one of {', '.join(PEERS)}, not {kind!r}")
+        raise InvalidRequestError("--peer", f"must be one of {', '.join(makers)}, not {kind!r}")
     if (setting.url is None) == (kind == "openai-url"):
         raise InvalidRequestError("--url", "goes with --peer openai-url, and that needs one: http://localhost:8000/v1")
     return makers[kind](setting)
@@ -67,29 +65,26 @@ class Transformers:
     def __init__(self, setting: PeerSetting) -> None:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("TQDM_DISABLE", "1")  # its bars would run into ours
-        try:
-            import transformers
-        except ImportError:
-            raise _absent("transformers", "transformers accelerate") from None
+        transformers = _import("transformers", "transformers", "transformers accelerate")
         path = resolve(setting.model).path
         place = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
         folder = path.parent if place else path
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(str(folder), dtype=setting.dtype, **place)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(str(folder), dtype=setting.dtype, **place)
         self._model = loaded.eval().to(setting.device)
         self._device = setting.device
-        self._batch_size = setting.batch_size
+        self.batch_size = setting.batch_size
         self.name = f"transformers {transformers.__version__}, padded batches of {setting.batch_size}"
 
     def run(self, jobs: Sequence[Job]) -> list[tuple[int, ...]]:
         answers: list[tuple[int, ...]] = []
-        for start in range(0, len(jobs), self._batch_size):
-            answers += self._run_batch(jobs[start : start + self._batch_size])
+        for start in range(0, len(jobs), self.batch_size):
+            answers += self._run_batch(jobs[start : start + self.batch_size])
         return answers
 
     def _run_batch(self, jobs: Sequence[Job]) -> list[tuple[int, ...]]:
-        width, longest = max(len(job.prompt) for job in jobs), max(job.new_tokens for job in jobs)
+        width, longest = max(len(job.prompt) for job in jobs), max(job.max_tokens for job in jobs)
         padding = [width - len(job.prompt) for job in jobs]
-        ids = [[0] * gap + list(job.prompt) for gap, job in zip(padding, jobs, strict=True)]
+        ids = [[0] * gap + list(job.token_ids) for gap, job in zip(padding, jobs, strict=True)]
         mask = [[0] * gap + [1] * (width - gap) for gap in padding]
         with torch.inference_mode():
             output = self._model.generate(
@@ -101,22 +96,21 @@ class Transformers:
                 pad_token_id=0,
             )
         new = output[:, width:].tolist()
-        return [tuple(tokens[: job.new_tokens]) for tokens, job in zip(new, jobs, strict=True)]
+        return [tuple(tokens[: job.max_tokens]) for tokens, job in zip(new, jobs, strict=True)]
 
 
 class LlamaCpp:
     """llama.cpp through llama-cpp-python: one request at a time, on the file's own quantised weights."""
 
     def __init__(self, setting: PeerSetting) -> None:
-        try:
-            import llama_cpp
-        except ImportError:
-            raise _absent("llama-cpp", "llama-cpp-python") from None
-        path = _gguf(resolve(setting.model))
+        llama_cpp = _import("llama-cpp", "llama_cpp", "llama-cpp-python")
+        source = resolve(setting.model)
+        if source.path.suffix != ".gguf":
+            raise InvalidRequestError("--model", f"llama.cpp reads .gguf files only, and {source.name} is none")
         layers = -1 if setting.device.type == "cuda" else 0
         threads = torch.get_num_threads()  # for prompts, too: it would take all cores for those
-        self._model: Any = llama_cpp.Llama(
-            str(path),
+        self._model = llama_cpp.Llama(
+            str(source.path),
             n_ctx=setting.max_model_len,
             n_threads=threads,
             n_threads_batch=threads,
@@ -129,8 +123,8 @@ class LlamaCpp:
         answers = []
         for job in jobs:
             self._model.reset()
-            tokens = self._model.generate(list(job.prompt), temp=0.0, repeat_penalty=1.0)
-            answers.append(tuple(islice(tokens, job.new_tokens)))
+            tokens = self._model.generate(list(job.token_ids), temp=0.0, repeat_penalty=1.0)
+            answers.append(tuple(islice(tokens, job.max_tokens)))
         return answers
 
 
@@ -138,22 +132,19 @@ class Vllm:
     """vLLM's offline API: all jobs at once."""
 
     def __init__(self, setting: PeerSetting) -> None:
-        try:
-            import vllm
-        except ImportError:
-            raise _absent("vllm", "vllm") from None
-        self._vllm: Any = vllm
+        vllm = _import("vllm", "vllm", "vllm")
+        self._vllm = vllm
         dtype = str(setting.dtype).removeprefix("torch.")
         path = str(resolve(setting.model).path)
         # Not the nine tenths of the GPU it would take by itself: Quire is to fit beside it.
-        self._model: Any = vllm.LLM(
+        self._model = vllm.LLM(
             model=path, dtype=dtype, max_model_len=setting.max_model_len, gpu_memory_utilization=0.45
         )
         self.name = f"vLLM {vllm.__version__}, all at once"
 
     def run(self, jobs: Sequence[Job]) -> list[tuple[int, ...]]:
-        params = [self._vllm.SamplingParams(temperature=0, max_tokens=job.new_tokens, ignore_eos=True) for job in jobs]
-        prompts = [{"prompt_token_ids": list(job.prompt)} for job in jobs]
+        params = [self._vllm.SamplingParams(temperature=0, max_tokens=job.max_tokens, ignore_eos=True) for job in jobs]
+        prompts = [{"prompt_token_ids": list(job.token_ids)} for job in jobs]
         outputs = self._model.generate(prompts, params, use_tqdm=False)
         return [tuple(output.outputs[0].token_ids) for output in outputs]
 
@@ -166,7 +157,7 @@ class OpenAiUrl:
 
     def __init__(self, setting: PeerSetting) -> None:
         assert setting.url is not None
-        self._url = setting.url.rstrip("/") + "/completions"
+        self._url = setting.url.rstrip("/")
         if not self._url.startswith(("http://", "https://")):
             raise InvalidRequestError("--url", f"must begin with http:// or https://, not {setting.url!r}")
         self._model = setting.model
@@ -174,34 +165,30 @@ class OpenAiUrl:
         self.name = f"{setting.url}, {setting.batch_size} at once"
 
     def run(self, jobs: Sequence[Job]) -> int:
-        with ThreadPoolExecutor(self._batch_size) as pool:
-            return sum(pool.map(self._complete, jobs))
-
-    def _complete(self, job: Job) -> int:
-        body = {"model": self._model, "prompt": list(job.prompt), "max_tokens": job.new_tokens, "temperature": 0}
-        headers = {"Content-Type": "application/json"}
-        key = os.environ.get("OPENAI_API_KEY")
-        if key:
-            headers["Authorization"] = f"Bearer {key}"
-        request = urllib.request.Request(self._url, json.dumps(body).encode(), headers)
         try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as response:
-                return int(json.load(response)["usage"]["completion_tokens"])
-        except urllib.error.HTTPError as error:
-            told = error.read(500).decode(errors="replace")
-            hint = " (does --url end with /v1?)" if error.code == 404 else ""
-            raise QuireError(f"{self._url} answered {error.code}: {told}{hint}") from None
-        except OSError as error:
-            raise QuireError(f"{self._url} can't be reached: {error}. Is the server running?") from None
+            return asyncio.run(self._complete(jobs))
+        except HttpError as error:
+            if error.status is None:
+                raise QuireError(f"{self._url}/completions can't be reached: {error}. Is the server running?") from None
+            hint = " (does --url end with /v1?)" if error.status == 404 else ""
+            raise QuireError(f"{self._url}/completions answered {error.status}: {error}{hint}") from None
         except (ValueError, KeyError, TypeError) as error:
             raise QuireError(f"{self._url} did not answer as OpenAI's completions do: {error!r}") from None
 
+    async def _complete(self, jobs: Sequence[Job]) -> int:
+        slots = asyncio.Semaphore(self._batch_size)
+        async with HttpClient(self._url, os.environ.get("OPENAI_API_KEY")) as client:
 
-def _absent(peer: str, packages: str) -> QuireError:
-    return QuireError(f"the peer {peer} is not installed here: pip install {packages}")
+            async def complete(job: Job) -> int:
+                body = {"model": self._model, "prompt": job.prompt, "max_tokens": job.max_tokens, "temperature": 0}
+                async with slots:
+                    return int((await client.post_json("/completions", body))["usage"]["completion_tokens"])
+
+            return sum(await asyncio.gather(*map(complete, jobs)))
 
 
-def _gguf(source: ModelSource) -> Path:
-    if source.path.suffix != ".gguf":
-        raise InvalidRequestError("--model", f"llama.cpp reads .gguf files only, and {source.name} is none")
-    return source.path
+def _import(peer: str, module: str, packages: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise QuireError(f"the peer {peer} is not installed here: pip install {packages}") from None

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from quire.benchmark.measure import Spread
+from quire.bench.spread import Spread
 from quire.config import format_bytes
+from quire.errors import QuireError
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,11 @@ class Factor:
     """How many times faster one median is than another."""
 
     value: float
+
+    @classmethod
+    def of(cls, slow: Spread, fast: Spread) -> Factor:
+        """How many times shorter `fast` took."""
+        return cls(slow.median / fast.median)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +40,7 @@ class Bytes:
 
 
 Cell = str | int | Spread | Factor | Bytes
+Row = tuple[Cell, ...]
 EMPTY = "–"
 _PIPE_WIDTH = 200
 
@@ -44,7 +52,22 @@ class Table:
     title: str
     note: str
     columns: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
+    rows: tuple[Row, ...]
+
+    def markdown(self) -> list[str]:
+        """The lines as GitHub reads them."""
+        lines = [self.columns, ("---",) * len(self.columns)]
+        lines += [tuple(cell_text(cell).replace("|", "\\|") for cell in row) for row in self.rows]
+        return [f"| {' | '.join(line)} |" for line in lines]
+
+    def print(self, console: Console) -> None:
+        shown = RichTable(*self.columns, title=self.title, title_justify="left", box=None, pad_edge=False)
+        for row in self.rows:
+            shown.add_row(*map(cell_text, row))
+        console.print()
+        console.print(shown)
+        if self.note:
+            console.print(self.note, style="dim", markup=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +75,17 @@ class Report:
     """What a benchmark found."""
 
     title: str
-    facts: dict[str, str]
+    facts: Mapping[str, str]
     """Machine, versions, date, command, model: whatever the figures depend on."""
     tables: tuple[Table, ...]
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the JSON, for programs."""
 
     def markdown(self) -> str:
         lines = [f"# {self.title}", ""]
         lines += [f"- {name}: {value}" for name, value in self.facts.items()]
         for table in self.tables:
-            lines += ["", f"## {table.title}", "", table.note, "", *markdown_rows(table)]
+            lines += ["", f"## {table.title}", "", table.note, "", *table.markdown()]
         return "\n".join(lines) + "\n"
 
     def json(self) -> str:
@@ -68,12 +93,13 @@ class Report:
             {
                 "title": table.title,
                 "note": table.note,
-                "columns": list(table.columns),
+                "columns": table.columns,
                 "rows": [[_json_cell(cell) for cell in row] for row in table.rows],
             }
             for table in self.tables
         ]
-        return json.dumps({"title": self.title, "facts": self.facts, "tables": tables}, indent=1, ensure_ascii=False)
+        whole = {"title": self.title, "facts": dict(self.facts), **self.figures, "tables": tables}
+        return json.dumps(whole, indent=1, ensure_ascii=False)
 
     def print(self) -> None:
         """On the terminal."""
@@ -82,48 +108,34 @@ class Report:
         for name, value in self.facts.items():
             console.print(f"{name}: {value}", style="dim", markup=False, soft_wrap=True)
         for table in self.tables:
-            shown = RichTable(*table.columns, title=table.title, title_justify="left", box=None, pad_edge=False)
-            for row in table.rows:
-                shown.add_row(*map(cell_text, row))
-            console.print()
-            console.print(shown)
-            console.print(table.note, style="dim", markup=False, soft_wrap=True)
+            table.print(console)
 
     def write(self, markdown: Path | None, json_file: Path | None) -> None:
         """Into files, where asked for; folders are made."""
         for path, text in ((markdown, self.markdown), (json_file, self.json)):
             if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(text(), encoding="utf-8")
+                try:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_text(text(), encoding="utf-8")
+                except OSError as error:
+                    raise QuireError(f"the report can't be written: {error}") from None
 
 
 def cell_text(cell: Cell) -> str:
     """A cell for people. The spread of several repeats stands behind their median."""
     if isinstance(cell, Spread):
-        median = _number(cell.median)
+        text = f"{number_text(cell.median)} {cell.unit}"
         if len(cell.values) == 1:
-            return f"{median} {cell.unit}"
-        return f"{median} {cell.unit} ({_number(cell.low)} to {_number(cell.high)})"
+            return text
+        return f"{text} ({number_text(cell.low)} to {number_text(cell.high)})"
     if isinstance(cell, Factor):
-        return f"{_number(cell.value)} ×"
+        return f"{number_text(cell.value)} ×"
     if isinstance(cell, Bytes):
         return format_bytes(cell.value)
     return str(cell)
 
 
-def factor(slow: Spread, fast: Spread) -> Factor:
-    """How many times shorter `fast` took."""
-    return Factor(slow.median / fast.median)
-
-
-def markdown_rows(table: Table) -> list[str]:
-    """The table as GitHub reads it."""
-    lines = [table.columns, ("---",) * len(table.columns)]
-    lines += [tuple(cell_text(cell).replace("|", "\\|") for cell in row) for row in table.rows]
-    return [f"| {' | '.join(line)} |" for line in lines]
-
-
-def _number(value: float) -> str:
+def number_text(value: float) -> str:
     """Three significant digits, and no exponents."""
     if value == 0:
         return "0"
@@ -138,7 +150,7 @@ def _number(value: float) -> str:
 def _json_cell(cell: Cell) -> dict[str, Any]:
     values: dict[str, Any] = {"text": cell_text(cell)}
     if isinstance(cell, Spread):
-        values |= {"values": list(cell.values), "unit": cell.unit}
+        values |= {"values": cell.values, "unit": cell.unit}
     elif isinstance(cell, Factor | Bytes):
         values["value"] = cell.value
     return values

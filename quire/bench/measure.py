@@ -1,46 +1,21 @@
-"""Time and memory of a piece of work, with the spread of its repeats."""
+"""Time and memory of a piece of work."""
 
 from __future__ import annotations
 
 import gc
-import os
-import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
+from quire.bench.spread import Spread
+from quire.frontend.progress import BenchmarkBar
 from quire.runner.device import return_freed_memory
 
 Clock = Callable[[], float]
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """What repeats of one measurement gave, as they came."""
-
-    values: tuple[float, ...]
-    unit: str
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.values)
-
-    @property
-    def low(self) -> float:
-        return min(self.values)
-
-    @property
-    def high(self) -> float:
-        return max(self.values)
-
-    def per(self, amount: float, unit: str) -> Spread:
-        """`amount` over each value: tokens over seconds gives tokens per second."""
-        return Spread(tuple(amount / value for value in self.values), unit)
 
 
 def timed(work: Callable[[], _T], device: torch.device, clock: Clock = time.perf_counter) -> tuple[float, _T]:
@@ -50,6 +25,26 @@ def timed(work: Callable[[], _T], device: torch.device, clock: Clock = time.perf
     result = work()
     synchronize(device)
     return clock() - start, result
+
+
+def in_turn(
+    ways: Mapping[str, Callable[[], _T]],
+    repeats: int,
+    device: torch.device,
+    clock: Clock = time.perf_counter,
+    bar: BenchmarkBar | None = None,
+) -> dict[str, tuple[Spread, list[_T]]]:
+    """Seconds and results of different ways to do something, one after the other in each of several passes, so that a
+    busy moment hits all alike."""
+    found: dict[str, list[tuple[float, _T]]] = {name: [] for name in ways}
+    for repeat in range(repeats):
+        for name, way in ways.items():
+            if bar is not None:
+                bar.begin(f"{name}, pass {repeat + 1}")
+            found[name].append(timed(way, device, clock))
+            if bar is not None:
+                bar.advance()
+    return {name: (Spread.of(s for s, _ in each), [result for _, result in each]) for name, each in found.items()}
 
 
 def warm_up(work: Callable[[], object], device: torch.device) -> None:
@@ -78,22 +73,14 @@ def peak_memory(work: Callable[[], object], device: torch.device) -> int | None:
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak of resident memory
     except OSError:
         return None
-    start = _status_bytes("VmHWM")
+    start = _peak_resident()
     work()
-    end = _status_bytes("VmHWM")
+    end = _peak_resident()
     return None if start is None or end is None else end - start
 
 
-def load_average() -> str:
-    """How busy the machine is: figures from a busy machine say little."""
-    try:
-        return f"{os.getloadavg()[0]:.1f}"
-    except OSError:
-        return "unknown"
-
-
-def _status_bytes(field: str) -> int | None:
+def _peak_resident() -> int | None:
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
+        if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     return None

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from quire.config import EngineConfig
 from quire.llm import LLM
 from quire.models.load import open_model
 from quire.models.sources import resolve
 from quire.runner.device import pick_device, pick_dtype
 from quire.runner.kv_cache import bytes_per_block
 
-HAS_CUDA_GRAPHS = "cuda_graphs" in EngineConfig.__dataclass_fields__
 _BLOCK_SIZE = 16
 
 
@@ -27,32 +24,32 @@ class Engines:
         files = open_model(resolve(model).path)
         files.checkpoint.close()
         self.spec = files.spec
-        self._open: dict[tuple[tuple[str, Any], ...], LLM] = {}
+        self._open: dict[tuple[object, ...], LLM] = {}
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
 
     def get(
         self, *, kernels: str = "auto", prefix_caching: bool = False, max_num_seqs: int, cuda_graphs: bool = False
     ) -> LLM:
         """The engine with these settings."""
-        options: dict[str, Any] = {
-            "kernels": kernels,
-            "prefix_caching": prefix_caching,
-            "max_num_seqs": max_num_seqs,
-        }
-        if HAS_CUDA_GRAPHS:
-            options["cuda_graphs"] = cuda_graphs
-        key = tuple(options.items())
+        key = (kernels, prefix_caching, max_num_seqs, cuda_graphs)
         if key not in self._open:
             # Room for every row at full length, twice: the second half keeps prefixes that nobody uses.
             blocks = 2 * max_num_seqs * -(-self.max_model_len // _BLOCK_SIZE) + 2
             self._open[key] = LLM(
                 self.model,
                 device=str(self.device),
-                dtype=str(self.dtype).removeprefix("torch."),
+                dtype=self.dtype_name,
+                kernels=kernels,
+                prefix_caching=prefix_caching,
+                max_num_seqs=max_num_seqs,
+                cuda_graphs=cuda_graphs,
                 max_model_len=self.max_model_len,
                 max_batched_tokens=max(512, max_num_seqs),
                 block_size=_BLOCK_SIZE,
                 kv_cache_memory=blocks * bytes_per_block(self.spec, _BLOCK_SIZE, self.dtype),
-                **options,
             )
         return self._open[key]
 
@@ -64,7 +61,5 @@ class Engines:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

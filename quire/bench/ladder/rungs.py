@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from quire.benchmark.engine_runs import run_together
-from quire.benchmark.jobs import Job
-from quire.benchmark.measure import Clock
-from quire.ladder.contiguous import ContiguousCache
-from quire.ladder.engines import HAS_CUDA_GRAPHS, Engines
+from quire.bench.jobs import Job
+from quire.bench.ladder.engines import Engines
+from quire.bench.measure import Clock
+from quire.bench.offline import run_together
+from quire.bench.spread import Spread
 from quire.ladder.kv_cache import generate_with_kv_cache
 from quire.ladder.naive import generate_naive
 from quire.llm import LLM
@@ -29,23 +30,42 @@ class RungRun:
     """The most memory that held keys and values between two tokens."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Rung:
-    """One technique more than the rung before."""
+    """One technique more than the rung before, and what was measured of it."""
 
     number: int
     name: str
-    run: Callable[[str], RungRun] | None
+    run: Callable[[str], RungRun] | None = None
     """Takes a name no other pass has, so that nothing cached by another pass is found."""
     kernels: str = ""
     missing: str = ""
     """Why it can't run, if it can't."""
+    runs: list[RungRun] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> Spread:
+        return Spread.of(run.seconds for run in self.runs)
+
+    @property
+    def latency(self) -> Spread:
+        return Spread.of(statistics.mean(run.latencies) for run in self.runs)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.runs[0].tokens))
+
+    def __str__(self) -> str:
+        return f"{self.number} {self.name}"
 
 
 def find_rungs(
     engines: Engines, jobs: Sequence[Job], max_num_seqs: int, clock: Clock = time.perf_counter
 ) -> list[Rung]:
     """All rungs, in order, ready to run `jobs`, at most `max_num_seqs` at once where the rung can do several."""
+
+    def loop(number: int, name: str, generate: Callable[[Job, list[int]], list[int]]) -> Rung:
+        return Rung(number, name, lambda salt: _run_loop(generate, jobs, clock), "reference")
 
     def engine(
         number: int, name: str, together: bool = True, kernels: str = "auto", prefix_caching: bool = True,
@@ -59,30 +79,31 @@ def find_rungs(
 
         return Rung(number, name, run, llm.engine.decoder.kernels.name)
 
-    def loop(number: int, name: str, run: Callable[[LLM, Sequence[Job], Clock], RungRun]) -> Rung:
-        llm = engines.get(kernels="reference", prefix_caching=False, max_num_seqs=max_num_seqs)
-        return Rung(number, name, lambda salt: run(llm, jobs, clock), "reference")
-
-    rungs = [
-        loop(1, "naive loop", _run_naive),
-        loop(2, "contiguous KV cache", _run_cached),
+    plain = engines.get(kernels="reference", prefix_caching=False, max_num_seqs=max_num_seqs).engine.decoder
+    fused = engine(6, "fused kernels")
+    is_fused = fused.kernels != "reference"
+    no_graphs = _no_graphs(engines, is_fused)
+    no_pipeline = "needs a GPU: on a CPU preparing a step and computing one are the same cores' work"
+    return [
+        loop(1, "naive loop", lambda job, _: generate_naive(plain, job.token_ids, job.max_tokens)),
+        loop(
+            2,
+            "contiguous KV cache",
+            lambda job, sizes: generate_with_kv_cache(
+                plain, job.token_ids, job.max_tokens, on_cache=lambda cache: sizes.append(cache.num_bytes)
+            ),
+        ),
         engine(3, "paged cache", together=False, kernels="reference", prefix_caching=False),
         engine(4, "continuous batching", kernels="reference", prefix_caching=False),
         engine(5, "prefix cache", kernels="reference"),
+        fused if is_fused else Rung(6, fused.name, missing=_no_fused_kernels(engines)),
+        Rung(7, "quantised weights", missing="this build expands quantised weights when it loads them"),
+        Rung(8, "CUDA graphs", missing=no_graphs) if no_graphs else engine(8, "CUDA graphs", graphs=True),
+        engine(9, "pipelined steps", graphs=not no_graphs, depth=2)
+        if engines.device.type == "cuda"
+        else Rung(9, "pipelined steps", missing=no_pipeline),
+        Rung(10, "speculation", missing="this build has no drafters"),
     ]
-    fused = engine(6, "fused kernels")
-    is_fused = fused.kernels != "reference"
-    rungs.append(fused if is_fused else Rung(6, fused.name, None, missing=_no_fused_kernels(engines)))
-    rungs.append(Rung(7, "quantised weights", None, missing="this build expands quantised weights when it loads them"))
-    reason = _no_graphs(engines, is_fused)
-    rungs.append(Rung(8, "CUDA graphs", None, missing=reason) if reason else engine(8, "CUDA graphs", graphs=True))
-    if engines.device.type == "cuda":
-        rungs.append(engine(9, "pipelined steps", graphs=not reason, depth=2))
-    else:
-        text = "needs a GPU: on a CPU preparing a step and computing one are the same cores' work"
-        rungs.append(Rung(9, "pipelined steps", None, missing=text))
-    rungs.append(Rung(10, "speculation", None, missing="this build has no drafters"))
-    return rungs
 
 
 def _no_fused_kernels(engines: Engines) -> str:
@@ -94,41 +115,24 @@ def _no_fused_kernels(engines: Engines) -> str:
 def _no_graphs(engines: Engines, is_fused: bool) -> str:
     if engines.device.type != "cuda":
         return f"needs a CUDA GPU; this run is on the {engines.device.type}"
-    if not HAS_CUDA_GRAPHS:
-        return "this build captures no CUDA graphs"
     return "" if is_fused else "needs the fused kernels, which don't run here"
 
 
-def _run_naive(llm: LLM, jobs: Sequence[Job], clock: Clock) -> RungRun:
-    decoder = llm.engine.decoder
+def _run_loop(generate: Callable[[Job, list[int]], list[int]], jobs: Sequence[Job], clock: Clock) -> RungRun:
+    """One request after the other; `generate` notes the bytes of its cache in the list it is given."""
+    tokens, ends, sizes = [], [], [0]
     start = clock()
-    tokens, ends = [], []
     for job in jobs:
-        tokens.append(tuple(generate_naive(decoder, job.prompt, job.new_tokens)))
+        tokens.append(tuple(generate(job, sizes)))
         ends.append(clock() - start)
-    return RungRun(tuple(tokens), ends[-1], tuple(ends), cache_bytes=0)
-
-
-def _run_cached(llm: LLM, jobs: Sequence[Job], clock: Clock) -> RungRun:
-    decoder = llm.engine.decoder
-    largest = 0
-
-    def note(cache: ContiguousCache) -> None:
-        nonlocal largest
-        largest = max(largest, cache.num_bytes)
-
-    start = clock()
-    tokens, ends = [], []
-    for job in jobs:
-        tokens.append(tuple(generate_with_kv_cache(decoder, job.prompt, job.new_tokens, on_cache=note)))
-        ends.append(clock() - start)
-    return RungRun(tuple(tokens), ends[-1], tuple(ends), largest)
+    return RungRun(tuple(tokens), ends[-1], tuple(ends), max(sizes))
 
 
 def _run_engine(llm: LLM, jobs: Sequence[Job], together: bool, salt: str, clock: Clock) -> RungRun:
-    first_step = _next_step_id(llm)
-    start = clock()
+    entries = list(llm.engine.step_log)
+    last_step = entries[-1].step.step_id if entries else -1
     outputs, ends = [], []
+    start = clock()
     for group in [jobs] if together else [[job] for job in jobs]:
         answered = run_together(llm, group, salt)
         now = clock() - start
@@ -137,13 +141,7 @@ def _run_engine(llm: LLM, jobs: Sequence[Job], together: bool, salt: str, clock:
         ends += [now - (last - output.metrics.finished) for output in answered]
         outputs += answered
     seconds = clock() - start
-    entries = [entry for entry in llm.engine.step_log if entry.step.step_id >= first_step]
-    usable = llm.engine.plan.num_blocks - 1
-    most_blocks = max(usable - entry.step.num_free_blocks for entry in entries)
+    free = min(entry.step.num_free_blocks for entry in llm.engine.step_log if entry.step.step_id > last_step)
+    plan = llm.engine.plan
     tokens = tuple(output.token_ids for output in outputs)
-    return RungRun(tokens, seconds, tuple(ends), most_blocks * llm.engine.plan.bytes_per_block)
-
-
-def _next_step_id(llm: LLM) -> int:
-    entries = list(llm.engine.step_log)
-    return entries[-1].step.step_id + 1 if entries else 0
+    return RungRun(tokens, seconds, tuple(ends), (plan.num_blocks - 1 - free) * plan.bytes_per_block)

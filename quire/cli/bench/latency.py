@@ -1,0 +1,35 @@
+"""`quire bench latency`: the engine alone, one request at a time."""
+
+from __future__ import annotations
+
+import quire.cli.bench.options as shared
+from quire.cli import options
+
+
+def latency(
+    model: options.Model = options.DEFAULT_MODEL,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    kernels: shared.Kernels = "auto",
+    num_requests: shared.Requests = 4,
+    prompt_tokens: shared.PromptTokens = "128",
+    new_tokens: shared.NewTokens = "64",
+    repeats: shared.Repeats = 3,
+    markdown: shared.MarkdownFile = None,
+    json_file: shared.JsonFile = None,
+) -> None:
+    """How long a request takes that has the engine for itself.
+
+    \b
+    quire bench latency
+    quire bench latency --prompt-tokens 1000 --new-tokens 16 --dtype float32
+    """
+    from quire.bench.jobs import Lengths
+    from quire.bench.offline import measure_latency, open_engine
+    from quire.bench.report import Report
+
+    prompts, answers = Lengths.parse("--prompt-tokens", prompt_tokens), Lengths.parse("--new-tokens", new_tokens)
+    engine = {"device": device, "dtype": dtype, "kernels": kernels}
+    with open_engine(model, num_requests, prompts, answers, max_num_seqs=1, **engine) as (llm, jobs, facts):
+        report = Report("Latency", facts, (measure_latency(llm, jobs, repeats),))
+    shared.deliver(report, markdown, json_file)

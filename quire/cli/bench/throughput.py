@@ -1,0 +1,37 @@
+"""`quire bench throughput`: the engine alone, many requests at once."""
+
+from __future__ import annotations
+
+import quire.cli.bench.options as shared
+from quire.cli import options
+
+
+def throughput(
+    model: options.Model = options.DEFAULT_MODEL,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    kernels: shared.Kernels = "auto",
+    num_requests: shared.Requests = 32,
+    prompt_tokens: shared.PromptTokens = "100-300",
+    new_tokens: shared.NewTokens = "64-128",
+    max_num_seqs: shared.MaxNumSeqs = 64,
+    repeats: shared.Repeats = 3,
+    markdown: shared.MarkdownFile = None,
+    json_file: shared.JsonFile = None,
+) -> None:
+    """How many tokens a second come out when many requests come in at once.
+
+    \b
+    quire bench throughput
+    quire bench throughput --requests 8 --prompt-tokens 32 --new-tokens 16 --repeats 1
+    quire bench throughput --model Qwen/Qwen3-0.6B --device cuda --requests 256 --max-num-seqs 256
+    """
+    from quire.bench.jobs import Lengths
+    from quire.bench.offline import measure_throughput, open_engine
+    from quire.bench.report import Report
+
+    prompts, answers = Lengths.parse("--prompt-tokens", prompt_tokens), Lengths.parse("--new-tokens", new_tokens)
+    engine = {"device": device, "dtype": dtype, "kernels": kernels}
+    with open_engine(model, num_requests, prompts, answers, max_num_seqs, **engine) as (llm, jobs, facts):
+        report = Report("Throughput", facts, (measure_throughput(llm, jobs, repeats),))
+    shared.deliver(report, markdown, json_file)
