@@ -26,16 +26,9 @@ class StepShape:
 
     @classmethod
     def of(cls, scheduled: Sequence[ScheduledRequest]) -> StepShape:
-        if not scheduled:
-            none = np.zeros(0, np.int32)
-            return cls(none, none, none, np.zeros(0, np.bool_))
         _, rows, starts, counts, samples, _ = zip(*scheduled, strict=True)
-        return cls(
-            np.array(rows, np.int32),
-            np.array(starts, np.int32),
-            np.array(counts, np.int32),
-            np.array(samples, np.bool_),
-        )
+        numbers = [np.array(values, np.int32) for values in (rows, starts, counts)]
+        return cls(numbers[0], numbers[1], numbers[2], np.array(samples, np.bool_))
 
     @property
     def is_decode(self) -> bool:

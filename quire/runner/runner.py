@@ -23,7 +23,7 @@ from quire.runner.device import return_freed_memory
 from quire.runner.kv_cache import KVCache
 from quire.runner.pooling import PoolingRows
 from quire.runner.request_rows import RequestRows
-from quire.runner.step_outputs import PendingStep, ResultStream, StepOutputs
+from quire.runner.step_outputs import PendingStep, StepOutputs
 from quire.sampling.draws import Draws
 from quire.sampling.logprobs import Logprobs, score_prompt_on_device
 from quire.sampling.sampler import SampledTokens, Sampler
@@ -67,7 +67,9 @@ class Runner:
         self._logprobs = Logprobs(max_num_seqs, device)
         self._pooling = PoolingRows(device)
         self._grammars = StepGrammars(constrainer)
-        self._results = ResultStream(device)
+        self._copy_stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._draw = draw
         self._graphs = graphs
         self.observe_logits: LogitsObserver | None = None
@@ -79,7 +81,7 @@ class Runner:
         outputs = StepOutputs(step.step_id)
         if step.scheduled:
             self._compute(step, outputs)
-        pending = self._results.send(outputs)
+        pending = PendingStep(outputs, self._copy_stream)
         self._grammars.submitted(pending)
         if self._graphs is not None and step.scheduled and not self._graphs.is_complete:
             self._graphs.capture_next()
@@ -106,10 +108,10 @@ class Runner:
     def _compute(self, step: Step, outputs: StepOutputs) -> None:
         """Runs the model, draws tokens from its logits, and whatever else is wanted of its hidden states."""
         shape = StepShape.of(step.scheduled)
+        decoded = self._run_graph(shape)
         drawn_for = [scheduled for scheduled in step.scheduled if scheduled.samples]
         draws = self._sampler.draws(shape.draw_request_rows, shape.draw_positions, self._request_rows.token_ids)
         is_plain = self._is_plain(draws)
-        decoded = self._run_graph(shape)
         if not is_plain:
             self._grammars.start(draws.request_rows)  # masks are computed while the model runs
         if decoded is not None and is_plain:

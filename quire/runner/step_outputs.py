@@ -60,10 +60,10 @@ class StepOutputs:
 
     def add_scores(self, drawn_for: Sequence[ScheduledRequest], draws: ScoredDraws, scores: ScoreTensors) -> None:
         """The scores of some of the tokens, in the order of the draws."""
-        request_ids = [drawn_for[index].request_id for index in draws.which]
+        request_ids, num_top = [drawn_for[index].request_id for index in draws.which], draws.num_top
 
         def read(tensors: Sequence[Tensor]) -> None:
-            found = read_scores(ScoreTensors(*tensors), draws.num_top)
+            found = read_scores(ScoreTensors(*tensors), num_top)
             for request_id, score in zip(request_ids, found, strict=True):
                 self.scores[request_id] = (*self.scores.get(request_id, ()), score)
 
@@ -103,12 +103,23 @@ class StepOutputs:
 class PendingStep:
     """A step that was sent off: its results come back by themselves, and are read when somebody asks."""
 
-    def __init__(self, outputs: StepOutputs, host: list[Tensor], arrived: torch.cuda.Event | None) -> None:
+    def __init__(self, outputs: StepOutputs, stream: torch.cuda.Stream | None) -> None:
+        """Brings the tensors to the host on a `stream` of its own, so that the next step's work need not wait for it.
+        None: they are there."""
         self._outputs: StepOutputs | None = outputs
         """Holds the device's memory while it is being copied from."""
-        self._host = host
-        self._arrived = arrived
         self._result: StepResult | None = None
+        self._host = outputs.tensors
+        self._arrived: torch.cuda.Event | None = None
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._host = [
+                    torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+                    for tensor in outputs.tensors
+                ]
+                self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._arrived.record()
 
     @property
     def is_read(self) -> bool:
@@ -123,25 +134,3 @@ class PendingStep:
             self._result = self._outputs.read(self._host)
             self._outputs = None
         return self._result
-
-
-class ResultStream:
-    """Brings tensors to the host on a stream of its own, so that the next step's work need not wait for it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def send(self, outputs: StepOutputs) -> PendingStep:
-        if self._stream is None:
-            return PendingStep(outputs, outputs.tensors, None)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            host = [
-                torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-                for tensor in outputs.tensors
-            ]
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record()
-        return PendingStep(outputs, host, arrived)

@@ -36,6 +36,8 @@ class Feature:
     """Fields that ask for it by a value that is not neutral."""
     settings: ClassVar[tuple[str, ...]] = ()
     """Further fields it reads."""
+    in_float64: ClassVar[tuple[str, ...]] = ()
+    """Those of them that are kept in float64; other reals are in float32, as the logits are."""
     divides: ClassVar[bool] = False
     """Whether it divides by the temperature on the way."""
 
@@ -46,9 +48,9 @@ class Feature:
         self.numbers: dict[str, npt.NDArray[Any]] = {}
         """By field, those that are numbers, of all request rows."""
         for name in (*self.switches, *self.settings):
-            dtype = _DTYPES.get(type(getattr(NEUTRAL, name)))
-            if dtype is not None:
-                self.numbers[name] = np.zeros(max_num_seqs, dtype)
+            kind = type(getattr(NEUTRAL, name))
+            if kind in _DTYPES:
+                self.numbers[name] = np.zeros(max_num_seqs, np.float64 if name in self.in_float64 else _DTYPES[kind])
         self.prepared: dict[int, Any] = {}
         """By request row, what `prepare` returned."""
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from quire.kernels.ops import FILTERS, Kernels
+from quire.kernels.ops import FILTERS
 from quire.sampling.draws import Draws, Indices, effective_temperature
 from quire.sampling.feature import NEUTRAL, Feature
 from quire.sampling.noise import chances
-from quire.sampling.upload import Uploader
 from quire.step import Admission
 
 
@@ -19,11 +18,8 @@ class Filters(Feature):
 
     switches = ("top_n_sigma", "top_k", "top_p", "min_p", "typical_p", "xtc_probability")
     settings = ("xtc_threshold",)
+    in_float64 = ("xtc_probability",)
     divides = True
-
-    def __init__(self, max_num_seqs: int, vocab_size: int, kernels: Kernels, uploader: Uploader) -> None:
-        super().__init__(max_num_seqs, vocab_size, kernels, uploader)
-        self.numbers["xtc_probability"] = np.zeros(max_num_seqs)  # in float64, as the chances it is compared with
 
     def is_asked(self, admission: Admission) -> bool:
         row, top_k = admission.row, self.numbers["top_k"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -9,10 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import Kernels
 from quire.sampling.draws import Draws, Indices
 from quire.sampling.feature import Feature
-from quire.sampling.upload import Uploader
 from quire.step import Admission
 
 _NEVER = float("-inf")
@@ -23,19 +22,8 @@ class GrammarMask(Feature):
 
     switches = ("structured",)
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, kernels: Kernels, uploader: Uploader) -> None:
-        super().__init__(max_num_seqs, vocab_size, kernels, uploader)
-        self._bits_of_bytes: Tensor | None = None
-        """int64 [256]: byte i of entry b is bit i of b."""
-
-    def prepare(self, admission: Admission) -> None:
-        if self._bits_of_bytes is None:
-            bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-            (self._bits_of_bytes,) = self.upload(bits.copy().view(np.int64)[:, 0])
-
     def apply_(self, logits: Tensor, draws: Draws, which: Indices) -> None:
         assert draws.masks is not None
-        assert self._bits_of_bytes is not None
         are_all = len(which) == len(draws)
         (index,) = self.upload(which)
         chosen = draws.masks if are_all else draws.masks[index]
@@ -46,6 +34,12 @@ class GrammarMask(Feature):
             logits.masked_fill_(~allowed, _NEVER)
         else:
             logits[index] = logits[index].masked_fill_(~allowed, _NEVER)
+
+    @cached_property
+    def _bits_of_bytes(self) -> Tensor:
+        """int64 [256]: byte i of entry b is bit i of b."""
+        bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+        return self.upload(bits.copy().view(np.int64)[:, 0])[0]
 
 
 class AllowedTokens(Feature):

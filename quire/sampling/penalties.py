@@ -6,6 +6,7 @@ with the same value computed from the logit before, so the order of writing does
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -13,10 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import Kernels
 from quire.sampling.draws import Draws, Indices
 from quire.sampling.feature import Feature
-from quire.sampling.upload import Uploader
 from quire.step import Admission
 
 DRY_LONGEST = 64
@@ -96,13 +95,9 @@ class Dry(Feature):
     switches = ("dry_multiplier",)
     settings = ("dry_base", "dry_allowed_length", "dry_sequence_breakers")
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, kernels: Kernels, uploader: Uploader) -> None:
-        super().__init__(max_num_seqs, vocab_size, kernels, uploader)
-        self._breakers = lru_cache(maxsize=32)(self._upload_breakers)
-
     def prepare(self, admission: Admission) -> Tensor:
         """bool [vocab]: tokens no repetition extends over. Requests with the same breakers share it."""
-        return self._breakers(admission.resolved.dry_breaker_ids)
+        return _breaker_table(admission.resolved.dry_breaker_ids, self.vocab_size, self.upload)
 
     def active(self, draws: Draws, which: Indices) -> Indices:
         return which[draws.positions[which] > self.of("dry_allowed_length", draws, which)]
@@ -149,7 +144,9 @@ class Dry(Feature):
         penalties: npt.NDArray[np.float32] = np.minimum(factors.cumprod(axis=1), _MOST).astype(np.float32)
         return penalties
 
-    def _upload_breakers(self, ids: tuple[int, ...]) -> Tensor:
-        table = np.zeros(self.vocab_size, dtype=np.bool_)
-        table[[token_id for token_id in ids if token_id < self.vocab_size]] = True
-        return self.upload(table)[0]
+
+@lru_cache(maxsize=32)
+def _breaker_table(ids: tuple[int, ...], vocab_size: int, upload: Callable[..., list[Tensor]]) -> Tensor:
+    table = np.zeros(vocab_size, dtype=np.bool_)
+    table[[token_id for token_id in ids if token_id < vocab_size]] = True
+    return upload(table)[0]
