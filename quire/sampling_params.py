@@ -14,21 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import quire.field_checks as check
 from quire.errors import InvalidRequestError
-from quire.field_checks import (
-    MAX_TOKEN_ID,
-    check_fields,
-    check_int,
-    check_real,
-    checked,
-    checked_strings,
-    flag,
-    real,
-    strings,
-    text,
-    token_ids,
-    whole,
-)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,7 +53,7 @@ def _check_schema(name: str, schema: Any) -> str:
 
 
 def _check_choices(name: str, value: Any) -> tuple[str, ...]:
-    choices = checked_strings(name, value, MAX_CHOICES, MAX_CHOICE_TEXT)
+    choices = check.checked_strings(name, value, MAX_CHOICES, MAX_CHOICE_TEXT)
     if not choices or sum(len(one.encode("utf-8", "replace")) for one in choices) > MAX_CHOICE_TEXT:
         raise InvalidRequestError(name, f"must hold at least one string and at most {MAX_CHOICE_TEXT} bytes in all")
     return choices
@@ -76,19 +63,19 @@ def _check_choices(name: str, value: Any) -> tuple[str, ...]:
 class StructuredOutput:
     """The form an answer must take: exactly one of the fields is given."""
 
-    json_schema: str | Mapping[str, Any] | None = checked(None, _check_schema, optional=True)
+    json_schema: str | Mapping[str, Any] | None = check.checked(None, _check_schema, optional=True)
     """A JSON schema, as text or as the object it stands for (kept as text)."""
-    json_object: bool = flag(False)
+    json_object: bool = check.flag(False)
     """Any JSON object."""
-    regex: str | None = text(MAX_REGEX)
+    regex: str | None = check.text(MAX_REGEX)
     """The whole answer matches it."""
-    choice: tuple[str, ...] | None = checked(None, _check_choices, optional=True)
+    choice: tuple[str, ...] | None = check.checked(None, _check_choices, optional=True)
     """The answer is one of these."""
-    grammar: str | None = text(MAX_GRAMMAR)
+    grammar: str | None = check.text(MAX_GRAMMAR)
     """A context-free grammar in Lark's notation."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "structured.")
+        check.check_fields(self, "structured.")
         given = (self.json_schema, self.regex, self.choice, self.grammar)
         if sum(value is not None for value in given) + self.json_object != 1:
             raise InvalidRequestError(
@@ -115,8 +102,8 @@ def _check_biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
     if not well_formed or len(pairs) > MAX_BIASES:
         raise InvalidRequestError(name, f"must map at most {MAX_BIASES} token ids to numbers")
     for token_id, bias in pairs:
-        check_int(name, token_id, 0, MAX_TOKEN_ID)
-        check_real(name, bias, -100.0, 100.0)
+        check.check_int(name, token_id, 0, check.MAX_TOKEN_ID)
+        check.check_real(name, bias, -100.0, 100.0)
     if len({int(token_id) for token_id, _ in pairs}) < len(pairs):
         raise InvalidRequestError(name, "names a token id twice")
     return tuple(sorted((int(token_id), float(bias)) for token_id, bias in pairs))
@@ -154,82 +141,82 @@ class SamplingParams:
     ties. The order of everything is in `quire.sampling.sampler` and docs/sampling.md.
     """
 
-    temperature: float = real(1.0, 0.0, 100.0)
+    temperature: float = check.real(1.0, 0.0, 100.0)
     """0 for greedy, and so is what is below 1e-5; at most 100."""
-    top_k: int = whole(0, 0, _MANY)
+    top_k: int = check.whole(0, 0, _MANY)
     """Keep the k most likely tokens; 0 keeps all. Ties with the k-th are kept."""
-    top_p: float = real(1.0, 0.0, 1.0, low_open=True)
+    top_p: float = check.real(1.0, 0.0, 1.0, low_open=True)
     """Keep the smallest set of most likely tokens whose probability reaches p, and ties; 1 keeps all."""
-    min_p: float = real(0.0, 0.0, 1.0)
+    min_p: float = check.real(0.0, 0.0, 1.0)
     """Keep the tokens at least this many times as likely as the likeliest; 0 keeps all."""
-    typical_p: float = real(1.0, 0.0, 1.0, low_open=True)
+    typical_p: float = check.real(1.0, 0.0, 1.0, low_open=True)
     """Keep the tokens whose surprise is nearest the expected one, until their probability reaches this."""
-    top_n_sigma: float = real(0.0, 0.0, 1000.0)
+    top_n_sigma: float = check.real(0.0, 0.0, 1000.0)
     """Keep the tokens whose logit is within this many standard deviations of the highest; 0 keeps all."""
-    repetition_penalty: float = real(1.0, 0.0, 100.0, low_open=True)
+    repetition_penalty: float = check.real(1.0, 0.0, 100.0, low_open=True)
     """Logits of tokens in the prompt or the answer are divided by it if positive, multiplied if negative."""
-    presence_penalty: float = real(0.0, -2.0, 2.0)
+    presence_penalty: float = check.real(0.0, -2.0, 2.0)
     """Subtracted from the logits of tokens in the answer."""
-    frequency_penalty: float = real(0.0, -2.0, 2.0)
+    frequency_penalty: float = check.real(0.0, -2.0, 2.0)
     """Subtracted from the logits of tokens in the answer, once for every time they are there."""
-    no_repeat_ngram_size: int = whole(0, 0, 64)
+    no_repeat_ngram_size: int = check.whole(0, 0, 64)
     """No n tokens in a row occur twice (prompt included); 0 allows it."""
-    dry_multiplier: float = real(0.0, 0.0, 100.0)
+    dry_multiplier: float = check.real(0.0, 0.0, 100.0)
     """DRY: a token that would extend a repetition of n tokens loses multiplier * base**(n - allowed length)."""
-    dry_base: float = real(1.75, 1.0, 100.0)
-    dry_allowed_length: int = whole(2, 1, 64)
+    dry_base: float = check.real(1.75, 1.0, 100.0)
+    dry_allowed_length: int = check.whole(2, 1, 64)
     """Repetitions shorter than this cost nothing."""
-    dry_sequence_breakers: tuple[str, ...] = strings(("\n", ":", '"', "*"), MAX_STOP_STRINGS, MAX_STRING)
+    dry_sequence_breakers: tuple[str, ...] = check.strings(("\n", ":", '"', "*"), MAX_STOP_STRINGS, MAX_STRING)
     """No repetition extends over a token that contains one of these."""
-    xtc_probability: float = real(0.0, 0.0, 1.0)
+    xtc_probability: float = check.real(0.0, 0.0, 1.0)
     """XTC: the chance that, of the tokens with at least xtc_threshold probability, only the least likely stays."""
-    xtc_threshold: float = real(0.1, 0.0, 1.0)
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = checked(None, _check_biases)
+    xtc_threshold: float = check.real(0.1, 0.0, 1.0)
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = check.checked(None, _check_biases)
     """Added to the logits of token ids, -100 to 100 each (kept as a tuple of pairs, ascending by id)."""
-    allowed_token_ids: tuple[int, ...] | None = token_ids(None, MAX_ALLOWED_TOKENS, least=1, optional=True)
+    allowed_token_ids: tuple[int, ...] | None = check.token_ids(None, MAX_ALLOWED_TOKENS, least=1, optional=True)
     """Only these can be chosen; None allows all. End-of-sequence tokens have to be listed to be allowed."""
-    bad_words: tuple[str, ...] = strings((), MAX_BAD_WORDS, MAX_STRING)
+    bad_words: tuple[str, ...] = check.strings((), MAX_BAD_WORDS, MAX_STRING)
     """Words the answer can't contain, where they are written with the tokens the tokenizer gives them."""
-    seed: int | None = whole(None, 0, MAX_SEED, optional=True)
+    seed: int | None = check.whole(None, 0, MAX_SEED, optional=True)
     """0 to 2**64-1. Same request, same seed: same tokens. None draws one, which the output reports."""
-    max_tokens: int | None = whole(256, 1, _MANY, optional=True)
+    max_tokens: int | None = check.whole(256, 1, _MANY, optional=True)
     """At most this many new tokens; None goes on until the model ends or its context is full."""
-    min_tokens: int = whole(0, 0, _MANY)
+    min_tokens: int = check.whole(0, 0, _MANY)
     """The end-of-sequence and stop tokens can't be chosen before this many new tokens."""
-    ignore_eos: bool = flag(False)
+    ignore_eos: bool = check.flag(False)
     """Go on past the model's end-of-sequence tokens."""
-    stop: tuple[str, ...] = strings((), MAX_STOP_STRINGS, MAX_STRING)
+    stop: tuple[str, ...] = check.strings((), MAX_STOP_STRINGS, MAX_STRING)
     """Strings that end the answer (one string may be given as it is)."""
-    stop_token_ids: tuple[int, ...] = token_ids((), MAX_STOP_TOKENS)
+    stop_token_ids: tuple[int, ...] = check.token_ids((), MAX_STOP_TOKENS)
     """Further tokens that end the answer."""
-    include_stop_str_in_output: bool = flag(False)
+    include_stop_str_in_output: bool = check.flag(False)
     """Leave the stop string, or the text of the stop token, that ended the answer in its text."""
-    n: int = whole(1, 1, MAX_N)
+    n: int = check.whole(1, 1, MAX_N)
     """How many answers; answer i is what a request of its own with seed + i would give."""
-    best_of: int | None = whole(None, 1, MAX_N, optional=True)
+    best_of: int | None = check.whole(None, 1, MAX_N, optional=True)
     """Generate this many and return the `n` with the highest mean logprob."""
-    logprobs: int | None = whole(None, 0, MAX_LOGPROBS, optional=True)
+    logprobs: int | None = check.whole(None, 0, MAX_LOGPROBS, optional=True)
     """Report each answer token's logprob and those of this many most likely tokens; None reports nothing."""
-    prompt_logprobs: int | None = whole(None, 0, MAX_LOGPROBS, optional=True)
+    prompt_logprobs: int | None = check.whole(None, 0, MAX_LOGPROBS, optional=True)
     """The same for the prompt's tokens."""
-    skip_special_tokens: bool = flag(True)
+    skip_special_tokens: bool = check.flag(True)
     """Leave special tokens out of the text."""
-    spaces_between_special_tokens: bool = flag(True)
+    spaces_between_special_tokens: bool = check.flag(True)
     """Leave the spaces that the tokenizer's decoder puts between special tokens that are shown. No decoder that
     Quire accepts puts any there, so neither value changes a text."""
-    cache_salt: str | None = checked(None, _check_salt, optional=True)
+    cache_salt: str | None = check.checked(None, _check_salt, optional=True)
     """Requests share cached prefixes only with requests of the same salt."""
-    priority: int = whole(0, -(2**31), _MANY)
+    priority: int = check.whole(0, -(2**31), _MANY)
     """Lower goes first, under the engine's `priority` policy."""
-    deadline: float | None = real(None, 0.0, math.inf, low_open=True, high_open=True, optional=True)
+    deadline: float | None = check.real(None, 0.0, math.inf, low_open=True, high_open=True, optional=True)
     """Seconds from arrival after which the request ends with finish_reason "deadline"."""
-    structured: StructuredOutput | None = checked(None, _check_structured, optional=True)  # noqa: RUF009
+    structured: StructuredOutput | None = check.checked(None, _check_structured, optional=True)  # noqa: RUF009
     """The form the answer must take (a mapping of StructuredOutput's fields will do)."""
-    logits_processors: tuple[LogitsProcessor, ...] = checked((), _check_processors)
+    logits_processors: tuple[LogitsProcessor, ...] = check.checked((), _check_processors)
     """Python functions over one row's logits, for the offline API; each costs a call per token."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check.check_fields(self)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError("min_tokens", f"is {self.min_tokens}, more than max_tokens ({self.max_tokens})")
         if self.best_of is not None and self.best_of < self.n:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from quire.constrain.masks import Advanced
-from quire.sampling.logprobs import PromptPart, ScoredDraws, ScoreTensors, read_prompt_scores, read_scores
+from quire.sampling.logprobs import PromptPart, ScoredDraws, ScoreTensors, read_scores
 from quire.sampling.sampler import NOT_NUMBERS, SampledTokens
 from quire.step import PromptScores, ScheduledRequest, StepResult, TokenScore
 
@@ -46,7 +47,7 @@ class StepOutputs:
             tokens: list[int] = tensors[0][0].tolist()
             for entry, token in zip(drawn_for, tokens, strict=True):
                 self.tokens[entry.request_id] = (*self.tokens.get(entry.request_id, ()), token)
-            for index, message in sampled.on_host(tensors[0]).failures().items():
+            for index, message in sampled.failures(tensors[0]).items():
                 self.errors[drawn_for[index].request_id] = message
             if advance_grammars is not None:
                 advanced = advance_grammars(tokens)
@@ -71,11 +72,11 @@ class StepOutputs:
 
     def add_prompt_scores(self, part: PromptPart, scores: ScoreTensors) -> None:
         def read(tensors: Sequence[Tensor]) -> None:
-            found = read_prompt_scores(part, ScoreTensors(*tensors))
-            if found is None:
+            found = read_scores(ScoreTensors(*tensors), [part.num_top] * len(tensors[0]))
+            if any(math.isnan(score.logprob) for score in found):
                 self.errors[part.request_id] = NOT_NUMBERS
             else:
-                self.prompt_scores[part.request_id] = found
+                self.prompt_scores[part.request_id] = PromptScores(part.start, tuple(found))
 
         self.add(scores, read)
 

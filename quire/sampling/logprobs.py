@@ -6,7 +6,6 @@ ask are scored, and a long prompt a few rows at a time: its logits are never all
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from torch import Tensor
 from quire.kernels.ops import Kernels
 from quire.sampling.draws import Draws
 from quire.sampling.upload import Uploader
-from quire.step import Admission, PromptScores, ScheduledRequest, TokenScore
+from quire.step import Admission, ScheduledRequest, TokenScore
 
 ROWS_AT_ONCE = 64
 _NOT_WANTED = -1
@@ -166,14 +165,6 @@ def read_scores(scores: ScoreTensors, num_top: Sequence[int]) -> list[TokenScore
             token_ids, logprobs, ranks, top_ids, top_logprobs, num_top, strict=True
         )
     ]
-
-
-def read_prompt_scores(part: PromptPart, scores: ScoreTensors) -> PromptScores | None:
-    """What copies on the host say, or None if the model's scores are not numbers."""
-    found = read_scores(scores, [part.num_top] * len(scores.token_ids))
-    if any(math.isnan(score.logprob) for score in found):
-        return None
-    return PromptScores(part.start, tuple(found))
 
 
 def _joined(parts: Sequence[Sequence[Tensor]]) -> ScoreTensors:

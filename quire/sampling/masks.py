@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -57,40 +56,34 @@ class AllowedTokens(Feature):
         logits.view(-1)[where] = kept
 
 
-class _Banned(NamedTuple):
-    at_first: tuple[int, ...]
-    """End tokens, which can't be chosen before `min_tokens`."""
-    always: tuple[int, ...]
-    """Bad words of one token."""
-
-
 class BannedTokens(Feature):
     """No end token before `min_tokens`, and no bad word of one token: one write for all draws."""
 
     switches = ("min_tokens",)
     settings = ("ignore_eos", "stop_token_ids")
 
-    prepared: dict[int, _Banned]
-
     def is_asked(self, admission: Admission) -> bool:
         return super().is_asked(admission) or any(len(word) == 1 for word in admission.resolved.bad_word_ids)
 
-    def prepare(self, admission: Admission) -> _Banned:
+    def prepare(self, admission: Admission) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Its end tokens, and what is banned always."""
         ends = admission.params.end_token_ids(admission.eos_token_ids)
         words = (word[0] for word in admission.resolved.bad_word_ids if len(word) == 1)
         # An end token may lie outside a model's vocabulary: tokenizers know more tokens than some models.
-        return _Banned(tuple(one for one in ends if one < self.vocab_size), tuple(words))
+        return tuple(one for one in ends if one < self.vocab_size), tuple(words)
 
     def active(self, draws: Draws, which: Indices) -> Indices:
-        has_words = np.array([bool(banned.always) for banned in self.prepared_of(draws, which)])
+        has_words = np.array([bool(always) for _, always in self.prepared_of(draws, which)])
         return which[has_words | self._is_too_short(draws, which)]
 
     def apply_(self, logits: Tensor, draws: Draws, which: Indices) -> None:
         at: list[int] = []
         ids: list[int] = []
         too_short = self._is_too_short(draws, which).tolist()
-        for row, banned, is_short in zip(which.tolist(), self.prepared_of(draws, which), too_short, strict=True):
-            own = (*banned.at_first, *banned.always) if is_short else banned.always
+        for row, (ends, always), is_short in zip(
+            which.tolist(), self.prepared_of(draws, which), too_short, strict=True
+        ):
+            own = (*ends, *always) if is_short else always
             at.extend([row] * len(own))
             ids.extend(own)
         if ids:

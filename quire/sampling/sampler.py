@@ -11,7 +11,7 @@ tensors. (`logits_processors` are the exception: what they do is theirs.)
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -62,8 +62,8 @@ class SampledTokens:
     """One token per draw, and which draws have none."""
 
     tensor: Tensor
-    """int64 [2, draws], on the device or copied to the host: token ids (anything for a draw that failed), and flags: 0,
-    or the sum of HAS_NAN, NOTHING_LEFT and BAD_PROCESSOR."""
+    """int64 [2, draws]: token ids (anything for a draw that failed), and flags: 0, or the sum of HAS_NAN, NOTHING_LEFT
+    and BAD_PROCESSOR."""
     errors: dict[int, str] = field(default_factory=dict)
     """What went wrong in a request's own functions, by index."""
 
@@ -71,14 +71,10 @@ class SampledTokens:
     def token_ids(self) -> Tensor:
         return self.tensor[0]
 
-    def on_host(self, tensor: Tensor) -> SampledTokens:
-        """The same with a copy of `tensor`."""
-        return replace(self, tensor=tensor)
-
-    def failures(self) -> dict[int, str]:
-        """Why draws failed, by index. For a copy on the host: on the device's own tensor it would wait."""
+    def failures(self, on_host: Tensor | None = None) -> dict[int, str]:
+        """Why draws failed, by index, from a copy of `tensor` on the host. Without one it waits for the device."""
         found = dict(self.errors)
-        for index, flags in enumerate(self.tensor[1].tolist()):
+        for index, flags in enumerate((self.tensor if on_host is None else on_host)[1].tolist()):
             if flags:
                 weightiest = next(flag for flag in _MESSAGES if flags & flag)
                 if weightiest == HAS_NAN or index not in found:  # a function's own error says more than other flags
