@@ -31,7 +31,7 @@ from quire.kernels.triton.moe import moe, route
 from quire.kernels.triton.norms import add_rms_norm, rms_norm
 from quire.kernels.triton.sampling import gumbel_argmax, keep_between_, sample_rows, top_values
 from quire.models.spec import ModelSpec
-from quire.runner.noise import noise_keys
+from quire.sampling.noise import noise_keys
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16

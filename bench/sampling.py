@@ -14,6 +14,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,9 @@ from torch import Tensor
 from quire import LLM, SamplingParams
 from quire.kernels.ops import Kernels
 from quire.kernels.select import select_kernels
-from quire.runner.rows import Rows
-from quire.runner.sampler import sample
-from quire.runner.sampling_batch import SamplingBatch
+from quire.runner.request_rows import RequestRows
+from quire.sampling.draws import Draws
+from quire.sampling.sampler import Sampler
 from quire.sampling_params import ResolvedTokens, StructuredOutput
 from quire.step import Admission, Step
 
@@ -63,9 +64,9 @@ FEATURES: dict[str, dict[str, Any]] = {
 BAD_WORDS = tuple((1000 + i, 2000 + i, 3000 + i)[: 1 + i % 3] for i in range(20))
 
 
-def make_batch(name: str, rows: int, history: int) -> SamplingBatch:
+def make_draws(name: str, rows: int, history: int, kernels: Kernels) -> tuple[Sampler, Draws]:
+    """A sampler with a request in each row that asks for the feature, and a draw for each."""
     source = random.Random(0)
-    state = Rows(rows, history + 8, 16, CPU)
     resolved = ResolvedTokens(BAD_WORDS if "bad_words" in name else (), tuple(range(1500)) if name == "DRY" else ())
     # Text repeats itself: half of the tokens are from a few hundred, as in any language.
     admitted = []
@@ -87,11 +88,27 @@ def make_batch(name: str, rows: int, history: int) -> SamplingBatch:
                 resolved=resolved,
             )
         )
-    state.apply(Step(0, 0.0, admitted=tuple(admitted)))
     masks = (
         torch.full((rows, VOCAB_SIZE // 32), 0x5A5A5A5A, dtype=torch.int32) if "structured" in FEATURES[name] else None
     )
-    return state.sampling_batch(np.arange(rows), np.full(rows, history), masks)
+    return admit(admitted, VOCAB_SIZE, history, kernels, CPU, masks)
+
+
+def admit(
+    admitted: Sequence[Admission],
+    vocab_size: int,
+    history: int,
+    kernels: Kernels,
+    device: torch.device,
+    masks: Tensor | None,
+) -> tuple[Sampler, Draws]:
+    rows = RequestRows(len(admitted), history + 8, 16, device)
+    rows.apply(Step(0, 0.0, admitted=tuple(admitted)))
+    sampler = Sampler(len(admitted), vocab_size, kernels, device)
+    for admission in admitted:
+        sampler.admit(admission)
+    draws = sampler.draws(np.arange(len(admitted)), np.full(len(admitted), history), rows.token_ids)
+    return sampler, replace(draws, masks=masks)
 
 
 def model_logits(rows: int) -> Tensor:
@@ -105,14 +122,14 @@ def model_logits(rows: int) -> Tensor:
 def measure(rows: int, history: int, seconds: float, kernels: Kernels) -> dict[str, float]:
     logits = model_logits(rows)
     work = torch.empty_like(logits)
-    batches = {name: make_batch(name, rows, history) for name in FEATURES}
+    batches = {name: make_draws(name, rows, history, kernels) for name in FEATURES}
     times: dict[str, list[float]] = {name: [] for name in FEATURES}
     started, rounds = time.perf_counter(), 0
     while time.perf_counter() - started < seconds * len(FEATURES) or rounds < 4:
-        for name, batch in batches.items():
+        for name, (sampler, draws) in batches.items():
             work.copy_(logits)
             begin = time.perf_counter()
-            sample(work, batch, kernels)
+            sampler.sample(work, draws)
             if rounds:  # the first round warms up
                 times[name].append(time.perf_counter() - begin)
         rounds += 1

@@ -20,16 +20,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
 
-from bench.sampling import BAD_WORDS, FEATURES
+from bench.sampling import BAD_WORDS, FEATURES, admit
 from quire import SamplingParams
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.triton.sampler_ops import SamplerKernels
-from quire.runner.logprobs import score_on_device
-from quire.runner.rows import Rows
-from quire.runner.sampler import sample
-from quire.runner.sampling_batch import SamplingBatch
+from quire.sampling.draws import Draws
+from quire.sampling.logprobs import score_on_device
+from quire.sampling.sampler import Sampler
 from quire.sampling_params import ResolvedTokens
-from quire.step import Admission, Step
+from quire.step import Admission
 
 AHEAD = 20_000_000
 """Clock cycles the GPU is kept busy with, so that the host's share is not part of its time."""
@@ -40,9 +39,10 @@ class DeviceKernels(SamplerKernels, ReferenceKernels):  # type: ignore[misc]
     """The sampler's own kernels, and plain torch for what it doesn't need."""
 
 
-def make_batch(name: str, rows: int, history: int, vocab_size: int, device: torch.device) -> SamplingBatch:
+def make_draws(
+    name: str, rows: int, history: int, vocab_size: int, kernels: DeviceKernels, device: torch.device
+) -> tuple[Sampler, Draws]:
     source = np.random.default_rng(0)
-    state = Rows(rows, history + 8, 16, device)
     resolved = ResolvedTokens(BAD_WORDS if "bad_words" in name else (), tuple(range(1500)) if name == "DRY" else ())
     params = SamplingParams(**FEATURES[name])
     # Text repeats itself: half of the tokens are from a few hundred, as in any language.
@@ -68,11 +68,10 @@ def make_batch(name: str, rows: int, history: int, vocab_size: int, device: torc
         )
         for row in range(rows)
     )
-    state.apply(Step(0, 0.0, admitted=admitted))
     words = None
     if "structured" in FEATURES[name]:
         words = torch.full((rows, -(-vocab_size // 32)), 0x5A5A5A5A, dtype=torch.int32, device=device)
-    return state.sampling_batch(np.arange(rows), np.full(rows, history), words)
+    return admit(admitted, vocab_size, history, kernels, device, words)
 
 
 def measure(function: Callable[[], object], prepare: Callable[[], object]) -> tuple[float, float]:
@@ -115,9 +114,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 ids, wanted = torch.arange(rows, device=device), [5] * rows
                 found = measure(lambda x=work, i=ids, w=wanted: score_on_device(x, i, w, kernels), lambda: None)
             else:
-                batch = make_batch(name, rows, options.history, options.vocab, device)
+                sampler, draws = make_draws(name, rows, options.history, options.vocab, kernels, device)
                 found = measure(
-                    lambda x=work, b=batch: sample(x, b, kernels), lambda x=work, source=logits: x.copy_(source)
+                    lambda x=work, s=sampler, d=draws: s.sample(x, d), lambda x=work, source=logits: x.copy_(source)
                 )
             line += f"{found[0]:9.0f}/{found[1]:<8.0f}"
         print(line, flush=True)

@@ -29,7 +29,7 @@ from quire.observe.step_log import StepLog
 from quire.runner.device import describe, free_memory, pick_device, pick_dtype, wake
 from quire.runner.kv_cache import KVCache
 from quire.runner.memory import CachePlan, Needs, check_weights_fit, measure_needs, plan_cache
-from quire.runner.rows import Rows
+from quire.runner.request_rows import RequestRows
 from quire.runner.runner import PlainDraw, Runner
 from quire.step import StepLogEntry
 
@@ -98,7 +98,7 @@ def assemble(
     needs = measure_needs(decoder, limits, config.block_size, config.cuda_graphs)
     plan = plan_cache(spec, config, limits, dtype, free_memory(device), needs)
     cache = KVCache(spec, plan.num_blocks, plan.num_host_blocks, plan.block_size, dtype, device)
-    rows = Rows(limits.max_num_seqs, plan.max_model_len, plan.block_size, device)
+    rows = RequestRows(limits.max_num_seqs, plan.max_model_len, plan.block_size, device)
     grammars = GrammarCompiler(tokenizer, spec.vocab_size, eos_token_ids)
     constrainer = Constrainer(grammars, limits.max_num_seqs, spec.vocab_size, device)
     draw, graphs = _quick_ways(decoder, cache, rows, plan, limits, config)
@@ -137,7 +137,7 @@ def _open(source: ModelSource) -> tuple[ModelFiles, Tokenizer]:
 
 
 def _quick_ways(
-    decoder: Decoder, cache: KVCache, rows: Rows, plan: CachePlan, limits: Limits, config: EngineConfig
+    decoder: Decoder, cache: KVCache, rows: RequestRows, plan: CachePlan, limits: Limits, config: EngineConfig
 ) -> tuple[PlainDraw | None, DecodeGraphs | None]:
     """Sampling in one go and decode steps in one launch, where the kernels are made for that."""
     if decoder.kernels.name != "triton":

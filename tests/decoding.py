@@ -62,7 +62,7 @@ def run_tokens(decoder: Decoder, caches: list[LayerCache], tokens: Sequence[int]
         batch,
         caches,
     )
-    return decoder.logits(hidden)
+    return decoder.logits(hidden).float()
 
 
 def all_logits(decoder: Decoder, tokens: Sequence[int]) -> Tensor:

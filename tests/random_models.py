@@ -16,7 +16,7 @@ from quire.models.decoder import Decoder
 from quire.models.spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
 from quire.observe.step_log import StepLog
 from quire.runner.kv_cache import KVCache
-from quire.runner.rows import Rows
+from quire.runner.request_rows import RequestRows
 from quire.runner.runner import Runner
 from quire.sampling_params import SamplingParams
 from quire.step import ScheduledRequest, TokenScore
@@ -114,7 +114,7 @@ class Bench:
         for layer in cache.layers:  # whoever reads what nobody wrote is found out
             layer.keys.fill_(float("nan"))
             layer.values.fill_(float("nan"))
-        self.runner = Runner(decoder, cache, Rows(max_num_seqs, 1024, block_size, device), block_size)
+        self.runner = Runner(decoder, cache, RequestRows(max_num_seqs, 1024, block_size, device), block_size)
         self.log = StepLog()
         self.core = EngineCore(Scheduler(config), self.runner, depth, on_step=self.log.append)
         self._preempt_every = preempt_every

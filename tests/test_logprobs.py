@@ -18,7 +18,7 @@ from quire.errors import InvalidRequestError
 from quire.kernels.select import select_kernels
 from quire.models.decoder import Decoder
 from quire.outputs import TokenLogprobs
-from quire.runner.logprobs import ROWS_AT_ONCE, ScoreTensors, read_scores, score_on_device
+from quire.sampling.logprobs import ROWS_AT_ONCE, ScoreTensors, read_scores, score_on_device
 from quire.step import TokenScore
 from tests.decoding import all_logits
 from tests.random_models import SPECS, Bench, Transcript, random_decoder

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import re
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import quire
 from quire.errors import InvalidRequestError
+from quire.kernels.ops import FILTERS
+from quire.sampling.filters import Filters
+from quire.sampling.logprobs import Logprobs
+from quire.sampling.sampler import FEATURES, Sampler
 from quire.sampling_params import SamplingParams, StructuredOutput
 
 NAN, INF = float("nan"), float("inf")
@@ -72,6 +81,14 @@ BAD_STRUCTURED: dict[str, list[Any]] = {
 }
 
 
+ELSEWHERE = {
+    "engine": ["max_tokens", "n", "best_of", "cache_salt", "priority", "deadline"],
+    "frontend": ["stop", "include_stop_str_in_output", "skip_special_tokens"],
+    "nobody, as its docstring says": ["spaces_between_special_tokens"],
+}
+"""The fields that have no part in sampling, by the folder that reads them."""
+
+
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in BAD.items() for value in values])
 def test_bad_value_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequestError, match=f"^{field}: ") as caught:
@@ -81,6 +98,37 @@ def test_bad_value_is_refused_by_name(field: str, value: Any) -> None:
 
 def test_every_field_is_tried_above() -> None:
     assert {field.name for field in dataclasses.fields(SamplingParams)} == set(BAD)
+
+
+def test_every_field_has_a_check_and_one_user() -> None:
+    """A field that no feature of the sampler declares and nobody else reads would be accepted and ignored."""
+    owners = [*((*feature.switches, *feature.settings) for feature in FEATURES), Sampler.fields, Logprobs.fields]
+    users = Counter(name for names in (*owners, *ELSEWHERE.values()) for name in names)
+    fields = dataclasses.fields(SamplingParams)
+    assert users == Counter(field.name for field in fields)
+    assert all(callable(field.metadata["check"]) for field in (*fields, *dataclasses.fields(StructuredOutput)))
+
+
+@pytest.mark.parametrize("folder", ["engine", "frontend"])
+def test_the_fields_outside_sampling_are_read(folder: str) -> None:
+    """As `params.field`, or `self.params.field`."""
+    read = set()
+    for path in (Path(quire.__file__).parent / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                owner = node.value
+                name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
+                read |= {node.attr} if name.endswith("params") else set()
+    assert set(ELSEWHERE[folder]) <= read
+
+
+def test_the_order_in_the_docs_is_that_of_the_table() -> None:
+    text = (Path(quire.__file__).parents[1] / "docs" / "sampling.md").read_text()
+    rows = [line.split("|")[2:4] for line in text.splitlines() if re.match(r"\| \d+ \|", line)]
+    documented = [(name.strip(" `"), tuple(re.findall(r"`(\w+)`", fields))) for name, fields in rows]
+    assert documented == [*((feature.__name__, feature.switches) for feature in FEATURES), ("the draw", Sampler.fields)]
+    by_kernels = [name.removeprefix("log_").replace("threshold", "probability") for name in FILTERS]
+    assert by_kernels == ["temperature", *Filters.switches]
 
 
 def test_params_are_frozen_and_lists_become_tuples() -> None:

@@ -37,8 +37,9 @@ def import_llguidance() -> Any:
     return llguidance
 
 
-def parser_limits() -> llguidance.LLParserLimits:
-    limited: llguidance.LLParserLimits = import_llguidance().LLParserLimits(
+def new_matcher(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
+    """A matcher at the beginning of a text; it says itself whether the grammar was an error."""
+    limited = import_llguidance().LLParserLimits(
         max_items_in_row=limits.ITEMS_IN_ROW,
         initial_lexer_fuel=limits.INITIAL_LEXER_FUEL,
         step_lexer_fuel=limits.STEP_LEXER_FUEL,
@@ -47,14 +48,7 @@ def parser_limits() -> llguidance.LLParserLimits:
         max_grammar_size=limits.GRAMMAR_SYMBOLS,
         verbose_errors=False,  # the verbose ones hold the whole grammar and the answer so far
     )
-    return limited
-
-
-def new_matcher(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
-    """A matcher at the beginning of a text; it says itself whether the grammar was an error."""
-    matcher: llguidance.LLMatcher = import_llguidance().LLMatcher(
-        tokenizer, grammar, log_level=0, limits=parser_limits()
-    )
+    matcher: llguidance.LLMatcher = import_llguidance().LLMatcher(tokenizer, grammar, log_level=0, limits=limited)
     return matcher
 
 

@@ -1,13 +1,14 @@
-"""Masks of allowed tokens for the runner's rows, computed while the model runs.
+"""Masks of allowed tokens for the requests of a runner, computed while the model runs.
 
-The order of calls: the runner admits a row with its grammar; for each step it starts the masks of the rows that
-will sample, takes them when the logits are there (which sends them to the device without waiting for it), and, when
-the tokens that were drawn have arrived, tells which they are, with the epochs the masks came with. A step without
-constrained rows costs one look at an array of flags.
+The order of calls (`step_grammars` makes them): a request row is admitted with its grammar; for each step the masks of
+the request rows that draw are started, taken when the logits are there (which sends them to the device without waiting
+for it), and, when the drawn tokens have arrived, the grammars advance by them, with the epochs the masks came with. A
+step without constrained requests costs one look at an array of flags.
 
 A runner that is a step ahead learns the tokens of a step late: before it starts the masks of the next one, but maybe
-after it has dropped a row or given it to another request. Tokens of an earlier epoch are nobody's and are left out.
-Masks that were started too early, before a token they depend on was told, are computed again when they are taken.
+after it has dropped a request row or given it to another request. Tokens of an earlier epoch are nobody's and are left
+out.
+Masks that were started too early, before a token they depend on was known, are computed again when they are taken.
 
 Where it meets other controls:
 - Only tokens of text are ever allowed, and the end-of-sequence tokens where the text may end. So a
@@ -23,7 +24,7 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,49 +35,51 @@ from quire.constrain.grammar import GrammarCompiler, Vocabulary
 from quire.constrain.guidance import import_llguidance
 from quire.constrain.state import GrammarState
 from quire.errors import QuireError
-from quire.runner.upload import upload
+from quire.sampling.draws import Indices
+from quire.sampling.upload import Uploader
 from quire.sampling_params import StructuredOutput
 
 if TYPE_CHECKING:
     import llguidance
 
 Words = npt.NDArray[np.int32]
-Rows = npt.NDArray[np.int64]
+
 
 _MAX_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class RowMasks:
-    """What the rows of one step may choose from, in the order they were asked for."""
+class GrammarMasks:
+    """What the draws of one step may choose from, in the order of the request rows they were asked for."""
 
+    request_rows: Indices
     words: Tensor
-    """int32 [rows, ceil(vocab / 32)]; bit i % 32 of word i // 32 says whether token i is allowed."""
+    """int32 [draws, ceil(vocab / 32)]; bit i % 32 of word i // 32 says whether token i is allowed."""
     masked: npt.NDArray[np.bool_]
-    """Which rows have a grammar; the words of the others allow everything."""
+    """Which draws have a grammar; the words of the others allow everything."""
     only_ends: npt.NDArray[np.bool_]
-    """Rows whose grammar leaves nothing but what `min_tokens` forbids: there it must not be forbidden."""
+    """Draws whose grammar leaves nothing but what `min_tokens` forbids: there it must not be forbidden."""
     errors: dict[int, str]
-    """Rows whose requests fail, and why."""
-    epochs: Rows
-    """Whose turn the rows were, for `Constrainer.advance`."""
+    """Request rows whose requests fail, and why."""
+    epochs: Indices
+    """Whose turn the request rows were, for `Constrainer.advance`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advanced:
-    """What became of the rows that took a token."""
+    """What became of the request rows that took a token."""
 
     ended: frozenset[int] = frozenset()
-    """Rows whose grammar has come to its end with this token."""
+    """Those whose grammar has come to its end with this token."""
     errors: dict[int, str] = field(default_factory=dict)
 
 
 class Constrainer:
-    """The grammars of the runner's rows. Used by one thread; masks are computed in others."""
+    """The grammars of request rows. Used by one thread; masks are computed in others."""
 
     def __init__(self, compiler: GrammarCompiler, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self._compiler = compiler
-        self._device = device
+        self._uploader = Uploader(device)
         self._num_words = -(-vocab_size // 32)
         self._max_num_seqs = max_num_seqs
         self._states: dict[int, GrammarState] = {}
@@ -124,53 +127,54 @@ class Constrainer:
                 by_row.pop(row, None)
             self._is_constrained[row] = False
 
-    def constrains(self, rows: Rows) -> bool:
-        """Whether one of `rows` has a grammar."""
-        return bool(self._is_constrained[rows].any())
+    def constrains(self, request_rows: Indices) -> bool:
+        """Whether one of `request_rows` has a grammar."""
+        return bool(self._is_constrained[request_rows].any())
 
-    def start(self, rows: Rows) -> None:
-        """Begins with the masks of those of `rows` that have a grammar."""
+    def start(self, request_rows: Indices) -> None:
+        """Begins with the masks of those of `request_rows` that have a grammar."""
         self._settle()
-        states = self._states_of(rows)
+        states = self._states_of(request_rows)
         if states:
             assert self._worker is not None
             self._started = _Started(states, self._worker.start(states))
 
-    def masks(self, rows: Rows) -> RowMasks | None:
-        """The masks of `rows`; None if none of them has a grammar. Waits for those that were started."""
-        masked = self._is_constrained[rows]
+    def masks(self, request_rows: Indices) -> GrammarMasks | None:
+        """The masks of `request_rows`; None if none of them has a grammar. Waits for those that were started."""
+        masked = self._is_constrained[request_rows]
         if not masked.any():
             return None
-        errors = {row: self._broken[row] for row in rows.tolist() if row in self._broken}
-        words = np.full((len(rows), self._num_words), -1, dtype=np.int32)
-        states = self._states_of(rows)
+        errors = {row: self._broken[row] for row in request_rows.tolist() if row in self._broken}
+        words = np.full((len(request_rows), self._num_words), -1, dtype=np.int32)
+        states = self._states_of(request_rows)
         if states:
             if self._started is None or self._started.states != states:
-                self.start(rows)
+                self.start(request_rows)
             assert self._started is not None
             assert self._worker is not None
             errors |= self._started.errors.result()
             self._started = None
-            computed = np.fromiter((row in states for row in rows.tolist()), np.bool_, len(rows))
-            words[computed] = self._worker.words[rows[computed]]
-        only_ends = np.zeros(len(rows), dtype=np.bool_)
+            computed = np.fromiter((row in states for row in request_rows.tolist()), np.bool_, len(request_rows))
+            words[computed] = self._worker.words[request_rows[computed]]
+        only_ends = np.zeros(len(request_rows), dtype=np.bool_)
         for i in np.flatnonzero(masked).tolist() if self._ends else ():
-            ends = self._ends.get(int(rows[i]))
+            ends = self._ends.get(int(request_rows[i]))
             only_ends[i] = ends is not None and not (words[i] & ~ends).any()
-        return RowMasks(upload(words, self._device), masked, only_ends, errors, self._epochs[rows])
+        (sent,) = self._uploader.upload(words)
+        return GrammarMasks(request_rows, sent, masked, only_ends, errors, self._epochs[request_rows])
 
-    def advance(self, rows: Rows, tokens: Sequence[int], epochs: Rows | None = None) -> Advanced:
-        """Tells the grammars which tokens their rows drew. `epochs` are those of the masks they were drawn with: a
-        row that was dropped or admitted since is passed over. None: no row was."""
-        due = self._is_constrained[rows]
+    def advance(self, request_rows: Indices, tokens: Sequence[int], epochs: Indices | None = None) -> Advanced:
+        """Tells the grammars which tokens their request rows drew. `epochs` are those of the masks they were drawn
+        with: a row that was dropped or admitted since is passed over. None: no row was."""
+        due = self._is_constrained[request_rows]
         if epochs is not None:
-            due &= self._epochs[rows] == epochs
+            due &= self._epochs[request_rows] == epochs
         if not due.any():
             return Advanced()
         self._settle()  # masks that were started before this are of no use, and read what is changed here
         ended: set[int] = set()
         errors: dict[int, str] = {}
-        for row, token, is_due in zip(rows.tolist(), tokens, due.tolist(), strict=True):
+        for row, token, is_due in zip(request_rows.tolist(), tokens, due.tolist(), strict=True):
             state = self._states.get(row) if is_due else None
             is_over = state is not None and state.is_finished  # drawn before that was known: nobody's
             if state is None or is_over:
@@ -187,8 +191,9 @@ class Constrainer:
         if self._worker is not None:
             self._worker.close()
 
-    def _states_of(self, rows: Rows) -> dict[int, GrammarState]:
-        return {row: self._states[row] for row in rows[self._is_constrained[rows]].tolist() if row in self._states}
+    def _states_of(self, request_rows: Indices) -> dict[int, GrammarState]:
+        constrained = request_rows[self._is_constrained[request_rows]].tolist()
+        return {row: self._states[row] for row in constrained if row in self._states}
 
     def _settle(self) -> None:
         """Waits for masks that nobody took, as after an error in the model: they use the same memory."""
@@ -197,8 +202,7 @@ class Constrainer:
             self._started = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Started:
+class _Started(NamedTuple):
     """Masks in the making."""
 
     states: dict[int, GrammarState]

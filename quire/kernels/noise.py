@@ -1,7 +1,7 @@
 """The noise of sampled tokens: each vocabulary entry's 32 random bits are a keyed hash of its id.
 
 No state is kept, so it does not matter in which step, batch or order a token is sampled. The C++ kernels
-compute the same bits; `quire.runner.noise` makes the keys.
+compute the same bits; `quire.sampling.noise` makes the keys.
 """
 
 from __future__ import annotations

@@ -78,5 +78,5 @@ def next_tokens(decoder: Decoder, cache: ContiguousCache, new_tokens: Mapping[in
     for sequence, _, end in spans:
         cache.lengths[sequence] = end
     last_rows = batch.query_start[1:].long() - 1
-    chosen = decoder.logits(hidden[last_rows]).argmax(-1).tolist()
+    chosen = decoder.logits(hidden[last_rows]).float().argmax(-1).tolist()
     return dict(zip(new_tokens, chosen, strict=True))

@@ -169,8 +169,8 @@ class Decoder(nn.Module):
     __call__ = forward
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 scores [rows, vocab] of the hidden rows one asks for."""
-        return self.kernels.linear(hidden, self.head_weight).float()
+        """Scores [rows, vocab], in the model's dtype, of the hidden rows one asks for."""
+        return self.kernels.linear(hidden, self.head_weight)
 
     @property
     def head_weight(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""InputBatch: the tensors of one step, gathered from the rows."""
+"""InputBatch: the tensors of one step, gathered from the request rows."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from quire.kernels.ops import HeadShape, Kernels, PagedBatch
-from quire.runner.rows import Rows
-from quire.runner.staging import StagingRing
+from quire.runner.request_rows import RequestRows
+from quire.sampling.upload import Uploader
 from quire.step import ScheduledRequest
 
 
@@ -19,23 +19,16 @@ from quire.step import ScheduledRequest
 class StepShape:
     """What the host knows of a step's scheduled requests, one entry each, in their order."""
 
-    rows: npt.NDArray[np.int32]
+    request_rows: npt.NDArray[np.int32]
     starts: npt.NDArray[np.int32]
     counts: npt.NDArray[np.int32]
     samples: npt.NDArray[np.bool_]
 
     @classmethod
     def of(cls, scheduled: Sequence[ScheduledRequest]) -> StepShape:
-        if not scheduled:
-            none = np.zeros(0, np.int32)
-            return cls(none, none, none, np.zeros(0, np.bool_))
         _, rows, starts, counts, samples, _, _ = zip(*scheduled, strict=True)
-        return cls(
-            np.array(rows, np.int32),
-            np.array(starts, np.int32),
-            np.array(counts, np.int32),
-            np.array(samples, np.bool_),
-        )
+        numbers = [np.array(values, np.int32) for values in (rows, starts, counts)]
+        return cls(numbers[0], numbers[1], numbers[2], np.array(samples, np.bool_))
 
     @property
     def is_decode(self) -> bool:
@@ -43,13 +36,13 @@ class StepShape:
         return bool((self.counts == 1).all() and self.samples.all())
 
     @property
-    def sampling_rows(self) -> npt.NDArray[np.int64]:
-        """The permanent row of each request that samples."""
-        return self.rows[self.samples].astype(np.int64)
+    def draw_request_rows(self) -> npt.NDArray[np.int64]:
+        """The request row of each token that is drawn."""
+        return self.request_rows[self.samples].astype(np.int64)
 
     @property
-    def sampling_positions(self) -> npt.NDArray[np.int64]:
-        """Where in its sequence each sampled token will stand."""
+    def draw_positions(self) -> npt.NDArray[np.int64]:
+        """Where in its sequence each drawn token will stand."""
         return (self.starts + self.counts)[self.samples].astype(np.int64)
 
 
@@ -60,48 +53,53 @@ class InputBatch:
     token_ids: Tensor
     positions: Tensor
     paged: PagedBatch
-    sampling_indices: Tensor
-    """Which of the step's token rows are scored, in the order of the requests that sample."""
-    sampling_rows: Tensor
-    """int32: the permanent row of each of them."""
-    sampling_positions: Tensor
-    """int32: where in its sequence its sampled token will stand."""
+    draw_indices: Tensor
+    """Which of the step's token rows tokens are drawn from."""
+    draw_request_rows: Tensor
+    """int32: the request row of each of them."""
+    draw_positions: Tensor
+    """int32: where in its sequence the drawn token will stand."""
 
 
 def build_batch(
-    shape: StepShape, rows: Rows, kernels: Kernels, staging: StagingRing, block_size: int, heads: HeadShape
+    shape: StepShape,
+    request_rows: RequestRows,
+    kernels: Kernels,
+    uploader: Uploader,
+    block_size: int,
+    heads: HeadShape,
 ) -> InputBatch:
     """Lays the scheduled requests' tokens one after the other."""
     ends = shape.starts + shape.counts
     query_start = np.concatenate((np.zeros(1, np.int32), shape.counts.cumsum(dtype=np.int32)))
-    # For every token row of the step: its request's permanent row and its position in the sequence.
-    token_rows = shape.rows.repeat(shape.counts)
+    # For every token row of the step: its request row and its position in the sequence.
+    owners = shape.request_rows.repeat(shape.counts)
     first = (shape.starts - query_start[:-1]).repeat(shape.counts)
     positions = first + np.arange(query_start[-1], dtype=np.int32)
-    sampling = (query_start[1:] - 1)[shape.samples]
-    work = kernels.attention_work(shape.counts, ends, shape.rows, heads)
-    sent = staging.upload(
-        (
-            token_rows,
-            positions,
-            query_start,
-            ends,
-            shape.rows,
-            sampling,
-            shape.rows[shape.samples],
-            ends[shape.samples],
-            *work.values(),
-        )
+    draw_indices = (query_start[1:] - 1)[shape.samples]
+    work = kernels.attention_work(shape.counts, ends, shape.request_rows, heads)
+    sent = uploader.upload(
+        owners,
+        positions,
+        query_start,
+        ends,
+        shape.request_rows,
+        draw_indices,
+        shape.request_rows[shape.samples],
+        ends[shape.samples],
+        *work.values(),
     )
-    token_ids, places, slots = kernels.gather_inputs(sent[0], sent[1], rows.token_ids, rows.block_tables, block_size)
+    token_ids, places, slots = kernels.gather_inputs(
+        sent[0], sent[1], request_rows.token_ids, request_rows.block_tables, block_size
+    )
     paged = PagedBatch(
         query_start=sent[2],
         context_lens=sent[3],
-        block_tables=rows.block_tables,
+        block_tables=request_rows.block_tables,
         table_rows=sent[4],
         slot_mapping=slots,
         max_query_len=int(shape.counts.max()),
         max_context_len=int(ends.max()),
-        work={name: part.view(values.shape) for (name, values), part in zip(work.items(), sent[8:], strict=True)},
+        work=dict(zip(work, sent[8:], strict=True)),
     )
     return InputBatch(token_ids, places, paged, sent[5].long(), sent[6], sent[7])

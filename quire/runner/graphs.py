@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: one launch for a whole step, from the rows to the sampled tokens.
+"""Decode steps as CUDA graphs: one launch for a whole step, from the request rows to the sampled tokens.
 
 A graph has fixed memory and a fixed number of rows, so there is one for each of a series of sizes, and a step takes
 the next larger one; the rows it has too many are padding, which is written nowhere. The graphs share one pool of memory
@@ -23,8 +23,8 @@ from quire.kernels.triton.kernels import TritonKernels
 from quire.kernels.triton.sampling import sample_rows
 from quire.models.decoder import Decoder
 from quire.runner.batch import StepShape
-from quire.runner.rows import Rows
-from quire.runner.staging import StagingRing
+from quire.runner.request_rows import RequestRows
+from quire.sampling.upload import Uploader
 
 _MAX_WORK = 4096
 """Items of attention in one graph; a step with more (many very long sequences) is computed without."""
@@ -35,7 +35,7 @@ class DecodeOutput:
     """What a decode step left on the device; valid until the next one."""
 
     sampled: Tensor
-    """int64 [2, rows]: token ids, which are in the rows already, and flags (see `sample_rows`)."""
+    """int64 [2, rows]: token ids, which are in the request rows already, and flags (see `sample_rows`)."""
     logits: Tensor
     """[rows, vocab] in the model's dtype, untouched by sampling."""
 
@@ -47,7 +47,7 @@ class DecodeGraphs:
         self,
         decoder: Decoder,
         caches: list[LayerCache],
-        rows: Rows,
+        rows: RequestRows,
         kernels: TritonKernels,
         block_size: int,
         max_num_seqs: int,
@@ -59,7 +59,7 @@ class DecodeGraphs:
         self._caches = caches
         self._rows = rows
         self._kernels = kernels
-        self._staging = StagingRing(device)
+        self._uploader = Uploader(device)
         self._block_size = block_size
         self._heads = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self._max_context_len = max_context_len
@@ -81,16 +81,19 @@ class DecodeGraphs:
 
     def run(self, shape: StepShape) -> DecodeOutput | None:
         """Computes a decode step, if there is a graph for it."""
-        count = len(shape.rows)
+        count = len(shape.request_rows)
         graph = self._graphs.get(self._sizes[bisect_left(self._sizes, count)])
         if graph is None:
             return None
-        work = self._kernels.attention_work(shape.counts, shape.starts + 1, shape.rows, self._heads)["few"]
+        work = self._kernels.attention_work(shape.counts, shape.starts + 1, shape.request_rows, self._heads)["few"]
         if len(work) > 1 + _MAX_WORK:
             return None
-        self._staging.upload(
-            (self._padded(shape.rows, -1), self._padded(shape.starts, 0), self._padded(shape.starts + 1, 0), work),
+        self._uploader.upload_into(
             self._inputs,
+            self._padded(shape.request_rows, -1),
+            self._padded(shape.starts, 0),
+            self._padded(shape.starts + 1, 0),
+            work,
         )
         graph.replay()
         return DecodeOutput(self._sampled[:, :count], self._logits[:count])

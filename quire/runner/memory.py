@@ -119,7 +119,7 @@ def _peak_of_step(decoder: Decoder, num_tokens: int, num_scored: int, block_size
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     hidden = decoder(places % spec.vocab_size, places, batch, cache.layers)
-    scores = decoder.logits(hidden[:num_scored])
+    scores = decoder.logits(hidden[:num_scored]).float()
     _ = scores.clone(), scores.exp()  # sampling with filters holds about as much at once
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before

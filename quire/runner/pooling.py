@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.runner.outcome import Outcome
+from quire.runner.step_outputs import StepOutputs
 from quire.step import Admission, Pooling, ScheduledRequest
 
 _SCALE = 2.0**28
@@ -46,25 +46,25 @@ class _Pool:
 
 
 class PoolingRows:
-    """The permanent rows whose hidden states are wanted."""
+    """The request rows whose hidden states are wanted."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pools: dict[int, _Pool] = {}
 
     def admit(self, admission: Admission) -> None:
-        """A row begins anew, after a preemption too: then all of it is computed again."""
+        """A request row begins anew, after a preemption too: then all of it is computed again."""
         self._pools.pop(admission.row, None)
         if admission.pooling is not None:
             self._pools[admission.row] = _Pool(admission.pooling, admission.num_prompt_tokens, self._device)
 
     @property
     def has_rows(self) -> bool:
-        """Whether some row's hidden states are wanted."""
+        """Whether some request's hidden states are wanted."""
         return bool(self._pools)
 
-    def add(self, outcome: Outcome, scheduled: Sequence[ScheduledRequest], hidden: Tensor) -> None:
-        """Takes in a step's hidden states [rows, hidden]; vectors of complete prompts go to `outcome`."""
+    def add(self, outputs: StepOutputs, scheduled: Sequence[ScheduledRequest], hidden: Tensor) -> None:
+        """Takes in a step's hidden states [rows, hidden]; vectors of complete prompts go to `outputs`."""
         offset = 0
         for entry in scheduled if self._pools else ():
             pool = self._pools.get(entry.row)
@@ -72,19 +72,19 @@ class PoolingRows:
                 pool.take(hidden[offset : offset + entry.num_tokens])
                 if entry.start + entry.num_tokens >= pool.num_prompt_tokens:
                     del self._pools[entry.row]
-                    _read_vector(outcome, entry.request_id, pool)
+                    _read_vector(outputs, entry.request_id, pool)
             offset += entry.num_tokens
 
 
-def _read_vector(outcome: Outcome, request_id: str, pool: _Pool) -> None:
+def _read_vector(outputs: StepOutputs, request_id: str, pool: _Pool) -> None:
     def read(tensors: Sequence[Tensor]) -> None:
         vector = _unit_vector(tensors[0].double()) if bool(tensors[1]) else None
         if vector is None:
-            outcome.errors[request_id] = _NOT_NUMBERS
+            outputs.errors[request_id] = _NOT_NUMBERS
         else:
-            outcome.pooled[request_id] = vector
+            outputs.pooled[request_id] = vector
 
-    outcome.add((pool.total, pool.is_sound), read)
+    outputs.add((pool.total, pool.is_sound), read)
 
 
 def _unit_vector(vector: Tensor) -> bytes | None:

@@ -68,7 +68,7 @@ def test_regexes_choices_and_any_json(llm: LLM) -> None:
 def test_masks_are_begun_before_the_model_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that they are computed meanwhile, not afterwards."""
     runner = llm.engine.runner
-    constrainer, kernels = runner._constrainer, runner._decoder.kernels
+    constrainer, kernels = runner._grammars.constrainer, runner._decoder.kernels
     assert constrainer is not None
     begin, embed = constrainer.start, kernels.embedding
     events: list[str] = []

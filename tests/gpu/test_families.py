@@ -12,7 +12,6 @@ from quire.kernels.ops import Kernels
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.select import select_kernels
 from quire.models.spec import ModelSpec
-from quire.runner.sampler import sample
 from tests.decoding import all_logits
 from tests.gpu.support import DEVICE
 from tests.random_models import SPECS, Bench, random_decoder
@@ -52,8 +51,8 @@ def test_the_sampler_chooses_as_on_the_cpu_and_in_any_company() -> None:
     logits = torch.randn(len(jobs), 8193, generator=torch.Generator().manual_seed(0)) * 3
 
     def draw(order: list[int], device: torch.device, kernels: Kernels) -> list[int]:
-        batch = make_batch([jobs[i] for i in order], 8193, device=device)
-        return sample(logits[order].to(device), batch, kernels).token_ids.tolist()
+        batch = make_batch([jobs[i] for i in order], 8193, kernels, device=device)
+        return batch.sample(logits[order].to(device)).token_ids.tolist()
 
     forwards = list(range(len(jobs)))
     on_cpu = draw(forwards, torch.device("cpu"), ReferenceKernels())

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire.kernels.cpu.kernels import CpuKernels
-from quire.runner.rows import Rows
-from quire.runner.sampler import SampledTokens, sample
-from quire.runner.sampling_batch import SamplingBatch
+from quire.kernels.ops import Kernels
+from quire.runner.request_rows import RequestRows
+from quire.sampling.draws import Draws
+from quire.sampling.sampler import SampledTokens, Sampler
 from quire.sampling_params import ResolvedTokens, SamplingParams
 from quire.step import Admission, Step
 
@@ -53,10 +54,27 @@ def pack(mask: Tensor) -> Tensor:
     return torch.from_numpy(np.pad(bits, (0, words * 4 - len(bits))).view(np.int32))
 
 
-def make_batch(jobs: Sequence[Job], vocab_size: int, first_row: int = 0, device: torch.device = CPU) -> SamplingBatch:
-    """As the runner makes it; permanent rows are not those of the batch, and were someone else's before."""
+@dataclass(frozen=True)
+class Batch:
+    """A sampler that has admitted requests, and a draw for each of them."""
+
+    sampler: Sampler
+    draws: Draws
+
+    @property
+    def is_plain(self) -> bool:
+        return self.sampler.is_plain(self.draws)
+
+    def sample(self, logits: Tensor) -> SampledTokens:
+        return self.sampler.sample(logits, self.draws)
+
+
+def make_batch(
+    jobs: Sequence[Job], vocab_size: int, kernels: Kernels | None = None, first_row: int = 0, device: torch.device = CPU
+) -> Batch:
+    """As the runner makes it; request rows are not the rows of logits, and were someone else's before."""
     longest = max(len(job.history) for job in jobs)
-    rows = Rows(len(jobs) + first_row, longest + 8, 16, device)
+    rows = RequestRows(len(jobs) + first_row, longest + 8, 16, device)
     rows.token_ids.fill_(vocab_size - 1)
     order = list(range(first_row, first_row + len(jobs)))[::-1]
     admitted = [
@@ -77,14 +95,18 @@ def make_batch(jobs: Sequence[Job], vocab_size: int, first_row: int = 0, device:
         for row, job in zip(order, jobs, strict=True)
     ]
     rows.apply(Step(0, 0.0, admitted=tuple(admitted)))
+    sampler = Sampler(len(rows.token_ids), vocab_size, kernels or CpuKernels(), device)
+    for admission in admitted:
+        sampler.admit(admission)
     masks = None
     if any(job.mask is not None for job in jobs):
         everything = torch.ones(vocab_size, dtype=torch.bool)
         masks = torch.stack([pack(everything if job.mask is None else job.mask) for job in jobs]).to(device)
-    return rows.sampling_batch(np.array(order), np.array([len(job.history) for job in jobs]), masks)
+    draws = sampler.draws(np.array(order), np.array([len(job.history) for job in jobs]), rows.token_ids)
+    return Batch(sampler, replace(draws, masks=masks))
 
 
 def run(logits: Tensor, jobs: Sequence[Job], kernels: RecordingKernels) -> tuple[SampledTokens, Tensor]:
     """The tokens and the scores they were chosen from (divided by the temperature)."""
-    tokens = sample(logits.clone(), make_batch(jobs, logits.shape[1]), kernels)
+    tokens = make_batch(jobs, logits.shape[1], kernels).sample(logits.clone())
     return tokens, kernels.scores

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from quire.kernels.reference import ReferenceKernels
-from quire.runner.logprobs import PromptRows, ScoreTensors, read_scores, score_on_device, score_prompt_on_device
-from quire.runner.sampler import SampledTokens, sample
-from quire.runner.sampling_batch import RowLists, SamplingBatch, read_lists
-from quire.runner.upload import upload, upload_all
+from quire.sampling.logprobs import PromptPart, ScoreTensors, read_scores, score_on_device, score_prompt_on_device
+from quire.sampling.masks import AllowedTokens, BadWords
+from quire.sampling.penalties import LogitBias
+from quire.sampling.sampler import SampledTokens, Sampler
+from quire.sampling.upload import Uploader
 from quire.sampling_params import ResolvedTokens, SamplingParams
 from quire.step import Admission
-from tests.runner.sampling_support import Job, RecordingKernels, make_batch
+from tests.runner.sampling_support import Batch, Job, RecordingKernels, make_batch
 from tests.runner.test_sampler import mixed_jobs
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -54,8 +55,12 @@ def twice_without_waiting(function: Callable[[], object]) -> None:
         function()
 
 
-def draw(batch: SamplingBatch, logits: Tensor) -> SampledTokens:
-    return sample(logits.clone(), batch, DeviceKernels())
+def on_device(jobs: list[Job]) -> Batch:
+    return make_batch(jobs, VOCAB, DeviceKernels(), device=DEVICE)
+
+
+def draw(batch: Batch, logits: Tensor) -> SampledTokens:
+    return batch.sample(logits.clone())
 
 
 def logits_for(jobs: list[Job]) -> Tensor:
@@ -66,11 +71,10 @@ def test_kernels_choose_as_the_definition_does() -> None:
     """In the interpreter too: every mix of parameters, together and on the plain CPU kernels."""
     jobs = JOBS if ON_GPU else JOBS[::2]
     logits = logits_for(jobs)
-    expected = sample(logits.clone(), make_batch(jobs, VOCAB), RecordingKernels())
-    sampled = draw(make_batch(jobs, VOCAB, device=DEVICE), logits.to(DEVICE))
-    sampled = sampled.with_tensors(*(tensor.cpu() for tensor in sampled.tensors()))
+    expected = make_batch(jobs, VOCAB, RecordingKernels()).sample(logits.clone())
+    sampled = draw(on_device(jobs), logits.to(DEVICE))
     assert sampled.token_ids.tolist() == expected.token_ids.tolist()
-    assert sampled.failures() == expected.failures() == {}
+    assert sampled.failures(sampled.tensor.cpu()) == expected.failures() == {}
 
 
 @pytest.mark.gpu
@@ -82,17 +86,17 @@ def test_the_check_notices_waiting() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("index", range(len(JOBS)))
 def test_one_mix_of_parameters(index: int) -> None:
-    batch, logits = make_batch([JOBS[index]], VOCAB, device=DEVICE), logits_for(JOBS)[index : index + 1].to(DEVICE)
+    batch, logits = on_device([JOBS[index]]), logits_for(JOBS)[index : index + 1].to(DEVICE)
     twice_without_waiting(lambda: draw(batch, logits))
 
 
 @pytest.mark.gpu
 def test_all_of_them_at_once_and_in_any_company() -> None:
-    batch, logits = make_batch(JOBS, VOCAB, device=DEVICE), logits_for(JOBS).to(DEVICE)
+    batch, logits = on_device(JOBS), logits_for(JOBS).to(DEVICE)
     twice_without_waiting(lambda: draw(batch, logits))
     together = draw(batch, logits).token_ids.tolist()
     for i, job in enumerate(JOBS):
-        alone = draw(make_batch([job], VOCAB, device=DEVICE), logits[i : i + 1])
+        alone = draw(on_device([job]), logits[i : i + 1])
         assert alone.token_ids.tolist() == [together[i]], job.params
 
 
@@ -109,7 +113,7 @@ def test_processors_and_rows_without_a_choice() -> None:
     ]
     logits = logits_for(jobs).to(DEVICE)
     logits[3, 5] = float("nan")
-    batch = make_batch(jobs, VOCAB, device=DEVICE)
+    batch = on_device(jobs)
     twice_without_waiting(lambda: draw(batch, logits))
     failures = draw(batch, logits).failures()
     assert list(failures) == [0, 1, 3]
@@ -123,7 +127,7 @@ def test_scores() -> None:
     tokens = torch.arange(len(logits), device=DEVICE)
     num_top = [i % 6 for i in range(len(logits))]
     kernels = DeviceKernels()
-    part = PromptRows("a", slice(2, 90), 1, 3, 5)
+    part = PromptPart("a", slice(2, 90), 1, 3, 5)
     rows = torch.zeros(2, 100, dtype=torch.int64, device=DEVICE)
 
     def score() -> ScoreTensors:
@@ -144,20 +148,20 @@ def test_admission() -> None:
     params = SamplingParams(logit_bias={1: 1.0, 5: -2.0}, allowed_token_ids=(1, 2, 3))
     words = ResolvedTokens(((1, 2), (3, 4, 5)))
     admission = Admission("a", 0, (1,), 1, (), 0, 0, params, 0, (2,), 0.0, resolved=words)
-    found: list[RowLists] = []
-    twice_without_waiting(lambda: found.append(read_lists(admission, DEVICE)))
-    allowed, biases, starts = found[-1].allowed_ids, found[-1].biases, found[-1].bad_word_starts
-    assert allowed is not None
-    assert biases is not None
-    assert starts is not None
-    assert (allowed.tolist(), biases.tolist(), starts.tolist()) == ([1, 2, 3], [1.0, -2.0], [[-1, 1], [3, 4]])
+    sampler = Sampler(1, VOCAB, DeviceKernels(), DEVICE)
+    twice_without_waiting(lambda: sampler.admit(admission))
+    prepared = {type(feature): feature.prepared.get(0) for feature in sampler._features}
+    assert prepared[AllowedTokens].tolist() == [1, 2, 3]
+    assert prepared[LogitBias][1].tolist() == [1.0, -2.0]
+    assert prepared[BadWords][0].tolist() == [[-1, 1], [3, 4]]
 
 
 @pytest.mark.gpu
 def test_uploads() -> None:
     arrays = [np.arange(5), np.zeros((0, 3), np.float32), np.array([True, False]), np.arange(6.0).reshape(2, 3).T]
-    twice_without_waiting(lambda: [upload_all(DEVICE, *arrays), upload(arrays[0], DEVICE)])
-    for array, tensor in zip(arrays, upload_all(DEVICE, *arrays), strict=True):
+    uploader = Uploader(DEVICE)
+    twice_without_waiting(lambda: [uploader.upload(*arrays), uploader.upload(arrays[0])])
+    for array, tensor in zip(arrays, uploader.upload(*arrays), strict=True):
         assert tensor.device.type == "cuda"
         assert tensor.data_ptr() % 16 == 0
         assert np.array_equal(tensor.cpu().numpy(), array)
@@ -166,6 +170,6 @@ def test_uploads() -> None:
 def test_uploads_keep_shapes_and_values() -> None:
     records = np.zeros(1, dtype=[("flag", np.bool_), ("number", np.float32)])
     arrays = [np.arange(5), np.zeros((0, 3), np.float32), records["number"][:, None], np.arange(6.0).reshape(2, 3).T]
-    for array, tensor in zip(arrays, upload_all(torch.device("cpu"), *arrays), strict=True):
+    for array, tensor in zip(arrays, Uploader(torch.device("cpu")).upload(*arrays), strict=True):
         assert np.array_equal(tensor.numpy(), array)
         assert tensor.is_contiguous()

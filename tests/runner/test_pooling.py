@@ -13,8 +13,8 @@ from quire.engine import make_requests
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.select import select_kernels
 from quire.models.decoder import Decoder
-from quire.runner.outcome import Outcome
 from quire.runner.pooling import PoolingRows
+from quire.runner.step_outputs import StepOutputs
 from quire.sampling_params import SamplingParams
 from quire.step import Admission, Pooling, ScheduledRequest
 from tests.random_models import SPECS, Bench, random_decoder
@@ -74,9 +74,9 @@ def test_the_vectors_are_what_they_are_defined_to_be() -> None:
     bench = Bench(decoder)
     original = bench.runner._pooling.add
 
-    def spy(outcome: Outcome, scheduled: Sequence[ScheduledRequest], hidden: torch.Tensor) -> None:
+    def spy(outputs: StepOutputs, scheduled: Sequence[ScheduledRequest], hidden: torch.Tensor) -> None:
         seen.append(hidden.double().clone())
-        original(outcome, scheduled, hidden)
+        original(outputs, scheduled, hidden)
 
     bench.runner._pooling.add = spy  # type: ignore[method-assign]
     bench.run([PROMPTS[3]], [PARAMS])
@@ -99,9 +99,9 @@ def test_hidden_states_that_are_no_numbers_fail_their_request_alone(bad: float, 
     hidden = torch.ones(4, 8)
     hidden[1] = bad
     scheduled = [ScheduledRequest(str(row), row, 0, 2, True, ()) for row in (0, 1)]
-    outcome = Outcome(0)
-    rows.add(outcome, scheduled, hidden)
-    result = outcome.read(outcome.tensors)
+    outputs = StepOutputs(0)
+    rows.add(outputs, scheduled, hidden)
+    result = outputs.read(outputs.tensors)
     pooled, errors = result.pooled, result.errors
     if bad == 1e9 and pooling == "last":
         assert set(pooled) == {"0", "1"}  # one vector alone may be as large as it likes

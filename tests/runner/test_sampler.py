@@ -14,8 +14,8 @@ from torch import Tensor
 from quire.kernels.filters import sum_rows
 from quire.kernels.noise import gumbel_noise
 from quire.kernels.reference import ReferenceKernels
-from quire.runner.noise import chances, noise_keys
-from quire.runner.sampler import SampledTokens, sample
+from quire.sampling.noise import chances, noise_keys
+from quire.sampling.sampler import SampledTokens
 from quire.sampling_params import ResolvedTokens, SamplingParams, StructuredOutput
 from tests.runner.sampling_definition import before_temperature, kept, probabilities
 from tests.runner.sampling_support import Job, RecordingKernels, make_batch, run
@@ -43,17 +43,11 @@ LOGITS = [2.0, 1.0, 0.0, -1.0, 0.5, 0.5, -3.0]
 def test_draws_follow_the_definition(name: str, reference: bool, kernels: RecordingKernels) -> None:
     draws = 50_000
     job = Job(SamplingParams(seed=1, **DISTRIBUTIONS[name]), prompt=(2, 6), answer=(1, 1, 4))
-    batch = make_batch([job], len(LOGITS))
-    many = replace(
-        batch,
-        parameters=batch.parameters.repeat(draws),
-        lists=batch.lists * draws,
-        rows=batch.rows.repeat(draws),
-        position=batch.position.repeat(draws),
-    )
-    many.parameters["seed"] = np.arange(draws)
-    logits = torch.tensor([LOGITS]).repeat(draws, 1)
-    tokens = sample(logits, many, ReferenceKernels() if reference else kernels).token_ids
+    batch = make_batch([job], len(LOGITS), ReferenceKernels() if reference else kernels)
+    request_rows, positions = batch.draws.request_rows.repeat(draws), batch.draws.positions.repeat(draws)
+    many = batch.sampler.draws(request_rows, positions, batch.draws.token_ids)
+    many = replace(many, seeds=np.arange(draws, dtype=np.uint64))
+    tokens = batch.sampler.sample(torch.tensor([LOGITS]).repeat(draws, 1), many).token_ids
     scores = [score / job.params.temperature for score in before_temperature(LOGITS, job)]
     expected = np.array(probabilities(kept(scores, job))) * draws
     observed = np.bincount(tokens.numpy(), minlength=len(LOGITS))
@@ -120,7 +114,7 @@ def test_temperature_zero_takes_the_lowest_id_among_equals(kernels: RecordingKer
     for temperature in (0.0, 1e-6):
         jobs = [Job(SamplingParams(temperature=temperature, top_p=0.5, top_k=1))] * 3
         for chosen in (kernels, ReferenceKernels()):
-            assert sample(logits.clone(), make_batch(jobs, 4), chosen).token_ids.tolist() == [1, 0, 0]
+            assert make_batch(jobs, 4, chosen).sample(logits.clone()).token_ids.tolist() == [1, 0, 0]
 
 
 def mixed_jobs(vocab_size: int, source: random.Random) -> list[Job]:
@@ -274,11 +268,11 @@ def test_a_plain_batch_costs_the_choice_alone() -> None:
             return ReferenceKernels().gumbel_argmax(logits, temperature, keys)
 
     jobs = [Job(SamplingParams(temperature=t, top_k=0 if t else 5, seed=1, min_tokens=2), (0,), (1, 2)) for t in (0, 1)]
-    batch = make_batch(jobs, 4)
+    batch = make_batch(jobs, 4, OnlyChoosing())  # type: ignore[arg-type]
     logits = torch.randn(2, 4)
     before = logits.clone()
     assert batch.is_plain
-    assert sample(logits, batch, OnlyChoosing()).failures() == {}  # type: ignore[arg-type]
+    assert batch.sample(logits).failures() == {}
     assert torch.equal(logits, before)
 
 
@@ -301,16 +295,12 @@ def test_a_nan_fails_its_row_though_it_is_masked(kernels: RecordingKernels) -> N
     logits[0, 4] = logits[1, 2] = float("nan")
     sampled, _ = run(logits, jobs, kernels)
     assert sampled.failures() == dict.fromkeys((0, 1), "the model's scores are not numbers (NaN)")
-    assert sampled.flags.tolist() == [1, 1, 0]
+    assert sampled.tensor[1].tolist() == [1, 1, 0]
 
 
 def test_failures_are_read_from_copies_on_the_host() -> None:
-    sampled = SampledTokens(
-        torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int32), {1: "mine", 2: "mine"}
-    )
-    copied = sampled.with_tensors(torch.arange(4), torch.tensor([0, 2, 3, 6], dtype=torch.int32))
+    sampled = SampledTokens(torch.zeros(2, 4, dtype=torch.int64), {1: "mine", 2: "mine"})
+    copy = torch.tensor([[0, 1, 2, 3], [0, 2, 3, 6]])
     assert sampled.failures() == {1: "mine", 2: "mine"}
-    failures = copied.failures()
+    failures = sampled.failures(copy)
     assert (failures[1], "NaN" in failures[2], "processor" in failures[3]) == ("mine", True, True)
-    assert [len(tensor) for tensor in copied.tensors()] == [4, 4]
-    assert copied.token_ids.tolist() == [0, 1, 2, 3]

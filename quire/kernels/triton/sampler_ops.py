@@ -12,8 +12,7 @@ from quire.kernels.triton.scores import score_tokens
 
 
 class SamplerKernels:
-    """What `quire.runner.sampler` and `quire.runner.logprobs` need of `quire.kernels.ops.Kernels`. Nothing here waits
-    for the device."""
+    """What `quire.sampling` needs of `quire.kernels.ops.Kernels`. Nothing here waits for the device."""
 
     def gumbel_argmax(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         return gumbel_argmax(logits, temperature, keys)

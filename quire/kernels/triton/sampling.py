@@ -215,7 +215,7 @@ def sample_rows(
 
     `row_index` int32 [rows] says whose logits these are: seeds (int64 or uint64) and temperatures (float32) are
     those of the permanent rows. `positions` int32 [rows] is where the token will stand; with the seed it makes the
-    noise keys, as `quire.runner.noise.noise_keys` does. Where `row_index` is negative (padding) nothing is written.
+    noise keys, as `quire.sampling.noise.noise_keys` does. Where `row_index` is negative (padding) nothing is written.
     """
     if token_ids.stride(1) != 1:
         raise ValueError("A row's token ids must lie side by side.")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.kernels.noise import gumbel_noise
 from quire.kernels.reference import ReferenceKernels
-from quire.runner.noise import noise_keys
+from quire.sampling.noise import noise_keys
 from tests.kernels.triton.support import DEVICE, DTYPES, MARKS, ON_GPU, ROW_COUNTS, assert_rows_alone, in_graph, random
 
 from quire.kernels.triton.sampling import (  # isort: skip  (after the check for Triton)

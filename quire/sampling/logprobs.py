@@ -6,67 +6,75 @@ ask are scored, and a long prompt a few rows at a time: its logits are never all
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from quire.kernels.ops import Kernels
-from quire.step import Admission, PromptScores, ScheduledRequest, TokenScore
+from quire.sampling.draws import Draws
+from quire.sampling.upload import Uploader
+from quire.step import Admission, ScheduledRequest, TokenScore
 
 ROWS_AT_ONCE = 64
-_NOT_ASKED = -1
+_NOT_WANTED = -1
 
 
 @dataclass(frozen=True, slots=True)
-class PromptRows:
+class PromptPart:
     """The token rows of a step that predict prompt positions somebody wants scored."""
 
     request_id: str
     indices: slice
     """Among the step's token rows."""
-    row: int
+    request_row: int
     start: int
     """The first position predicted; they follow each other."""
     num_top: int
 
 
-class LogprobRows:
-    """What each permanent row wants scored."""
+class Logprobs:
+    """What each request row wants scored: the tokens it draws, its prompt."""
 
-    def __init__(self, max_num_seqs: int) -> None:
-        self._num_top = np.full(max_num_seqs, _NOT_ASKED)
+    fields = ("logprobs", "prompt_logprobs")
+    """Of SamplingParams."""
+
+    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
+        self._num_top = np.full(max_num_seqs, _NOT_WANTED)
+        self._uploader = Uploader(device)
         self._prompts: dict[int, Admission] = {}
-        """By row, for those whose prompt is not wholly scored."""
+        """By request row, for those whose prompt is not wholly scored."""
 
     def admit(self, admission: Admission) -> None:
         wanted = admission.params.logprobs
-        self._num_top[admission.row] = _NOT_ASKED if wanted is None else wanted
+        self._num_top[admission.row] = _NOT_WANTED if wanted is None else wanted
         self._prompts.pop(admission.row, None)
         if admission.score_prompt_from is not None:
             self._prompts[admission.row] = admission
 
     @property
     def scores_prompts(self) -> bool:
-        """Whether some row's prompt is not wholly scored."""
+        """Whether somebody's prompt is not wholly scored."""
         return bool(self._prompts)
 
-    def asking(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Which of these rows want the tokens they sample scored, as indices into `rows`."""
-        return np.flatnonzero(self._num_top[rows] > _NOT_ASKED)
+    def are_wanted(self, draws: Draws) -> bool:
+        """Whether one of the drawn tokens is to be scored."""
+        return bool((self._num_top[draws.request_rows] > _NOT_WANTED).any())
 
-    def num_top(self, rows: npt.NDArray[np.int64]) -> list[int]:
-        """How many of the most likely tokens each of these rows wants besides."""
-        wanted: list[int] = self._num_top[rows].tolist()
-        return wanted
+    def keep(self, logits: Tensor, draws: Draws) -> ScoredDraws | None:
+        """What is needed to score the tokens that will be drawn, where somebody wants that."""
+        num_top = self._num_top[draws.request_rows]
+        which = np.flatnonzero(num_top > _NOT_WANTED)
+        if len(which) == 0:
+            return None
+        (index,) = self._uploader.upload(which)
+        return ScoredDraws(which.tolist(), num_top[which].tolist(), index, logits[index])
 
-    def prompt_rows(self, scheduled: Sequence[ScheduledRequest]) -> Iterator[PromptRows]:
-        """The parts of a step that score prompts; rows whose prompt ends here are done with that."""
+    def prompt_parts(self, scheduled: Sequence[ScheduledRequest]) -> Iterator[PromptPart]:
+        """The parts of a step that score prompts; requests whose prompt ends here are done with that."""
         if not self._prompts:
             return
         offset = 0
@@ -82,7 +90,7 @@ class LogprobRows:
                 if first < last:
                     indices = slice(offset + first - entry.start, offset + last - entry.start)
                     num_top = admission.params.prompt_logprobs
-                    yield PromptRows(entry.request_id, indices, entry.row, first + 1, num_top)
+                    yield PromptPart(entry.request_id, indices, entry.row, first + 1, num_top)
                 if end >= admission.num_prompt_tokens - 1:
                     del self._prompts[entry.row]
             offset += entry.num_tokens
@@ -103,6 +111,22 @@ class ScoreTensors(NamedTuple):
     """float32 [rows, most]."""
 
 
+@dataclass(frozen=True, slots=True)
+class ScoredDraws:
+    """The draws whose tokens will be scored. Drawing changes the logits, so those of the model are kept here."""
+
+    which: list[int]
+    """Among the step's draws."""
+    num_top: list[int]
+    index: Tensor
+    """`which`, on the device."""
+    logits: Tensor
+
+    def score(self, token_ids: Tensor, kernels: Kernels) -> ScoreTensors:
+        """The scores of these of the step's drawn tokens."""
+        return score_on_device(self.logits, token_ids[self.index], self.num_top, kernels)
+
+
 def score_on_device(logits: Tensor, token_ids: Tensor, num_top: Sequence[int], kernels: Kernels) -> ScoreTensors:
     """Scores int64 token_ids [rows] under float32 logits [rows, vocab], with the most likely tokens of each row,
     as many as it wants (or as there are). Waits for nothing on a GPU with kernels of its own."""
@@ -115,18 +139,19 @@ def score_on_device(logits: Tensor, token_ids: Tensor, num_top: Sequence[int], k
 
 
 def score_prompt_on_device(
-    part: PromptRows, hidden: Tensor, head: Callable[[Tensor], Tensor], token_ids: Tensor, kernels: Kernels
+    part: PromptPart, hidden: Tensor, head: Callable[[Tensor], Tensor], token_ids: Tensor, kernels: Kernels
 ) -> ScoreTensors:
     """The scores of one request's prompt positions.
 
-    `hidden` are the step's token rows, `token_ids` [rows, length] the permanent rows' tokens.
+    `hidden` are the step's token rows, `token_ids` [request rows, length] everybody's tokens; `head` gives logits, in
+    any dtype.
     """
     rows = hidden[part.indices]
     parts: list[ScoreTensors] = []
     for begin in range(0, len(rows), ROWS_AT_ONCE):
-        logits = head(rows[begin : begin + ROWS_AT_ONCE])
+        logits = head(rows[begin : begin + ROWS_AT_ONCE]).float()
         position = part.start + begin
-        targets = token_ids[part.row, position : position + len(logits)]
+        targets = token_ids[part.request_row, position : position + len(logits)]
         parts.append(score_on_device(logits, targets, [part.num_top], kernels))
     return _joined(parts)
 
@@ -142,14 +167,6 @@ def read_scores(scores: ScoreTensors, num_top: Sequence[int]) -> list[TokenScore
     ]
 
 
-def read_prompt_scores(part: PromptRows, scores: ScoreTensors) -> PromptScores | None:
-    """What copies on the host say, or None if the model's scores are not numbers."""
-    found = read_scores(scores, [part.num_top] * len(scores.token_ids))
-    if any(math.isnan(score.logprob) for score in found):
-        return None
-    return PromptScores(part.start, tuple(found))
-
-
 def _joined(parts: Sequence[Sequence[Tensor]]) -> ScoreTensors:
-    """New tensors even of a single part: the tokens of a permanent row may be others by the time they are read."""
+    """New tensors even of a single part: the tokens of a request row may be others by the time they are read."""
     return ScoreTensors(*(torch.cat(column) for column in zip(*parts, strict=True)))

@@ -1,0 +1,73 @@
+"""Request rows: what the device knows of each running request between steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.sampling.draws import Indices, effective_temperature
+from quire.sampling.upload import Uploader
+from quire.step import Admission, Step
+
+
+class RequestRows:
+    """The permanent place of every running request on the device, from its admission until it finishes or is preempted.
+
+    Token values live on the device: a step gathers its inputs from here, and the tokens it samples are
+    written back here, so the next step does not need to know them on the CPU. A step changes the rows by what
+    is new in it only.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+        max_blocks = -(-max_model_len // block_size)
+        self.token_ids = torch.zeros(max_num_seqs, max_model_len + 1, dtype=torch.int64, device=device)
+        self.block_tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=device)
+        self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self.temperatures = torch.zeros(max_num_seqs, dtype=torch.float32, device=device)
+        self._uploader = Uploader(device)
+        self._num_blocks = [0] * max_num_seqs
+
+    def apply(self, step: Step) -> None:
+        """Takes up who was admitted and which blocks were gained."""
+        table_index: list[int] = []
+        table_values: list[int] = []
+        width = self.block_tables.shape[1]
+
+        def append_blocks(row: int, block_ids: tuple[int, ...]) -> None:
+            first = row * width + self._num_blocks[row]
+            table_index.extend(range(first, first + len(block_ids)))
+            table_values.extend(block_ids)
+            self._num_blocks[row] += len(block_ids)
+
+        for admission in step.admitted:
+            self._num_blocks[admission.row] = 0
+            append_blocks(admission.row, admission.block_ids)
+        for scheduled in step.scheduled:
+            if scheduled.new_block_ids:
+                append_blocks(scheduled.row, scheduled.new_block_ids)
+        if table_index:
+            where, values = self._uploader.upload(np.array(table_index), np.array(table_values, np.int32))
+            self.block_tables.view(-1)[where] = values
+        if step.admitted:
+            self._write_admitted(step.admitted)
+
+    def write_tokens(self, request_rows: Indices, positions: Indices, token_ids: Tensor) -> None:
+        """Puts sampled tokens where the next step finds them."""
+        where, at = self._uploader.upload(request_rows, positions)
+        self.token_ids[where, at] = token_ids
+
+    def _write_admitted(self, admitted: tuple[Admission, ...]) -> None:
+        lengths = [len(admission.token_ids) for admission in admitted]
+        rows = np.array([admission.row for admission in admitted])
+        owner, place, tokens, index, temperatures, seeds = self._uploader.upload(
+            rows.repeat(lengths),
+            np.concatenate([np.arange(length) for length in lengths]),
+            np.concatenate([np.array(admission.token_ids, np.int64) for admission in admitted]),
+            rows,
+            np.array([effective_temperature(admission.params) for admission in admitted], np.float32),
+            np.array([admission.seed for admission in admitted], np.uint64).view(np.int64),
+        )
+        self.token_ids[owner, place] = tokens
+        self.temperatures[index] = temperatures
+        self.seeds[index] = seeds

@@ -1,0 +1,41 @@
+"""Which of the tokens a draw can choose it chooses from."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from quire.kernels.ops import FILTERS
+from quire.sampling.draws import Draws, Indices, effective_temperature
+from quire.sampling.feature import NEUTRAL, Feature
+from quire.sampling.noise import chances
+from quire.step import Admission
+
+
+class Filters(Feature):
+    """Divides by the temperature, then applies the filters in the order of `quire.kernels.ops.FILTERS`, each over what
+    the one before left. Greedy requests have no use for them."""
+
+    switches = ("top_n_sigma", "top_k", "top_p", "min_p", "typical_p", "xtc_probability")
+    settings = ("xtc_threshold",)
+    in_float64 = ("xtc_probability",)
+    divides = True
+
+    def is_asked(self, admission: Admission) -> bool:
+        row, top_k = admission.row, self.numbers["top_k"]
+        if top_k[row] >= self.vocab_size:
+            top_k[row] = 0
+        filters = any(self.numbers[name][row] != getattr(NEUTRAL, name) for name in self.switches)
+        return filters and effective_temperature(admission.params) > 0
+
+    def apply_(self, logits: Tensor, draws: Draws, which: Indices) -> None:
+        own = {name: values[draws.request_rows[which]] for name, values in self.numbers.items()}
+        strikes = chances(draws.seeds[which], draws.positions[which]) < own["xtc_probability"]
+        own["xtc_threshold"] = np.where(strikes, own["xtc_threshold"], np.inf)
+        with np.errstate(divide="ignore"):
+            own["log_min_p"] = np.log(own["min_p"].astype(np.float64))
+        own["temperature"] = draws.temperatures[which]
+        limits = np.empty((len(which), len(FILTERS)), np.float32)
+        for column, name in enumerate(FILTERS):
+            limits[:, column] = own[name]
+        self.kernels.filter_rows_(logits, *self.upload(which, limits))

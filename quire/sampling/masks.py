@@ -1,0 +1,159 @@
+"""Tokens a draw can't choose: their logits become minus infinity."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.sampling.draws import Draws, Indices
+from quire.sampling.feature import Feature
+from quire.step import Admission
+
+_NEVER = float("-inf")
+
+
+class GrammarMask(Feature):
+    """Only what the grammar of `structured` allows; the step brings the masks along."""
+
+    switches = ("structured",)
+
+    def apply_(self, logits: Tensor, draws: Draws, which: Indices) -> None:
+        assert draws.masks is not None
+        are_all = len(which) == len(draws)
+        (index,) = self.upload(which)
+        chosen = draws.masks if are_all else draws.masks[index]
+        # Eight flags at once: a byte of the mask looks up the eight bytes that are its bits.
+        allowed = self._bits_of_bytes[chosen.contiguous().view(torch.uint8).int()].view(torch.bool)
+        allowed = allowed[:, : logits.shape[1]]
+        if are_all:
+            logits.masked_fill_(~allowed, _NEVER)
+        else:
+            logits[index] = logits[index].masked_fill_(~allowed, _NEVER)
+
+    @cached_property
+    def _bits_of_bytes(self) -> Tensor:
+        """int64 [256]: byte i of entry b is bit i of b."""
+        bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+        return self.upload(bits.copy().view(np.int64)[:, 0])[0]
+
+
+class AllowedTokens(Feature):
+    """Only `allowed_token_ids`."""
+
+    switches = ("allowed_token_ids",)
+
+    def prepare(self, admission: Admission) -> Tensor:
+        return self.upload(np.array(admission.params.allowed_token_ids, np.int64))[0]
+
+    def apply_(self, logits: Tensor, draws: Draws, which: Indices) -> None:
+        where = self.flat_places(which, self.prepared_of(draws, which))
+        kept = logits.view(-1)[where]
+        logits.index_fill_(0, self.upload(which)[0], _NEVER)
+        logits.view(-1)[where] = kept
+
+
+class BannedTokens(Feature):
+    """No end token before `min_tokens`, and no bad word of one token: one write for all draws."""
+
+    switches = ("min_tokens",)
+    settings = ("ignore_eos", "stop_token_ids")
+
+    def is_asked(self, admission: Admission) -> bool:
+        return super().is_asked(admission) or any(len(word) == 1 for word in admission.resolved.bad_word_ids)
+
+    def prepare(self, admission: Admission) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Its end tokens, and what is banned always."""
+        ends = admission.params.end_token_ids(admission.eos_token_ids)
+        words = (word[0] for word in admission.resolved.bad_word_ids if len(word) == 1)
+        # An end token may lie outside a model's vocabulary: tokenizers know more tokens than some models.
+        return tuple(one for one in ends if one < self.vocab_size), tuple(words)
+
+    def active(self, draws: Draws, which: Indices) -> Indices:
+        has_words = np.array([bool(always) for _, always in self.prepared_of(draws, which)])
+        return which[has_words | self._is_too_short(draws, which)]
+
+    def apply_(self, logits: Tensor, draws: Draws, which: Indices) -> None:
+        at: list[int] = []
+        ids: list[int] = []
+        too_short = self._is_too_short(draws, which).tolist()
+        for row, (ends, always), is_short in zip(
+            which.tolist(), self.prepared_of(draws, which), too_short, strict=True
+        ):
+            own = (*ends, *always) if is_short else always
+            at.extend([row] * len(own))
+            ids.extend(own)
+        if ids:
+            (where,) = self.upload(np.array(at) * self.vocab_size + np.array(ids))
+            logits.view(-1).index_fill_(0, where, _NEVER)
+
+    def _is_too_short(self, draws: Draws, which: Indices) -> npt.NDArray[np.bool_]:
+        lengths = draws.positions[which] - draws.prompt_lengths[which]
+        is_short: npt.NDArray[np.bool_] = lengths < self.of("min_tokens", draws, which)
+        return is_short if draws.only_ends is None else is_short & ~draws.only_ends[which]
+
+
+class BadWords(Feature):
+    """Not the last token of a bad word where the answer ends with the tokens before it."""
+
+    switches = ("bad_words",)
+
+    def is_asked(self, admission: Admission) -> bool:
+        return any(len(word) > 1 for word in admission.resolved.bad_word_ids)
+
+    def prepare(self, admission: Admission) -> tuple[Tensor, Tensor]:
+        """int64 [words, longest]: words without their last token, flush right, -1 before them; [words]: their last."""
+        words = [word for word in admission.resolved.bad_word_ids if len(word) > 1]
+        longest = max(map(len, words)) - 1
+        starts = [(-1,) * (longest + 1 - len(word)) + word[:-1] for word in words]
+        first, last = self.upload(np.array(starts, np.int64), np.array([word[-1] for word in words], np.int64))
+        return first, last
+
+    def apply_(self, logits: Tensor, draws: Draws, which: Indices) -> None:
+        starts, ends = zip(*self.prepared_of(draws, which), strict=True)
+        owner = which.repeat([len(one) for one in ends])
+        longest = max(start.shape[1] for start in starts)
+        pad = torch.nn.functional.pad
+        wanted = torch.cat([pad(start, (longest - start.shape[1], 0), value=-1) for start in starts])
+        # The last `longest` tokens of the owner's answer; -2, which no word holds, before its beginning.
+        position, answer_length, row, first = self.upload(
+            draws.positions[owner, None],
+            (draws.positions - draws.prompt_lengths)[owner, None],
+            draws.request_rows[owner, None],
+            owner * self.vocab_size,
+        )
+        back = torch.arange(longest, 0, -1, device=logits.device)
+        tail = draws.token_ids[row, (position - back).clamp_min_(0)]
+        tail.masked_fill_(answer_length < back, -2)
+        matches = ((wanted == tail) | (wanted == -1)).all(1)
+        _ban_where_(logits, first + torch.cat(ends), matches)
+
+
+class NoRepeatNgram(Feature):
+    """Not the last token of an n-gram of the history whose other tokens are the history's last."""
+
+    switches = ("no_repeat_ngram_size",)
+
+    def active(self, draws: Draws, which: Indices) -> Indices:
+        # An n-gram can't have occurred before there were n tokens.
+        return which[draws.positions[which] >= self.of("no_repeat_ngram_size", draws, which)]
+
+    def apply_(self, logits: Tensor, draws: Draws, which: Indices) -> None:
+        sizes, lengths = self.of("no_repeat_ngram_size", draws, which), draws.positions[which]
+        row, size, length, first = self.upload(draws.request_rows[which], sizes[:, None], lengths, which[:, None])
+        history = draws.histories(row, int(lengths.max()))
+        # How many tokens before each one are the history's last: they and it are an n-gram if those are n - 1.
+        before = torch.zeros_like(history, dtype=torch.int32)
+        before[:, 1:] = self.kernels.match_lengths(history, length, None, int(sizes.max()) - 1)[:, :-1]
+        inside = torch.arange(history.shape[1], device=history.device) < length.unsqueeze(1)
+        _ban_where_(logits, first * self.vocab_size + history, (before >= size - 1) & inside)
+
+
+def _ban_where_(logits: Tensor, where: Tensor, matches: Tensor) -> None:
+    """By a minimum, so that the device is not asked how many matches there are and their order is nothing."""
+    lowest = torch.full(matches.shape, float("inf"), dtype=logits.dtype, device=logits.device)
+    lowest.masked_fill_(matches, _NEVER)
+    logits.view(-1).scatter_reduce_(0, where.flatten(), lowest.flatten(), "amin")

@@ -1,0 +1,152 @@
+"""Biases and penalties: changes to the logits of a few tokens, those a request names or has used before.
+
+Nothing here goes over the vocabulary. A token that stands several times in a history is written several times, always
+with the same value computed from the logit before, so the order of writing does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.sampling.draws import Draws, Indices
+from quire.sampling.feature import Feature
+from quire.step import Admission
+
+DRY_LONGEST = 64
+"""A repetition is measured up to this many tokens beyond the allowed length."""
+_MOST = 1e30  # a penalty stays a number
+
+
+class LogitBias(Feature):
+    """Adds `logit_bias`."""
+
+    switches = ("logit_bias",)
+
+    def prepare(self, admission: Admission) -> tuple[Tensor, Tensor]:
+        biases = dict(admission.params.logit_bias or ())
+        ids, values = self.upload(np.array(list(biases), np.int64), np.array(list(biases.values()), np.float32))
+        return ids, values
+
+    def apply_(self, logits: Tensor, draws: Draws, which: Indices) -> None:
+        ids, biases = zip(*self.prepared_of(draws, which), strict=True)
+        logits.view(-1)[self.flat_places(which, list(ids))] += torch.cat(biases)
+
+
+class _HistoryPenalty(Feature):
+    def flat_tokens(self, logits: Tensor, draws: Draws, which: Indices, start: Indices) -> tuple[Tensor, Tensor]:
+        """Where in the flattened logits the tokens of histories from `start` on lie, and which of these are: past a
+        history's end stands its first one again."""
+        lengths = draws.positions[which] - start
+        row, begin, length, first = self.upload(
+            draws.request_rows[which, None], start[:, None], lengths[:, None], which[:, None] * self.vocab_size
+        )
+        column = torch.arange(int(lengths.max()), device=logits.device)
+        inside = column < length
+        return draws.token_ids[row, begin + column * inside] + first, inside
+
+
+class RepetitionPenalty(_HistoryPenalty):
+    """`repetition_penalty`, over prompt and answer."""
+
+    switches = ("repetition_penalty",)
+
+    def apply_(self, logits: Tensor, draws: Draws, which: Indices) -> None:
+        where, _ = self.flat_tokens(logits, draws, which, np.zeros_like(which))
+        (penalty,) = self.upload(self.of("repetition_penalty", draws, which)[:, None])
+        before = logits.view(-1)[where]
+        logits.view(-1)[where] = torch.where(before > 0, before / penalty, before * penalty)
+
+
+class AnswerPenalties(_HistoryPenalty):
+    """`frequency_penalty` and `presence_penalty`, over the answer."""
+
+    switches = ("frequency_penalty", "presence_penalty")
+
+    def active(self, draws: Draws, which: Indices) -> Indices:
+        return which[draws.positions[which] > draws.prompt_lengths[which]]
+
+    def apply_(self, logits: Tensor, draws: Draws, which: Indices) -> None:
+        where, inside = self.flat_tokens(logits, draws, which, draws.prompt_lengths[which])
+        by_count = self.of("frequency_penalty", draws, which)
+        frequency, presence = self.upload(by_count[:, None], self.of("presence_penalty", draws, which)[:, None])
+        before = logits.view(-1)[where]
+        counts = torch.ones_like(before)
+        if (by_count != 0).any():
+            # How often each entry's token is in its row: counted on a table that is all zeros but for these tokens.
+            table = torch.zeros(logits.numel(), dtype=torch.int32, device=logits.device)
+            table.scatter_add_(0, where.flatten(), inside.flatten().int())
+            counts = table[where].float()
+        logits.view(-1)[where] = before - frequency * counts - presence
+
+
+class Dry(Feature):
+    """DRY: a token that would make a repetition longer pays for the length it has.
+
+    A place i in the history repeats n tokens if the n tokens up to i are the last n of all; the token after
+    i would make it n + 1. The longest such n counts for each token.
+    """
+
+    switches = ("dry_multiplier",)
+    settings = ("dry_base", "dry_allowed_length", "dry_sequence_breakers")
+
+    def prepare(self, admission: Admission) -> Tensor:
+        """bool [vocab]: tokens no repetition extends over. Requests with the same breakers share it."""
+        return _breaker_table(admission.resolved.dry_breaker_ids, self.vocab_size, self.upload)
+
+    def active(self, draws: Draws, which: Indices) -> Indices:
+        return which[draws.positions[which] > self.of("dry_allowed_length", draws, which)]
+
+    def apply_(self, logits: Tensor, draws: Draws, which: Indices) -> None:
+        lengths, limits = draws.positions[which], self.of("dry_allowed_length", draws, which)
+        breakers = self.prepared_of(draws, which)
+        distinct = {id(table): table for table in breakers}
+        number = {key: i for i, key in enumerate(distinct)}
+        row, length, allowed, own, first, table, penalties = self.upload(
+            draws.request_rows[which],
+            lengths,
+            limits[:, None],
+            np.arange(len(which))[:, None] * self.vocab_size,
+            which[:, None] * self.vocab_size,
+            np.array([[number[id(one)]] for one in breakers]),
+            self._penalties(draws, which),
+        )
+        history = draws.histories(row, int(lengths.max()))
+        breaks = torch.stack(list(distinct.values()))[table, history]
+        longest = int(limits.max()) + DRY_LONGEST
+        repeated = self.kernels.match_lengths(history, length, breaks, longest)[:, :-1].flatten()
+        following = history[:, 1:]
+        # By place: the repetition's length, the token after it in the tables below and in the logits, whose it is.
+        by_place = [repeated, (own + following).flatten(), (first + following).flatten(), breaks[:, 1:].flatten()]
+        by_place.append(torch.arange(len(which), device=logits.device).unsqueeze(1).expand_as(following).flatten())
+        if logits.device.type == "cpu":  # where there is nobody to wait for: only places that count
+            some = (repeated >= int(limits.min())).nonzero()[:, 0]
+            by_place = [values[some] for values in by_place]
+        repeated, cell, where, is_break, at = by_place
+        # By token, of all places it stands at. What stands past the end of a history matches nothing: it adds nothing.
+        by_token = torch.zeros(len(which) * self.vocab_size, dtype=torch.int32, device=logits.device)
+        by_token.scatter_reduce_(0, cell, repeated, "amax")
+        excess = by_token[cell] - allowed[at, 0]
+        penalty = penalties[at, excess.clamp(0, DRY_LONGEST)]
+        penalty.masked_fill_((excess < 0) | is_break, 0.0)
+        logits.view(-1)[where] = logits.view(-1)[where] - penalty
+
+    def _penalties(self, draws: Draws, which: Indices) -> npt.NDArray[np.float32]:
+        """multiplier * base**excess as [draws, excess], by multiplying: powers in float32 differ between libraries."""
+        bases = self.of("dry_base", draws, which)
+        factors = np.repeat(bases[:, None].astype(np.float64), DRY_LONGEST + 1, axis=1)
+        factors[:, 0] = self.of("dry_multiplier", draws, which)
+        penalties: npt.NDArray[np.float32] = np.minimum(factors.cumprod(axis=1), _MOST).astype(np.float32)
+        return penalties
+
+
+@lru_cache(maxsize=32)
+def _breaker_table(ids: tuple[int, ...], vocab_size: int, upload: Callable[..., list[Tensor]]) -> Tensor:
+    table = np.zeros(vocab_size, dtype=np.bool_)
+    table[[token_id for token_id in ids if token_id < vocab_size]] = True
+    return upload(table)[0]
