@@ -20,10 +20,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
 
+from quire.kernels.triton.sampler_ops import SamplerKernels
+
 from bench.sampling import BAD_WORDS, FEATURES
 from quire import SamplingParams
 from quire.kernels.reference import ReferenceKernels
-from quire.kernels.triton.sampler_ops import SamplerKernels
 from quire.runner.logprobs import score_on_device
 from quire.runner.rows import Rows
 from quire.runner.sampler import sample

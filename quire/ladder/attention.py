@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.benchmark.measure import Clock, Spread, peak_memory, timed
 from quire.benchmark.report import EMPTY, Bytes, Cell, Table, factor
 from quire.errors import EngineError
-from quire.kernels.ops import HeadShape, Kernels, LayerCache, PagedBatch
+from quire.kernels.ops import AttentionSpec, HeadShape, Kernels, LayerCache, PagedBatch
 from quire.kernels.reference import ReferenceKernels
 from quire.ladder.contiguous import contiguous_batch
 from quire.ladder.settings import ClimbSettings
@@ -49,21 +49,23 @@ def torch_attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 def kernel_attention(kernels: Kernels, batch: PagedBatch, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """A backend's attention; the sequence is one block of its cache."""
-    return kernels.attention(query, LayerCache(keys[None], values[None]), batch, query.shape[2] ** -0.5, None)
+    _, num_heads, head_dim = query.shape
+    spec = AttentionSpec(HeadShape(num_heads, len(keys), head_dim), head_dim**-0.5)
+    return kernels.attention(query, LayerCache(keys[None], values[None]), batch, spec)
 
 
 def compare_attention(llm: LLM, settings: ClimbSettings, clock: Clock) -> Table:
     """One layer's attention over a whole prompt."""
     decoder = llm.engine.decoder
-    spec = decoder.spec
+    heads = decoder.spec.heads
     backends: list[Kernels] = [ReferenceKernels()]
-    if decoder.kernels.name != "reference":
+    if type(decoder.kernels) is not ReferenceKernels:
         backends.append(decoder.kernels)
     rows: list[tuple[Cell, ...]] = []
     for tokens in settings.attention_lengths:
         rows += _measure_length(llm, _ways(llm, backends, tokens), tokens, settings.repeats, clock)
     note = (
-        f"One layer of {spec.num_heads} heads ({spec.num_kv_heads} for keys and values) of {spec.head_dim}, "
+        f"One layer of {heads.num_heads} heads ({heads.num_kv_heads} for keys and values) of {heads.head_dim}, "
         f"{settings.repeats} repeats after a first run. The kernels find their batch laid out, as an engine does once "
         "for all layers. Memory is the most that was held beyond the inputs."
     )
@@ -74,10 +76,9 @@ def compare_attention(llm: LLM, settings: ClimbSettings, clock: Clock) -> Table:
 
 def _ways(llm: LLM, backends: Sequence[Kernels], tokens: int) -> dict[str, Attend]:
     spec, device = llm.engine.decoder.spec, llm.engine.decoder.embedding.device
-    shape = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
     ways: dict[str, Attend] = {"by definition": attention_by_definition, "torch's fused one": torch_attention}
     for kernels in backends:
-        batch = contiguous_batch([(0, 0, tokens)], tokens, kernels, shape, device)
+        batch = contiguous_batch([(0, 0, tokens)], tokens, kernels, spec.heads, device)
         ways[f"{kernels.name} kernels"] = partial(kernel_attention, kernels, batch)
     return ways
 
@@ -86,14 +87,14 @@ def _measure_length(
     llm: LLM, ways: dict[str, Attend], tokens: int, repeats: int, clock: Clock
 ) -> list[tuple[Cell, ...]]:
     decoder = llm.engine.decoder
-    spec, device = decoder.spec, decoder.embedding.device
+    heads, device = decoder.spec.heads, decoder.embedding.device
     generator = torch.Generator().manual_seed(tokens)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(decoder.dtype).to(device)
 
-    query = draw(tokens, spec.num_heads, spec.head_dim)
-    keys, values = (draw(spec.num_kv_heads, tokens, spec.head_dim) for _ in range(2))
+    query = draw(tokens, heads.num_heads, heads.head_dim)
+    keys, values = (draw(heads.num_kv_heads, tokens, heads.head_dim) for _ in range(2))
     rows: list[tuple[Cell, ...]] = []
     # GPUs may round float32 factors to fewer bits before they multiply them.
     tolerance = 1e-4 if decoder.dtype == torch.float32 and device.type == "cpu" else 0.03

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire.errors import ModelFormatError, UnsupportedModelError
+from quire.kernels.ops import Activation, AttentionSpec, HeadShape, MoeSpec
 from quire.models.fields import Fields
 from quire.models.files import read_json
-from quire.models.spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
+from quire.models.spec import LayerSpec, MlpSpec, ModelSpec, RopeSpec
 
 MAX_CONFIG_BYTES = 16 * 2**20
 MAX_LAYERS = 1024
@@ -74,7 +75,8 @@ class Family:
 
 def _llama(config: Fields, spec: ModelSpec) -> ModelSpec:
     bias = config.boolean("attention_bias", False)
-    return replace(spec, qkv_bias=bias, output_bias=bias, mlp_bias=config.boolean("mlp_bias", False))
+    spec = spec.with_layers(qkv_bias=bias, output_bias=bias)
+    return _with_mlps(spec, lambda mlp: replace(mlp, bias=config.boolean("mlp_bias", False)))
 
 
 def _smollm3(config: Fields, spec: ModelSpec) -> ModelSpec:
@@ -85,8 +87,8 @@ def _smollm3(config: Fields, spec: ModelSpec) -> ModelSpec:
         raise config.error("no_rope_layers", f"a list of {spec.num_layers} numbers", rope)
     default = ["full_attention" if use else "sliding_attention" for use in rope]
     spec = _llama(config, _with_window_types(config, spec, default))
-    layers = tuple(replace(layer, use_rope=bool(use)) for layer, use in zip(spec.layers, rope, strict=True))
-    return replace(spec, layers=layers)
+    layers = zip(spec.layers, rope, strict=True)
+    return replace(spec, layers=tuple(layer if use else replace(layer, rope=None) for layer, use in layers))
 
 
 def _mistral(config: Fields, spec: ModelSpec) -> ModelSpec:
@@ -97,17 +99,16 @@ def _mixtral(config: Fields, spec: ModelSpec) -> ModelSpec:
     moe = MoeSpec(
         num_experts=config.integer("num_local_experts", 8, high=65_536),
         top_k=config.integer("num_experts_per_tok", 2),
-        intermediate_size=spec.intermediate_size,
+        intermediate_size=config.integer("intermediate_size"),
         normalize_weights=True,
     )
-    layers = tuple(replace(layer, use_moe=True) for layer in spec.layers)
-    return _with_window(replace(spec, moe=moe, layers=layers), _window(config, None))
+    return _with_window(spec.with_layers(mlp=moe), _window(config, None))
 
 
 def _qwen2(config: Fields, spec: ModelSpec) -> ModelSpec:
     first_window_layer = config.integer("max_window_layers", 28, low=0)
     default = ["sliding_attention" if i >= first_window_layer else "full_attention" for i in range(spec.num_layers)]
-    return replace(_with_window_types(config, spec, default), qkv_bias=True)
+    return _with_window_types(config, spec, default).with_layers(qkv_bias=True)
 
 
 def _qwen2_moe(config: Fields, spec: ModelSpec) -> ModelSpec:
@@ -116,23 +117,21 @@ def _qwen2_moe(config: Fields, spec: ModelSpec) -> ModelSpec:
         "sliding_attention" if i % 2 == 0 and i < last_window_layer else "full_attention"
         for i in range(spec.num_layers)
     ]
-    spec = _with_sparse_layers(config, _with_window_types(config, spec, default))
-    assert spec.moe is not None
     shared = config.integer("shared_expert_intermediate_size", 5632)
-    moe = replace(spec.moe, shared_intermediate_size=shared)
-    return replace(spec, moe=moe, qkv_bias=config.boolean("qkv_bias", True))
+    spec = _with_sparse_layers(config, _with_window_types(config, spec, default), shared)
+    return spec.with_layers(qkv_bias=config.boolean("qkv_bias", True))
 
 
 def _qwen3(config: Fields, spec: ModelSpec) -> ModelSpec:
     bias = config.boolean("attention_bias", False)
-    return replace(_qwen2(config, spec), qk_norm=True, qkv_bias=bias, output_bias=bias)
+    return _qwen2(config, spec).with_layers(qk_norm=True, qkv_bias=bias, output_bias=bias)
 
 
 def _qwen3_moe(config: Fields, spec: ModelSpec) -> ModelSpec:
     bias = config.boolean("attention_bias", False)
     if config.boolean("use_sliding_window", False):
         spec = _mistral(config, spec)
-    return replace(_with_sparse_layers(config, spec), qk_norm=True, qkv_bias=bias, output_bias=bias)
+    return _with_sparse_layers(config, spec).with_layers(qk_norm=True, qkv_bias=bias, output_bias=bias)
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -168,26 +167,23 @@ def read_config(path: Path) -> ModelSpec:
     """The spec of a model in Hugging Face layout, from its config.json and generation_config.json."""
     config = Fields(read_json(path, MAX_CONFIG_BYTES), str(path))
     family = _find_family(config)
-    _refuse_what_is_not_supported(config)
+    _refuse_quantised_weights(config)
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")
     num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
-    default_head_dim = family.head_dim or max(hidden_size // num_heads, 1)
+    num_kv_heads = config.integer("num_key_value_heads", num_heads)
+    head_dim = config.integer("head_dim", family.head_dim or max(hidden_size // num_heads, 1))
     rope = _read_rope(config, family)
     max_position = config.integer("max_position_embeddings", 2048, high=2**31)
     if rope.kind == "yarn":
         max_position = max(max_position, int(rope.original_max_position * rope.factor))
+    mlp = MlpSpec(config.integer("intermediate_size"), _read_activation(config))
     spec = ModelSpec(
         family=family.name,
         vocab_size=config.integer("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=config.integer("intermediate_size"),
-        num_heads=num_heads,
-        num_kv_heads=config.integer("num_key_value_heads", num_heads),
-        head_dim=config.integer("head_dim", default_head_dim),
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope=rope,
-        layers=(LayerSpec(),) * num_layers,
+        layers=(LayerSpec(plain_attention(num_heads, num_kv_heads, head_dim), rope, mlp),) * num_layers,
         max_position=max_position,
         tie_embeddings=config.boolean("tie_word_embeddings", family.tie_embeddings),
         eos_token_ids=_read_eos(config, path.with_name("generation_config.json")),
@@ -205,15 +201,24 @@ def check_spec(spec: ModelSpec, file: str) -> None:
         if not holds:
             raise ModelFormatError(f"{file}: {message}")
 
-    heads = f"{spec.num_heads} attention heads"
-    require(spec.num_heads % spec.num_kv_heads == 0, f"{heads} can't share {spec.num_kv_heads} key-value heads evenly")
-    require(spec.head_dim % 2 == 0, f"head_dim is {spec.head_dim}, but rope needs an even number")
-    if spec.rope.kind == "factors":
-        count = len(spec.rope.freq_factors)
-        require(count == spec.head_dim // 2, f"{count} rope factors for {spec.head_dim // 2} frequencies")
-    if spec.moe is not None:
-        message = f"{spec.moe.top_k} experts per token of {spec.moe.num_experts}"
-        require(spec.moe.top_k <= spec.moe.num_experts, message)
+    heads = spec.heads
+    require(
+        heads.num_heads % heads.num_kv_heads == 0,
+        f"{heads.num_heads} attention heads can't share {heads.num_kv_heads} key-value heads evenly",
+    )
+    require(heads.head_dim % 2 == 0, f"head_dim is {heads.head_dim}, but rope needs an even number")
+    for layer in spec.layers:
+        if layer.rope is not None and layer.rope.kind == "factors":
+            count = len(layer.rope.freq_factors)
+            require(count == heads.head_dim // 2, f"{count} rope factors for {heads.head_dim // 2} frequencies")
+        if isinstance(layer.mlp, MoeSpec):
+            top_k, num_experts = layer.mlp.top_k, layer.mlp.num_experts
+            require(top_k <= num_experts, f"{top_k} experts per token of {num_experts}")
+
+
+def plain_attention(num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None) -> AttentionSpec:
+    """What nearly all families have."""
+    return AttentionSpec(HeadShape(num_heads, num_kv_heads, head_dim), head_dim**-0.5, window)
 
 
 def _find_family(config: Fields) -> Family:
@@ -229,10 +234,14 @@ def _find_family(config: Fields) -> Family:
     )
 
 
-def _refuse_what_is_not_supported(config: Fields) -> None:
-    activation = config.string("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise UnsupportedModelError(f"{config.file}: hidden_act {activation!r} is not supported, only silu is.")
+def _read_activation(config: Fields) -> Activation:
+    name = config.string("hidden_act", "silu")
+    if name not in ("silu", "swish"):
+        raise UnsupportedModelError(f"{config.file}: hidden_act {name!r} is not supported, only silu is.")
+    return Activation.SILU
+
+
+def _refuse_quantised_weights(config: Fields) -> None:
     if "quantization_config" in config:
         method = config.part("quantization_config").string("quant_method", "unknown")
         raise UnsupportedModelError(
@@ -299,7 +308,13 @@ def _window(config: Fields, default: int | None) -> int | None:
 
 
 def _with_window(spec: ModelSpec, window: int | None) -> ModelSpec:
-    return replace(spec, layers=tuple(replace(layer, sliding_window=window) for layer in spec.layers))
+    return spec.with_layers(attention=replace(spec.layers[0].attention, sliding_window=window))
+
+
+def _with_mlps(spec: ModelSpec, change: Callable[[MlpSpec], MlpSpec]) -> ModelSpec:
+    """The same model with its MLPs changed; experts stay."""
+    layers = (replace(it, mlp=change(it.mlp)) if isinstance(it.mlp, MlpSpec) else it for it in spec.layers)
+    return replace(spec, layers=tuple(layers))
 
 
 def _with_window_types(config: Fields, spec: ModelSpec, default: list[str]) -> ModelSpec:
@@ -310,14 +325,15 @@ def _with_window_types(config: Fields, spec: ModelSpec, default: list[str]) -> M
     kinds = config.list_of("layer_types", str, default)
     if len(kinds) != spec.num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise config.error("layer_types", f"{spec.num_layers} of full_attention or sliding_attention", kinds)
-    layers = tuple(
-        replace(layer, sliding_window=window if kind == "sliding_attention" else None)
-        for layer, kind in zip(spec.layers, kinds, strict=True)
+    windows = (window if kind == "sliding_attention" else None for kind in kinds)
+    layers = (
+        replace(layer, attention=replace(layer.attention, sliding_window=own))
+        for layer, own in zip(spec.layers, windows, strict=True)
     )
-    return replace(spec, layers=layers)
+    return replace(spec, layers=tuple(layers))
 
 
-def _with_sparse_layers(config: Fields, spec: ModelSpec) -> ModelSpec:
+def _with_sparse_layers(config: Fields, spec: ModelSpec, shared: int = 0) -> ModelSpec:
     """Qwen's way of saying which layers have experts."""
     experts = config.integer("num_experts", config.integer("num_local_experts", 0, low=0), low=0, high=65_536)
     moe = MoeSpec(
@@ -325,14 +341,15 @@ def _with_sparse_layers(config: Fields, spec: ModelSpec) -> ModelSpec:
         top_k=config.integer("num_experts_per_tok"),
         intermediate_size=config.integer("moe_intermediate_size"),
         normalize_weights=config.boolean("norm_topk_prob", False),
+        shared_intermediate_size=shared,
     )
     dense = set(config.list_of("mlp_only_layers", int, []))
     step = config.integer("decoder_sparse_step", 1)
-    layers = tuple(
-        replace(layer, use_moe=i not in dense and experts > 0 and (i + 1) % step == 0)
+    layers = (
+        replace(layer, mlp=moe) if i not in dense and experts > 0 and (i + 1) % step == 0 else layer
         for i, layer in enumerate(spec.layers)
     )
-    return replace(spec, moe=moe, layers=layers)
+    return replace(spec, layers=tuple(layers))
 
 
 def _read_eos(config: Fields, generation_config: Path) -> tuple[int, ...]:

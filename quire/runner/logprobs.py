@@ -124,7 +124,7 @@ def score_prompt_on_device(
     rows = hidden[part.indices]
     parts: list[ScoreTensors] = []
     for begin in range(0, len(rows), ROWS_AT_ONCE):
-        logits = head(rows[begin : begin + ROWS_AT_ONCE])
+        logits = head(rows[begin : begin + ROWS_AT_ONCE]).float()
         position = part.start + begin
         targets = token_ids[part.row, position : position + len(logits)]
         parts.append(score_on_device(logits, targets, [part.num_top], kernels))

@@ -7,7 +7,6 @@ the rows on the device, where the next step finds them, and travel to the host o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +15,10 @@ from torch import Tensor
 
 from quire.constrain.masks import Constrainer, RowMasks
 from quire.errors import EngineError
-from quire.kernels.ops import HeadShape
 from quire.models.decoder import Decoder
 from quire.runner.batch import InputBatch, StepShape, build_batch
 from quire.runner.device import return_freed_memory
+from quire.runner.graphs import DecodeGraphs
 from quire.runner.kv_cache import KVCache
 from quire.runner.logprobs import (
     LogprobRows,
@@ -39,14 +38,8 @@ from quire.runner.staging import StagingRing
 from quire.runner.upload import upload_all
 from quire.step import Admission, ScheduledRequest, Step, StepResult
 
-if TYPE_CHECKING:
-    from quire.runner.graphs import DecodeGraphs  # needs triton
-
 LogitsObserver = Callable[[Sequence[ScheduledRequest], Tensor], None]
 """Sees the requests that sample and their logits before anything is masked; for tests and tools."""
-
-PlainDraw = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""`quire.kernels.triton.sampling.sample_rows`, where it runs."""
 
 _NOT_NUMBERS = "the model's scores are not numbers (NaN)"
 
@@ -61,11 +54,10 @@ class Runner:
         rows: Rows,
         block_size: int,
         constrainer: Constrainer | None = None,
-        draw: PlainDraw | None = None,
         graphs: DecodeGraphs | None = None,
     ) -> None:
-        """The `constrainer` is needed for requests with structured output only. `draw` and `graphs` make steps quicker
-        in which nobody asks for more than a temperature."""
+        """The `constrainer` is needed for requests with structured output only. The `graphs` make steps quicker in
+        which nobody asks for more than a temperature."""
         device = rows.token_ids.device
         self._decoder = decoder
         self._constrainer = constrainer
@@ -74,11 +66,10 @@ class Runner:
         self._logprobs = LogprobRows(len(rows.token_ids))
         self._pooling = PoolingRows(device)
         self._block_size = block_size
-        spec = decoder.spec
-        self._heads = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        self._heads = decoder.spec.heads
         self._staging = StagingRing(device)
         self._results = Results(device)
-        self._draw = draw
+        self._sample_rows = decoder.kernels.sample_rows
         self._graphs = graphs
         self._untold: PendingStep | None = None
         """The last step that sampled under grammars, which may not know its tokens yet."""
@@ -104,7 +95,7 @@ class Runner:
     def release(self) -> None:
         """Lets go of weights and cache, whoever else still holds this runner."""
         self._graphs = None
-        self._decoder.to("meta")
+        self._decoder.release()
         self._kv_cache.release()
         if self._constrainer is not None:
             self._constrainer.close()
@@ -127,10 +118,11 @@ class Runner:
             self._start_masks(shape)  # they are computed while the model runs
             batch = build_batch(shape, self._rows, self._decoder.kernels, self._staging, self._block_size, self._heads)
             hidden = self._decoder(batch.token_ids, batch.positions, batch.paged, self._kv_cache.layers)
-            if sampling and self._draw is not None and self._are_plain(shape):
+            if sampling and self._sample_rows is not None and self._are_plain(shape):
                 _read_sampled(outcome, sampling, self._draw_plain(batch, hidden))
             elif sampling:
-                self._sample(outcome, sampling, shape, self._decoder.logits(hidden[batch.sampling_indices]))
+                logits = self._decoder.logits(hidden[batch.sampling_indices])
+                self._sample(outcome, sampling, shape, logits.float())
             self._score_prompts(outcome, step.scheduled, hidden)
             self._pooling.add(outcome, step.scheduled, hidden)
         pending = self._results.pending(outcome.tensors, outcome.read)
@@ -140,10 +132,10 @@ class Runner:
 
     def _draw_plain(self, batch: InputBatch, hidden: Tensor) -> Tensor:
         """What a graph does at its end."""
-        assert self._draw is not None
-        kernels, rows = self._decoder.kernels, self._rows
-        logits = kernels.linear(hidden[batch.sampling_indices], self._decoder.head_weight)
-        drawn = self._draw(
+        assert self._sample_rows is not None
+        rows = self._rows
+        logits = self._decoder.logits(hidden[batch.sampling_indices])
+        drawn = self._sample_rows(
             logits, batch.sampling_rows, rows.seeds, rows.temperatures, batch.sampling_positions, rows.token_ids
         )
         return torch.stack((drawn[0], drawn[1].long()))

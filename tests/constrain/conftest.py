@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from quire.models.gguf_checkpoint import GgufCheckpoint
 
 from quire.constrain import GrammarCompiler
 from quire.frontend.tokenizer import Tokenizer
-from quire.models.gguf_checkpoint import GgufCheckpoint
 from quire.models.load import open_model
 
 

@@ -14,11 +14,11 @@ from gguf.quants import dequantize as gguf_dequantize
 from gguf.quants import quantize as gguf_quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quire.models.gguf_quants import BLOCK_LAYOUTS, OTHER_TYPES, TYPE_NAMES, dequantize
 
 from quire.errors import ModelFormatError, QuireError, UnsupportedModelError
 from quire.models.checkpoint import chunks_of, open_checkpoint
 from quire.models.gguf_file import read_gguf
-from quire.models.gguf_quants import BLOCK_LAYOUTS, OTHER_TYPES, TYPE_NAMES, dequantize
 from tests.models.corruption import Damage, check_open_and_read, damages
 from tests.models.gguf_bytes import TYPE_IDS, Gguf, Tensor, array, pair, text, u16, u32
 

@@ -30,7 +30,7 @@ def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
     """Rows of weight [vocab, hidden] in one piece, by int64 or int32 [rows].
 
     An id that is not in the table gives a row of NaN: the request it belongs to fails where its token is
-    drawn (`sampling.HAS_NAN`), and nobody else does.
+    drawn (`HAS_NAN`), and nobody else does.
     """
     rows, size = token_ids.shape[0], weight.shape[1]
     out = torch.empty(rows, size, dtype=weight.dtype, device=weight.device)

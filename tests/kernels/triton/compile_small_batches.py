@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
-
 from quire.kernels.triton.few_sequences import _few_sequences_kernel
 from quire.kernels.triton.one_row import _one_row_kernel
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
 
 ATTENTION_TYPES = {
     **dict.fromkeys(("query", "out", "keys", "values"), "*bf16"),
