@@ -20,11 +20,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
 
-from quire.kernels.triton.sampler_ops import SamplerKernels
-
 from bench.sampling import BAD_WORDS, FEATURES
 from quire import SamplingParams
-from quire.kernels.reference import ReferenceKernels
+from quire.kernels.triton.kernels import TritonKernels
 from quire.runner.logprobs import score_on_device
 from quire.runner.rows import Rows
 from quire.runner.sampler import sample
@@ -35,10 +33,6 @@ from quire.step import Admission, Step
 AHEAD = 20_000_000
 """Clock cycles the GPU is kept busy with, so that the host's share is not part of its time."""
 ROUNDS = 7
-
-
-class DeviceKernels(SamplerKernels, ReferenceKernels):  # type: ignore[misc]
-    """The sampler's own kernels, and plain torch for what it doesn't need."""
 
 
 def make_batch(name: str, rows: int, history: int, vocab_size: int, device: torch.device) -> SamplingBatch:
@@ -101,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--history", type=int, default=512, help="tokens before the sampled one")
     parser.add_argument("--only", default="", help="features whose names contain this")
     options = parser.parse_args(arguments)
-    device, kernels = torch.device("cuda"), DeviceKernels()
+    device, kernels = torch.device("cuda"), TritonKernels()
     batches = [int(rows) for rows in options.batches.split(",")]
     generator = torch.Generator(device=device).manual_seed(0)
     print(f"{'us (gpu/host)':26}" + "".join(f"{f'batch {rows}':>18}" for rows in batches))

@@ -177,6 +177,8 @@ class ReferenceKernels:
     score_tokens = staticmethod(score_tokens)
 
     def top_values(self, x: Tensor, k: int) -> Tensor:
+        if k > x.shape[1]:
+            raise ValueError(f"A row of {x.shape[1]} numbers has no {k} largest.")
         return x.topk(k, sorted=True).values
 
     def keep_between_(self, x: Tensor, low: Tensor, high: Tensor) -> None:

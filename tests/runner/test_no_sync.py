@@ -23,16 +23,12 @@ from tests.runner.test_sampler import mixed_jobs
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from quire.kernels.triton.sampler_ops import SamplerKernels
+from quire.kernels.triton.kernels import TritonKernels
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 VOCAB = 8193 if ON_GPU else 301
 JOBS = mixed_jobs(VOCAB, random.Random(1))
-
-
-class DeviceKernels(SamplerKernels, ReferenceKernels):  # type: ignore[misc]
-    """The sampler's own kernels, and plain torch for what it doesn't need."""
 
 
 @contextmanager
@@ -55,7 +51,7 @@ def twice_without_waiting(function: Callable[[], object]) -> None:
 
 
 def draw(batch: SamplingBatch, logits: Tensor) -> SampledTokens:
-    return sample(logits.clone(), batch, DeviceKernels())
+    return sample(logits.clone(), batch, TritonKernels())
 
 
 def logits_for(jobs: list[Job]) -> Tensor:
@@ -122,7 +118,7 @@ def test_scores() -> None:
     logits[3] = logits[3].round()
     tokens = torch.arange(len(logits), device=DEVICE)
     num_top = [i % 6 for i in range(len(logits))]
-    kernels = DeviceKernels()
+    kernels = TritonKernels()
     part = PromptRows("a", slice(2, 90), 1, 3, 5)
     rows = torch.zeros(2, 100, dtype=torch.int64, device=DEVICE)
 
