@@ -48,8 +48,7 @@ def decode_work(spec: ModelSpec, contexts: Sequence[int], itemsize: int) -> Work
     keys = sum(_keys_seen(spec, context) for context in contexts)
     key_bytes = 2 * spec.heads.num_kv_heads * spec.heads.head_dim * itemsize
     return Work(
-        bytes_read=_weight_bytes(spec, rows, itemsize)
-        + keys * 2 * spec.heads.num_kv_heads * spec.heads.head_dim * itemsize,
+        bytes_read=_weight_bytes(spec, rows, itemsize) + keys * key_bytes,
         flops=2.0 * rows * (_layer_parameters(spec) + spec.vocab_size * spec.hidden_size) + keys * _key_flops(spec),
     )
 
