@@ -23,31 +23,21 @@ MAX_LAYERS = 1024
 
 @dataclass(frozen=True, slots=True)
 class MoeNames:
-    """How a checkpoint names a layer's experts; `{expert}` is the expert's number."""
+    """How a checkpoint names a layer's experts, by default Qwen's way; `{expert}` is the expert's number."""
 
-    router: str
-    gate: str
-    up: str
-    down: str
-    packed_gate_up: str
-    packed_down: str
+    router: str = "mlp.gate"
+    gate: str = "mlp.experts.{expert}.gate_proj"
+    up: str = "mlp.experts.{expert}.up_proj"
+    down: str = "mlp.experts.{expert}.down_proj"
+    packed_gate_up: str = "mlp.experts.gate_up_proj"
+    packed_down: str = "mlp.experts.down_proj"
 
 
-_QWEN_MOE = MoeNames(
-    router="mlp.gate",
-    gate="mlp.experts.{expert}.gate_proj",
-    up="mlp.experts.{expert}.up_proj",
-    down="mlp.experts.{expert}.down_proj",
-    packed_gate_up="mlp.experts.gate_up_proj",
-    packed_down="mlp.experts.down_proj",
-)
 _MIXTRAL_MOE = MoeNames(
     router="block_sparse_moe.gate",
     gate="block_sparse_moe.experts.{expert}.w1",
     up="block_sparse_moe.experts.{expert}.w3",
     down="block_sparse_moe.experts.{expert}.w2",
-    packed_gate_up="mlp.experts.gate_up_proj",
-    packed_down="mlp.experts.down_proj",
 )
 
 
@@ -68,15 +58,15 @@ class Family:
     """What an absent `rope_theta` means."""
     head_dim: int | None = None
     """What an absent `head_dim` means; None: hidden_size / heads."""
-    moe_names: MoeNames = _QWEN_MOE
+    moe_names: MoeNames = MoeNames()
     gguf_interleaved_rope: bool = False
     """GGUF files hold the rows of q and k reordered for rope over neighbouring dimensions."""
 
 
 def _llama(config: Fields, spec: ModelSpec) -> ModelSpec:
     bias = config.boolean("attention_bias", False)
-    spec = spec.with_layers(qkv_bias=bias, output_bias=bias)
-    return _with_mlps(spec, lambda mlp: replace(mlp, bias=config.boolean("mlp_bias", False)))
+    mlp = MlpSpec(config.integer("intermediate_size"), _read_activation(config), config.boolean("mlp_bias", False))
+    return spec.with_layers(qkv_bias=bias, output_bias=bias, mlp=mlp)
 
 
 def _smollm3(config: Fields, spec: ModelSpec) -> ModelSpec:
@@ -309,12 +299,6 @@ def _window(config: Fields, default: int | None) -> int | None:
 
 def _with_window(spec: ModelSpec, window: int | None) -> ModelSpec:
     return spec.with_layers(attention=replace(spec.layers[0].attention, sliding_window=window))
-
-
-def _with_mlps(spec: ModelSpec, change: Callable[[MlpSpec], MlpSpec]) -> ModelSpec:
-    """The same model with its MLPs changed; experts stay."""
-    layers = (replace(it, mlp=change(it.mlp)) if isinstance(it.mlp, MlpSpec) else it for it in spec.layers)
-    return replace(spec, layers=tuple(layers))
 
 
 def _with_window_types(config: Fields, spec: ModelSpec, default: list[str]) -> ModelSpec:

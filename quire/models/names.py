@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from quire.kernels.ops import MoeSpec
-from quire.models.families import Family, MoeNames, family_named
+from quire.models.families import MoeNames, family_named
 from quire.models.spec import LayerSpec, MlpSpec, ModelSpec, Parameter
 
 
@@ -42,30 +42,28 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class _LayerNames:
-    """A layer's tensor names below the layer's prefix; `weight` and `bias` are appended."""
+    """A layer's tensor names below the layer's prefix, by default Hugging Face's; `weight` and `bias` are appended."""
 
-    attention_norm: str
-    query: str
-    key: str
-    value: str
-    output: str
-    query_norm: str
-    key_norm: str
-    mlp_norm: str
-    gate: str
-    up: str
-    down: str
-    router: str
-    expert_gate: str
-    expert_up: str
-    expert_down: str
-    shared_gate: str
-    shared_up: str
-    shared_down: str
-    shared_router: str
+    experts: MoeNames
+    attention_norm: str = "input_layernorm"
+    query: str = "self_attn.q_proj"
+    key: str = "self_attn.k_proj"
+    value: str = "self_attn.v_proj"
+    output: str = "self_attn.o_proj"
+    query_norm: str = "self_attn.q_norm"
+    key_norm: str = "self_attn.k_norm"
+    mlp_norm: str = "post_attention_layernorm"
+    mlp: tuple[str, str, str] = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    shared: tuple[str, str, str] = (
+        "mlp.shared_expert.gate_proj",
+        "mlp.shared_expert.up_proj",
+        "mlp.shared_expert.down_proj",
+    )
+    shared_router: str = "mlp.shared_expert_gate"
 
 
 _GGUF_LAYER = _LayerNames(
+    experts=MoeNames("ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"),
     attention_norm="attn_norm",
     query="attn_q",
     key="attn_k",
@@ -74,53 +72,20 @@ _GGUF_LAYER = _LayerNames(
     query_norm="attn_q_norm",
     key_norm="attn_k_norm",
     mlp_norm="ffn_norm",
-    gate="ffn_gate",
-    up="ffn_up",
-    down="ffn_down",
-    router="ffn_gate_inp",
-    expert_gate="ffn_gate_exps",
-    expert_up="ffn_up_exps",
-    expert_down="ffn_down_exps",
-    shared_gate="ffn_gate_shexp",
-    shared_up="ffn_up_shexp",
-    shared_down="ffn_down_shexp",
+    mlp=("ffn_gate", "ffn_up", "ffn_down"),
+    shared=("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"),
     shared_router="ffn_gate_inp_shexp",
 )
 
 
-def _huggingface_layer(family: Family) -> _LayerNames:
-    return _LayerNames(
-        attention_norm="input_layernorm",
-        query="self_attn.q_proj",
-        key="self_attn.k_proj",
-        value="self_attn.v_proj",
-        output="self_attn.o_proj",
-        query_norm="self_attn.q_norm",
-        key_norm="self_attn.k_norm",
-        mlp_norm="post_attention_layernorm",
-        gate="mlp.gate_proj",
-        up="mlp.up_proj",
-        down="mlp.down_proj",
-        router=family.moe_names.router,
-        expert_gate=family.moe_names.gate,
-        expert_up=family.moe_names.up,
-        expert_down=family.moe_names.down,
-        shared_gate="mlp.shared_expert.gate_proj",
-        shared_up="mlp.shared_expert.up_proj",
-        shared_down="mlp.shared_expert.down_proj",
-        shared_router="mlp.shared_expert_gate",
-    )
-
-
 def huggingface_pieces(spec: ModelSpec, present: Collection[str]) -> Iterator[Piece]:
     """`present` are the names in the checkpoint: experts come one by one or stacked."""
-    family = family_named(spec.family)
+    names = _LayerNames(family_named(spec.family).moe_names)
     yield Piece("model.embed_tokens.weight", "embedding")
     for i, layer in enumerate(spec.layers):
-        prefix, packed = f"model.layers.{i}.", family.moe_names
-        is_packed = f"{prefix}{packed.packed_gate_up}" in present
-        names = _huggingface_layer(family)
-        yield from _layer_pieces(layer, prefix, f"layers.{i}.", names, packed=packed if is_packed else None)
+        prefix = f"model.layers.{i}."
+        is_packed = f"{prefix}{names.experts.packed_gate_up}" in present
+        yield from _layer_pieces(layer, prefix, f"layers.{i}.", names, packed_experts=is_packed)
     yield Piece("model.norm.weight", "final_norm")
     if not spec.tie_embeddings:
         yield Piece("lm_head.weight", "head")
@@ -152,9 +117,8 @@ def _layer_pieces(
     to: str,
     names: _LayerNames,
     interleaved: bool = False,
-    packed: MoeNames | None = None,
+    packed_experts: bool = False,
 ) -> Iterator[Piece]:
-    """`packed`: the experts come stacked, under these names."""
     yield Piece(f"{prefix}{names.attention_norm}.weight", f"{to}attention_norm")
     yield Piece(f"{prefix}{names.mlp_norm}.weight", f"{to}mlp_norm")
     if layer.qk_norm:
@@ -168,9 +132,9 @@ def _layer_pieces(
         yield from _linear_pieces(f"{prefix}{name}", f"{to}attention.qkv", layer.qkv_bias, part, reorder)
     yield from _linear_pieces(f"{prefix}{names.output}", f"{to}attention.output", layer.output_bias)
     if isinstance(layer.mlp, MlpSpec):
-        yield from _mlp_pieces(prefix, f"{to}mlp.", (names.gate, names.up, names.down), layer.mlp.bias)
+        yield from _mlp_pieces(prefix, f"{to}mlp.", names.mlp, layer.mlp.bias)
     else:
-        yield from _expert_pieces(layer.mlp, prefix, f"{to}mlp.", names, packed)
+        yield from _expert_pieces(layer.mlp, prefix, f"{to}mlp.", names, packed_experts)
 
 
 def _mlp_pieces(prefix: str, to: str, names: tuple[str, str, str], bias: bool) -> Iterator[Piece]:
@@ -180,22 +144,21 @@ def _mlp_pieces(prefix: str, to: str, names: tuple[str, str, str], bias: bool) -
     yield from _linear_pieces(f"{prefix}{down}", f"{to}down", bias)
 
 
-def _expert_pieces(moe: MoeSpec, prefix: str, to: str, names: _LayerNames, packed: MoeNames | None) -> Iterator[Piece]:
-    yield Piece(f"{prefix}{names.router}.weight", f"{to}router.weight")
-    if packed is not None:
-        yield Piece(f"{prefix}{packed.packed_gate_up}", f"{to}gate_up")
-        yield Piece(f"{prefix}{packed.packed_down}", f"{to}down")
+def _expert_pieces(moe: MoeSpec, prefix: str, to: str, names: _LayerNames, is_packed: bool) -> Iterator[Piece]:
+    experts = names.experts
+    yield Piece(f"{prefix}{experts.router}.weight", f"{to}router.weight")
+    if is_packed:
+        yield Piece(f"{prefix}{experts.packed_gate_up}", f"{to}gate_up")
+        yield Piece(f"{prefix}{experts.packed_down}", f"{to}down")
     else:
-        one_by_one = "{expert}" in names.expert_gate
+        one_by_one = "{expert}" in experts.gate
         for expert in range(moe.num_experts) if one_by_one else (None,):
-            gate, up, down = (
-                name.format(expert=expert) for name in (names.expert_gate, names.expert_up, names.expert_down)
-            )
+            gate, up, down = (name.format(expert=expert) for name in (experts.gate, experts.up, experts.down))
             yield Piece(f"{prefix}{gate}.weight", f"{to}gate_up", 0, expert)
             yield Piece(f"{prefix}{up}.weight", f"{to}gate_up", 1, expert)
             yield Piece(f"{prefix}{down}.weight", f"{to}down", None, expert)
     if moe.shared_intermediate_size:
-        yield from _mlp_pieces(prefix, f"{to}shared.", (names.shared_gate, names.shared_up, names.shared_down), False)
+        yield from _mlp_pieces(prefix, f"{to}shared.", names.shared, False)
         yield Piece(f"{prefix}{names.shared_router}.weight", f"{to}shared_gate.weight")
 
 
