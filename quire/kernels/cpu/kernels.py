@@ -92,13 +92,13 @@ class CpuKernels(ReferenceKernels):
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         dtype = x.dtype
-        if weight.format is not _PACKED.get(dtype):
-            if weight.is_dense:
-                raise ValueError(f"the weight {weight.shape} was not packed for x {tuple(x.shape)} {dtype}")
+        function = self._linear[dtype]
+        is_packed = weight.format is _PACKED[dtype]
+        if not is_packed and not weight.is_dense:
             return super().linear(x, weight, bias, out)
         rows, depth = x.shape
         columns, inner_size = weight.shape
-        if inner_size != depth:
+        if not is_packed or inner_size != depth:
             raise ValueError(f"the weight {weight.shape} was not packed for x {tuple(x.shape)} {dtype}")
         stride, inner = x.stride()
         if inner != 1:
@@ -106,20 +106,10 @@ class CpuKernels(ReferenceKernels):
             stride = depth
         if out is None:
             out = x.new_empty(rows, columns)
-        bias_address = 0 if bias is None else bias.data_ptr()
-        self._linear[dtype](
-            _linear_arguments(
-                x.data_ptr(),
-                stride,
-                weight.tensor.data_ptr(),
-                bias_address,
-                out.data_ptr(),
-                rows,
-                columns,
-                depth,
-                _threads(),
-            )
-        )
+        function(_linear_arguments(
+            x.data_ptr(), stride, weight.tensor.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
+            rows, columns, depth, _threads(),
+        ))  # fmt: skip
         return out
 
     def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
@@ -142,38 +132,20 @@ class CpuKernels(ReferenceKernels):
         shape = x.shape
         out = x.new_empty(shape)
         inner = shape[1] if len(shape) == 3 else 1
-        self._rms_norm[x.dtype](
-            _rms_norm_arguments(
-                x.data_ptr(),
-                x.stride(0),
-                inner,
-                weight.data_ptr(),
-                out.data_ptr(),
-                shape[0] * inner,
-                shape[-1],
-                eps,
-                _threads(),
-            )
-        )
+        self._rms_norm[x.dtype](_rms_norm_arguments(
+            x.data_ptr(), x.stride(0), inner, weight.data_ptr(), out.data_ptr(),
+            shape[0] * inner, shape[-1], eps, _threads(),
+        ))  # fmt: skip
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         x, residual = x.contiguous(), residual.contiguous()
         out, total = torch.empty_like(x), torch.empty_like(x)
         rows, size = x.shape
-        self._add_rms_norm[x.dtype](
-            _add_rms_norm_arguments(
-                x.data_ptr(),
-                residual.data_ptr(),
-                weight.data_ptr(),
-                out.data_ptr(),
-                total.data_ptr(),
-                rows,
-                size,
-                eps,
-                _threads(),
-            )
-        )
+        self._add_rms_norm[x.dtype](_add_rms_norm_arguments(
+            x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), total.data_ptr(),
+            rows, size, eps, _threads(),
+        ))  # fmt: skip
         return out, total
 
     def rope(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
@@ -181,19 +153,10 @@ class CpuKernels(ReferenceKernels):
         x = _with_whole_rows(x)
         positions = positions.long().contiguous()
         out = x.new_empty(rows, heads, head_dim)
-        self._rope[x.dtype](
-            _rope_arguments(
-                x.data_ptr(),
-                x.stride(0),
-                positions.data_ptr(),
-                cos_sin.data_ptr(),
-                out.data_ptr(),
-                rows,
-                heads,
-                head_dim,
-                _threads(),
-            )
-        )
+        self._rope[x.dtype](_rope_arguments(
+            x.data_ptr(), x.stride(0), positions.data_ptr(), cos_sin.data_ptr(), out.data_ptr(),
+            rows, heads, head_dim, _threads(),
+        ))  # fmt: skip
         return out
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
@@ -212,22 +175,11 @@ class CpuKernels(ReferenceKernels):
         rows, heads, head_dim = keys.shape
         keys, values = _with_whole_rows(keys), _with_whole_rows(values)
         item = keys.element_size()
-        self._write_kv(
-            _write_kv_arguments(
-                keys.data_ptr(),
-                keys.stride(0) * item,
-                values.data_ptr(),
-                values.stride(0) * item,
-                cache.keys.data_ptr(),
-                cache.values.data_ptr(),
-                slot_mapping.data_ptr(),
-                rows,
-                heads,
-                cache.keys.shape[2],
-                head_dim * item,
-                _threads(),
-            )
-        )
+        self._write_kv(_write_kv_arguments(
+            keys.data_ptr(), keys.stride(0) * item, values.data_ptr(), values.stride(0) * item,
+            cache.keys.data_ptr(), cache.values.data_ptr(), slot_mapping.data_ptr(),
+            rows, heads, cache.keys.shape[2], head_dim * item, _threads(),
+        ))  # fmt: skip
 
     def attention(self, query: Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec) -> Tensor:
         rows, num_heads, head_dim = query.shape
@@ -239,30 +191,13 @@ class CpuKernels(ReferenceKernels):
         keys = cache.keys
         _, kv_heads, block_size, _ = keys.shape
         block_tables = batch.block_tables.contiguous()
-        num_sequences, max_blocks = len(batch.table_rows), block_tables.shape[1]
         out = query.new_empty(rows, num_heads, head_dim)
-        self._attention[query.dtype](
-            _attention_arguments(
-                query.data_ptr(),
-                query.stride(0),
-                keys.data_ptr(),
-                cache.values.data_ptr(),
-                batch.query_start.data_ptr(),
-                batch.context_lens.data_ptr(),
-                block_tables.data_ptr(),
-                batch.table_rows.data_ptr(),
-                out.data_ptr(),
-                num_sequences,
-                max_blocks,
-                num_heads,
-                kv_heads,
-                head_dim,
-                block_size,
-                spec.sliding_window or 0,
-                spec.scale * _LOG2_E,
-                _threads(),
-            )
-        )
+        self._attention[query.dtype](_attention_arguments(
+            query.data_ptr(), query.stride(0), keys.data_ptr(), cache.values.data_ptr(),
+            batch.query_start.data_ptr(), batch.context_lens.data_ptr(), block_tables.data_ptr(),
+            batch.table_rows.data_ptr(), out.data_ptr(), len(batch.table_rows), block_tables.shape[1],
+            num_heads, kv_heads, head_dim, block_size, spec.sliding_window or 0, spec.scale * _LOG2_E, _threads(),
+        ))  # fmt: skip
         return out
 
     def gumbel_argmax(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -271,19 +206,10 @@ class CpuKernels(ReferenceKernels):
             raise TypeError(f"logits {logits.dtype}, temperature {temperature.dtype}, keys {keys.dtype}")
         logits, temperature, keys = _with_whole_rows(logits), temperature.contiguous(), keys.contiguous()
         out, flags = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.int32)
-        self._gumbel_argmax(
-            _gumbel_argmax_arguments(
-                logits.data_ptr(),
-                logits.stride(0),
-                temperature.data_ptr(),
-                keys.data_ptr(),
-                out.data_ptr(),
-                flags.data_ptr(),
-                rows,
-                size,
-                _threads(),
-            )
-        )
+        self._gumbel_argmax(_gumbel_argmax_arguments(
+            logits.data_ptr(), logits.stride(0), temperature.data_ptr(), keys.data_ptr(), out.data_ptr(),
+            flags.data_ptr(), rows, size, _threads(),
+        ))  # fmt: skip
         return out, flags
 
     def top_values(self, x: Tensor, k: int) -> Tensor:
