@@ -25,11 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 from bench.ceiling import Work, measure_rates
 from bench.shapes import CONFIGS, spec_of
 from quire.kernels.ops import HeadNorms, LayerCache
-from quire.kernels.triton.activations import sigmoid_mul, silu_mul
-from quire.kernels.triton.embedding import embedding
 from quire.kernels.triton.heads import qkv_to_cache_
 from quire.kernels.triton.moe import moe, route
-from quire.kernels.triton.norms import add_rms_norm, rms_norm
+from quire.kernels.triton.rowwise import add_rms_norm, embedding, rms_norm, sigmoid_mul, silu_mul
 from quire.kernels.triton.sampling import gumbel_argmax, keep_between_, sample_rows
 from quire.models.spec import MlpSpec, ModelSpec
 from quire.runner.noise import noise_keys

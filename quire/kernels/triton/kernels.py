@@ -25,11 +25,10 @@ from quire.kernels.ops import (
     PagedBatch,
 )
 from quire.kernels.reference import ReferenceKernels
-from quire.kernels.triton import activations, filters, heads, inputs, norms, repeats, sampling, scores
 from quire.kernels.triton import attention as paged_attention
+from quire.kernels.triton import filters, heads, inputs, repeats, rowwise, sampling, scores
 from quire.kernels.triton import moe as experts_kernels
 from quire.kernels.triton.attention_work import SPLIT, attention_work
-from quire.kernels.triton.embedding import embedding
 from quire.kernels.triton.launch import HAS_GLUON
 from quire.kernels.triton.linear import (
     SMALLEST_BATCH,
@@ -46,7 +45,7 @@ if HAS_GLUON:
 
 logger = logging.getLogger(__name__)
 
-_GATES = {Activation.SILU: activations.silu_mul}
+_GATES = {Activation.SILU: rowwise.silu_mul}
 _CHECKED_ROWS = (SMALLEST_BATCH, 17, 64, 255, 256, 1000, 2048)
 
 
@@ -65,10 +64,10 @@ class TritonKernels(ReferenceKernels):
 
     name = "triton"
     decode_split = SPLIT
-    rms_norm = staticmethod(norms.rms_norm)
-    add_rms_norm = staticmethod(norms.add_rms_norm)
+    rms_norm = staticmethod(rowwise.rms_norm)
+    add_rms_norm = staticmethod(rowwise.add_rms_norm)
     qkv_to_cache_ = staticmethod(heads.qkv_to_cache_)
-    sigmoid_mul = staticmethod(activations.sigmoid_mul)
+    sigmoid_mul = staticmethod(rowwise.sigmoid_mul)
     gather_inputs = staticmethod(inputs.gather_inputs)
     gumbel_argmax = staticmethod(sampling.gumbel_argmax)
     sample_rows = staticmethod(sampling.sample_rows)
@@ -123,7 +122,7 @@ class TritonKernels(ReferenceKernels):
         return out
 
     def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
-        return embedding(token_ids, weight.tensor) if weight.is_dense else super().embedding(token_ids, weight)
+        return rowwise.embedding(token_ids, weight.tensor) if weight.is_dense else super().embedding(token_ids, weight)
 
     def attention_work(
         self, query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array, shape: HeadShape

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.activations import silu
 from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
+from quire.kernels.triton.rowwise import silu
 
 MEMORY_BOUND_ROWS = 32
 """Up to here the time is that of reading the weights."""

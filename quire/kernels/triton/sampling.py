@@ -178,8 +178,7 @@ def _keep_between_kernel(x, low, high, stride, SIZE: tl.constexpr, BLOCK: tl.con
 
 
 def gumbel_argmax(logits: Tensor, temperature: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens int64 [rows] and flags int32 [rows] of logits [rows, vocab] in float32, bfloat16 or float16, float32
-    temperatures [rows] and int32 keys [rows, 2]. The lowest id wins among equals."""
+    """`Kernels.gumbel_argmax`, of logits in bfloat16 or float16 too."""
     logits = as_rows(logits)
     rows, vocab_size = logits.shape
     best, best_ids = _partial_results(logits)
@@ -235,8 +234,7 @@ def sample_rows(
 
 
 def keep_between_(x: Tensor, low: Tensor, high: Tensor) -> None:
-    """Numbers of float32 x [rows, size] below their row's low [rows] or above its high [rows] become minus infinity.
-    A limit that is NaN is none."""
+    """`Kernels.keep_between_`."""
     if x.stride(1) != 1 or low.dtype != x.dtype or high.dtype != x.dtype:
         raise ValueError(f"Rows must lie in one piece and limits be {x.dtype}, not {low.dtype} and {high.dtype}.")
     rows, size = x.shape

@@ -49,7 +49,7 @@ def _score_kernel(
 
 
 def score_tokens(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenScores:
-    """How likely int64 token_ids [rows] and the `num_top` likeliest tokens are under float32 logits [rows, vocab]."""
+    """`Kernels.score_tokens`."""
     logits = as_rows(logits)
     rows, vocab_size = logits.shape
     totals, logprobs = logits.new_empty(rows, 2), logits.new_empty(rows)

@@ -23,8 +23,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra import cuda
 
-from quire.kernels.triton.activations import silu
 from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL
+from quire.kernels.triton.rowwise import silu
 
 _WARPS = 2
 _OUTPUTS = 8 * _WARPS
