@@ -377,3 +377,12 @@ def test_a_damaged_file_is_read_or_refused_and_nothing_else(
 
 def test_the_undamaged_file_is_read(tmp_path: Path) -> None:
     assert check_open_and_read(save(tmp_path, small_model()))
+
+
+def test_a_tensor_can_be_had_as_it_is_stored(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(save(tmp_path, small_model()))
+    for name, info in checkpoint.tensors.items():
+        stored = checkpoint.read_stored(name)
+        assert stored.dtype == torch.uint8
+        assert stored.nbytes == info.num_bytes == info.format.nbytes(info.shape)
+        assert torch.equal(info.format.expand(stored).float(), checkpoint.read(name))
