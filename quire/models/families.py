@@ -61,6 +61,10 @@ class Family:
     moe_names: MoeNames = MoeNames()
     gguf_interleaved_rope: bool = False
     """GGUF files hold the rows of q and k reordered for rope over neighbouring dimensions."""
+    gguf_no_rope_interval: int = 0
+    """Every so many layers there is no rope, which GGUF files leave out; 0: it is everywhere."""
+    gguf_normalizes_experts: bool = False
+    """What GGUF files leave out of `MoeSpec.normalize_weights`."""
 
 
 def _llama(config: Fields, spec: ModelSpec) -> ModelSpec:
@@ -76,7 +80,7 @@ def _smollm3(config: Fields, spec: ModelSpec) -> ModelSpec:
     if len(rope) != spec.num_layers:
         raise config.error("no_rope_layers", f"a list of {spec.num_layers} numbers", rope)
     default = ["full_attention" if use else "sliding_attention" for use in rope]
-    spec = _llama(config, _with_window_types(config, spec, default))
+    spec = _llama(config, _with_window_types(config, spec, default, window=None))
     layers = zip(spec.layers, rope, strict=True)
     return replace(spec, layers=tuple(layer if use else replace(layer, rope=None) for layer, use in layers))
 
@@ -125,7 +129,7 @@ def _qwen3_moe(config: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 FAMILIES: tuple[Family, ...] = (
-    Family("llama", ("LlamaForCausalLM",), "llama", _llama, gguf_interleaved_rope=True),
+    Family("llama", ("LlamaForCausalLM",), "llama", _llama, gguf_interleaved_rope=True, gguf_normalizes_experts=True),
     Family(
         "smollm3",
         ("SmolLM3ForCausalLM",),
@@ -134,6 +138,7 @@ FAMILIES: tuple[Family, ...] = (
         tie_embeddings=True,
         rope_theta=2_000_000.0,
         gguf_interleaved_rope=True,
+        gguf_no_rope_interval=4,
     ),
     # GGUF files of Mistral and Mixtral call themselves llama.
     Family("mistral", ("MistralForCausalLM",), None, _mistral),
@@ -141,7 +146,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("qwen2", ("Qwen2ForCausalLM",), "qwen2", _qwen2),
     Family("qwen2_moe", ("Qwen2MoeForCausalLM",), "qwen2moe", _qwen2_moe),
     Family("qwen3", ("Qwen3ForCausalLM",), "qwen3", _qwen3, head_dim=128),
-    Family("qwen3_moe", ("Qwen3MoeForCausalLM",), "qwen3moe", _qwen3_moe),
+    Family("qwen3_moe", ("Qwen3MoeForCausalLM",), "qwen3moe", _qwen3_moe, gguf_normalizes_experts=True),
 )
 
 
@@ -301,11 +306,11 @@ def _with_window(spec: ModelSpec, window: int | None) -> ModelSpec:
     return spec.with_layers(attention=replace(spec.layers[0].attention, sliding_window=window))
 
 
-def _with_window_types(config: Fields, spec: ModelSpec, default: list[str]) -> ModelSpec:
+def _with_window_types(config: Fields, spec: ModelSpec, default: list[str], window: int | None = 4096) -> ModelSpec:
     """Windows on the layers `layer_types` marks, where `use_sliding_window` turns them on at all."""
     if not config.boolean("use_sliding_window", False):
         return spec
-    window = _window(config, None if spec.family == "smollm3" else 4096)
+    window = _window(config, window)
     kinds = config.list_of("layer_types", str, default)
     if len(kinds) != spec.num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise config.error("layer_types", f"{spec.num_layers} of full_attention or sliding_attention", kinds)

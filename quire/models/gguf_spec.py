@@ -12,10 +12,6 @@ from quire.models.families import FAMILIES, MAX_LAYERS, Family, check_spec, plai
 from quire.models.fields import Fields
 from quire.models.spec import LayerSpec, MlpSpec, ModelSpec, RopeSpec
 
-# GGUF files of these architectures leave out what their runtime knows by name.
-_NORMALIZES_EXPERTS = {"llama", "qwen3moe"}
-_SMOLLM3_NO_ROPE_INTERVAL = 4
-
 
 def read_gguf_spec(
     metadata: Mapping[str, Any],
@@ -51,10 +47,11 @@ def read_gguf_spec(
         qkv_bias="blk.0.attn_q.bias" in tensor_names,
         output_bias="blk.0.attn_output.bias" in tensor_names,
     )
+    interval = family.gguf_no_rope_interval
     layers = tuple(
         replace(
             layer,
-            rope=rope if family.name != "smollm3" or (i + 1) % _SMOLLM3_NO_ROPE_INTERVAL != 0 else None,
+            rope=None if interval and (i + 1) % interval == 0 else rope,
             mlp=moe if moe is not None and f"blk.{i}.ffn_gate_inp.weight" in tensor_names else mlp,
         )
         for i in range(num_layers)
@@ -100,7 +97,7 @@ def _read_moe(fields: Fields, family: Family) -> MoeSpec | None:
         num_experts=num_experts,
         top_k=fields.integer("expert_used_count"),
         intermediate_size=fields.integer("expert_feed_forward_length", fields.integer("feed_forward_length", 1)),
-        normalize_weights=family.gguf_architecture in _NORMALIZES_EXPERTS,
+        normalize_weights=family.gguf_normalizes_experts,
         shared_intermediate_size=shared,
     )
 
