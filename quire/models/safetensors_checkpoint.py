@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -48,14 +47,6 @@ def open_safetensors(folder: Path) -> Checkpoint:
             f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE}, got {len(names)} other .safetensors files"
         )
     return _open_shards([safe_member(folder, names[0])])
-
-
-@contextmanager
-def _library_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (SafetensorError, UnicodeError) as error:
-        raise ModelFormatError(f"{path}: not a valid safetensors file: {quote(str(error), 200)}") from error
 
 
 def _open_shards(paths: list[Path]) -> Checkpoint:
@@ -116,8 +107,11 @@ def _read_header(path: Path) -> tuple[dict[str, TensorInfo], FileStamp]:
     data_start = 8 + header_bytes
     tensors = {name: _check_entry(path, name, entry, data_start, size) for name, entry in header.items()}
     _check_layout(path, tensors, data_start, size)
-    with _library_errors(path), safe_open(path, "pt"):
-        pass  # the library's own checks: what it refuses must fail here and not halfway through loading
+    try:
+        with safe_open(path, "pt"):
+            pass  # the library's own checks: what it refuses must fail here and not halfway through loading
+    except (SafetensorError, UnicodeError) as error:
+        raise ModelFormatError(f"{path}: not a valid safetensors file: {quote(str(error), 200)}") from error
     return tensors, stamp
 
 
