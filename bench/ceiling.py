@@ -11,7 +11,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from quire.models.spec import ModelSpec
+from quire.models.spec import MlpSpec, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,9 @@ def decode_work(spec: ModelSpec, contexts: Sequence[int], itemsize: int) -> Work
     """One step in which sequences of these lengths (the new token included) compute one token each."""
     rows = len(contexts)
     keys = sum(_keys_seen(spec, context) for context in contexts)
+    key_bytes = 2 * spec.heads.num_kv_heads * spec.heads.head_dim * itemsize
     return Work(
-        bytes_read=_weight_bytes(spec, rows, itemsize) + keys * 2 * spec.kv_size * itemsize,
+        bytes_read=_weight_bytes(spec, rows, itemsize) + keys * key_bytes,
         flops=2.0 * rows * (_layer_parameters(spec) + spec.vocab_size * spec.hidden_size) + keys * _key_flops(spec),
     )
 
@@ -135,15 +136,15 @@ def _layer_parameters(spec: ModelSpec, rows: int | None = None) -> float:
 
     Rows choose experts evenly: of E experts, n rows that take k each leave out E * (1 - k / E) ** n on average.
     """
-    attention = spec.hidden_size * (2 * spec.query_size + 2 * spec.kv_size)
+    heads = spec.heads
+    attention = spec.hidden_size * 2 * (heads.num_heads + heads.num_kv_heads) * heads.head_dim
     total = 0.0
     for layer in spec.layers:
         total += attention
-        if not layer.use_moe:
-            total += 3 * spec.intermediate_size * spec.hidden_size
+        moe = layer.mlp
+        if isinstance(moe, MlpSpec):
+            total += 3 * moe.intermediate_size * spec.hidden_size
             continue
-        moe = spec.moe
-        assert moe is not None
         experts = moe.num_experts
         read = moe.top_k if rows is None else experts * (1 - (1 - moe.top_k / experts) ** rows)
         total += (experts + 3 * moe.intermediate_size * read) * spec.hidden_size
@@ -153,14 +154,14 @@ def _layer_parameters(spec: ModelSpec, rows: int | None = None) -> float:
 
 def _keys_seen(spec: ModelSpec, context: int) -> int:
     """By the last token of a sequence, over all layers."""
-    windows = Counter(layer.sliding_window for layer in spec.layers)
+    windows = Counter(layer.attention.sliding_window for layer in spec.layers)
     return sum(count * min(context, window or context) for window, count in windows.items())
 
 
 def _keys_seen_by_all(spec: ModelSpec, length: int) -> int:
     """By all tokens of a sequence, over all layers: token i sees i keys, up to the window."""
     total = 0
-    for window, count in Counter(layer.sliding_window for layer in spec.layers).items():
+    for window, count in Counter(layer.attention.sliding_window for layer in spec.layers).items():
         growing = min(length, window or length)
         total += count * (growing * (growing + 1) // 2 + (length - growing) * growing)
     return total
@@ -168,4 +169,4 @@ def _keys_seen_by_all(spec: ModelSpec, length: int) -> int:
 
 def _key_flops(spec: ModelSpec) -> float:
     """Per query and key: a product with the key and one with the value, in every head."""
-    return 4.0 * spec.query_size
+    return 4.0 * spec.heads.num_heads * spec.heads.head_dim

@@ -13,13 +13,15 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.cpu.kernels import CpuKernels
-from quire.kernels.ops import LayerCache, PagedBatch
+from quire.kernels.ops import Activation, AttentionSpec, HeadShape, LayerCache, PagedBatch
+from quire.kernels.weights import Weight
 
 LINEARS = {
     "qkv": (960, 576),
@@ -31,6 +33,9 @@ LINEARS = {
 ROWS = (1, 8, 32, 64, 128, 512)
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 3, 64, 16
 COLD_BYTES = 200 << 20
+
+
+T = TypeVar("T")
 
 
 def seconds_each(contenders: Sequence[Callable[[int], object]], budget: float) -> list[float]:
@@ -50,7 +55,7 @@ def seconds_each(contenders: Sequence[Callable[[int], object]], budget: float) -
     return [min(its_times) for its_times in times]
 
 
-def call_copy(linear: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights: list[Tensor], i: int) -> Tensor:
+def call_copy(linear: Callable[[Tensor, T], Tensor], x: Tensor, weights: list[T], i: int) -> Tensor:
     return linear(x, weights[i % len(weights)])
 
 
@@ -66,7 +71,7 @@ def bench_linear(kernels: CpuKernels, dtype: torch.dtype, budget: float) -> None
         size = columns * depth * dtype.itemsize
         copies = max(1, COLD_BYTES // size)
         plain = [torch.randn(columns, depth).to(dtype) for _ in range(copies)]
-        packed = [kernels.pack_linear(weight) for weight in plain]
+        packed = [kernels.pack(Weight.dense(weight)) for weight in plain]
         for rows in ROWS:
             x = torch.randn(rows, depth).to(dtype)
             ours, theirs = seconds_each(
@@ -93,6 +98,7 @@ def make_caches(num_sequences: int, context: int, dtype: torch.dtype) -> tuple[l
 
 
 def bench_attention(kernels: CpuKernels, dtype: torch.dtype, budget: float) -> None:
+    spec = AttentionSpec(HeadShape(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM), HEAD_DIM**-0.5)
     print(f"{'attention':24} {'µs':>9} {'SDPA µs':>9} {'ratio':>6} {'KV GB/s':>8}")
     for num_sequences, context, new in (
         (32, 300, 1),
@@ -119,7 +125,7 @@ def bench_attention(kernels: CpuKernels, dtype: torch.dtype, budget: float) -> N
         mask = None if new == 1 else torch.ones(new, context, dtype=torch.bool).tril(context - new)
 
         def ours(i: int, caches: list[LayerCache] = caches, query: Tensor = query, batch: PagedBatch = batch) -> Tensor:
-            return kernels.attention(query, caches[i % len(caches)], batch, HEAD_DIM**-0.5, None)
+            return kernels.attention(query, caches[i % len(caches)], batch, spec)
 
         def theirs(
             i: int,
@@ -154,13 +160,13 @@ def bench_small(kernels: CpuKernels, dtype: torch.dtype, budget: float) -> None:
             "rms_norm": lambda _: kernels.rms_norm(x, weight, 1e-5),
             "add_rms_norm": lambda _: kernels.add_rms_norm(x, x, weight, 1e-5),
             "rope": lambda _: kernels.rope(query, positions, cos_sin),
-            "silu_mul": lambda _: kernels.silu_mul(gate_up),
+            "silu_mul": lambda _: kernels.gate(gate_up, Activation.SILU),
             "write_kv_": lambda _: kernels.write_kv_(key, value, cache, slots),
         }
 
-    few, many = with_rows(32), with_rows(512)
-    for name in few:
-        small, large = seconds_each([few[name], many[name]], budget / 2)
+    short, long = with_rows(32), with_rows(512)
+    for name in short:
+        small, large = seconds_each([short[name], long[name]], budget / 2)
         print(f"{name:16} {small * 1e6:11.1f} {large * 1e6:12.1f}")
     print()
 

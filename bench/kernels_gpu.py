@@ -24,13 +24,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 
 from bench.ceiling import Work, measure_rates
 from bench.shapes import CONFIGS, spec_of
-from quire.kernels.triton.activations import sigmoid_mul, silu_mul
-from quire.kernels.triton.embedding import embedding
-from quire.kernels.triton.heads import qkv_to_cache
+from quire.kernels.ops import HeadNorms, LayerCache
+from quire.kernels.triton.heads import qkv_to_cache_
 from quire.kernels.triton.moe import moe, route
-from quire.kernels.triton.norms import add_rms_norm, rms_norm
-from quire.kernels.triton.sampling import gumbel_argmax, keep_between_, sample_rows, top_values
-from quire.models.spec import ModelSpec
+from quire.kernels.triton.rowwise import add_rms_norm, embedding, rms_norm, sigmoid_mul, silu_mul
+from quire.kernels.triton.sampling import gumbel_argmax, keep_between_, sample_rows
+from quire.models.spec import MlpSpec, ModelSpec
 from quire.sampling.noise import noise_keys
 
 DEVICE = torch.device("cuda")
@@ -82,8 +81,8 @@ def add_norm_case(spec: ModelSpec, rows: int) -> Case:
 
 
 def heads_case(spec: ModelSpec, rows: int) -> Case:
-    num_heads, num_kv_heads, head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-    norm = randn(head_dim) if spec.qk_norm else None
+    num_heads, num_kv_heads, head_dim = spec.heads.num_heads, spec.heads.num_kv_heads, spec.heads.head_dim
+    norm = HeadNorms(randn(head_dim), randn(head_dim), EPS) if spec.layers[0].qk_norm else None
     cos_sin, positions = randn(4096, head_dim, dtype=torch.float32), torch.arange(rows, device=DEVICE) % 4096
     size = rows * (num_heads + 2 * num_kv_heads) * head_dim * SIZE
 
@@ -91,22 +90,22 @@ def heads_case(spec: ModelSpec, rows: int) -> Case:
         qkv = randn(rows, (num_heads + 2 * num_kv_heads) * head_dim)
         keys, values = (randn(rows // BLOCK_SIZE + 1, num_kv_heads, BLOCK_SIZE, head_dim) for _ in range(2))
         slots = torch.randperm(rows, device=DEVICE)
-        return lambda: qkv_to_cache(
-            qkv, num_heads, num_kv_heads, head_dim, norm, norm, EPS, positions, cos_sin, keys, values, slots
-        )
+        cache = LayerCache(keys, values)
+        return lambda: qkv_to_cache_(qkv, spec.heads, norm, positions, cos_sin, cache, slots)
 
     return Case(make, 2 * size)
 
 
 def silu_case(spec: ModelSpec, rows: int) -> Case | None:
-    if spec.moe is not None:
+    mlp = spec.layers[0].mlp
+    if not isinstance(mlp, MlpSpec):
         return None  # it is part of the experts' product there
 
     def make(_: int) -> Callable[[], object]:
-        gate_up = randn(rows, 2 * spec.intermediate_size)
+        gate_up = randn(rows, 2 * mlp.intermediate_size)
         return lambda: silu_mul(gate_up)
 
-    return Case(make, 3 * rows * spec.intermediate_size * SIZE)
+    return Case(make, 3 * rows * mlp.intermediate_size * SIZE)
 
 
 def sigmoid_case(spec: ModelSpec, rows: int) -> Case:
@@ -155,17 +154,6 @@ def sample_case(spec: ModelSpec, rows: int) -> Case | None:
     return Case(make, rows * spec.vocab_size * SIZE)
 
 
-def top_case(spec: ModelSpec, rows: int) -> Case | None:
-    if rows > MOST_SAMPLED:
-        return None
-
-    def make(_: int) -> Callable[[], object]:
-        scores = randn(rows, spec.vocab_size, dtype=torch.float32)
-        return lambda: top_values(scores, 128)
-
-    return Case(make, rows * spec.vocab_size * 4)
-
-
 def keep_case(spec: ModelSpec, rows: int) -> Case | None:
     if rows > MOST_SAMPLED:
         return None
@@ -179,10 +167,11 @@ def keep_case(spec: ModelSpec, rows: int) -> Case | None:
 
 
 def moe_case(spec: ModelSpec, rows: int) -> Case | None:
-    if spec.moe is None:
+    mlp = spec.layers[0].mlp
+    if isinstance(mlp, MlpSpec):
         return None
-    hidden, intermediate = spec.hidden_size, spec.moe.intermediate_size
-    experts, top_k = spec.moe.num_experts, spec.moe.top_k
+    hidden, intermediate = spec.hidden_size, mlp.intermediate_size
+    experts, top_k = mlp.num_experts, mlp.top_k
     gate_up = torch.empty(experts, 2 * intermediate, hidden, dtype=DTYPE, device=DEVICE).normal_(0, hidden**-0.5)
     down = torch.empty(experts, hidden, intermediate, dtype=DTYPE, device=DEVICE).normal_(0, intermediate**-0.5)
     # Each set of buffers chooses other experts of the same layer.
@@ -208,7 +197,6 @@ OPS: dict[str, Callable[[ModelSpec, int], Case | None]] = {
     "argmax": lambda spec, rows: argmax_case(spec, rows, 0.0),
     "gumbel_argmax": lambda spec, rows: argmax_case(spec, rows, 0.6),
     "sample_rows": sample_case,
-    "top_values": top_case,
     "keep_between_": keep_case,
     "moe": moe_case,
 }

@@ -97,7 +97,7 @@ def profile(machine: Machine, requests: Sequence[Request], skip: int, steps: int
         core.add_request(request, time.perf_counter())
     _advance(core, skip)
     tables = []
-    if machine.engine.decoder.embedding.device.type == "cuda":
+    if machine.engine.decoder.device.type == "cuda":
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
             _advance(core, steps)

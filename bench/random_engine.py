@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 
 from bench.ceiling import Rates, measure_rates
 from bench.shapes import CONFIGS, spec_of
@@ -19,6 +18,7 @@ from quire.engine import EngineCore, Request, make_requests
 from quire.engine.gc_pauses import full_collections_put_off
 from quire.kernels.ops import Kernels
 from quire.kernels.select import select_kernels
+from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec
 from quire.runner.device import pick_device, pick_dtype
@@ -31,18 +31,17 @@ def random_decoder(
     spec: ModelSpec, kernels: Kernels, dtype: torch.dtype, device: torch.device, std: float = 0.02, seed: int = 0
 ) -> Decoder:
     """Random values drawn on the device itself: norms are 1, everything else is normal."""
-    decoder = Decoder(spec, kernels, dtype)
     generator = torch.Generator(device).manual_seed(seed)
-    for name, parameter in decoder.named_parameters():
-        owner, _, last = name.rpartition(".")
+    loaded: dict[str, Weight] = {}
+    for name, parameter in spec.parameters().items():
         value = torch.empty(parameter.shape, dtype=dtype, device=device)
-        if "norm" in last:
+        if "norm" in name.rpartition(".")[2]:
             value.fill_(1.0)
         else:
             value.normal_(std=std, generator=generator)
-        setattr(decoder.get_submodule(owner), last, nn.Parameter(value, requires_grad=False))
-    decoder.finish_loading(min(MAX_MODEL_LEN, spec.max_position), device)
-    return decoder
+        loaded[name] = Weight.dense(value)
+    del value  # so that each goes as its packed one comes
+    return Decoder(spec, kernels, loaded, dtype, min(MAX_MODEL_LEN, spec.max_position))
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ def run(
     add(parser)
     options = parser.parse_args()
     machine = open_machine(options)
-    device = machine.engine.decoder.embedding.device
+    device = machine.engine.decoder.device
     results: list[Result] = []
     for result in measure(machine, options):
         results.append(result)

@@ -22,8 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 
 from bench.sampling import BAD_WORDS, FEATURES, admit
 from quire import SamplingParams
-from quire.kernels.reference import ReferenceKernels
-from quire.kernels.triton.sampler_ops import SamplerKernels
+from quire.kernels.triton.kernels import TritonKernels
 from quire.sampling.draws import Draws
 from quire.sampling.logprobs import score_on_device
 from quire.sampling.sampler import Sampler
@@ -35,12 +34,8 @@ AHEAD = 20_000_000
 ROUNDS = 7
 
 
-class DeviceKernels(SamplerKernels, ReferenceKernels):  # type: ignore[misc]
-    """The sampler's own kernels, and plain torch for what it doesn't need."""
-
-
 def make_draws(
-    name: str, rows: int, history: int, vocab_size: int, kernels: DeviceKernels, device: torch.device
+    name: str, rows: int, history: int, vocab_size: int, kernels: TritonKernels, device: torch.device
 ) -> tuple[Sampler, Draws]:
     source = np.random.default_rng(0)
     resolved = ResolvedTokens(BAD_WORDS if "bad_words" in name else (), tuple(range(1500)) if name == "DRY" else ())
@@ -99,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--history", type=int, default=512, help="tokens before the sampled one")
     parser.add_argument("--only", default="", help="features whose names contain this")
     options = parser.parse_args(arguments)
-    device, kernels = torch.device("cuda"), DeviceKernels()
+    device, kernels = torch.device("cuda"), TritonKernels()
     batches = [int(rows) for rows in options.batches.split(",")]
     generator = torch.Generator(device=device).manual_seed(0)
     print(f"{'us (gpu/host)':26}" + "".join(f"{f'batch {rows}':>18}" for rows in batches))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import subprocess
@@ -29,8 +30,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bench.report import Result, report
 from bench.shapes import CONFIGS, spec_of, write_config
-from quire.kernels.reference import ReferenceKernels
-from quire.models.decoder import Decoder
 from quire.models.names import huggingface_pieces
 
 CHILD = Path(__file__).with_name("startup_child.py")
@@ -40,13 +39,12 @@ def write_checkpoint(shape: str, folder: Path) -> int:
     """A folder in Hugging Face layout; returns the bytes of its weights."""
     write_config(shape, folder)
     spec = spec_of(shape)
-    parameters = dict(Decoder(spec, ReferenceKernels(), torch.bfloat16).named_parameters())
+    parameters = spec.parameters()
     noise = (torch.randn(2**22) * 0.02).to(torch.bfloat16)  # the values don't matter: repeated as often as needed
     weights = {}
     for piece in huggingface_pieces(spec, ()):
-        parameter = parameters[piece.parameter]
-        size = (parameter[piece.index] if piece.index else parameter).shape
-        count = size.numel()
+        size = piece.shape(parameters[piece.parameter])
+        count = math.prod(size)
         weights[piece.name] = noise.repeat(-(-count // noise.numel()))[:count].view(size).clone()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(spec.vocab_size, folder)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import LayerCache, PagedBatch
+from quire.kernels.ops import AttentionSpec, HeadShape, Kernels, LayerCache, PagedBatch
 from quire.models.decoder import Decoder
 
 BLOCK_SIZE = 16
@@ -16,8 +16,8 @@ BLOCK_SIZE = 16
 def make_caches(decoder: Decoder, num_blocks: int, block_size: int = BLOCK_SIZE) -> list[LayerCache]:
     """Caches full of NaN: whoever reads a slot nobody wrote is found out."""
     spec = decoder.spec
-    shape = (num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
-    device = decoder.embedding.device
+    shape = (num_blocks, spec.heads.num_kv_heads, block_size, spec.heads.head_dim)
+    device = decoder.device
 
     def side() -> Tensor:
         return torch.full(shape, float("nan"), dtype=decoder.dtype, device=device)
@@ -49,12 +49,20 @@ def paged_batch(
     )
 
 
+def attend(
+    kernels: Kernels, query: Tensor, cache: LayerCache, batch: PagedBatch, scale: float, window: int | None
+) -> Tensor:
+    """`Kernels.attention` with heads as the tensors have them."""
+    heads = HeadShape(query.shape[1], cache.keys.shape[1], query.shape[2])
+    return kernels.attention(query, cache, batch, AttentionSpec(heads, scale, window))
+
+
 @torch.inference_mode()
 def run_tokens(decoder: Decoder, caches: list[LayerCache], tokens: Sequence[int], start: int) -> Tensor:
     """Logits of tokens[start:], the earlier ones being in the caches already (blocks 1, 2, 3, … in order)."""
     block_size = caches[0].block_size
     table = list(range(1, 1 + -(-len(tokens) // block_size)))
-    device = decoder.embedding.device
+    device = decoder.device
     batch = paged_batch([(start, len(tokens) - start, table)], block_size, device)
     hidden = decoder(
         torch.tensor(tokens[start:], device=device),

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from quire.engine import EngineCore, Request, Scheduler, SchedulerConfig, make_requests
 from quire.engine.invariants import check_invariants
-from quire.kernels.ops import Kernels
+from quire.kernels.ops import Kernels, MoeSpec
+from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
-from quire.models.spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
+from quire.models.families import plain_attention
+from quire.models.spec import LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from quire.observe.step_log import StepLog
 from quire.runner.kv_cache import KVCache
 from quire.runner.request_rows import RequestRows
@@ -21,34 +23,23 @@ from quire.runner.runner import Runner
 from quire.sampling_params import SamplingParams
 from quire.step import ScheduledRequest, TokenScore
 
+_LAYER = LayerSpec(plain_attention(4, 2, 16), RopeSpec(), MlpSpec(96))
 _PLAIN = ModelSpec(
-    family="llama",
-    vocab_size=97,
-    hidden_size=64,
-    intermediate_size=96,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    rms_norm_eps=1e-5,
-    rope=RopeSpec(),
-    layers=(LayerSpec(),) * 2,
-    max_position=2048,
+    family="llama", vocab_size=97, hidden_size=64, rms_norm_eps=1e-5, layers=(_LAYER,) * 2, max_position=2048
 )
-_WINDOW = LayerSpec(sliding_window=24)
-_SPARSE = LayerSpec(use_moe=True)
+_WINDOW = replace(_LAYER, attention=plain_attention(4, 2, 16, window=24))
 _EXPERTS = MoeSpec(num_experts=6, top_k=2, intermediate_size=32, normalize_weights=True)
+_SPARSE = replace(_LAYER, mlp=_EXPERTS)
 
 SPECS: dict[str, ModelSpec] = {
-    "llama": replace(_PLAIN, tie_embeddings=True, mlp_bias=True),
-    "smollm3": replace(_PLAIN, family="smollm3", layers=(_WINDOW, LayerSpec(use_rope=False))),
+    "llama": replace(_PLAIN, tie_embeddings=True).with_layers(mlp=MlpSpec(96, bias=True)),
+    "smollm3": replace(_PLAIN, family="smollm3", layers=(_WINDOW, replace(_LAYER, rope=None))),
     "mistral": replace(_PLAIN, family="mistral", layers=(_WINDOW,) * 2),
-    "mixtral": replace(_PLAIN, family="mixtral", layers=(_SPARSE,) * 2, moe=_EXPERTS),
-    "qwen2": replace(_PLAIN, family="qwen2", qkv_bias=True),
-    "qwen2_moe": replace(
-        _PLAIN, family="qwen2_moe", layers=(_SPARSE,) * 2, moe=replace(_EXPERTS, shared_intermediate_size=48)
-    ),
-    "qwen3": replace(_PLAIN, family="qwen3", qk_norm=True, head_dim=24),
-    "qwen3_moe": replace(_PLAIN, family="qwen3_moe", qk_norm=True, layers=(LayerSpec(), _SPARSE), moe=_EXPERTS),
+    "mixtral": replace(_PLAIN, family="mixtral", layers=(_SPARSE,) * 2),
+    "qwen2": replace(_PLAIN, family="qwen2").with_layers(qkv_bias=True),
+    "qwen2_moe": replace(_PLAIN, family="qwen2_moe").with_layers(mlp=replace(_EXPERTS, shared_intermediate_size=48)),
+    "qwen3": replace(_PLAIN, family="qwen3").with_layers(qk_norm=True, attention=plain_attention(4, 2, 24)),
+    "qwen3_moe": replace(_PLAIN, family="qwen3_moe", layers=(_LAYER, _SPARSE)).with_layers(qk_norm=True),
 }
 
 
@@ -56,16 +47,13 @@ def random_decoder(
     spec: ModelSpec, kernels: Kernels, dtype: torch.dtype, seed: int = 0, device: str = "cpu"
 ) -> Decoder:
     """Weights large enough that answers wander and no two tokens look alike."""
-    decoder = Decoder(spec, kernels, dtype)
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in decoder.named_parameters():
-        owner, _, last = name.rpartition(".")
+    loaded: dict[str, Weight] = {}
+    for name, parameter in spec.parameters().items():
         value = torch.randn(parameter.shape, generator=generator)
         value = 1 + 0.1 * value if "norm" in name else value * (2.0 / parameter.shape[-1] ** 0.5)
-        filled = torch.nn.Parameter(value.to(dtype).to(device), requires_grad=False)
-        setattr(decoder.get_submodule(owner), last, filled)
-    decoder.finish_loading(spec.max_position, torch.device(device))
-    return decoder
+        loaded[name] = Weight.dense(value.to(dtype).to(device))
+    return Decoder(spec, kernels, loaded, dtype)
 
 
 @dataclass
@@ -109,7 +97,7 @@ class Bench:
             num_host_blocks=num_host_blocks,
             prefix_caching=prefix_caching,
         )
-        spec, device = decoder.spec, decoder.embedding.device
+        spec, device = decoder.spec, decoder.device
         cache = KVCache(spec, num_blocks, num_host_blocks, block_size, decoder.dtype, device)
         for layer in cache.layers:  # whoever reads what nobody wrote is found out
             layer.keys.fill_(float("nan"))

@@ -155,7 +155,7 @@ def test_a_long_prompt_is_scored_a_few_rows_at_a_time(monkeypatch: pytest.Monkey
 
 def test_scores_that_are_not_numbers_fail_the_one_who_asked() -> None:
     decoder = make_decoder("mistral", torch.float32)
-    decoder.embedding[5] = float("nan")
+    decoder.embedding.tensor[5] = float("nan")
     bench = Bench(decoder)
     params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0)
     for name, prompt in (("good", [1, 2, 3, 4]), ("bad", [1, 5, 3, 4])):

@@ -38,7 +38,7 @@ def open_engine(
 
 def device_of(llm: LLM) -> torch.device:
     """Where the engine computes."""
-    return llm.engine.decoder.embedding.device
+    return llm.engine.decoder.device
 
 
 def token_source(llm: LLM, seed: int = 0) -> TokenSource:

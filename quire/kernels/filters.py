@@ -12,27 +12,17 @@ How far it must look depends on the numbers, so on a GPU this waits for the devi
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import FILTERS
+from quire.kernels.ops import FILTERS, Kernels
 
 _HEADS = (128, 2048)
 _NEVER = float("-inf")
 _FAINTEST = -80.0
 
 
-class _Selecting(Protocol):
-    """The steps of `filter_rows_`."""
-
-    def top_values(self, x: Tensor, k: int) -> Tensor: ...
-
-    def keep_between_(self, x: Tensor, low: Tensor, high: Tensor) -> None: ...
-
-
-def filter_rows_(kernels: _Selecting, logits: Tensor, rows: Tensor, limits: Tensor) -> None:
+def filter_rows_(kernels: Kernels, logits: Tensor, rows: Tensor, limits: Tensor) -> None:
     """`Kernels.filter_rows_`, each filter over what the one before left."""
     whole = len(rows) == len(logits)
     of = dict(zip(FILTERS, limits.unsqueeze(2).unbind(1), strict=True))
@@ -60,7 +50,7 @@ class _Part:
         self.highest = highest if self._whole else highest[self._index]
         self.parameter = parameter if self._whole else parameter[self._index]
 
-    def keep_(self, kernels: _Selecting, low: float | Tensor = _NEVER, high: float | Tensor = -_NEVER) -> None:
+    def keep_(self, kernels: Kernels, low: float | Tensor = _NEVER, high: float | Tensor = -_NEVER) -> None:
         """Excludes scores below `low` [rows, 1] and above `high` [rows, 1]."""
         limits = [torch.empty(len(self.scores), 1, device=self.scores.device) for _ in range(2)]
         for limit, value in zip(limits, (low, high), strict=True):
@@ -73,7 +63,7 @@ class _Part:
             self._all[self._index] = self.scores
 
 
-def _top_n_sigma_(part: _Part, kernels: _Selecting) -> None:
+def _top_n_sigma_(part: _Part, kernels: Kernels) -> None:
     if part.is_empty:
         return
     # Deviations are taken from the highest score: dividing by the temperature then changes nothing, and
@@ -86,7 +76,7 @@ def _top_n_sigma_(part: _Part, kernels: _Selecting) -> None:
     part.keep_(kernels, low=part.highest - part.parameter * spread)
 
 
-def _top_k_(part: _Part, kernels: _Selecting) -> None:
+def _top_k_(part: _Part, kernels: Kernels) -> None:
     if part.is_empty:
         return
     k = part.parameter.long()
@@ -94,7 +84,7 @@ def _top_k_(part: _Part, kernels: _Selecting) -> None:
     part.keep_(kernels, low=best.gather(1, k - 1))
 
 
-def _top_p_(part: _Part, kernels: _Selecting) -> None:
+def _top_p_(part: _Part, kernels: Kernels) -> None:
     if part.is_empty:
         return
     wanted = _total_weight(part) * part.parameter
@@ -116,7 +106,7 @@ def _nucleus_limit(best: Tensor, highest: Tensor, wanted: Tensor) -> tuple[Tenso
     return best.gather(1, last.clamp_max(best.shape[1] - 1)), last[:, 0] < best.shape[1]
 
 
-def _min_p_(part: _Part, kernels: _Selecting) -> None:
+def _min_p_(part: _Part, kernels: Kernels) -> None:
     if not part.is_empty:
         part.keep_(kernels, low=part.highest + part.parameter)
 
@@ -133,7 +123,7 @@ def _typical_p_(part: _Part) -> None:
     part.put_back()
 
 
-def _xtc_(part: _Part, kernels: _Selecting) -> None:
+def _xtc_(part: _Part, kernels: Kernels) -> None:
     if part.is_empty:
         return
     wanted = _total_weight(part) * part.parameter

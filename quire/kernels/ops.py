@@ -19,11 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
+
+from quire.kernels.weights import Weight
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -68,22 +71,60 @@ class LayerCache:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertWeights:
-    """One layer's experts, stacked, each as the backend's `pack_linear` returned it."""
-
-    gate_up: Tensor
-    """[num_experts, 2 * intermediate, hidden]: gate rows first, then up rows."""
-    down: Tensor
-    """[num_experts, hidden, intermediate]."""
-
-
-@dataclass(frozen=True, slots=True)
 class HeadShape:
     """How a packed query, key and value row is divided."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """How a layer attends."""
+
+    heads: HeadShape
+    scale: float
+    """Of the products of queries and keys."""
+    sliding_window: int | None = None
+    """A query sees this many most recent keys, itself included; None sees all."""
+
+
+class HeadNorms(NamedTuple):
+    """RMSNorm of each query and key head."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
+
+
+class Activation(Enum):
+    """What a gated MLP applies to its gate."""
+
+    SILU = "silu"
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSpec:
+    """A mixture of experts: softmax routing to `top_k` of `num_experts`, plus perhaps one that all tokens share."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    normalize_weights: bool
+    """Whether the chosen experts' probabilities are rescaled to sum to one."""
+    shared_intermediate_size: int = 0
+    """Size of an expert every token goes through, weighed by a sigmoid gate of its own; 0 for none."""
+    activation: Activation = Activation.SILU
+
+
+class ExpertWeights(NamedTuple):
+    """One layer's experts, stacked, as the backend's `pack` returned them."""
+
+    gate_up: Weight
+    """[num_experts, 2 * intermediate, hidden]: gate rows first, then up rows."""
+    down: Weight
+    """[num_experts, hidden, intermediate]."""
 
 
 HAS_NAN = 1
@@ -108,6 +149,22 @@ class TokenScores(NamedTuple):
     """float32 [rows, num_top]."""
 
 
+class SampleRows(Protocol):
+    """Draws tokens straight into their request rows: see `quire.kernels.triton.sampling.sample_rows`."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        row_index: Tensor,
+        seeds: Tensor,
+        temperatures: Tensor,
+        positions: Tensor,
+        token_ids: Tensor,
+        out: Tensor | None = None,
+        flags: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
 class Kernels(Protocol):
     """What a backend offers. Rows are always the first dimension; no method changes its inputs unless
     its name ends in an underscore."""
@@ -115,15 +172,29 @@ class Kernels(Protocol):
     @property
     def name(self) -> str: ...
 
-    def pack_linear(self, weight: Tensor) -> Tensor:
-        """Brings a loaded weight [out, in], or a stack of them, into the layout `linear` and `moe` want
-        (often: returns it as it is)."""
+    @property
+    def sample_rows(self) -> SampleRows | None:
+        """Sampling in one go, where the backend has it."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [rows, in] times weight transposed, plus bias, in x's dtype with float32 accumulation."""
+    @property
+    def decode_split(self) -> int | None:
+        """Where decode steps can be captured as CUDA graphs: how many keys an item of their attention work covers, a
+        sequence's last one excepted. None where they can't."""
 
-    def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
-        """Rows of weight [vocab, hidden], by int64 [rows]. A weight that is also the head comes packed."""
+    def pack(self, weight: Weight) -> Weight:
+        """Brings a loaded matrix, or a stack of them, into the layout the other methods want (often: returns it as
+        it is). Vectors are not packed."""
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """x [rows, in] times weight [out, in] transposed, plus bias, in x's dtype with float32 accumulation; into
+        `out` if there is one."""
+
+    def linear_gated(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation) -> Tensor:
+        """activation(gate) * up of gate_up = linear(x, weight, bias) [rows, 2 * size]; gate is the first half."""
+
+    def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
+        """Rows of weight [vocab, hidden], by int64 [rows], as plain numbers (those of blocks in float32). A weight that
+        is also the head comes packed."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x²) + eps) * weight over the last dimension, the mean in float32."""
@@ -135,20 +206,16 @@ class Kernels(Protocol):
         self,
         qkv: Tensor,
         shape: HeadShape,
-        norms: tuple[Tensor, Tensor] | None,
-        eps: float,
+        norms: HeadNorms | None,
         positions: Tensor,
         cos_sin: Tensor | None,
         cache: LayerCache,
         slot_mapping: Tensor,
     ) -> Tensor:
         """Takes packed projections [rows, query heads | key heads | value heads] apart: norms the query and key
-        heads (`norms`: their weights), rotates both by `cos_sin[positions]` [max_position, head_dim] (cosines in the
+        heads, rotates both by `cos_sin[positions]` [max_position, head_dim] (cosines in the
         first half, sines in the second; dimension i pairs with i + head_dim / 2; None: no rotation), stores keys and
         values into their slots (none where the slot is negative) and returns queries [rows, heads, head_dim]."""
-
-    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """silu(gate) * up of gate_up = linear(x, weight, bias) [rows, 2 * size]; gate is the first half."""
 
     def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
         """sigmoid(gate) * x of [rows, 1] and [rows, size]."""
@@ -165,20 +232,11 @@ class Kernels(Protocol):
         """How the backend shares out the attention of a step, made on the host where the lengths are known
         (`shape` says how many heads). The runner uploads it and hands it back as `PagedBatch.work`."""
 
-    def attention(
-        self,
-        query: Tensor,
-        cache: LayerCache,
-        batch: PagedBatch,
-        scale: float,
-        sliding_window: int | None,
-    ) -> Tensor:
+    def attention(self, query: Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec) -> Tensor:
         """Causal attention of query [rows, num_heads, head_dim] over the cached keys and values (those of
         this step are already written); grouped heads; a window counts the query's own position."""
 
-    def moe(
-        self, x: Tensor, router_logits: Tensor, experts: ExpertWeights, top_k: int, normalize_weights: bool
-    ) -> Tensor:
+    def moe(self, x: Tensor, router_logits: Tensor, experts: ExpertWeights, spec: MoeSpec) -> Tensor:
         """Softmax over router_logits [rows, experts] in float32, the top_k (lowest index first among
         equals), weights renormalised on request, experts applied in ascending expert index."""
 

@@ -8,7 +8,7 @@ KEY_TILE, the last tile filled up with zeros.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -19,15 +19,20 @@ from quire.kernels.noise import gumbel_noise
 from quire.kernels.ops import (
     HAS_NAN,
     NOTHING_LEFT,
+    Activation,
+    AttentionSpec,
     ExpertWeights,
+    HeadNorms,
     HeadShape,
     Int32Array,
     LayerCache,
+    MoeSpec,
     PagedBatch,
-    TokenScores,
+    SampleRows,
 )
 from quire.kernels.repeats import match_lengths
 from quire.kernels.scores import score_tokens
+from quire.kernels.weights import Weight
 
 ROW_TILE = 32
 QUERY_TILE = 16
@@ -35,23 +40,35 @@ KEY_TILE = 64
 
 
 class ReferenceKernels:
-    """Plain torch. Meets `quire.kernels.ops.Kernels`."""
+    """Plain torch. Meets `quire.kernels.ops.Kernels`; other backends inherit what they don't replace."""
 
     name = "reference"
+    sample_rows: SampleRows | None = None
+    decode_split: int | None = None
 
-    def pack_linear(self, weight: Tensor) -> Tensor:
+    def pack(self, weight: Weight) -> Weight:
         return weight
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        rows = x.shape[0]
-        padded = F.pad(x, (0, 0, 0, -rows % ROW_TILE))
-        output = x.new_empty(padded.shape[0], weight.shape[0])
-        for row in range(0, rows, ROW_TILE):
-            output[row : row + ROW_TILE] = F.linear(padded[row : row + ROW_TILE], weight, bias)
-        return output[:rows]
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        if weight.format is None:
+            result = torch.cat([self.linear(x, part, added) for part, added in weight.split(bias)], 1)
+        else:
+            result = tiled_linear(x, weight.format.expand(weight.tensor).to(x.dtype), bias)
+        return result if out is None else out.copy_(result)
 
-    def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
-        return F.embedding(token_ids, weight)
+    def linear_gated(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation) -> Tensor:
+        return self.gate(self.linear(x, weight, bias), activation)
+
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """activation(gate) * up of [rows, 2 * size]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return _ACTIVATIONS[activation](gate.float()).to(gate.dtype) * up
+
+    def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
+        if weight.is_dense:
+            return F.embedding(token_ids, weight.tensor)
+        part = weight.parts[0]
+        return part.format.expand(part.tensors[0][token_ids])
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
@@ -71,21 +88,22 @@ class ReferenceKernels:
         self,
         qkv: Tensor,
         shape: HeadShape,
-        norms: tuple[Tensor, Tensor] | None,
-        eps: float,
+        norms: HeadNorms | None,
         positions: Tensor,
         cos_sin: Tensor | None,
         cache: LayerCache,
         slot_mapping: Tensor,
     ) -> Tensor:
-        return qkv_to_cache_(self, qkv, shape, norms, eps, positions, cos_sin, cache, slot_mapping)
-
-    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self.silu_mul(self.linear(x, weight, bias))
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return (gate.float() * sigmoid(gate)).to(gate.dtype) * up
+        packed = qkv.view(qkv.shape[0], -1, shape.head_dim)
+        query, key, value = packed.split_with_sizes((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
+        if norms is not None:
+            query = self.rms_norm(query, norms.query, norms.eps)
+            key = self.rms_norm(key, norms.key, norms.eps)
+        if cos_sin is not None:
+            query = self.rope(query, positions, cos_sin)
+            key = self.rope(key, positions, cos_sin)
+        self.write_kv_(key, value, cache, slot_mapping)
+        return query
 
     def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
         return sigmoid(gate).to(x.dtype) * x
@@ -100,21 +118,19 @@ class ReferenceKernels:
     def gather_inputs(
         self, token_rows: Tensor, positions: Tensor, token_ids: Tensor, block_tables: Tensor, block_size: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return gather_inputs(token_rows, positions, token_ids, block_tables, block_size)
+        rows, places = token_rows.long(), positions.long()
+        padding = rows < 0
+        rows = rows.clamp_min(0)
+        blocks = block_tables[rows, places // block_size].long()
+        slots = blocks * block_size + places % block_size
+        return token_ids[rows, places].masked_fill(padding, 0), places, slots.masked_fill(padding, -1)
 
     def attention_work(
         self, query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array, shape: HeadShape
     ) -> dict[str, Int32Array]:
         return {}
 
-    def attention(
-        self,
-        query: Tensor,
-        cache: LayerCache,
-        batch: PagedBatch,
-        scale: float,
-        sliding_window: int | None,
-    ) -> Tensor:
+    def attention(self, query: Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec) -> Tensor:
         output = torch.empty_like(query)
         starts, context_lens = batch.query_start.tolist(), batch.context_lens.tolist()
         tables = batch.table_rows.tolist()
@@ -124,18 +140,25 @@ class ReferenceKernels:
             for row in range(first_row, end_row, QUERY_TILE):
                 tile_rows = slice(row, min(row + QUERY_TILE, end_row))
                 position = context_len - (end_row - row)
-                output[tile_rows] = _attend(query[tile_rows], position, keys, values, scale, sliding_window)
+                output[tile_rows] = _attend(query[tile_rows], position, keys, values, spec)
         return output
 
-    def moe(
-        self, x: Tensor, router_logits: Tensor, experts: ExpertWeights, top_k: int, normalize_weights: bool
-    ) -> Tensor:
-        weights, chosen = route(router_logits, top_k, normalize_weights)
+    def moe(self, x: Tensor, router_logits: Tensor, experts: ExpertWeights, spec: MoeSpec) -> Tensor:
+        weights, chosen = route(router_logits, spec)
+        # One sort groups the rows by expert; stable, so an expert's rows stay in their order.
+        by_expert = chosen.flatten().sort(stable=True)
+        rows = by_expert.indices // spec.top_k
+        weights = weights.flatten()[by_expert.indices].unsqueeze(1)
+        counts = torch.bincount(by_expert.values, minlength=router_logits.shape[1]).tolist()
+        gathered = x[rows]
         output = torch.zeros_like(x, dtype=torch.float32)
-        for expert in sorted(set(chosen.flatten().tolist())):  # ascending: the order of additions in every row
-            row, rank = (chosen == expert).nonzero(as_tuple=True)
-            hidden = self.silu_mul(self.linear(x[row], experts.gate_up[expert]))
-            output[row] += self.linear(hidden, experts.down[expert]).float() * weights[row, rank, None]
+        start = 0
+        for expert, count in enumerate(counts):  # ascending: the order of additions in every row
+            if count:
+                part = slice(start, start + count)
+                hidden = self.linear_gated(gathered[part], experts.gate_up.experts[expert], None, spec.activation)
+                output[rows[part]] += self.linear(hidden, experts.down.experts[expert]).float() * weights[part]
+                start += count
         return output.to(x.dtype)
 
     def gumbel_argmax(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,74 +172,35 @@ class ReferenceKernels:
         flags = HAS_NAN * best.isnan().int() + NOTHING_LEFT * (best == float("-inf")).int()
         return token_ids.masked_fill_(flags > 0, 0), flags
 
-    def filter_rows_(self, logits: Tensor, rows: Tensor, limits: Tensor) -> None:
-        filter_rows_(self, logits, rows, limits)
-
-    def match_lengths(self, tokens: Tensor, lengths: Tensor, breaks: Tensor | None, most: int) -> Tensor:
-        return match_lengths(tokens, lengths, breaks, most)
-
-    def score_tokens(self, logits: Tensor, token_ids: Tensor, num_top: int) -> TokenScores:
-        return score_tokens(logits, token_ids, num_top)
+    filter_rows_ = filter_rows_
+    match_lengths = staticmethod(match_lengths)
+    score_tokens = staticmethod(score_tokens)
 
     def top_values(self, x: Tensor, k: int) -> Tensor:
+        if k > x.shape[1]:
+            raise ValueError(f"A row of {x.shape[1]} numbers has no {k} largest.")
         return x.topk(k, sorted=True).values
 
     def keep_between_(self, x: Tensor, low: Tensor, high: Tensor) -> None:
         x.masked_fill_((x < low.unsqueeze(1)) | (x > high.unsqueeze(1)), float("-inf"))
 
 
-class _HeadKernels(Protocol):
-    """The steps of `qkv_to_cache_`."""
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
-
-    def rope(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor: ...
-
-    def write_kv_(self, keys: Tensor, values: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None: ...
-
-
-def qkv_to_cache_(
-    kernels: _HeadKernels,
-    qkv: Tensor,
-    shape: HeadShape,
-    norms: tuple[Tensor, Tensor] | None,
-    eps: float,
-    positions: Tensor,
-    cos_sin: Tensor | None,
-    cache: LayerCache,
-    slot_mapping: Tensor,
-) -> Tensor:
-    """`Kernels.qkv_to_cache_` step by step."""
-    packed = qkv.view(qkv.shape[0], -1, shape.head_dim)
-    query, key, value = packed.split_with_sizes((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
-    if norms is not None:
-        query = kernels.rms_norm(query, norms[0], eps)
-        key = kernels.rms_norm(key, norms[1], eps)
-    if cos_sin is not None:
-        query = kernels.rope(query, positions, cos_sin)
-        key = kernels.rope(key, positions, cos_sin)
-    kernels.write_kv_(key, value, cache, slot_mapping)
-    return query
+def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [rows, in] times weight [out, in] transposed, in tiles of a fixed number of rows."""
+    rows = x.shape[0]
+    padded = F.pad(x, (0, 0, 0, -rows % ROW_TILE))
+    output = x.new_empty(padded.shape[0], weight.shape[0])
+    for row in range(0, rows, ROW_TILE):
+        output[row : row + ROW_TILE] = F.linear(padded[row : row + ROW_TILE], weight, bias)
+    return output[:rows]
 
 
-def gather_inputs(
-    token_rows: Tensor, positions: Tensor, token_ids: Tensor, block_tables: Tensor, block_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`Kernels.gather_inputs`."""
-    rows, places = token_rows.long(), positions.long()
-    padding = rows < 0
-    rows = rows.clamp_min(0)
-    blocks = block_tables[rows, places // block_size].long()
-    slots = blocks * block_size + places % block_size
-    return token_ids[rows, places].masked_fill(padding, 0), places, slots.masked_fill(padding, -1)
-
-
-def route(router_logits: Tensor, top_k: int, normalize_weights: bool) -> tuple[Tensor, Tensor]:
+def route(router_logits: Tensor, spec: MoeSpec) -> tuple[Tensor, Tensor]:
     """Each row's experts and their weights, [rows, top_k] both, the heaviest first."""
     # A stable sort, because topk leaves the order of equal values open.
     weights, chosen = router_logits.float().softmax(-1).sort(dim=-1, descending=True, stable=True)
-    weights, chosen = weights[:, :top_k], chosen[:, :top_k]
-    if normalize_weights:
+    weights, chosen = weights[:, : spec.top_k], chosen[:, : spec.top_k]
+    if spec.normalize_weights:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights, chosen
 
@@ -225,6 +209,13 @@ def sigmoid(x: Tensor) -> Tensor:
     """In float32, by exp: torch.sigmoid computes the last few elements of a tensor in another way than the
     rest, so its bits would depend on the number of rows."""
     return 1 / (1 + (-x.float()).exp())
+
+
+def silu(x: Tensor) -> Tensor:
+    return x * sigmoid(x)
+
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {Activation.SILU: silu}
 
 
 def _gather_tiles(cache: LayerCache, block_table: Tensor, context_len: int) -> tuple[Tensor, Tensor]:
@@ -244,9 +235,7 @@ def _gather_tiles(cache: LayerCache, block_table: Tensor, context_len: int) -> t
     return gather(cache.keys), gather(cache.values)
 
 
-def _attend(
-    query: Tensor, position: int, keys: Tensor, values: Tensor, scale: float, sliding_window: int | None
-) -> Tensor:
+def _attend(query: Tensor, position: int, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Tensor:
     """Up to QUERY_TILE queries of one sequence, the first of them at `position`, over its key tiles.
 
     The maximum is the same in any order; every sum is taken within a tile of fixed size and then tile by
@@ -258,13 +247,13 @@ def _attend(
     wide = F.pad(query.float(), (0, 0, 0, 0, 0, QUERY_TILE - rows))
     wide = wide.view(QUERY_TILE, kv_heads, group, head_dim).permute(1, 0, 2, 3)
     wide = wide.reshape(kv_heads, 1, QUERY_TILE * group, head_dim).expand(-1, tiles, -1, -1)
-    scores = (wide @ keys.transpose(-1, -2) * scale).view(kv_heads, tiles, QUERY_TILE, group, KEY_TILE)
+    scores = (wide @ keys.transpose(-1, -2) * spec.scale).view(kv_heads, tiles, QUERY_TILE, group, KEY_TILE)
 
     query_position = position + torch.arange(QUERY_TILE, device=query.device).view(1, 1, -1, 1, 1)
     key_position = torch.arange(tiles * KEY_TILE, device=query.device).view(1, tiles, 1, 1, KEY_TILE)
     visible = key_position <= query_position
-    if sliding_window is not None:
-        visible = visible & (key_position > query_position - sliding_window)
+    if spec.sliding_window is not None:
+        visible = visible & (key_position > query_position - spec.sliding_window)
     scores = scores.masked_fill(~visible, float("-inf"))
 
     # A padded query past the window of every key sees nothing: keep its maximum finite, the row is dropped.

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.ops import HeadShape, Kernels, LayerCache, PagedBatch
+from quire.kernels.ops import AttentionSpec, HeadShape, Kernels, LayerCache, PagedBatch
 from quire.ladder.contiguous import contiguous_batch
 from quire.models.decoder import Decoder
 
@@ -40,15 +40,16 @@ def torch_attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 def kernel_attention(kernels: Kernels, batch: PagedBatch, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """A backend's attention; the sequence is one block of its cache."""
-    return kernels.attention(query, LayerCache(keys[None], values[None]), batch, query.shape[2] ** -0.5, None)
+    _, num_heads, head_dim = query.shape
+    spec = AttentionSpec(HeadShape(num_heads, len(keys), head_dim), head_dim**-0.5)
+    return kernels.attention(query, LayerCache(keys[None], values[None]), batch, spec)
 
 
 def attention_ways(decoder: Decoder, backends: Sequence[Kernels], tokens: int) -> dict[str, Attend]:
     """By name: the definition, torch's and each backend's, for one prompt of so many tokens."""
-    spec, device = decoder.spec, decoder.embedding.device
-    shape = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    spec, device = decoder.spec, decoder.device
     ways: dict[str, Attend] = {"by definition": attention_by_definition, "torch's fused one": torch_attention}
     for kernels in backends:
-        batch = contiguous_batch([(0, 0, tokens)], tokens, kernels, shape, device)
+        batch = contiguous_batch([(0, 0, tokens)], tokens, kernels, spec.heads, device)
         ways[f"{kernels.name} kernels"] = partial(kernel_attention, kernels, batch)
     return ways

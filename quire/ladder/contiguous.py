@@ -19,8 +19,8 @@ class ContiguousCache:
     """Keys and values of every layer, [num_sequences, kv_heads, capacity, head_dim] each."""
 
     def __init__(self, decoder: Decoder, num_sequences: int, capacity: int) -> None:
-        spec, device = decoder.spec, decoder.embedding.device
-        shape = (num_sequences, spec.num_kv_heads, capacity, spec.head_dim)
+        spec, device = decoder.spec, decoder.device
+        shape = (num_sequences, spec.heads.num_kv_heads, capacity, spec.heads.head_dim)
 
         def side() -> Tensor:
             return torch.empty(shape, dtype=decoder.dtype, device=device)
@@ -68,10 +68,9 @@ def contiguous_batch(
 @torch.inference_mode()
 def next_tokens(decoder: Decoder, cache: ContiguousCache, new_tokens: Mapping[int, Sequence[int]]) -> dict[int, int]:
     """Computes the new tokens of some sequences, stores their keys and values, and picks each one's likeliest next."""
-    device, spec = decoder.embedding.device, decoder.spec
-    shape = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    device = decoder.device
     spans = [(i, cache.lengths[i], cache.lengths[i] + len(tokens)) for i, tokens in new_tokens.items()]
-    batch = contiguous_batch(spans, cache.capacity, decoder.kernels, shape, device)
+    batch = contiguous_batch(spans, cache.capacity, decoder.kernels, decoder.spec.heads, device)
     token_ids = torch.tensor([token for tokens in new_tokens.values() for token in tokens], device=device)
     positions = torch.tensor([position for _, start, end in spans for position in range(start, end)], device=device)
     hidden = decoder(token_ids, positions, batch, cache.layers)

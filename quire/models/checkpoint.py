@@ -8,17 +8,17 @@ in chunks of rows; the temporaries of a read stay under about 16 MiB however lar
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Literal
 
 import torch
 from torch import Tensor
 
-from quire.errors import ModelFormatError, UnsupportedModelError
-from quire.models.files import FileStamp, no_weights_error, open_checked, quote, read_exact_into, weight_kinds
+from quire.errors import ModelFormatError
+from quire.kernels.formats import FORMATS, Format
+from quire.models.files import FileStamp, open_checked, quote, read_exact_into
 
 MAX_DIMENSIONS = 8
 MAX_CHUNK_ELEMENTS = 2**19
@@ -40,24 +40,9 @@ class TensorInfo:
     offset: int
     """Where its data begins in the file."""
 
-
-class Checkpoint(Protocol):
-    """Weights on disk."""
-
     @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """All tensors by name, as named in the file."""
-
-    def read_into(self, name: str, target: Tensor) -> None:
-        """Fills `target` (any floating dtype, strides and device; often a view of a packed parameter).
-
-        The shapes must be equal, else ModelFormatError. Several threads may read at once."""
-
-    def read(self, name: str) -> Tensor:
-        """A small tensor as float32, in new memory."""
-
-    def close(self) -> None:
-        """Reading afterwards is an error."""
+    def format(self) -> Format:
+        return FORMATS[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,43 +77,61 @@ def chunks_of(shape: tuple[int, ...], max_elements: int = MAX_CHUNK_ELEMENTS) ->
         yield Chunk((slice(first, last),), first * row, (last - first, *shape[1:]))
 
 
-class CheckedCheckpoint(ABC):
-    """What the formats share: the checks around a read.
+class Checkpoint:
+    """Weights on disk.
 
     Files are opened for one tensor at a time, so that many files don't use up descriptors; the stamp taken when a file
-    was checked makes sure it is still the same.
+    was checked makes sure it is still the same. Several threads may read at once.
     """
 
-    def __init__(self, tensors: Mapping[str, TensorInfo], stamps: Mapping[Path, FileStamp]) -> None:
-        self.tensors: Mapping[str, TensorInfo] = tensors
+    def __init__(
+        self,
+        kind: Literal["safetensors", "gguf", "npy"],
+        tensors: Mapping[str, TensorInfo],
+        stamps: Mapping[Path, FileStamp],
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.kind = kind
+        self.tensors = tensors
+        """All of them by name, as named in the file; each says its format."""
+        self.metadata: Mapping[str, Any] = metadata or {}
+        """What a GGUF file knows of its model."""
         self._stamps = stamps
         self._closed = False
 
-    @abstractmethod
-    def _read_tensor(self, file: BinaryIO, info: TensorInfo, target: Tensor) -> None:
-        """Fills `target`, which has the tensor's shape, from the tensor's file."""
-
     @torch.no_grad()
     def read_into(self, name: str, target: Tensor) -> None:
-        if self._closed:
-            raise ValueError("the checkpoint is closed")
+        """Fills `target` (any floating dtype, strides and device; often a view of a packed parameter) with numbers,
+        whatever format they are stored in. The shapes must be equal, else ModelFormatError."""
         info = self._info(name)
         if tuple(target.shape) != info.shape:
             raise tensor_error(info.file, name, f"shape {list(target.shape)}", f"shape {list(info.shape)}")
         if not target.is_floating_point() or target.is_meta:
             raise TypeError(f"can't read {name} into a tensor of {target.dtype} on {target.device}")
         with open_checked(info.file, self._stamps[info.file]) as file:
-            self._read_tensor(file, info, target)
+            _read_numbers(file, info, target)
 
     def read(self, name: str) -> Tensor:
+        """A small tensor as float32, in new memory."""
         target = torch.empty(self._info(name).shape, dtype=torch.float32)
         self.read_into(name, target)
         return target
 
+    def read_stored(self, name: str) -> Tensor:
+        """A tensor as it is stored: uint8 [..., bytes of a row], for whoever computes with its format."""
+        info = self._info(name)
+        stored = torch.empty(*info.shape[:-1], info.format.nbytes(info.shape[-1:]), dtype=torch.uint8)
+        with open_checked(info.file, self._stamps[info.file]) as file:
+            read_exact_into(file, info.file, info.offset, _memory_of(stored))
+        return stored
+
     def close(self) -> None:
+        """Reading afterwards is an error."""
         self._closed = True
 
     def _info(self, name: str) -> TensorInfo:
+        if self._closed:
+            raise ValueError("the checkpoint is closed")
         info = self.tensors.get(name)
         if info is None:
             files = sorted({str(info.file) for info in self.tensors.values()})
@@ -137,28 +140,24 @@ class CheckedCheckpoint(ABC):
         return info
 
 
-class PlainCheckpoint(CheckedCheckpoint):
-    """Weights stored as plain numbers, side by side."""
-
-    DTYPES: Mapping[str, torch.dtype] = {
-        "F64": torch.float64,
-        "F32": torch.float32,
-        "F16": torch.float16,
-        "BF16": torch.bfloat16,
-    }
-
-    def _read_tensor(self, file: BinaryIO, info: TensorInfo, target: Tensor) -> None:
-        dtype = self.DTYPES[info.dtype]
-        if target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous():
-            read_exact_into(file, info.file, info.offset, _memory_of(target))
-            return
-        # Read, not mapped: every page of a mapping is a fault of its own. Pinned, so that a GPU fetches it by itself.
-        num_staged = min(target.numel(), _MAX_STAGED_BYTES // dtype.itemsize)
-        staged = torch.empty(num_staged, dtype=dtype, pin_memory=target.is_cuda)
-        for chunk in chunks_of(info.shape, num_staged):
-            part = staged[: chunk.num_elements]
-            read_exact_into(file, info.file, info.offset + chunk.start * dtype.itemsize, _memory_of(part))
-            target[chunk.index].copy_(part.view(chunk.shape))
+def _read_numbers(file: BinaryIO, info: TensorInfo, target: Tensor) -> None:
+    """Fills `target`, which has the tensor's shape, from the tensor's file."""
+    format = info.format
+    if target.dtype == format.dtype and target.device.type == "cpu" and target.is_contiguous():
+        read_exact_into(file, info.file, info.offset, _memory_of(target))
+        return
+    # Read, not mapped: every page of a mapping is a fault of its own. Pinned, so that a GPU fetches it by itself.
+    # Chunks begin and end at block boundaries: rows are whole blocks, and so is the largest chunk.
+    most = MAX_CHUNK_ELEMENTS if format.dtype is None else _MAX_STAGED_BYTES // format.num_bytes
+    most = min(target.numel(), most)
+    staged = torch.empty(
+        format.nbytes((most,)), dtype=torch.uint8, pin_memory=target.is_cuda and format.dtype is not None
+    )
+    for chunk in chunks_of(info.shape, most):
+        part = staged[: format.nbytes(chunk.shape)]
+        read_exact_into(file, info.file, info.offset + format.nbytes((chunk.start,)), _memory_of(part))
+        # What a chunk expands to has no name here, so it is gone before the next one comes.
+        target[chunk.index].copy_(format.expand(part).view(chunk.shape))
 
 
 def _memory_of(tensor: Tensor) -> memoryview:
@@ -176,29 +175,3 @@ def check_shape(file: Path, name: str, shape: tuple[int, ...]) -> None:
         raise tensor_error(file, name, f"at most {MAX_DIMENSIONS} dimensions", str(len(shape)))
     if any(size < 1 for size in shape):
         raise tensor_error(file, name, "dimensions of at least 1", f"shape {list(shape)}")
-
-
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Opens a `.gguf` file, a folder with safetensors (single or sharded), or a folder of `.npy` files."""
-    # Each format's reader is imported when it is needed: safetensors users don't pay for GGUF.
-    if path.is_file():
-        if path.suffix.lower() != ".gguf":
-            raise UnsupportedModelError(
-                f"{path}: a single file must be a .gguf; for safetensors give the folder with its config.json"
-            )
-        from quire.models.gguf_checkpoint import GgufCheckpoint
-        from quire.models.gguf_file import read_gguf
-
-        return GgufCheckpoint(read_gguf(path))
-    if not path.is_dir():
-        raise ModelFormatError(f"{path}: there is no such file or folder")
-    kinds = weight_kinds(path)
-    if "safetensors" in kinds:
-        from quire.models.safetensors_checkpoint import open_safetensors
-
-        return open_safetensors(path)
-    if "npy" in kinds:
-        from quire.models.npy_checkpoint import open_npy
-
-        return open_npy(path)
-    raise no_weights_error(path, kinds)

@@ -1,201 +1,210 @@
 """The one decoder: a stack of attention and MLP layers as its ModelSpec describes.
 
 `forward` takes everything it needs as arguments and knows no phases: a row is a token at a position of some
-sequence, and the batch says where that sequence's keys and values lie. Modules hold parameters; what is
-computed with them is the kernels' business.
+sequence, and the batch says where that sequence's keys and values lie. Layers hold weights; what is computed with
+them is the kernels' business.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from quire.kernels.ops import ExpertWeights, HeadShape, Kernels, LayerCache, PagedBatch
+from quire.kernels.ops import Activation, ExpertWeights, HeadNorms, Kernels, LayerCache, MoeSpec, PagedBatch
+from quire.kernels.weights import Weight
 from quire.models.rope import cos_sin_table
-from quire.models.spec import LayerSpec, ModelSpec
+from quire.models.spec import LayerSpec, MlpSpec, ModelSpec, RopeSpec
 
 
-class Linear(nn.Module):
-    """A weight [out, in], perhaps with a bias."""
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What every layer is told of the rows it computes."""
 
-    def __init__(self, in_size: int, out_size: int, bias: bool, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = _parameter(out_size, in_size, dtype=dtype)
-        self.bias = _parameter(out_size, dtype=dtype) if bias else None
-
-    def forward(self, kernels: Kernels, x: Tensor) -> Tensor:
-        return kernels.linear(x, self.weight, self.bias)
-
-    __call__ = forward  # here and below: no hooks, so not through the machinery that looks for them
+    kernels: Kernels
+    positions: Tensor
+    """int64 [rows]: where in its sequence each row stands."""
+    paged: PagedBatch
 
 
-class Attention(nn.Module):
+class Parameters:
+    """Loaded weights, by name, on their way into a decoder: each is packed as it is taken, and the loaded one goes."""
+
+    def __init__(self, kernels: Kernels, loaded: dict[str, Weight]) -> None:
+        self._kernels = kernels
+        self._loaded = loaded
+        self.taken: dict[str, Weight] = {}
+
+    def matrix(self, name: str, pack: bool = True) -> Weight:
+        loaded = self._loaded.pop(name)
+        self.taken[name] = self._kernels.pack(loaded) if pack else loaded
+        return self.taken[name]
+
+    def vector(self, name: str) -> Tensor:
+        return self.matrix(name, pack=False).tensor
+
+    def optional_vector(self, name: str) -> Tensor | None:
+        return self.vector(name) if name in self._loaded else None
+
+
+class Linear:
+    """A product with a weight [out, in], perhaps with a bias."""
+
+    __slots__ = ("bias", "weight")
+
+    def __init__(self, parameters: Parameters, name: str) -> None:
+        self.weight = parameters.matrix(f"{name}.weight")
+        self.bias = parameters.optional_vector(f"{name}.bias")
+
+    def __call__(self, batch: Batch, x: Tensor) -> Tensor:
+        return batch.kernels.linear(x, self.weight, self.bias)
+
+    def gated(self, batch: Batch, x: Tensor, activation: Activation) -> Tensor:
+        """activation(first half of the outputs) * second half."""
+        return batch.kernels.linear_gated(x, self.weight, self.bias, activation)
+
+
+class Attention:
     """Packed query, key and value projections, perhaps normed heads, rope, attention over the cache."""
 
-    def __init__(self, spec: ModelSpec, layer: LayerSpec, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.spec = spec
-        self.layer = layer
-        self.scale = spec.head_dim**-0.5
-        self.shape = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        self.qkv = Linear(spec.hidden_size, spec.query_size + 2 * spec.kv_size, spec.qkv_bias, dtype)
-        self.output = Linear(spec.query_size, spec.hidden_size, spec.output_bias, dtype)
-        self.query_norm = _parameter(spec.head_dim, dtype=dtype) if spec.qk_norm else None
-        self.key_norm = _parameter(spec.head_dim, dtype=dtype) if spec.qk_norm else None
+    def __init__(self, parameters: Parameters, name: str, layer: LayerSpec, eps: float, cos_sin: Tensor | None) -> None:
+        self.spec = layer.attention
+        self.query_size = self.spec.heads.num_heads * self.spec.heads.head_dim
+        self.cos_sin = cos_sin
+        self.norms: HeadNorms | None = None
+        if layer.qk_norm:
+            query, key = (parameters.vector(f"{name}.{side}_norm") for side in ("query", "key"))
+            self.norms = HeadNorms(query, key, eps)
+        self.qkv = Linear(parameters, f"{name}.qkv")
+        self.output = Linear(parameters, f"{name}.output")
 
-    def forward(
-        self, kernels: Kernels, x: Tensor, positions: Tensor, cos_sin: Tensor, batch: PagedBatch, cache: LayerCache
-    ) -> Tensor:
-        qkv = self.qkv(kernels, x)
-        norms = None
-        if self.query_norm is not None and self.key_norm is not None:
-            norms = self.query_norm, self.key_norm
-        rotation = cos_sin if self.layer.use_rope else None
+    def __call__(self, batch: Batch, x: Tensor, cache: LayerCache) -> Tensor:
+        kernels, paged, spec = batch.kernels, batch.paged, self.spec
+        qkv = self.qkv(batch, x)
         query = kernels.qkv_to_cache_(
-            qkv, self.shape, norms, self.spec.rms_norm_eps, positions, rotation, cache, batch.slot_mapping
+            qkv, spec.heads, self.norms, batch.positions, self.cos_sin, cache, paged.slot_mapping
         )
-        attended = kernels.attention(query, cache, batch, self.scale, self.layer.sliding_window)
-        return self.output(kernels, attended.view(x.shape[0], self.spec.query_size))
-
-    __call__ = forward
+        attended = kernels.attention(query, cache, paged, spec)
+        return self.output(batch, attended.view(x.shape[0], self.query_size))
 
 
-class Mlp(nn.Module):
-    """silu(gate) * up, then down; gate and up packed into one product."""
+class Mlp:
+    """activation(gate) * up, then down; gate and up packed into one product."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.gate_up = Linear(hidden_size, 2 * intermediate_size, bias, dtype)
-        self.down = Linear(intermediate_size, hidden_size, bias, dtype)
+    def __init__(self, parameters: Parameters, name: str, activation: Activation) -> None:
+        self.activation = activation
+        self.gate_up = Linear(parameters, f"{name}.gate_up")
+        self.down = Linear(parameters, f"{name}.down")
 
-    def forward(self, kernels: Kernels, x: Tensor) -> Tensor:
-        activated = kernels.linear_silu_mul(x, self.gate_up.weight, self.gate_up.bias)
-        return self.down(kernels, activated)
-
-    __call__ = forward
+    def __call__(self, batch: Batch, x: Tensor) -> Tensor:
+        return self.down(batch, self.gate_up.gated(batch, x, self.activation))
 
 
-class MoeMlp(nn.Module):
-    """A router, its experts stacked into two tensors, and perhaps an expert that all tokens share."""
+class MoeMlp:
+    """A router, its experts stacked into two weights, and perhaps an expert that all tokens share."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
-        super().__init__()
-        moe = spec.moe
-        assert moe is not None
-        self.top_k = moe.top_k
-        self.normalize_weights = moe.normalize_weights
-        self.router = Linear(spec.hidden_size, moe.num_experts, False, dtype)
-        self.gate_up = _parameter(moe.num_experts, 2 * moe.intermediate_size, spec.hidden_size, dtype=dtype)
-        self.down = _parameter(moe.num_experts, spec.hidden_size, moe.intermediate_size, dtype=dtype)
-        shared = moe.shared_intermediate_size
-        self.shared = Mlp(spec.hidden_size, shared, False, dtype) if shared else None
-        self.shared_gate = Linear(spec.hidden_size, 1, False, dtype) if shared else None
+    def __init__(self, parameters: Parameters, name: str, spec: MoeSpec) -> None:
+        self.spec = spec
+        self.experts = ExpertWeights(parameters.matrix(f"{name}.gate_up"), parameters.matrix(f"{name}.down"))
+        self.router = Linear(parameters, f"{name}.router")
+        self.shared: tuple[Linear, Mlp] | None = None
+        if spec.shared_intermediate_size:
+            shared = Mlp(parameters, f"{name}.shared", spec.activation)
+            self.shared = Linear(parameters, f"{name}.shared_gate"), shared
 
-    def forward(self, kernels: Kernels, x: Tensor) -> Tensor:
-        experts = ExpertWeights(self.gate_up, self.down)
-        output = kernels.moe(x, self.router(kernels, x), experts, self.top_k, self.normalize_weights)
-        if self.shared is not None and self.shared_gate is not None:
-            output = output + kernels.sigmoid_mul(self.shared_gate(kernels, x), self.shared(kernels, x))
+    def __call__(self, batch: Batch, x: Tensor) -> Tensor:
+        output = batch.kernels.moe(x, self.router(batch, x), self.experts, self.spec)
+        if self.shared is not None:
+            gate, shared = self.shared
+            output = output + batch.kernels.sigmoid_mul(gate(batch, x), shared(batch, x))
         return output
 
-    __call__ = forward
 
-
-class DecoderLayer(nn.Module):
+class DecoderLayer:
     """Norm, attention, norm, MLP, each adding to the residual stream."""
 
-    def __init__(self, spec: ModelSpec, layer: LayerSpec, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.eps = spec.rms_norm_eps
-        self.attention_norm = _parameter(spec.hidden_size, dtype=dtype)
-        self.attention = Attention(spec, layer, dtype)
-        self.mlp_norm = _parameter(spec.hidden_size, dtype=dtype)
+    def __init__(self, parameters: Parameters, name: str, layer: LayerSpec, eps: float, cos_sin: Tensor | None) -> None:
+        self.eps = eps
+        self.attention_norm = parameters.vector(f"{name}.attention_norm")
+        self.mlp_norm = parameters.vector(f"{name}.mlp_norm")
+        self.attention = Attention(parameters, f"{name}.attention", layer, eps, cos_sin)
         self.mlp: Mlp | MoeMlp
-        if layer.use_moe:
-            self.mlp = MoeMlp(spec, dtype)
+        if isinstance(layer.mlp, MlpSpec):
+            self.mlp = Mlp(parameters, f"{name}.mlp", layer.mlp.activation)
         else:
-            self.mlp = Mlp(spec.hidden_size, spec.intermediate_size, spec.mlp_bias, dtype)
+            self.mlp = MoeMlp(parameters, f"{name}.mlp", layer.mlp)
 
-    def forward(
-        self,
-        kernels: Kernels,
-        x: Tensor,
-        residual: Tensor | None,
-        positions: Tensor,
-        cos_sin: Tensor,
-        batch: PagedBatch,
-        cache: LayerCache,
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, batch: Batch, x: Tensor, residual: Tensor | None, cache: LayerCache) -> tuple[Tensor, Tensor]:
         """x is what the last layer would add to the residual stream; adding is fused with the norm."""
+        kernels = batch.kernels
         if residual is None:
             normed, residual = kernels.rms_norm(x, self.attention_norm, self.eps), x
         else:
             normed, residual = kernels.add_rms_norm(x, residual, self.attention_norm, self.eps)
-        attended = self.attention(kernels, normed, positions, cos_sin, batch, cache)
+        attended = self.attention(batch, normed, cache)
         normed, residual = kernels.add_rms_norm(attended, residual, self.mlp_norm, self.eps)
-        return self.mlp(kernels, normed), residual
-
-    __call__ = forward
+        return self.mlp(batch, normed), residual
 
 
-class Decoder(nn.Module):
-    """A whole model. Made without memory behind its parameters; `load.py` gives them their values."""
+class Decoder:
+    """A whole model."""
 
-    cos_sin: Tensor
-
-    def __init__(self, spec: ModelSpec, kernels: Kernels, dtype: torch.dtype) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        spec: ModelSpec,
+        kernels: Kernels,
+        loaded: dict[str, Weight],
+        dtype: torch.dtype,
+        max_position: int | None = None,
+    ) -> None:
+        """`loaded` has the weights of `spec.parameters()` and is empty afterwards: each goes as its packed one comes.
+        `max_position` bounds the rope tables (default: the spec's)."""
         self.spec = spec
         self.kernels = kernels
         self.dtype = dtype
-        self.embedding = _parameter(spec.vocab_size, spec.hidden_size, dtype=dtype)
-        self.layers = nn.ModuleList(DecoderLayer(spec, layer, dtype) for layer in spec.layers)
-        self.final_norm = _parameter(spec.hidden_size, dtype=dtype)
-        self.head = None if spec.tie_embeddings else _parameter(spec.vocab_size, spec.hidden_size, dtype=dtype)
+        self.max_position = max_position or spec.max_position
+        parameters = Parameters(kernels, loaded)
+        self.embedding = parameters.matrix("embedding", pack=spec.tie_embeddings)  # tied: one matrix for both ends
+        self.device = self.embedding.device
+        self.head = self.embedding if spec.tie_embeddings else parameters.matrix("head")
+        self.final_norm = parameters.vector("final_norm")
+        self.layers: list[DecoderLayer] = []
+        tables: dict[RopeSpec | None, Tensor | None] = {None: None}
+        """One for all layers that rotate alike."""
+        for i, layer in enumerate(spec.layers):
+            if layer.rope is not None and layer.rope not in tables:
+                table = cos_sin_table(layer.rope, spec.heads.head_dim, self.max_position)
+                tables[layer.rope] = table.to(self.device)
+            self.layers.append(DecoderLayer(parameters, f"layers.{i}", layer, spec.rms_norm_eps, tables[layer.rope]))
+        self.weights = parameters.taken
+        """All of them by name, as the kernels packed them."""
 
-    def forward(self, token_ids: Tensor, positions: Tensor, batch: PagedBatch, caches: Sequence[LayerCache]) -> Tensor:
+    def __call__(self, token_ids: Tensor, positions: Tensor, paged: PagedBatch, caches: Sequence[LayerCache]) -> Tensor:
         """The final hidden states [rows, hidden] of int64 token_ids [rows] at int64 positions [rows]."""
-        kernels = self.kernels
-        x = kernels.embedding(token_ids, self.embedding)
+        kernels, eps = self.kernels, self.spec.rms_norm_eps
+        batch = Batch(kernels, positions, paged)
+        x = kernels.embedding(token_ids, self.embedding).to(self.dtype)
         residual = None
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, residual = layer(kernels, x, residual, positions, self.cos_sin, batch, cache)
+            x, residual = layer(batch, x, residual, cache)
         if residual is None:
-            return kernels.rms_norm(x, self.final_norm, self.spec.rms_norm_eps)
-        return kernels.add_rms_norm(x, residual, self.final_norm, self.spec.rms_norm_eps)[0]
+            return kernels.rms_norm(x, self.final_norm, eps)
+        return kernels.add_rms_norm(x, residual, self.final_norm, eps)[0]
 
-    __call__ = forward
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Scores [rows, vocab], in the model's dtype, of the hidden rows one asks for."""
-        return self.kernels.linear(hidden, self.head_weight)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Scores [rows, vocab] of hidden rows, in the model's dtype; into `out` if there is one."""
+        return self.kernels.linear(hidden, self.head, out=out)
 
     @property
-    def head_weight(self) -> Tensor:
-        """What turns hidden states into scores [vocab, hidden], packed."""
-        return self.embedding if self.head is None else self.head
+    def nbytes(self) -> int:
+        """What the weights take."""
+        return sum(weight.nbytes for weight in self.weights.values())
 
-    def finish_loading(self, max_position: int, device: torch.device) -> None:
-        """Once all parameters have their values: the rope table, and the kernels' own weight layouts."""
-        self.cos_sin = cos_sin_table(self.spec.rope, self.spec.head_dim, max_position).to(device)
-        pack = self.kernels.pack_linear
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.weight = _frozen(pack(module.weight))
-            elif isinstance(module, MoeMlp):
-                module.gate_up = _frozen(pack(module.gate_up))
-                module.down = _frozen(pack(module.down))
-        if self.head is None:
-            self.embedding = _frozen(pack(self.embedding))  # one matrix for both ends
-        else:
-            self.head = _frozen(pack(self.head))
-
-
-def _parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-    return _frozen(torch.empty(shape, dtype=dtype, device="meta"))
-
-
-def _frozen(tensor: Tensor) -> nn.Parameter:
-    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
+    def release(self) -> None:
+        """Lets go of the weights; the decoder can't be used afterwards."""
+        self.layers.clear()
+        self.weights.clear()
+        self.embedding = self.head = Weight.dense(torch.empty(0, 0))
+        self.final_norm = torch.empty(0)

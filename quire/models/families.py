@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire.errors import ModelFormatError, UnsupportedModelError
+from quire.kernels.ops import Activation, AttentionSpec, HeadShape, MoeSpec
 from quire.models.fields import Fields
 from quire.models.files import read_json
-from quire.models.spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
+from quire.models.spec import LayerSpec, MlpSpec, ModelSpec, RopeSpec
 
 MAX_CONFIG_BYTES = 16 * 2**20
 MAX_LAYERS = 1024
@@ -22,31 +23,21 @@ MAX_LAYERS = 1024
 
 @dataclass(frozen=True, slots=True)
 class MoeNames:
-    """How a checkpoint names a layer's experts; `{expert}` is the expert's number."""
+    """How a checkpoint names a layer's experts, by default Qwen's way; `{expert}` is the expert's number."""
 
-    router: str
-    gate: str
-    up: str
-    down: str
-    packed_gate_up: str
-    packed_down: str
+    router: str = "mlp.gate"
+    gate: str = "mlp.experts.{expert}.gate_proj"
+    up: str = "mlp.experts.{expert}.up_proj"
+    down: str = "mlp.experts.{expert}.down_proj"
+    packed_gate_up: str = "mlp.experts.gate_up_proj"
+    packed_down: str = "mlp.experts.down_proj"
 
 
-_QWEN_MOE = MoeNames(
-    router="mlp.gate",
-    gate="mlp.experts.{expert}.gate_proj",
-    up="mlp.experts.{expert}.up_proj",
-    down="mlp.experts.{expert}.down_proj",
-    packed_gate_up="mlp.experts.gate_up_proj",
-    packed_down="mlp.experts.down_proj",
-)
 _MIXTRAL_MOE = MoeNames(
     router="block_sparse_moe.gate",
     gate="block_sparse_moe.experts.{expert}.w1",
     up="block_sparse_moe.experts.{expert}.w3",
     down="block_sparse_moe.experts.{expert}.w2",
-    packed_gate_up="mlp.experts.gate_up_proj",
-    packed_down="mlp.experts.down_proj",
 )
 
 
@@ -67,14 +58,19 @@ class Family:
     """What an absent `rope_theta` means."""
     head_dim: int | None = None
     """What an absent `head_dim` means; None: hidden_size / heads."""
-    moe_names: MoeNames = _QWEN_MOE
+    moe_names: MoeNames = MoeNames()
     gguf_interleaved_rope: bool = False
     """GGUF files hold the rows of q and k reordered for rope over neighbouring dimensions."""
+    gguf_no_rope_interval: int = 0
+    """Every so many layers there is no rope, which GGUF files leave out; 0: it is everywhere."""
+    gguf_normalizes_experts: bool = False
+    """What GGUF files leave out of `MoeSpec.normalize_weights`."""
 
 
 def _llama(config: Fields, spec: ModelSpec) -> ModelSpec:
     bias = config.boolean("attention_bias", False)
-    return replace(spec, qkv_bias=bias, output_bias=bias, mlp_bias=config.boolean("mlp_bias", False))
+    mlp = MlpSpec(config.integer("intermediate_size"), _read_activation(config), config.boolean("mlp_bias", False))
+    return spec.with_layers(qkv_bias=bias, output_bias=bias, mlp=mlp)
 
 
 def _smollm3(config: Fields, spec: ModelSpec) -> ModelSpec:
@@ -84,9 +80,9 @@ def _smollm3(config: Fields, spec: ModelSpec) -> ModelSpec:
     if len(rope) != spec.num_layers:
         raise config.error("no_rope_layers", f"a list of {spec.num_layers} numbers", rope)
     default = ["full_attention" if use else "sliding_attention" for use in rope]
-    spec = _llama(config, _with_window_types(config, spec, default))
-    layers = tuple(replace(layer, use_rope=bool(use)) for layer, use in zip(spec.layers, rope, strict=True))
-    return replace(spec, layers=layers)
+    spec = _llama(config, _with_window_types(config, spec, default, window=None))
+    layers = zip(spec.layers, rope, strict=True)
+    return replace(spec, layers=tuple(layer if use else replace(layer, rope=None) for layer, use in layers))
 
 
 def _mistral(config: Fields, spec: ModelSpec) -> ModelSpec:
@@ -97,17 +93,16 @@ def _mixtral(config: Fields, spec: ModelSpec) -> ModelSpec:
     moe = MoeSpec(
         num_experts=config.integer("num_local_experts", 8, high=65_536),
         top_k=config.integer("num_experts_per_tok", 2),
-        intermediate_size=spec.intermediate_size,
+        intermediate_size=config.integer("intermediate_size"),
         normalize_weights=True,
     )
-    layers = tuple(replace(layer, use_moe=True) for layer in spec.layers)
-    return _with_window(replace(spec, moe=moe, layers=layers), _window(config, None))
+    return _with_window(spec.with_layers(mlp=moe), _window(config, None))
 
 
 def _qwen2(config: Fields, spec: ModelSpec) -> ModelSpec:
     first_window_layer = config.integer("max_window_layers", 28, low=0)
     default = ["sliding_attention" if i >= first_window_layer else "full_attention" for i in range(spec.num_layers)]
-    return replace(_with_window_types(config, spec, default), qkv_bias=True)
+    return _with_window_types(config, spec, default).with_layers(qkv_bias=True)
 
 
 def _qwen2_moe(config: Fields, spec: ModelSpec) -> ModelSpec:
@@ -116,27 +111,25 @@ def _qwen2_moe(config: Fields, spec: ModelSpec) -> ModelSpec:
         "sliding_attention" if i % 2 == 0 and i < last_window_layer else "full_attention"
         for i in range(spec.num_layers)
     ]
-    spec = _with_sparse_layers(config, _with_window_types(config, spec, default))
-    assert spec.moe is not None
     shared = config.integer("shared_expert_intermediate_size", 5632)
-    moe = replace(spec.moe, shared_intermediate_size=shared)
-    return replace(spec, moe=moe, qkv_bias=config.boolean("qkv_bias", True))
+    spec = _with_sparse_layers(config, _with_window_types(config, spec, default), shared)
+    return spec.with_layers(qkv_bias=config.boolean("qkv_bias", True))
 
 
 def _qwen3(config: Fields, spec: ModelSpec) -> ModelSpec:
     bias = config.boolean("attention_bias", False)
-    return replace(_qwen2(config, spec), qk_norm=True, qkv_bias=bias, output_bias=bias)
+    return _qwen2(config, spec).with_layers(qk_norm=True, qkv_bias=bias, output_bias=bias)
 
 
 def _qwen3_moe(config: Fields, spec: ModelSpec) -> ModelSpec:
     bias = config.boolean("attention_bias", False)
     if config.boolean("use_sliding_window", False):
         spec = _mistral(config, spec)
-    return replace(_with_sparse_layers(config, spec), qk_norm=True, qkv_bias=bias, output_bias=bias)
+    return _with_sparse_layers(config, spec).with_layers(qk_norm=True, qkv_bias=bias, output_bias=bias)
 
 
 FAMILIES: tuple[Family, ...] = (
-    Family("llama", ("LlamaForCausalLM",), "llama", _llama, gguf_interleaved_rope=True),
+    Family("llama", ("LlamaForCausalLM",), "llama", _llama, gguf_interleaved_rope=True, gguf_normalizes_experts=True),
     Family(
         "smollm3",
         ("SmolLM3ForCausalLM",),
@@ -145,6 +138,7 @@ FAMILIES: tuple[Family, ...] = (
         tie_embeddings=True,
         rope_theta=2_000_000.0,
         gguf_interleaved_rope=True,
+        gguf_no_rope_interval=4,
     ),
     # GGUF files of Mistral and Mixtral call themselves llama.
     Family("mistral", ("MistralForCausalLM",), None, _mistral),
@@ -152,7 +146,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("qwen2", ("Qwen2ForCausalLM",), "qwen2", _qwen2),
     Family("qwen2_moe", ("Qwen2MoeForCausalLM",), "qwen2moe", _qwen2_moe),
     Family("qwen3", ("Qwen3ForCausalLM",), "qwen3", _qwen3, head_dim=128),
-    Family("qwen3_moe", ("Qwen3MoeForCausalLM",), "qwen3moe", _qwen3_moe),
+    Family("qwen3_moe", ("Qwen3MoeForCausalLM",), "qwen3moe", _qwen3_moe, gguf_normalizes_experts=True),
 )
 
 
@@ -168,26 +162,23 @@ def read_config(path: Path) -> ModelSpec:
     """The spec of a model in Hugging Face layout, from its config.json and generation_config.json."""
     config = Fields(read_json(path, MAX_CONFIG_BYTES), str(path))
     family = _find_family(config)
-    _refuse_what_is_not_supported(config)
+    _refuse_quantised_weights(config)
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")
     num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
-    default_head_dim = family.head_dim or max(hidden_size // num_heads, 1)
+    num_kv_heads = config.integer("num_key_value_heads", num_heads)
+    head_dim = config.integer("head_dim", family.head_dim or max(hidden_size // num_heads, 1))
     rope = _read_rope(config, family)
     max_position = config.integer("max_position_embeddings", 2048, high=2**31)
     if rope.kind == "yarn":
         max_position = max(max_position, int(rope.original_max_position * rope.factor))
+    mlp = MlpSpec(config.integer("intermediate_size"), _read_activation(config))
     spec = ModelSpec(
         family=family.name,
         vocab_size=config.integer("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=config.integer("intermediate_size"),
-        num_heads=num_heads,
-        num_kv_heads=config.integer("num_key_value_heads", num_heads),
-        head_dim=config.integer("head_dim", default_head_dim),
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope=rope,
-        layers=(LayerSpec(),) * num_layers,
+        layers=(LayerSpec(plain_attention(num_heads, num_kv_heads, head_dim), rope, mlp),) * num_layers,
         max_position=max_position,
         tie_embeddings=config.boolean("tie_word_embeddings", family.tie_embeddings),
         eos_token_ids=_read_eos(config, path.with_name("generation_config.json")),
@@ -205,15 +196,24 @@ def check_spec(spec: ModelSpec, file: str) -> None:
         if not holds:
             raise ModelFormatError(f"{file}: {message}")
 
-    heads = f"{spec.num_heads} attention heads"
-    require(spec.num_heads % spec.num_kv_heads == 0, f"{heads} can't share {spec.num_kv_heads} key-value heads evenly")
-    require(spec.head_dim % 2 == 0, f"head_dim is {spec.head_dim}, but rope needs an even number")
-    if spec.rope.kind == "factors":
-        count = len(spec.rope.freq_factors)
-        require(count == spec.head_dim // 2, f"{count} rope factors for {spec.head_dim // 2} frequencies")
-    if spec.moe is not None:
-        message = f"{spec.moe.top_k} experts per token of {spec.moe.num_experts}"
-        require(spec.moe.top_k <= spec.moe.num_experts, message)
+    heads = spec.heads
+    require(
+        heads.num_heads % heads.num_kv_heads == 0,
+        f"{heads.num_heads} attention heads can't share {heads.num_kv_heads} key-value heads evenly",
+    )
+    require(heads.head_dim % 2 == 0, f"head_dim is {heads.head_dim}, but rope needs an even number")
+    for layer in spec.layers:
+        if layer.rope is not None and layer.rope.kind == "factors":
+            count = len(layer.rope.freq_factors)
+            require(count == heads.head_dim // 2, f"{count} rope factors for {heads.head_dim // 2} frequencies")
+        if isinstance(layer.mlp, MoeSpec):
+            top_k, num_experts = layer.mlp.top_k, layer.mlp.num_experts
+            require(top_k <= num_experts, f"{top_k} experts per token of {num_experts}")
+
+
+def plain_attention(num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None) -> AttentionSpec:
+    """What nearly all families have."""
+    return AttentionSpec(HeadShape(num_heads, num_kv_heads, head_dim), head_dim**-0.5, window)
 
 
 def _find_family(config: Fields) -> Family:
@@ -229,10 +229,14 @@ def _find_family(config: Fields) -> Family:
     )
 
 
-def _refuse_what_is_not_supported(config: Fields) -> None:
-    activation = config.string("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise UnsupportedModelError(f"{config.file}: hidden_act {activation!r} is not supported, only silu is.")
+def _read_activation(config: Fields) -> Activation:
+    name = config.string("hidden_act", "silu")
+    if name not in ("silu", "swish"):
+        raise UnsupportedModelError(f"{config.file}: hidden_act {name!r} is not supported, only silu is.")
+    return Activation.SILU
+
+
+def _refuse_quantised_weights(config: Fields) -> None:
     if "quantization_config" in config:
         method = config.part("quantization_config").string("quant_method", "unknown")
         raise UnsupportedModelError(
@@ -299,25 +303,26 @@ def _window(config: Fields, default: int | None) -> int | None:
 
 
 def _with_window(spec: ModelSpec, window: int | None) -> ModelSpec:
-    return replace(spec, layers=tuple(replace(layer, sliding_window=window) for layer in spec.layers))
+    return spec.with_layers(attention=replace(spec.layers[0].attention, sliding_window=window))
 
 
-def _with_window_types(config: Fields, spec: ModelSpec, default: list[str]) -> ModelSpec:
+def _with_window_types(config: Fields, spec: ModelSpec, default: list[str], window: int | None = 4096) -> ModelSpec:
     """Windows on the layers `layer_types` marks, where `use_sliding_window` turns them on at all."""
     if not config.boolean("use_sliding_window", False):
         return spec
-    window = _window(config, None if spec.family == "smollm3" else 4096)
+    window = _window(config, window)
     kinds = config.list_of("layer_types", str, default)
     if len(kinds) != spec.num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise config.error("layer_types", f"{spec.num_layers} of full_attention or sliding_attention", kinds)
-    layers = tuple(
-        replace(layer, sliding_window=window if kind == "sliding_attention" else None)
-        for layer, kind in zip(spec.layers, kinds, strict=True)
+    windows = (window if kind == "sliding_attention" else None for kind in kinds)
+    layers = (
+        replace(layer, attention=replace(layer.attention, sliding_window=own))
+        for layer, own in zip(spec.layers, windows, strict=True)
     )
-    return replace(spec, layers=layers)
+    return replace(spec, layers=tuple(layers))
 
 
-def _with_sparse_layers(config: Fields, spec: ModelSpec) -> ModelSpec:
+def _with_sparse_layers(config: Fields, spec: ModelSpec, shared: int = 0) -> ModelSpec:
     """Qwen's way of saying which layers have experts."""
     experts = config.integer("num_experts", config.integer("num_local_experts", 0, low=0), low=0, high=65_536)
     moe = MoeSpec(
@@ -325,14 +330,15 @@ def _with_sparse_layers(config: Fields, spec: ModelSpec) -> ModelSpec:
         top_k=config.integer("num_experts_per_tok"),
         intermediate_size=config.integer("moe_intermediate_size"),
         normalize_weights=config.boolean("norm_topk_prob", False),
+        shared_intermediate_size=shared,
     )
     dense = set(config.list_of("mlp_only_layers", int, []))
     step = config.integer("decoder_sparse_step", 1)
-    layers = tuple(
-        replace(layer, use_moe=i not in dense and experts > 0 and (i + 1) % step == 0)
+    layers = (
+        replace(layer, mlp=moe) if i not in dense and experts > 0 and (i + 1) % step == 0 else layer
         for i, layer in enumerate(spec.layers)
     )
-    return replace(spec, moe=moe, layers=layers)
+    return replace(spec, layers=tuple(layers))
 
 
 def _read_eos(config: Fields, generation_config: Path) -> tuple[int, ...]:

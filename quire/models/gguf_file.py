@@ -7,7 +7,6 @@ into several files (`NAME-00001-of-00003.gguf`) is read as one.
 
 from __future__ import annotations
 
-import math
 import mmap
 import re
 import struct
@@ -20,9 +19,10 @@ from typing import NoReturn
 import numpy as np
 
 from quire.errors import ModelFormatError, UnsupportedModelError
+from quire.kernels.formats import FORMATS
 from quire.models.checkpoint import TensorInfo, check_shape, tensor_error
 from quire.models.files import FileStamp, file_stamp, open_checked, quote, safe_member
-from quire.models.gguf_quants import BLOCK_LAYOUTS, OTHER_TYPES, TYPE_NAMES
+from quire.models.gguf_types import OTHER_TYPES, TYPE_NAMES
 
 MAGIC = b"GGUF"
 MAX_HEADER_BYTES = 256 * 2**20
@@ -170,17 +170,17 @@ def _check_tensor(path: Path, entry: _Entry, alignment: int, data_start: int, si
     if entry.type_id in OTHER_TYPES:
         raise UnsupportedModelError(
             f"{path}: tensor {quote(name)} is stored as {OTHER_TYPES[entry.type_id]}; Quire loads "
-            f"{', '.join(BLOCK_LAYOUTS)}: use a version of the model in one of those"
+            f"{', '.join(TYPE_NAMES.values())}: use a version of the model in one of those"
         )
     dtype = TYPE_NAMES.get(entry.type_id)
     if dtype is None:
-        raise tensor_error(path, name, f"a type among {', '.join(BLOCK_LAYOUTS)}", f"number {entry.type_id}")
+        raise tensor_error(path, name, f"a type among {', '.join(TYPE_NAMES.values())}", f"number {entry.type_id}")
     check_shape(path, name, shape)
-    layout = BLOCK_LAYOUTS[dtype]
+    layout = FORMATS[dtype]
     row = shape[-1] if shape else 1
     if row % layout.num_elements:
         raise tensor_error(path, name, f"rows of a multiple of {layout.num_elements} for {dtype}", str(row))
-    num_bytes = math.prod(shape) // layout.num_elements * layout.num_bytes
+    num_bytes = layout.nbytes(shape)
     if entry.offset % alignment:
         raise tensor_error(path, name, f"an offset aligned to {alignment}", f"misaligned {entry.offset}")
     start = data_start + entry.offset

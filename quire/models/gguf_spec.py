@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from quire.errors import UnsupportedModelError
-from quire.models.families import FAMILIES, MAX_LAYERS, Family, check_spec, yarn_mscale
+from quire.kernels.ops import MoeSpec
+from quire.models.families import FAMILIES, MAX_LAYERS, Family, check_spec, plain_attention, yarn_mscale
 from quire.models.fields import Fields
-from quire.models.spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
-
-# GGUF files of these architectures leave out what their runtime knows by name.
-_NORMALIZES_EXPERTS = {"llama", "qwen3moe"}
-_SMOLLM3_NO_ROPE_INTERVAL = 4
+from quire.models.spec import LayerSpec, MlpSpec, ModelSpec, RopeSpec
 
 
 def read_gguf_spec(
@@ -37,33 +35,35 @@ def read_gguf_spec(
     moe = _read_moe(fields, family)
     num_layers = fields.integer("block_count", high=MAX_LAYERS)
     window = fields.integer("attention.sliding_window", 0, low=0) or None
+    max_position = fields.integer("context_length", 2048, high=2**31)
+    rope = _read_rope(fields, tensor_names, read_rope_factors, max_position)
+    mlp = MlpSpec(fields.integer("feed_forward_length", 1, low=0) or 1, bias="blk.0.ffn_gate.bias" in tensor_names)
+    num_kv_heads = fields.integer("attention.head_count_kv", num_heads)
+    layer = LayerSpec(
+        plain_attention(num_heads, num_kv_heads, head_dim, window),
+        rope,
+        mlp,
+        qk_norm="blk.0.attn_q_norm.weight" in tensor_names,
+        qkv_bias="blk.0.attn_q.bias" in tensor_names,
+        output_bias="blk.0.attn_output.bias" in tensor_names,
+    )
+    interval = family.gguf_no_rope_interval
     layers = tuple(
-        LayerSpec(
-            sliding_window=window,
-            use_rope=family.name != "smollm3" or (i + 1) % _SMOLLM3_NO_ROPE_INTERVAL != 0,
-            use_moe=moe is not None and f"blk.{i}.ffn_gate_inp.weight" in tensor_names,
+        replace(
+            layer,
+            rope=None if interval and (i + 1) % interval == 0 else rope,
+            mlp=moe if moe is not None and f"blk.{i}.ffn_gate_inp.weight" in tensor_names else mlp,
         )
         for i in range(num_layers)
     )
-    max_position = fields.integer("context_length", 2048, high=2**31)
     spec = ModelSpec(
         family=family.name,
         vocab_size=fields.integer("vocab_size", num_tokens),
         hidden_size=hidden_size,
-        intermediate_size=fields.integer("feed_forward_length", 1, low=0) or 1,
-        num_heads=num_heads,
-        num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
-        head_dim=head_dim,
         rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
-        rope=_read_rope(fields, tensor_names, read_rope_factors, max_position),
         layers=layers,
         max_position=max_position,
         tie_embeddings="output.weight" not in tensor_names,
-        qk_norm="blk.0.attn_q_norm.weight" in tensor_names,
-        qkv_bias="blk.0.attn_q.bias" in tensor_names,
-        output_bias="blk.0.attn_output.bias" in tensor_names,
-        mlp_bias="blk.0.ffn_gate.bias" in tensor_names,
-        moe=moe,
         eos_token_ids=tuple(
             dict.fromkeys(
                 general.integer(f"tokenizer.ggml.{key}_token_id", low=0)
@@ -97,7 +97,7 @@ def _read_moe(fields: Fields, family: Family) -> MoeSpec | None:
         num_experts=num_experts,
         top_k=fields.integer("expert_used_count"),
         intermediate_size=fields.integer("expert_feed_forward_length", fields.integer("feed_forward_length", 1)),
-        normalize_weights=family.gguf_architecture in _NORMALIZES_EXPERTS,
+        normalize_weights=family.gguf_normalizes_experts,
         shared_intermediate_size=shared,
     )
 

@@ -1,28 +1,32 @@
-"""Fills a decoder's parameters from a checkpoint, some tensors at a time, without a second copy of the model.
+"""Opens a model's files and fills a decoder from them, some tensors at a time, without a second copy of the model.
 
 All names and shapes are checked against the files before memory is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from quire.errors import ModelFormatError
+from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.ops import Kernels
-from quire.models.checkpoint import Checkpoint, open_checkpoint
+from quire.kernels.weights import Weight
+from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
 from quire.models.families import read_config
-from quire.models.gguf_checkpoint import GgufCheckpoint
+from quire.models.files import no_weights_error, weight_kinds
+from quire.models.gguf_file import read_gguf
 from quire.models.gguf_spec import read_gguf_spec
 from quire.models.names import Piece, gguf_pieces, huggingface_pieces, ignored_names
-from quire.models.spec import ModelSpec
+from quire.models.npy_checkpoint import open_npy
+from quire.models.safetensors_checkpoint import open_safetensors
+from quire.models.spec import ModelSpec, Parameter
 
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and the bytes there are, first with none."""
@@ -40,17 +44,36 @@ class ModelFiles:
     pieces: tuple[Piece, ...]
 
 
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Opens a `.gguf` file, a folder with safetensors (single or sharded), or a folder of `.npy` files."""
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise UnsupportedModelError(
+                f"{path}: a single file must be a .gguf; for safetensors give the folder with its config.json"
+            )
+        header = read_gguf(path)
+        return Checkpoint("gguf", header.tensors, header.stamps, header.metadata)
+    if not path.is_dir():
+        raise ModelFormatError(f"{path}: there is no such file or folder")
+    kinds = weight_kinds(path)
+    if "safetensors" in kinds:
+        return open_safetensors(path)
+    if "npy" in kinds:
+        return open_npy(path)
+    raise no_weights_error(path, kinds)
+
+
 def open_model(path: Path) -> ModelFiles:
     """Opens a folder in Hugging Face layout, a `.gguf` file or a folder of `.npy` files."""
     checkpoint = open_checkpoint(path)
     names = checkpoint.tensors.keys()
-    if isinstance(checkpoint, GgufCheckpoint):
+    if checkpoint.kind == "gguf":
 
         def rope_factors() -> tuple[float, ...]:
             return tuple(checkpoint.read("rope_freqs.weight").tolist())
 
         spec = read_gguf_spec(checkpoint.metadata, names, rope_factors, str(path))
-        pieces = gguf_pieces(spec, names)
+        pieces = gguf_pieces(spec)
     else:
         spec = read_config(path / "config.json")
         pieces = huggingface_pieces(spec, names)
@@ -65,27 +88,26 @@ def load_decoder(
     max_position: int | None = None,
     progress: Progress | None = None,
 ) -> Decoder:
-    """A decoder with its weights on the device. `max_position` bounds the rope table (default: the spec's)."""
-    decoder = Decoder(files.spec, kernels, dtype)
-    parameters = dict(decoder.named_parameters())
+    """A decoder with its weights on the device, all of them as plain numbers. `max_position` bounds the rope tables
+    (default: the spec's)."""
+    parameters = files.spec.parameters()
     _check_names_and_shapes(files, parameters)
-    for name, parameter in parameters.items():
-        # Not empty_like: of a tensor without memory it would first import a library of symbolic mathematics.
-        memory = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-        parameters[name] = nn.Parameter(memory, requires_grad=False)
-        _set_parameter(decoder, name, parameters[name])
-    _read_pieces(files, parameters, progress or (lambda done, total: None))
-    del parameters  # the decoder alone holds them now, so each unpacked weight goes as its packed one comes
-    decoder.finish_loading(max_position or files.spec.max_position, device)
-    return decoder
+    loaded = {
+        name: Weight.dense(torch.empty(parameter.shape, dtype=dtype, device=device))
+        for name, parameter in parameters.items()
+    }
+    _read_pieces(files, parameters, loaded, progress or (lambda done, total: None))
+    return Decoder(files.spec, kernels, loaded, dtype, max_position)
 
 
-def _read_pieces(files: ModelFiles, parameters: Mapping[str, nn.Parameter], progress: Progress) -> None:
+def _read_pieces(
+    files: ModelFiles, parameters: dict[str, Parameter], loaded: dict[str, Weight], progress: Progress
+) -> None:
     """Several at once. What goes wrong with the first of them that fails is raised here."""
     sizes = [files.checkpoint.tensors[piece.name].num_bytes for piece in files.pieces]
     done, total = 0, sum(sizes)
     progress(done, total)
-    targets = [parameters[piece.parameter].data[piece.index or ...] for piece in files.pieces]
+    targets = [loaded[piece.parameter].tensor[piece.index(parameters[piece.parameter])] for piece in files.pieces]
     readers = ThreadPoolExecutor(_NUM_READERS, "weights")
     try:
         reads = readers.map(partial(_read_piece, files.checkpoint), files.pieces, targets)
@@ -108,12 +130,11 @@ def _read_piece(checkpoint: Checkpoint, piece: Piece, target: Tensor) -> None:
     target.copy_(pairs.transpose(1, 2).reshape(target.shape))
 
 
-def _check_names_and_shapes(files: ModelFiles, parameters: dict[str, nn.Parameter]) -> None:
+def _check_names_and_shapes(files: ModelFiles, parameters: dict[str, Parameter]) -> None:
     infos = files.checkpoint.tensors
     some_file = next(iter(infos.values())).file if infos else "the checkpoint"
     for piece in files.pieces:
-        parameter = parameters[piece.parameter]
-        expected = tuple(parameter[piece.index].shape if piece.index else parameter.shape)
+        expected = piece.shape(parameters[piece.parameter])
         info = infos.get(piece.name)
         if info is None:
             raise ModelFormatError(
@@ -134,11 +155,6 @@ def _check_names_and_shapes(files: ModelFiles, parameters: dict[str, nn.Paramete
             f"{info.file}: the tensor {info.name} of shape {_shape(info.shape)} has no place in a"
             f" {files.spec.family} model with this configuration{more}"
         )
-
-
-def _set_parameter(decoder: Decoder, path: str, parameter: nn.Parameter) -> None:
-    owner, _, name = path.rpartition(".")
-    setattr(decoder.get_submodule(owner), name, parameter)
 
 
 def _shape(shape: tuple[int, ...]) -> str:

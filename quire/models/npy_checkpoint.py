@@ -6,12 +6,12 @@ writes for plain arrays and never evaluated, so a file of pickled objects is ref
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 
 from quire.errors import ModelFormatError, UnsupportedModelError
-from quire.models.checkpoint import PlainCheckpoint, TensorInfo, check_shape, tensor_error
+from quire.kernels.formats import FORMATS
+from quire.models.checkpoint import Checkpoint, TensorInfo, check_shape, tensor_error
 from quire.models.files import FileStamp, file_stamp, open_checked, quote, read_exact, safe_member
 
 MAGIC = b"\x93NUMPY"
@@ -28,7 +28,7 @@ _ITEM = (
 _HEADER = re.compile(r"\{" + ",".join(_ITEM.format(i) for i in range(3)) + r",?\s*\}\s*")
 
 
-def open_npy(folder: Path) -> NpyCheckpoint:
+def open_npy(folder: Path) -> Checkpoint:
     """Opens every `.npy` file of a folder but the test vectors."""
     tensors: dict[str, TensorInfo] = {}
     stamps: dict[Path, FileStamp] = {}
@@ -36,11 +36,7 @@ def open_npy(folder: Path) -> NpyCheckpoint:
         if entry.suffix == ".npy" and entry.stem not in NOT_WEIGHTS:
             path = safe_member(folder, entry.name)
             tensors[entry.stem], stamps[path] = _read_header(path, entry.stem)
-    return NpyCheckpoint(tensors, stamps)
-
-
-class NpyCheckpoint(PlainCheckpoint):
-    """The arrays of a folder, one per file."""
+    return Checkpoint("npy", tensors, stamps)
 
 
 def _read_header(path: Path, name: str) -> tuple[TensorInfo, FileStamp]:
@@ -61,7 +57,7 @@ def _read_header(path: Path, name: str) -> tuple[TensorInfo, FileStamp]:
         header = bytes(read_exact(file, path, 8 + length_bytes, header_bytes)).decode("latin-1")
     dtype, shape = _parse_header(path, name, header)
     check_shape(path, name, shape)
-    expected = math.prod(shape) * PlainCheckpoint.DTYPES[dtype].itemsize
+    expected = FORMATS[dtype].nbytes(shape)
     if size - data_start != expected:
         raise tensor_error(
             path, name, f"{expected} bytes for {dtype} of shape {list(shape)}", f"{size - data_start} bytes"

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
 from quire.errors import ModelFormatError, UnsupportedModelError
-from quire.models.checkpoint import PlainCheckpoint, TensorInfo, check_shape, tensor_error
+from quire.kernels.formats import FORMATS, PLAIN
+from quire.models.checkpoint import Checkpoint, TensorInfo, check_shape, tensor_error
 from quire.models.files import (
     FileStamp,
     file_stamp,
@@ -28,15 +27,16 @@ MAX_SHARDS = 10_000
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-WEIGHT_BITS = {name: dtype.itemsize * 8 for name, dtype in PlainCheckpoint.DTYPES.items()}
+WEIGHT_DTYPES = tuple(format.name for format in PLAIN.values())
 OTHER_DTYPES = frozenset(
     {"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "C64", "F4", "F6_E2M3", "F6_E3M2"}
     | {"F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "F8_E8M0"}
 )
 
 
-def open_safetensors(folder: Path) -> SafetensorsCheckpoint:
-    """Opens a folder's weights: `model.safetensors`, else the shards of its index, else its only file."""
+def open_safetensors(folder: Path) -> Checkpoint:
+    """Opens a folder's weights: `model.safetensors`, else the shards of its index, else its only file. They must pass
+    our own checks and those of the safetensors library."""
     if (folder / SINGLE_FILE).is_file():
         return _open_shards([safe_member(folder, SINGLE_FILE)])
     if (folder / INDEX_FILE).exists():
@@ -49,19 +49,7 @@ def open_safetensors(folder: Path) -> SafetensorsCheckpoint:
     return _open_shards([safe_member(folder, names[0])])
 
 
-class SafetensorsCheckpoint(PlainCheckpoint):
-    """Opened, a file has passed our own checks and those of the safetensors library."""
-
-
-@contextmanager
-def _library_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (SafetensorError, UnicodeError) as error:
-        raise ModelFormatError(f"{path}: not a valid safetensors file: {quote(str(error), 200)}") from error
-
-
-def _open_shards(paths: list[Path]) -> SafetensorsCheckpoint:
+def _open_shards(paths: list[Path]) -> Checkpoint:
     tensors: dict[str, TensorInfo] = {}
     stamps: dict[Path, FileStamp] = {}
     for path in paths:
@@ -70,10 +58,10 @@ def _open_shards(paths: list[Path]) -> SafetensorsCheckpoint:
             if name in tensors:
                 raise ModelFormatError(f"{path}: tensor {quote(name)} is also in {tensors[name].file.name}")
             tensors[name] = info
-    return SafetensorsCheckpoint(tensors, stamps)
+    return Checkpoint("safetensors", tensors, stamps)
 
 
-def _open_indexed(folder: Path) -> SafetensorsCheckpoint:
+def _open_indexed(folder: Path) -> Checkpoint:
     index = safe_member(folder, INDEX_FILE)
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -119,8 +107,11 @@ def _read_header(path: Path) -> tuple[dict[str, TensorInfo], FileStamp]:
     data_start = 8 + header_bytes
     tensors = {name: _check_entry(path, name, entry, data_start, size) for name, entry in header.items()}
     _check_layout(path, tensors, data_start, size)
-    with _library_errors(path), safe_open(path, "pt"):
-        pass  # the library's own checks: what it refuses must fail here and not halfway through loading
+    try:
+        with safe_open(path, "pt"):
+            pass  # the library's own checks: what it refuses must fail here and not halfway through loading
+    except (SafetensorError, UnicodeError) as error:
+        raise ModelFormatError(f"{path}: not a valid safetensors file: {quote(str(error), 200)}") from error
     return tensors, stamp
 
 
@@ -128,11 +119,11 @@ def _check_entry(path: Path, name: str, entry: object, data_start: int, size: in
     if not isinstance(entry, dict):
         raise tensor_error(path, name, "dtype, shape and data_offsets", quote(entry))
     dtype = entry.get("dtype")
-    if not isinstance(dtype, str) or (dtype not in WEIGHT_BITS and dtype not in OTHER_DTYPES):
-        raise tensor_error(path, name, f"a dtype such as {', '.join(WEIGHT_BITS)}", quote(dtype))
+    if not isinstance(dtype, str) or (dtype not in WEIGHT_DTYPES and dtype not in OTHER_DTYPES):
+        raise tensor_error(path, name, f"a dtype such as {', '.join(WEIGHT_DTYPES)}", quote(dtype))
     if dtype in OTHER_DTYPES:
         raise UnsupportedModelError(
-            f"{path}: tensor {quote(name)} is stored as {dtype}; Quire loads {', '.join(WEIGHT_BITS)} from "
+            f"{path}: tensor {quote(name)} is stored as {dtype}; Quire loads {', '.join(WEIGHT_DTYPES)} from "
             "safetensors: use a version of the model that is not quantised, or a GGUF of it"
         )
     shape = _whole_numbers(entry.get("shape"))
@@ -147,7 +138,7 @@ def _check_entry(path: Path, name: str, entry: object, data_start: int, size: in
             path, name, f"its data within the file's {size - data_start} bytes", f"an end at {offsets[1]}"
         )
     num_bytes = offsets[1] - offsets[0]
-    expected = math.prod(shape) * WEIGHT_BITS[dtype] // 8
+    expected = FORMATS[dtype].nbytes(shape)
     if num_bytes != expected:
         raise tensor_error(path, name, f"{expected} bytes for {dtype} of shape {list(shape)}", f"{num_bytes} bytes")
     return TensorInfo(name, shape, dtype, path, num_bytes, data_start + offsets[0])

@@ -6,8 +6,13 @@ frozen: whatever can be computed from it is a property, so no two fields can dis
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from quire.kernels.formats import Format
+from quire.kernels.ops import Activation, AttentionSpec, HeadShape, MoeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,26 +40,41 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class MoeSpec:
-    """A mixture-of-experts MLP: softmax routing to `top_k` of `num_experts`, plus perhaps a shared one."""
+class MlpSpec:
+    """A gated MLP: activation(gate) * up, then down."""
 
-    num_experts: int
-    top_k: int
     intermediate_size: int
-    normalize_weights: bool
-    """Whether the chosen experts' probabilities are rescaled to sum to one."""
-    shared_intermediate_size: int = 0
-    """Size of an expert every token goes through, weighed by a sigmoid gate of its own; 0 for none."""
+    activation: Activation = Activation.SILU
+    bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What may differ from layer to layer."""
+    """One layer: attention and what follows it."""
 
-    sliding_window: int | None = None
-    """A query sees this many most recent keys, itself included; None sees all."""
-    use_rope: bool = True
-    use_moe: bool = False
+    attention: AttentionSpec
+    rope: RopeSpec | None
+    """How queries and keys are rotated; None: not at all."""
+    mlp: MlpSpec | MoeSpec
+    qk_norm: bool = False
+    """RMSNorm over each query and key head before rope."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter of the decoder: a matrix [out, in], a stack of them [experts, out, in] or a vector."""
+
+    shape: tuple[int, ...]
+    rows: tuple[int, ...] = ()
+    """Where several tensors of a checkpoint are stacked along the output (query, key and value): how many rows of the
+    parameter each of them fills."""
+
+    def rows_of(self, part: int) -> slice:
+        """Those that part `part` of the stack fills."""
+        start = sum(self.rows[:part])
+        return slice(start, start + self.rows[part])
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,22 +84,11 @@ class ModelSpec:
     family: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     rms_norm_eps: float
-    rope: RopeSpec
     layers: tuple[LayerSpec, ...]
     max_position: int
     """The longest sequence the model was made for."""
     tie_embeddings: bool = False
-    qk_norm: bool = False
-    """RMSNorm over each query and key head before rope."""
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    moe: MoeSpec | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
@@ -88,28 +97,64 @@ class ModelSpec:
         return len(self.layers)
 
     @property
-    def query_size(self) -> int:
-        return self.num_heads * self.head_dim
+    def heads(self) -> HeadShape:
+        """The same in all layers: they share one cache and one list of attention work."""
+        return self.layers[0].attention.heads
 
-    @property
-    def kv_size(self) -> int:
-        return self.num_kv_heads * self.head_dim
+    def with_layers(self, **changes: Any) -> ModelSpec:
+        """The same model with these fields of all its layers changed."""
+        return replace(self, layers=tuple(replace(layer, **changes) for layer in self.layers))
+
+    def parameters(self) -> dict[str, Parameter]:
+        """All parameters by their names, without making the model."""
+        found = {
+            "embedding": Parameter((self.vocab_size, self.hidden_size)),
+            "final_norm": Parameter((self.hidden_size,)),
+        }
+        if not self.tie_embeddings:
+            found["head"] = Parameter((self.vocab_size, self.hidden_size))
+        for i, layer in enumerate(self.layers):
+            found |= {f"layers.{i}.{name}": parameter for name, parameter in self._layer_parameters(layer)}
+        return found
 
     @property
     def num_parameters(self) -> int:
-        """Counted from the shapes, without making the model."""
-        attention = self.hidden_size * (2 * self.query_size + 2 * self.kv_size)
-        attention += (self.query_size + 2 * self.kv_size) * self.qkv_bias + self.hidden_size * self.output_bias
-        attention += 2 * self.head_dim * self.qk_norm
-        total = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2) + self.hidden_size
-        for layer in self.layers:
-            total += attention + 2 * self.hidden_size
-            if layer.use_moe:
-                assert self.moe is not None
-                total += self.moe.num_experts * (3 * self.moe.intermediate_size + 1) * self.hidden_size
-                if self.moe.shared_intermediate_size:
-                    total += (3 * self.moe.shared_intermediate_size + 1) * self.hidden_size
-            else:
-                total += 3 * self.intermediate_size * self.hidden_size
-                total += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
-        return total
+        return sum(math.prod(parameter.shape) for parameter in self.parameters().values())
+
+    def nbytes(self, format: Format) -> int:
+        """What the weights take when all are loaded in one format."""
+        return sum(format.nbytes(parameter.shape) for parameter in self.parameters().values())
+
+    def _layer_parameters(self, layer: LayerSpec) -> Iterator[tuple[str, Parameter]]:
+        hidden, heads = self.hidden_size, layer.attention.heads
+        query, kv = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+        yield "attention_norm", Parameter((hidden,))
+        yield "mlp_norm", Parameter((hidden,))
+        if layer.qk_norm:
+            yield "attention.query_norm", Parameter((heads.head_dim,))
+            yield "attention.key_norm", Parameter((heads.head_dim,))
+        yield from _linear("attention.qkv", hidden, (query, kv, kv), layer.qkv_bias)
+        yield from _linear("attention.output", query, (hidden,), layer.output_bias)
+        mlp = layer.mlp
+        if isinstance(mlp, MlpSpec):
+            yield from _mlp("mlp", hidden, mlp.intermediate_size, mlp.bias)
+            return
+        size, shared = mlp.intermediate_size, mlp.shared_intermediate_size
+        yield "mlp.gate_up", Parameter((mlp.num_experts, 2 * size, hidden), (size, size))
+        yield "mlp.down", Parameter((mlp.num_experts, hidden, size))
+        yield from _linear("mlp.router", hidden, (mlp.num_experts,))
+        if shared:
+            yield from _mlp("mlp.shared", hidden, shared)
+            yield from _linear("mlp.shared_gate", hidden, (1,))
+
+
+def _linear(name: str, size: int, rows: tuple[int, ...], bias: bool = False) -> Iterator[tuple[str, Parameter]]:
+    stacked = rows if len(rows) > 1 else ()
+    yield f"{name}.weight", Parameter((sum(rows), size), stacked)
+    if bias:
+        yield f"{name}.bias", Parameter((sum(rows),), stacked)
+
+
+def _mlp(name: str, hidden: int, size: int, bias: bool = False) -> Iterator[tuple[str, Parameter]]:
+    yield from _linear(f"{name}.gate_up", hidden, (size, size), bias)
+    yield from _linear(f"{name}.down", size, (hidden,), bias)

@@ -17,10 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import HeadShape, LayerCache, PagedBatch
-from quire.kernels.triton.attention import SPLIT
-from quire.kernels.triton.kernels import TritonKernels
-from quire.kernels.triton.sampling import sample_rows
+from quire.kernels.ops import LayerCache, PagedBatch
 from quire.models.decoder import Decoder
 from quire.runner.batch import StepShape
 from quire.runner.request_rows import RequestRows
@@ -48,7 +45,6 @@ class DecodeGraphs:
         decoder: Decoder,
         caches: list[LayerCache],
         rows: RequestRows,
-        kernels: TritonKernels,
         block_size: int,
         max_num_seqs: int,
         max_context_len: int,
@@ -58,10 +54,14 @@ class DecodeGraphs:
         self._decoder = decoder
         self._caches = caches
         self._rows = rows
-        self._kernels = kernels
+        self._kernels = decoder.kernels
+        assert self._kernels.decode_split is not None
+        assert self._kernels.sample_rows is not None
+        self._split = self._kernels.decode_split
+        self._sample_rows = self._kernels.sample_rows
         self._uploader = Uploader(device)
         self._block_size = block_size
-        self._heads = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        self._heads = spec.heads
         self._max_context_len = max_context_len
         self._sizes = graph_sizes(max_num_seqs)
         self._to_capture = list(self._sizes)
@@ -85,7 +85,7 @@ class DecodeGraphs:
         graph = self._graphs.get(self._sizes[bisect_left(self._sizes, count)])
         if graph is None:
             return None
-        work = self._kernels.attention_work(shape.counts, shape.starts + 1, shape.request_rows, self._heads)["few"]
+        work = self._kernels.attention_work(shape.counts, shape.starts + 1, shape.request_rows, self._heads)["decode"]
         if len(work) > 1 + _MAX_WORK:
             return None
         self._uploader.upload_into(
@@ -139,11 +139,11 @@ class DecodeGraphs:
             slot_mapping=slots,
             max_query_len=1,
             max_context_len=self._max_context_len,
-            work={"few": work},
+            work={"decode": work},
         )
         hidden = self._decoder(token_ids, places, paged, self._caches)
-        logits = self._kernels.linear(hidden, self._decoder.head_weight, out=self._logits[:size])
-        sample_rows(
+        logits = self._decoder.logits(hidden, out=self._logits[:size])
+        self._sample_rows(
             logits,
             rows,
             self._rows.seeds,
@@ -154,7 +154,7 @@ class DecodeGraphs:
         )
 
     def _max_work(self, size: int) -> int:
-        return max(min(_MAX_WORK, size * -(-self._max_context_len // SPLIT)), 512)
+        return max(min(_MAX_WORK, size * -(-self._max_context_len // self._split)), 512)
 
     def _padded(self, values: npt.NDArray[np.int32], filler: int) -> npt.NDArray[np.int32]:
         result = np.full(self._largest, filler, np.int32)

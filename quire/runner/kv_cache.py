@@ -13,7 +13,8 @@ from quire.step import BlockCopy
 
 def bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
     """What one block costs: keys and values of `block_size` tokens in every layer."""
-    return 2 * spec.num_layers * spec.kv_size * block_size * dtype.itemsize
+    heads = spec.heads
+    return 2 * spec.num_layers * heads.num_kv_heads * heads.head_dim * block_size * dtype.itemsize
 
 
 class KVCache:
@@ -33,7 +34,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (spec.num_kv_heads, block_size, spec.head_dim)
+        shape = (spec.heads.num_kv_heads, block_size, spec.heads.head_dim)
         self._device = torch.empty(spec.num_layers, 2, num_blocks, *shape, dtype=dtype, device=device)
         self._host = torch.empty(
             num_host_blocks, spec.num_layers, 2, *shape, dtype=dtype, pin_memory=device.type == "cuda"

@@ -9,6 +9,7 @@ import torch
 
 from quire.config import EngineConfig, Limits, format_bytes, parse_bytes
 from quire.errors import CapacityError, InvalidRequestError
+from quire.kernels.formats import Format
 from quire.kernels.ops import PagedBatch
 from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec
@@ -45,15 +46,16 @@ class CachePlan:
         return f"{text} ({self.needs})"
 
 
-def check_weights_fit(spec: ModelSpec, dtype: torch.dtype, free: int) -> None:
-    """Before a byte is loaded."""
-    needed = spec.num_parameters * dtype.itemsize
+def check_weights_fit(spec: ModelSpec, format: Format, free: int) -> int:
+    """What the weights will take, before a byte of them is loaded."""
+    needed = spec.nbytes(format)
     if needed > free:
         raise CapacityError(
-            f"the model does not fit: {spec.num_parameters:,} parameters x {dtype.itemsize} bytes = "
+            f"the model does not fit: {spec.num_parameters:,} parameters as {format.name} take "
             f"{format_bytes(needed)}, but {format_bytes(free)} are free. "
             "Use a smaller model, a dtype of fewer bytes, or another device."
         )
+    return needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +83,7 @@ class Needs:
 @torch.inference_mode()
 def measure_needs(decoder: Decoder, limits: Limits, block_size: int, cuda_graphs: bool) -> Needs:
     """Computes the largest step there can be and looks at the peak. Compiles the kernels on the way."""
-    weights = sum(p.numel() * p.element_size() for p in decoder.parameters())
-    device = decoder.embedding.device
+    weights, device = decoder.nbytes, decoder.device
     if device.type != "cuda":
         return Needs(weights)
     try:
@@ -100,9 +101,9 @@ def measure_needs(decoder: Decoder, limits: Limits, block_size: int, cuda_graphs
 
 def _peak_of_step(decoder: Decoder, num_tokens: int, num_scored: int, block_size: int) -> int:
     """Memory above what was taken before, for a step of sequences of full length, in a cache of one block."""
-    device, spec = decoder.embedding.device, decoder.spec
+    device, spec = decoder.device, decoder.spec
     cache = KVCache(spec, 1, 0, block_size, decoder.dtype, device)
-    longest = min(num_tokens, len(decoder.cos_sin))
+    longest = min(num_tokens, decoder.max_position)
     lengths = [longest] * (num_tokens // longest) + ([num_tokens % longest] if num_tokens % longest else [])
     places = torch.cat([torch.arange(length) for length in lengths]).to(device)
     starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)

@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from quire.constrain.masks import Constrainer
 from quire.constrain.step_grammars import StepGrammars
-from quire.kernels.ops import HeadShape
+from quire.kernels.ops import SampleRows
 from quire.models.decoder import Decoder
 from quire.runner.batch import InputBatch, StepShape, build_batch
 from quire.runner.device import return_freed_memory
+from quire.runner.graphs import DecodeGraphs, DecodeOutput
 from quire.runner.kv_cache import KVCache
 from quire.runner.pooling import PoolingRows
 from quire.runner.request_rows import RequestRows
@@ -30,14 +30,8 @@ from quire.sampling.sampler import SampledTokens, Sampler
 from quire.sampling.upload import Uploader
 from quire.step import ScheduledRequest, Step
 
-if TYPE_CHECKING:
-    from quire.runner.graphs import DecodeGraphs, DecodeOutput  # needs triton
-
 LogitsObserver = Callable[[Sequence[ScheduledRequest], Tensor], None]
 """Sees the requests that draw a token and their logits before anything is masked; for tests and tools."""
-
-PlainDraw = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""`quire.kernels.triton.sampling.sample_rows`, where it runs."""
 
 
 class Runner:
@@ -50,18 +44,17 @@ class Runner:
         request_rows: RequestRows,
         block_size: int,
         constrainer: Constrainer | None = None,
-        draw: PlainDraw | None = None,
         graphs: DecodeGraphs | None = None,
     ) -> None:
-        """The `constrainer` is needed for requests with structured output only. `draw` and `graphs` make steps quicker
-        in which nobody asks for more than a temperature."""
+        """The `constrainer` is needed for requests with structured output only. The `graphs` make steps quicker in
+        which nobody asks for more than a temperature."""
         spec, kernels = decoder.spec, decoder.kernels
         max_num_seqs, device = len(request_rows.token_ids), request_rows.token_ids.device
         self._decoder = decoder
         self._kv_cache = kv_cache
         self._request_rows = request_rows
         self._block_size = block_size
-        self._heads = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        self._heads = spec.heads
         self._uploader = Uploader(device)
         self._sampler = Sampler(max_num_seqs, spec.vocab_size, kernels, device)
         self._logprobs = Logprobs(max_num_seqs, device)
@@ -70,7 +63,6 @@ class Runner:
         self._copy_stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._draw = draw
         self._graphs = graphs
         self.observe_logits: LogitsObserver | None = None
 
@@ -90,7 +82,7 @@ class Runner:
     def release(self) -> None:
         """Lets go of weights and cache, whoever else still holds this runner."""
         self._graphs = None
-        self._decoder.to("meta")
+        self._decoder.release()
         self._kv_cache.release()
         self._grammars.close()
         return_freed_memory()
@@ -125,8 +117,9 @@ class Runner:
             hidden = self._decoder(batch.token_ids, batch.positions, batch.paged, self._kv_cache.layers)
             if drawn_for:
                 logits = self._decoder.logits(hidden[batch.draw_indices])
-                if is_plain and self._draw is not None:
-                    outputs.add_tokens(drawn_for, self._draw_plain(self._draw, batch, logits))
+                sample_rows = self._decoder.kernels.sample_rows
+                if is_plain and sample_rows is not None:
+                    outputs.add_tokens(drawn_for, self._draw_plain(sample_rows, batch, logits))
                 else:
                     self._sample(outputs, drawn_for, draws, logits.float())
             self._score_prompts(outputs, step.scheduled, hidden)
@@ -143,7 +136,7 @@ class Runner:
             return None
         return self._graphs.run(shape)
 
-    def _draw_plain(self, draw: PlainDraw, batch: InputBatch, logits: Tensor) -> SampledTokens:
+    def _draw_plain(self, draw: SampleRows, batch: InputBatch, logits: Tensor) -> SampledTokens:
         """What a graph does at its end."""
         rows = self._request_rows
         token_ids, flags = draw(

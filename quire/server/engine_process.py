@@ -243,9 +243,7 @@ def main(build: Builder = build_engine) -> int:
 def _ready(name: str, engine: Engine) -> Ready:
     spec, plan, decoder = engine.decoder.spec, engine.plan, engine.decoder
     scheduler = engine.core.scheduler.config
-    identity = (
-        f"{quire.__version__} {name} {spec} {decoder.dtype} {decoder.kernels.name} {decoder.embedding.device.type}"
-    )
+    identity = f"{quire.__version__} {name} {spec} {decoder.dtype} {decoder.kernels.name} {decoder.device.type}"
     return Ready(
         pid=os.getpid(),
         description=engine.description,

@@ -11,7 +11,8 @@ import torch
 from quire.kernels.ops import Kernels
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.select import select_kernels
-from quire.models.spec import ModelSpec
+from quire.models.families import plain_attention
+from quire.models.spec import MlpSpec, ModelSpec
 from tests.decoding import all_logits
 from tests.gpu.support import DEVICE
 from tests.random_models import SPECS, Bench, random_decoder
@@ -26,7 +27,13 @@ HEAD_DIMS = {"smollm3": 128, "mistral": 80, "mixtral": 96, "qwen2": 256, "qwen3"
 
 def gpu_spec(family: str) -> ModelSpec:
     """The family's small model, with a head dimension that real models have."""
-    return replace(SPECS[family], head_dim=HEAD_DIMS.get(family, 64), hidden_size=128, intermediate_size=192)
+    spec = SPECS[family]
+    layers = []
+    for layer in spec.layers:
+        attention = plain_attention(4, 2, HEAD_DIMS.get(family, 64), layer.attention.sliding_window)
+        mlp = replace(layer.mlp, intermediate_size=192) if isinstance(layer.mlp, MlpSpec) else layer.mlp
+        layers.append(replace(layer, attention=attention, mlp=mlp))
+    return replace(spec, hidden_size=128, layers=tuple(layers))
 
 
 def make_kernels(name: str, dtype: torch.dtype) -> Kernels:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.ops import LayerCache
+from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from tests.decoding import BLOCK_SIZE, make_caches, paged_batch
 from tests.gpu.support import DEVICE, decoder_of, shape_of
@@ -86,10 +87,10 @@ def test_blocks_may_lie_anywhere(small: Decoder, whole: Tensor, placement: int) 
 def test_neighbours_change_nothing(small: Decoder, whole: Tensor) -> None:
     """Others decode, compute chunks and are full of NaN, at other lengths and on both sides, in the same steps."""
     tokens = [random_tokens(small, seed) for seed in range(4)]
-    original = small.embedding.data
+    original = small.embedding
     poison = small.spec.vocab_size - 1  # random_tokens never draws it
-    small.embedding.data = original.clone()
-    small.embedding.data[poison] = float("nan")
+    small.embedding = Weight.dense(original.tensor.clone())
+    small.embedding.tensor[poison] = float("nan")
     tokens[2][::3] = poison
     try:
         sequences = Sequences(small, tokens, placement=3)
@@ -107,7 +108,7 @@ def test_neighbours_change_nothing(small: Decoder, whole: Tensor) -> None:
             parts.append(hidden[3 : 3 + end - start])
             start = end
     finally:
-        small.embedding.data = original
+        small.embedding = original
     assert torch.equal(torch.cat(parts), whole)
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bench.shapes import CONFIGS
 from quire.kernels.select import select_kernels
+from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from quire.models.families import read_config
 from quire.models.names import huggingface_pieces
@@ -49,20 +50,16 @@ def decoder_of_model(model: Any, dtype: torch.dtype, folder: Path) -> Decoder:
     """Quire's decoder with the same weights."""
     model.config.save_pretrained(folder)
     spec = read_config(folder / "config.json")
-    decoder = Decoder(spec, select_kernels(DEVICE, dtype), dtype)
     weights = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
     if not spec.tie_embeddings:
         weights["lm_head.weight"] = model.lm_head.weight
-    targets = {}
-    for name, parameter in decoder.named_parameters():
-        targets[name] = torch.empty(parameter.shape, dtype=dtype, device=DEVICE)
-        owner, _, last = name.rpartition(".")
-        setattr(decoder.get_submodule(owner), last, nn.Parameter(targets[name], requires_grad=False))
+    parameters = spec.parameters()
+    loaded = {name: Weight.dense(torch.empty(p.shape, dtype=dtype, device=DEVICE)) for name, p in parameters.items()}
     for piece in huggingface_pieces(spec, weights.keys()):
-        targets[piece.parameter][piece.index].copy_(weights.pop(piece.name))
+        target = loaded[piece.parameter].tensor[piece.index(parameters[piece.parameter])]
+        target.copy_(weights.pop(piece.name))
     assert not weights, f"left over: {list(weights)}"
-    decoder.finish_loading(1024, DEVICE)
-    return decoder
+    return Decoder(spec, select_kernels(DEVICE, dtype), loaded, dtype, 1024)
 
 
 @torch.inference_mode()

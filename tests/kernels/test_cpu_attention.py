@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.errors import UnsupportedModelError
 from quire.kernels.cpu.kernels import CpuKernels
+from tests.decoding import attend
 from tests.kernels.cpu_support import REFERENCE, assert_close, few_examples, make_batch, make_cache, random
 
 
@@ -65,8 +66,8 @@ def test_attention_is_close_to_float64(
     batch = make_batch(tables, context_lens, query_lens)
     query = random(sum(query_lens), kv_heads * group, head_dim, dtype=dtype, seed=seed + 50) * spread
     scale = head_dim**-0.5
-    got = kernels.attention(query, cache, batch, scale, window)
-    reference = REFERENCE.attention(query, cache, batch, scale, window)
+    got = attend(kernels, query, cache, batch, scale, window)
+    reference = attend(REFERENCE, query, cache, batch, scale, window)
     truth = torch.cat(
         [
             float64_attention(part, keys, values, scale, window)
@@ -93,7 +94,7 @@ def test_attention_has_the_same_bits_whole_in_chunks_and_one_by_one(
     )
     query = random(length, kv_heads * group, head_dim, dtype=dtype, seed=2)
     cache, table = make_cache([(keys, values)], block_size, seed=0)
-    whole = kernels.attention(query, cache, make_batch(table, [length], [length]), scale, window)
+    whole = attend(kernels, query, cache, make_batch(table, [length], [length]), scale, window)
     assert not whole.isnan().any()
 
     other = (random(90, kv_heads, head_dim, dtype=dtype, seed=3), random(90, kv_heads, head_dim, dtype=dtype, seed=4))
@@ -105,7 +106,7 @@ def test_attention_has_the_same_bits_whole_in_chunks_and_one_by_one(
         neighbours = random(20, kv_heads * group, head_dim, dtype=dtype, seed=5)
         rows = torch.cat((neighbours[:9], query[done:end], neighbours[9:]))
         batch = make_batch(tables, [90, end, 90], [9, end - done, 11])
-        got = kernels.attention(rows, cache, batch, scale, window)[9 : 9 + end - done]
+        got = attend(kernels, rows, cache, batch, scale, window)[9 : 9 + end - done]
         assert torch.equal(got, whole[done:end])
         done = end
         if done == length:
@@ -116,7 +117,7 @@ def test_attention_has_the_same_bits_whole_in_chunks_and_one_by_one(
         context_lens = [position + 1 for position in range(first, first + 60)]
         batch = make_batch(table.expand(60, -1), context_lens, [1] * 60)
         assert torch.equal(
-            kernels.attention(query[first : first + 60], cache, batch, scale, window), whole[first : first + 60]
+            attend(kernels, query[first : first + 60], cache, batch, scale, window), whole[first : first + 60]
         )
 
 
@@ -136,7 +137,7 @@ def test_attention_of_one_long_sequence_equals_the_same_among_many(
         for num_threads, copies in ((2, 1), (2, 30), (1, 1)):
             torch.set_num_threads(num_threads)
             batch = make_batch(table.expand(copies, -1), [length] * copies, [1] * copies)
-            got = kernels.attention(query.expand(copies, -1, -1), cache, batch, head_dim**-0.5, window)
+            got = attend(kernels, query.expand(copies, -1, -1), cache, batch, head_dim**-0.5, window)
             results += list(got)
         assert all(torch.equal(result, results[0]) for result in results)
 
@@ -145,7 +146,7 @@ def test_attention_is_stable_at_huge_scores(kernels: CpuKernels) -> None:
     keys, values = random(70, 1, 16, dtype=torch.float32) * 1e4, random(70, 1, 16, dtype=torch.float32, seed=1)
     cache, table = make_cache([(keys, values)], 16, seed=0)
     query = random(70, 1, 16, dtype=torch.float32, seed=2)
-    got = kernels.attention(query, cache, make_batch(table, [70], [70]), 1.0, None)
+    got = attend(kernels, query, cache, make_batch(table, [70], [70]), 1.0, None)
     truth = float64_attention(query, keys, values, 1.0, None)
     torch.testing.assert_close(got.double(), truth, rtol=0, atol=0.05)
 
@@ -155,13 +156,13 @@ def test_attention_with_a_window_needs_no_blocks_before_it(kernels: CpuKernels, 
     cache, table = make_cache([(keys, values)], 16, seed=0)
     query = random(3, 2, 32, dtype=dtype, seed=2)
     batch = make_batch(table, [200], [3])
-    expected = kernels.attention(query, cache, batch, 0.2, 40)
+    expected = attend(kernels, query, cache, batch, 0.2, 40)
     table[0, :9] = table[0, -1] + 10_000_000  # a look there would be far outside the cache
-    assert torch.equal(kernels.attention(query, cache, batch, 0.2, 40), expected)
+    assert torch.equal(attend(kernels, query, cache, batch, 0.2, 40), expected)
 
 
 def test_attention_refuses_head_sizes_it_was_not_made_for(kernels: CpuKernels) -> None:
     for head_dim in (12, 264):
         cache, table = make_cache([(torch.ones(2, 1, head_dim), torch.ones(2, 1, head_dim))], 16, seed=0)
         with pytest.raises(UnsupportedModelError, match=str(head_dim)):
-            kernels.attention(torch.ones(1, 1, head_dim), cache, make_batch(table, [2], [1]), 1.0, None)
+            attend(kernels, torch.ones(1, 1, head_dim), cache, make_batch(table, [2], [1]), 1.0, None)

@@ -15,6 +15,7 @@ import torch
 from quire.errors import DeviceError
 from quire.kernels.cpu import build
 from quire.kernels.cpu.kernels import CpuKernels
+from quire.kernels.ops import Activation
 from quire.kernels.select import select_kernels
 
 needs_compiler = pytest.mark.skipif(
@@ -24,7 +25,7 @@ needs_compiler = pytest.mark.skipif(
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of loaded libraries")
 def test_kernels_run_on_torchs_own_threads(kernels: CpuKernels) -> None:
-    kernels.silu_mul(torch.ones(600, 600))
+    kernels.gate(torch.ones(600, 600), Activation.SILU)
     loaded = set(re.findall(r"\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so\S*", Path("/proc/self/maps").read_text()))
     assert len(loaded) == 1
 
@@ -60,7 +61,8 @@ def test_a_failing_compiler_is_reported_with_its_words(monkeypatch: pytest.Monke
 def test_builds_at_the_same_time_do_not_meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two processes build into one empty folder; both can use the result and only one file is left."""
     code = "import torch; from quire.kernels.select import select_kernels as s; "
-    code += "print(s(torch.device('cpu'), torch.float32, 'cpu').silu_mul(torch.zeros(1, 4)).tolist())"
+    code += "from quire.kernels.ops import Activation as A; "
+    code += "print(s(torch.device('cpu'), torch.float32, 'cpu').gate(torch.zeros(1, 4), A.SILU).tolist())"
     monkeypatch.setenv("QUIRE_HOME", str(tmp_path))
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", code]

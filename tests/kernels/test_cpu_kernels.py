@@ -10,11 +10,18 @@ from hypothesis import strategies as st
 
 from quire.errors import DeviceError, UnsupportedModelError
 from quire.kernels.cpu.kernels import CpuKernels
-from quire.kernels.ops import ExpertWeights, Kernels, LayerCache
+from quire.kernels.ops import Activation, ExpertWeights, Kernels, LayerCache, MoeSpec
+from quire.kernels.weights import Weight
+from tests.decoding import attend
 from tests.kernels.cpu_support import NAN, REFERENCE, assert_close, few_examples, make_batch, make_cache, random
 
+SILU = Activation.SILU
 SMOLLM2_LINEARS = ((960, 576), (576, 576), (3072, 576), (576, 1536))
 ODD_LINEARS = ((1, 2), (33, 70), (47, 98), (100, 514))
+
+
+def packed_weight(kernels: Kernels, weight: torch.Tensor) -> Weight:
+    return kernels.pack(Weight.dense(weight))
 
 
 # linear
@@ -34,19 +41,19 @@ def test_linear_is_close_to_float64(
     depth = 2 * half_depth
     x, weight = random(rows, depth, dtype=dtype, seed=seed), random(columns, depth, dtype=dtype, seed=seed + 1)
     added = random(columns, dtype=dtype, seed=seed + 2) if bias else None
-    got = kernels.linear(x, kernels.pack_linear(weight), added)
+    got = kernels.linear(x, packed_weight(kernels, weight), added)
     assert got.shape == (rows, columns)
     assert got.dtype == dtype
     if rows:
         truth = F.linear(x.double(), weight.double(), None if added is None else added.double())
-        assert_close(got, truth, REFERENCE.linear(x, weight, added))
+        assert_close(got, truth, REFERENCE.linear(x, Weight.dense(weight), added))
 
 
 @pytest.mark.parametrize("shape", SMOLLM2_LINEARS + ODD_LINEARS, ids=str)
 def test_linear_rows_have_the_same_bits_in_any_number(
     kernels: CpuKernels, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
-    weight, bias = kernels.pack_linear(random(*shape, dtype=dtype)), random(shape[0], dtype=dtype, seed=1)
+    weight, bias = packed_weight(kernels, random(*shape, dtype=dtype)), random(shape[0], dtype=dtype, seed=1)
     x = random(512, shape[1], dtype=dtype, seed=2)
     whole = kernels.linear(x, weight, bias)
     for rows in (1, 2, 3, 8, 16, 17, 31, 32, 33, 64, 255):
@@ -55,14 +62,14 @@ def test_linear_rows_have_the_same_bits_in_any_number(
 
 
 def test_linear_rows_do_not_meet(kernels: CpuKernels, dtype: torch.dtype) -> None:
-    weight, x = kernels.pack_linear(random(70, 98, dtype=dtype)), random(50, 98, dtype=dtype, seed=1)
+    weight, x = packed_weight(kernels, random(70, 98, dtype=dtype)), random(50, 98, dtype=dtype, seed=1)
     clean = kernels.linear(x, weight)
     x[::2] = NAN
     assert torch.equal(kernels.linear(x, weight)[1::2], clean[1::2])
 
 
 def test_linear_takes_strided_rows(kernels: CpuKernels, dtype: torch.dtype) -> None:
-    weight, wide = kernels.pack_linear(random(70, 96, dtype=dtype)), random(20, 300, dtype=dtype, seed=1)
+    weight, wide = packed_weight(kernels, random(70, 96, dtype=dtype)), random(20, 300, dtype=dtype, seed=1)
     wide[:, 196:] = NAN
     view = wide[:, 100:196]
     assert torch.equal(kernels.linear(view, weight), kernels.linear(view.contiguous(), weight))
@@ -70,11 +77,11 @@ def test_linear_takes_strided_rows(kernels: CpuKernels, dtype: torch.dtype) -> N
 
 def test_linear_refuses_a_weight_that_was_not_packed(kernels: CpuKernels) -> None:
     with pytest.raises(ValueError, match="not packed"):
-        kernels.linear(torch.ones(2, 6), torch.ones(4, 6))
+        kernels.linear(torch.ones(2, 6), Weight.dense(torch.ones(4, 6)))
     with pytest.raises(ValueError, match="not packed"):
-        kernels.linear(torch.ones(2, 6), kernels.pack_linear(torch.ones(4, 8)))
+        kernels.linear(torch.ones(2, 6), packed_weight(kernels, torch.ones(4, 8)))
     with pytest.raises(UnsupportedModelError, match="even"):
-        kernels.pack_linear(torch.ones(4, 7, dtype=torch.bfloat16))
+        packed_weight(kernels, torch.ones(4, 7, dtype=torch.bfloat16))
 
 
 @given(columns=st.integers(1, 100), half_depth=st.integers(1, 50), data=st.data())
@@ -84,12 +91,12 @@ def test_embedding_reads_plain_and_packed_tables(
 ) -> None:
     table = random(columns, 2 * half_depth, dtype=dtype)
     ids = torch.tensor(data.draw(st.lists(st.integers(0, columns - 1), max_size=20)), dtype=torch.int64)
-    assert torch.equal(kernels.embedding(ids, table), table[ids])
-    assert torch.equal(kernels.embedding(ids, kernels.pack_linear(table)), table[ids])
+    assert torch.equal(kernels.embedding(ids, Weight.dense(table)), table[ids])
+    assert torch.equal(kernels.embedding(ids, packed_weight(kernels, table)), table[ids])
 
 
 def test_embedding_refuses_ids_outside_the_table(kernels: CpuKernels) -> None:
-    packed = kernels.pack_linear(torch.ones(10, 4))
+    packed = packed_weight(kernels, torch.ones(10, 4))
     for wrong in (-1, 10):
         with pytest.raises(IndexError, match="vocabulary of 10"):
             kernels.embedding(torch.tensor([0, wrong]), packed)
@@ -152,9 +159,9 @@ def test_silu_mul_is_close_to_float64(
 ) -> None:
     gate_up = random(rows, 2 * size, dtype=dtype, seed=seed) * spread
     gate, up = gate_up.double().chunk(2, -1)
-    got = kernels.silu_mul(gate_up)
-    assert_close(got, F.silu(gate) * up, REFERENCE.silu_mul(gate_up))
-    assert torch.equal(kernels.silu_mul(gate_up[-1:]), got[-1:])
+    got = kernels.gate(gate_up, SILU)
+    assert_close(got, F.silu(gate) * up, REFERENCE.gate(gate_up, SILU))
+    assert torch.equal(kernels.gate(gate_up[-1:], SILU), got[-1:])
 
 
 def test_sigmoid_mul_is_close_to_float64_and_rows_do_not_meet(kernels: CpuKernels, dtype: torch.dtype) -> None:
@@ -167,11 +174,11 @@ def test_sigmoid_mul_is_close_to_float64_and_rows_do_not_meet(kernels: CpuKernel
 
 def test_silu_is_within_a_few_units_in_the_last_place(kernels: CpuKernels) -> None:
     gate = torch.linspace(-80, 80, 20001)
-    got = kernels.silu_mul(torch.cat((gate, torch.ones_like(gate))).view(1, -1))[0].double()
+    got = kernels.gate(torch.cat((gate, torch.ones_like(gate))).view(1, -1), SILU)[0].double()
     truth = F.silu(gate.double())
     assert ((got - truth).abs() / truth.abs().clamp_min(1e-30)).max() < 6e-7
     ends = torch.tensor([[float("inf"), -1000.0, NAN, 1.0, 1.0, 1.0]])
-    silu = kernels.silu_mul(ends)[0]
+    silu = kernels.gate(ends, SILU)[0]
     assert silu[0] == float("inf")
     assert silu[1] == 0
     assert silu[2].isnan()
@@ -201,23 +208,23 @@ def test_moe_is_close_to_the_reference_and_rows_do_not_meet(
     hidden, inner = 34, 46
     x, router = random(rows, hidden, dtype=dtype), random(rows, num_experts, dtype=dtype, seed=1)
     router[0] = 0.5  # equal scores: the lowest experts
-    plain = ExpertWeights(
-        random(num_experts, 2 * inner, hidden, dtype=dtype, seed=2) / 6,
-        random(num_experts, hidden, inner, dtype=dtype, seed=3) / 6,
-    )
-    packed = ExpertWeights(kernels.pack_linear(plain.gate_up), kernels.pack_linear(plain.down))
-    got = kernels.moe(x, router, packed, top_k, normalize)
-    wide = ExpertWeights(plain.gate_up.double(), plain.down.double())
-    truth = REFERENCE.moe(x.double(), router, wide, top_k, normalize).double()
-    assert_close(got, truth, REFERENCE.moe(x, router, plain, top_k, normalize))
+    spec = MoeSpec(num_experts, top_k, inner, normalize)
+    gate_up = random(num_experts, 2 * inner, hidden, dtype=dtype, seed=2) / 6
+    down = random(num_experts, hidden, inner, dtype=dtype, seed=3) / 6
+    packed = ExpertWeights(packed_weight(kernels, gate_up), packed_weight(kernels, down))
+    got = kernels.moe(x, router, packed, spec)
+    plain = ExpertWeights(Weight.dense(gate_up), Weight.dense(down))
+    wide = ExpertWeights(Weight.dense(gate_up.double()), Weight.dense(down.double()))
+    truth = REFERENCE.moe(x.double(), router, wide, spec).double()
+    assert_close(got, truth, REFERENCE.moe(x, router, plain, spec))
     for row in range(rows):
-        alone = kernels.moe(x[row : row + 1], router[row : row + 1], packed, top_k, normalize)
+        alone = kernels.moe(x[row : row + 1], router[row : row + 1], packed, spec)
         assert torch.equal(alone[0], got[row])
 
 
 def test_one_thread_and_two_give_the_same_bits(kernels: CpuKernels, dtype: torch.dtype, threads: None) -> None:
     x, gate_up = random(200, 576, dtype=dtype), random(200, 1152, dtype=dtype, seed=1)
-    weight, norm = kernels.pack_linear(random(960, 576, dtype=dtype, seed=2)), random(576, dtype=dtype, seed=3)
+    weight, norm = packed_weight(kernels, random(960, 576, dtype=dtype, seed=2)), random(576, dtype=dtype, seed=3)
     cos_sin = random(200, 64, dtype=torch.float32, seed=4)
     side = random(200, 3, 64, dtype=dtype, seed=5)
     cache, table = make_cache([(side, side)], 16, seed=0)
@@ -231,8 +238,8 @@ def test_one_thread_and_two_give_the_same_bits(kernels: CpuKernels, dtype: torch
                 kernels.rms_norm(x, norm, 1e-5),
                 *kernels.add_rms_norm(x, x, norm, 1e-5),
                 kernels.rope(x.view(200, 9, 64), torch.arange(200), cos_sin),
-                kernels.silu_mul(gate_up),
-                kernels.attention(x.view(200, 9, 64), cache, batch, 0.125, None),
+                kernels.gate(gate_up, SILU),
+                attend(kernels, x.view(200, 9, 64), cache, batch, 0.125, None),
             ]
         )
     for one, two in zip(*results, strict=True):
@@ -241,4 +248,4 @@ def test_one_thread_and_two_give_the_same_bits(kernels: CpuKernels, dtype: torch
 
 def test_other_dtypes_are_refused(kernels: CpuKernels) -> None:
     with pytest.raises(DeviceError, match="float16"):
-        kernels.silu_mul(torch.ones(2, 4, dtype=torch.float16))
+        kernels.gate(torch.ones(2, 4, dtype=torch.float16), SILU)

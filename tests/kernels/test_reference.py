@@ -10,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quire.kernels.ops import ExpertWeights, LayerCache
+from quire.kernels.ops import Activation, ExpertWeights, LayerCache, MoeSpec
 from quire.kernels.reference import ReferenceKernels
-from tests.decoding import paged_batch
+from quire.kernels.weights import Weight
+from tests.decoding import attend, paged_batch
 
 kernels = ReferenceKernels()
+SILU = Activation.SILU
 SEEDS = st.integers(0, 10_000)
 
 
@@ -53,17 +55,17 @@ def fill_cache(keys: Tensor, values: Tensor, table: list[int], block_size: int, 
 def test_linear_matches_float64(rows: int, size: int, out: int, seed: int) -> None:
     x, weight, bias = random(rows, size, seed=seed), random(out, size, seed=seed + 1), random(out, seed=seed + 2)
     expected = x.double() @ weight.double().T + bias.double()
-    torch.testing.assert_close(kernels.linear(x, weight, bias).double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(kernels.linear(x, Weight.dense(weight), bias).double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_linear_of_no_rows_is_empty() -> None:
-    assert kernels.linear(torch.empty(0, 8), torch.empty(5, 8)).shape == (0, 5)
+    assert kernels.linear(torch.empty(0, 8), Weight.dense(torch.empty(5, 8))).shape == (0, 5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("size", "out"), [(576, 960), (1536, 576), (33, 50), (96, 7)])
 def test_linear_rows_do_not_depend_on_their_company(dtype: torch.dtype, size: int, out: int) -> None:
-    x, weight = random(300, size).to(dtype), random(out, size, seed=1).to(dtype)
+    x, weight = random(300, size).to(dtype), Weight.dense(random(out, size, seed=1).to(dtype))
     whole = kernels.linear(x, weight)
     for rows in (1, 2, 3, 8, 16, 17, 33, 64, 255):
         assert torch.equal(kernels.linear(x[:rows], weight), whole[:rows])
@@ -112,16 +114,16 @@ def test_silu_mul_matches_float64(rows: int, size: int, scale: float, seed: int)
     x = random(rows, 2 * size, seed=seed, scale=scale)
     gate, up = x.double().chunk(2, -1)
     expected = gate / (1 + (-gate).exp()) * up
-    torch.testing.assert_close(kernels.silu_mul(x).double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(kernels.gate(x, SILU).double(), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_elementwise_rows_do_not_depend_on_their_company(dtype: torch.dtype) -> None:
     x, gate = random(200, 26, scale=4).to(dtype), random(200, 1, seed=1, scale=4).to(dtype)
-    silu, gated = kernels.silu_mul(x), kernels.sigmoid_mul(gate, x)
+    silu, gated = kernels.gate(x, SILU), kernels.sigmoid_mul(gate, x)
     for start in range(0, 200, 3):
         for stop in (start + 1, start + 2, start + 7):
-            assert torch.equal(kernels.silu_mul(x[start:stop]), silu[start:stop])
+            assert torch.equal(kernels.gate(x[start:stop], SILU), silu[start:stop])
             assert torch.equal(kernels.sigmoid_mul(gate[start:stop], x[start:stop]), gated[start:stop])
 
 
@@ -157,7 +159,7 @@ def test_attention_matches_float64(
     table = (order + 1).tolist()
     cache = fill_cache(keys, values, table, block_size, blocks + 5)
     batch = paged_batch([(context - count, count, table)], block_size)
-    got = kernels.attention(query, cache, batch, 0.3, window)
+    got = attend(kernels, query, cache, batch, 0.3, window)
     expected = attention_float64(query, keys, values, context - count, 0.3, window)
     torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
 
@@ -168,7 +170,7 @@ def test_softmax_in_attention_is_stable_at_scores_of_ten_thousand(sign: int) -> 
     keys = torch.tensor([[100.0, 0.0], [100.0, 0.0], [99.0, 0.0]]).view(3, 1, 2) * sign
     values = torch.tensor([[1.0, 0.0], [0.0, 1.0], [5.0, 5.0]]).view(3, 1, 2)
     cache = fill_cache(keys, values, [1], 16, 2)
-    got = kernels.attention(query, cache, paged_batch([(2, 1, [1])], 16), 1.0, None)
+    got = attend(kernels, query, cache, paged_batch([(2, 1, [1])], 16), 1.0, None)
     expected = torch.tensor([0.5, 0.5]) if sign == 1 else torch.tensor([5.0, 5.0])
     torch.testing.assert_close(got[0, 0], expected, atol=1e-5, rtol=0)
 
@@ -182,12 +184,12 @@ def test_attention_has_the_same_bits_for_decode_chunk_and_whole_prompt(dtype: to
     cache = LayerCache(*(torch.full((16, 2, 16, 16), math.nan, dtype=dtype) for _ in range(2)))
     slots = torch.tensor([table[t // 16] * 16 + t % 16 for t in range(context)])
     kernels.write_kv_(keys, values, cache, slots)
-    whole = kernels.attention(query, cache, paged_batch([(0, context, table)], 16), 0.25, window)
+    whole = attend(kernels, query, cache, paged_batch([(0, context, table)], 16), 0.25, window)
     for start in range(0, context, 7):
         for count in (1, 5, 40):
             stop = min(start + count, context)
             batch = paged_batch([(start, stop - start, table)], 16)
-            part = kernels.attention(query[start:stop], cache, batch, 0.25, window)
+            part = attend(kernels, query[start:stop], cache, batch, 0.25, window)
             assert torch.equal(part, whole[start:stop])
 
 
@@ -202,25 +204,27 @@ def test_attention_has_the_same_bits_for_decode_chunk_and_whole_prompt(dtype: to
 def test_moe_matches_float64(rows: int, experts: int, normalize: bool, seed: int, data: st.DataObject) -> None:
     top_k = data.draw(st.integers(1, experts))
     x, logits = random(rows, 8, seed=seed), random(rows, experts, seed=seed + 1)
-    weights = ExpertWeights(random(experts, 12, 8, seed=seed + 2), random(experts, 8, 6, seed=seed + 3))
+    gate_up, down = random(experts, 12, 8, seed=seed + 2), random(experts, 8, 6, seed=seed + 3)
+    weights, spec = ExpertWeights(Weight.dense(gate_up), Weight.dense(down)), MoeSpec(experts, top_k, 6, normalize)
     expected = torch.zeros(rows, 8, dtype=torch.float64)
     for row in range(rows):
         probabilities = logits[row].double().softmax(0)
         chosen = probabilities.argsort(descending=True)[:top_k]
         total = probabilities[chosen].sum() if normalize else 1.0
         for expert in chosen:
-            gate, up = (weights.gate_up[expert].double() @ x[row].double()).chunk(2)
+            gate, up = (gate_up[expert].double() @ x[row].double()).chunk(2)
             hidden = gate / (1 + (-gate).exp()) * up
-            expected[row] += probabilities[expert] / total * (weights.down[expert].double() @ hidden)
-    got = kernels.moe(x, logits, weights, top_k, normalize)
+            expected[row] += probabilities[expert] / total * (down[expert].double() @ hidden)
+    got = kernels.moe(x, logits, weights, spec)
     torch.testing.assert_close(got.double(), expected, atol=1e-4, rtol=1e-5)
     for row in range(min(rows, 3)):
-        alone = kernels.moe(x[row : row + 1], logits[row : row + 1], weights, top_k, normalize)
+        alone = kernels.moe(x[row : row + 1], logits[row : row + 1], weights, spec)
         assert torch.equal(alone[0], got[row])
 
 
 def test_moe_takes_the_lowest_experts_among_equals() -> None:
-    weights = ExpertWeights(random(3, 4, 2), random(3, 2, 2, seed=1))
+    weights = ExpertWeights(Weight.dense(random(3, 4, 2)), Weight.dense(random(3, 2, 2, seed=1)))
+    spec = MoeSpec(num_experts=3, top_k=2, intermediate_size=2, normalize_weights=True)
     x, logits = random(1, 2, seed=2), torch.zeros(1, 3)
-    same = kernels.moe(x, torch.tensor([[0.0, 0.0, -math.inf]]), weights, 2, True)
-    assert torch.equal(kernels.moe(x, logits, weights, 2, True), same)
+    same = kernels.moe(x, torch.tensor([[0.0, 0.0, -math.inf]]), weights, spec)
+    assert torch.equal(kernels.moe(x, logits, weights, spec), same)

@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.bench.jobs import Lengths, TokenSource, random_jobs
 from quire.errors import InvalidRequestError
 from quire.kernels.cpu.kernels import CpuKernels
-from quire.kernels.ops import HeadShape, Int32Array, LayerCache, PagedBatch
+from quire.kernels.ops import AttentionSpec, HeadShape, Int32Array, LayerCache, PagedBatch
 from quire.kernels.reference import ReferenceKernels
 from quire.ladder.contiguous import ContiguousCache
 from quire.ladder.kv_cache import generate_with_kv_cache, print_cache_growth
@@ -63,18 +63,16 @@ def test_attention_is_shared_out_once_a_token_and_not_once_a_layer() -> None:
             asked.append((query_lens.tolist(), context_lens.tolist(), table_rows.tolist(), shape))
             return {"lengths": context_lens}
 
-        def attention(
-            self, query: Tensor, cache: LayerCache, batch: PagedBatch, scale: float, sliding_window: int | None
-        ) -> Tensor:
+        def attention(self, query: Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec) -> Tensor:
             assert batch.work is not None
             seen.append(batch.work["lengths"].tolist())
-            return super().attention(query, cache, batch, scale, sliding_window)
+            return super().attention(query, cache, batch, spec)
 
     asked: list[Any] = []
     seen: list[list[int]] = []
     decoder = random_decoder(SPECS["llama"], Sharing(), torch.float32)
     generate_with_kv_cache(decoder, PROMPT, 3)
-    shape = decoder.layers[0].attention.shape
+    shape = decoder.spec.heads
     assert asked == [([7], [7], [0], shape), ([1], [8], [0], shape), ([1], [9], [0], shape)]
     assert seen == [[length] for length in (7, 8, 9) for _ in decoder.layers]
 
@@ -93,7 +91,7 @@ def test_the_key_length_grows_by_one_per_token(decoder: Decoder) -> None:
 
     generate_with_kv_cache(decoder, PROMPT, 12, on_cache=note)
     spec = decoder.spec
-    assert shapes[0] == [spec.num_kv_heads, len(PROMPT), spec.head_dim]
+    assert shapes[0] == [spec.heads.num_kv_heads, len(PROMPT), spec.heads.head_dim]
     assert all(after[1] == before[1] + 1 for before, after in pairwise(shapes))
     assert all([after[0], after[2]] == [before[0], before[2]] for before, after in pairwise(shapes))
     assert len(shapes) == 12

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from quire.errors import QuireError
-from quire.models.checkpoint import open_checkpoint
+from quire.models.load import open_checkpoint
 
 Damage = Callable[[bytes], bytes]
 

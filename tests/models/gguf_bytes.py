@@ -6,7 +6,8 @@ import math
 import struct
 from dataclasses import dataclass, field
 
-from quire.models.gguf_quants import BLOCK_LAYOUTS, TYPE_NAMES
+from quire.kernels.formats import FORMATS
+from quire.models.gguf_types import TYPE_NAMES
 
 TYPE_IDS = {name: number for number, name in TYPE_NAMES.items()}
 
@@ -45,7 +46,7 @@ class Tensor:
     def content(self) -> bytes:
         if self.data is not None:
             return self.data
-        layout = BLOCK_LAYOUTS[TYPE_NAMES[self.type_id]]
+        layout = FORMATS[TYPE_NAMES[self.type_id]]
         return bytes(math.prod(self.shape) // layout.num_elements * layout.num_bytes)
 
 

@@ -40,7 +40,7 @@ def test_the_older_way_of_writing_rope_means_the_same(tmp_path: Path) -> None:
     old = read_config(write(tmp_path, rope_theta=5e5, rope_scaling={"rope_type": "llama3", **scaling}))
     new = read_config(write(tmp_path, rope_parameters={"rope_theta": 5e5, "rope_type": "llama3", **scaling}))
     assert old == new
-    assert old.rope == RopeSpec(5e5, "llama3", 8.0, 256, low_freq_factor=1.0, high_freq_factor=4.0)
+    assert old.layers[0].rope == RopeSpec(5e5, "llama3", 8.0, 256, low_freq_factor=1.0, high_freq_factor=4.0)
 
 
 def test_yarn_extends_the_longest_sequence(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_yarn_extends_the_longest_sequence(tmp_path: Path) -> None:
 def test_an_absent_window_is_the_familys_and_null_is_none(tmp_path: Path) -> None:
     mistral = {"architectures": ["MistralForCausalLM"]}
     windows = [
-        read_config(write(tmp_path, **mistral, sliding_window=value)).layers[0].sliding_window
+        read_config(write(tmp_path, **mistral, sliding_window=value)).layers[0].attention.sliding_window
         for value in ("absent", None, 77)
     ]
     assert windows == [4096, None, 77]

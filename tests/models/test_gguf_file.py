@@ -8,6 +8,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from gguf.quants import dequantize as gguf_dequantize
@@ -16,9 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import ModelFormatError, QuireError, UnsupportedModelError
-from quire.models.checkpoint import chunks_of, open_checkpoint
+from quire.kernels.formats import FORMATS
+from quire.models.checkpoint import chunks_of
 from quire.models.gguf_file import read_gguf
-from quire.models.gguf_quants import BLOCK_LAYOUTS, OTHER_TYPES, TYPE_NAMES, dequantize
+from quire.models.gguf_types import OTHER_TYPES, TYPE_NAMES
+from quire.models.load import open_checkpoint
 from tests.models.corruption import Damage, check_open_and_read, damages
 from tests.models.gguf_bytes import TYPE_IDS, Gguf, Tensor, array, pair, text, u16, u32
 
@@ -56,10 +59,16 @@ def small_model() -> Gguf:
     return Gguf(pairs, tensors)
 
 
+def expand(data: npt.NDArray[np.generic], dtype: str) -> torch.Tensor:
+    """The numbers of whole blocks, flat."""
+    return FORMATS[dtype].expand(torch.from_numpy(np.frombuffer(data.tobytes(), np.uint8).copy())).view(-1)
+
+
 def test_layouts_and_type_numbers_are_those_of_the_gguf_package() -> None:
     for number, name in {**TYPE_NAMES, **OTHER_TYPES}.items():
         assert gguf.GGMLQuantizationType[name].value == number
-    for name, layout in BLOCK_LAYOUTS.items():
+    for name in TYPE_NAMES.values():
+        layout = FORMATS[name]
         sizes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
         assert (layout.num_elements, layout.num_bytes) == sizes
     known = TYPE_NAMES.keys() | OTHER_TYPES.keys()
@@ -133,7 +142,7 @@ def test_dequantised_values_equal_those_of_gguf(dtype: str) -> None:
     kind = gguf.GGMLQuantizationType[dtype]
     data = gguf_quantize(numbers, kind)
     expected = gguf_dequantize(data, kind).reshape(-1)
-    result = dequantize(bytearray(data.tobytes()), dtype)
+    result = expand(data, dtype)
     assert torch.equal(result.float(), torch.from_numpy(expected))
 
 
@@ -141,13 +150,13 @@ def test_dequantised_values_equal_those_of_gguf(dtype: str) -> None:
 def test_dequantised_k_quants_equal_those_of_gguf(dtype: str) -> None:
     random = np.random.default_rng(2)
     # More than one call's worth, with a rest.
-    blocks = random.integers(0, 256, (2**17 // 256 + 5, BLOCK_LAYOUTS[dtype].num_bytes), dtype=np.uint8)
+    blocks = random.integers(0, 256, (2**17 // 256 + 5, FORMATS[dtype].num_bytes), dtype=np.uint8)
     for place in K_QUANTS[dtype]:
         scales = random.uniform(-2, 2, len(blocks)).astype(np.float16)
         blocks[:, place : place + 2] = scales.view(np.uint8).reshape(-1, 2)
     expected = gguf_dequantize(blocks, gguf.GGMLQuantizationType[dtype]).reshape(-1)
     assert np.isfinite(expected).all()
-    assert torch.equal(dequantize(bytearray(blocks.tobytes()), dtype), torch.from_numpy(expected))
+    assert torch.equal(expand(blocks, dtype), torch.from_numpy(expected))
 
 
 @given(st.lists(st.integers(1, 9), max_size=4).map(tuple), st.integers(1, 40))
@@ -167,7 +176,7 @@ def test_chunks_cover_a_shape_once_in_order_and_within_the_limit(shape: tuple[in
 @pytest.mark.parametrize("dtype", ["Q4_1", "Q6_K", "F16"])
 @pytest.mark.parametrize("shape", [(3, 300, 1024), (2, 2**19 + 1024)])
 def test_tensors_larger_than_a_chunk_are_read_whole(tmp_path: Path, dtype: str, shape: tuple[int, ...]) -> None:
-    layout = BLOCK_LAYOUTS[dtype]
+    layout = FORMATS[dtype]
     num_bytes = int(np.prod(shape)) // layout.num_elements * layout.num_bytes
     # Small bytes make small float16 scales, so nothing overflows.
     data = np.random.default_rng(3).integers(0, 50, num_bytes, dtype=np.uint8)
@@ -345,8 +354,8 @@ def test_faults_of_split_models_are_named(tmp_path: Path) -> None:
 def test_without_the_gguf_package_other_types_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(QuireError, match=r'pip install "quire\[gguf\]"'):
-        dequantize(bytearray(210), "Q6_K")
-    assert dequantize(bytearray(20), "Q4_1").tolist() == [0.0] * 32
+        expand(np.zeros(210, np.uint8), "Q6_K")
+    assert expand(np.zeros(20, np.uint8), "Q4_1").tolist() == [0.0] * 32
 
 
 SMALL = small_model().build()
@@ -368,3 +377,12 @@ def test_a_damaged_file_is_read_or_refused_and_nothing_else(
 
 def test_the_undamaged_file_is_read(tmp_path: Path) -> None:
     assert check_open_and_read(save(tmp_path, small_model()))
+
+
+def test_a_tensor_can_be_had_as_it_is_stored(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(save(tmp_path, small_model()))
+    for name, info in checkpoint.tensors.items():
+        stored = checkpoint.read_stored(name)
+        assert stored.dtype == torch.uint8
+        assert stored.nbytes == info.num_bytes == info.format.nbytes(info.shape)
+        assert torch.equal(info.format.expand(stored).float(), checkpoint.read(name))

@@ -15,8 +15,7 @@ from quire.config import EngineConfig
 from quire.errors import DeviceError, ModelFormatError
 from quire.kernels.reference import ReferenceKernels
 from quire.models import load
-from quire.models.checkpoint import open_checkpoint
-from quire.models.load import Progress, load_decoder, open_model
+from quire.models.load import Progress, load_decoder, open_checkpoint, open_model
 from quire.models.sources import resolve
 
 CPU = torch.device("cpu")
@@ -39,7 +38,7 @@ def folder(original: Path, tmp_path: Path) -> Path:
 
 def load_weights(folder: Path, dtype: torch.dtype, progress: Progress | None = None) -> dict[str, torch.Tensor]:
     decoder = load_decoder(open_model(folder), ReferenceKernels(), dtype, CPU, progress=progress)
-    return dict(decoder.named_parameters())
+    return {name: weight.tensor for name, weight in decoder.weights.items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -134,4 +133,4 @@ def test_weights_on_a_gpu_are_those_on_the_cpu(
     here = load_weights(original, dtype)
     monkeypatch.setattr("quire.models.checkpoint._MAX_STAGED_BYTES", 4096)  # each buffer is used again and again
     decoder = load_decoder(open_model(original), ReferenceKernels(), dtype, torch.device("cuda"))
-    assert all(torch.equal(there.cpu(), here[name]) for name, there in decoder.named_parameters())
+    assert all(torch.equal(there.tensor.cpu(), here[name]) for name, there in decoder.weights.items())

@@ -16,7 +16,7 @@ from tests.models.gguf_bytes import TYPE_IDS, Gguf, Tensor
 MEASURE = """
 import sys, torch
 from pathlib import Path
-from quire.models.checkpoint import open_checkpoint
+from quire.models.load import open_checkpoint
 
 def resident(kind):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import ModelFormatError, UnsupportedModelError
-from quire.models.checkpoint import open_checkpoint
+from quire.models.load import open_checkpoint
 from tests.models.corruption import Damage, check_open_and_read, damages
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "export_npy.py"

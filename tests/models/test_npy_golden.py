@@ -35,7 +35,8 @@ def test_the_decoder_matches_the_scripts_own_logits(exported: Path) -> None:
 
 def test_the_exported_model_has_the_promised_sizes(exported: Path) -> None:
     spec = open_model(exported).spec
-    sizes = (spec.num_layers, spec.num_heads, spec.hidden_size, spec.intermediate_size, spec.vocab_size)
+    mlp = spec.layers[0].mlp
+    sizes = (spec.num_layers, spec.heads.num_heads, spec.hidden_size, mlp.intermediate_size, spec.vocab_size)
     assert sizes == (2, 4, 256, 1024, 16384)
 
 

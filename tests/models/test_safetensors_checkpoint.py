@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from quire.errors import ModelFormatError, UnsupportedModelError
-from quire.models.checkpoint import open_checkpoint
 from quire.models.files import parse_json, read_json, safe_member
+from quire.models.load import open_checkpoint
 from tests.models.corruption import Damage, check_open_and_read, damages
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

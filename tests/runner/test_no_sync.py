@@ -24,16 +24,12 @@ from tests.runner.test_sampler import mixed_jobs
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from quire.kernels.triton.sampler_ops import SamplerKernels
+from quire.kernels.triton.kernels import TritonKernels
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 VOCAB = 8193 if ON_GPU else 301
 JOBS = mixed_jobs(VOCAB, random.Random(1))
-
-
-class DeviceKernels(SamplerKernels, ReferenceKernels):  # type: ignore[misc]
-    """The sampler's own kernels, and plain torch for what it doesn't need."""
 
 
 @contextmanager
@@ -56,7 +52,7 @@ def twice_without_waiting(function: Callable[[], object]) -> None:
 
 
 def on_device(jobs: list[Job]) -> Batch:
-    return make_batch(jobs, VOCAB, DeviceKernels(), device=DEVICE)
+    return make_batch(jobs, VOCAB, TritonKernels(), device=DEVICE)
 
 
 def draw(batch: Batch, logits: Tensor) -> SampledTokens:
@@ -126,7 +122,7 @@ def test_scores() -> None:
     logits[3] = logits[3].round()
     tokens = torch.arange(len(logits), device=DEVICE)
     num_top = [i % 6 for i in range(len(logits))]
-    kernels = DeviceKernels()
+    kernels = TritonKernels()
     part = PromptPart("a", slice(2, 90), 1, 3, 5)
     rows = torch.zeros(2, 100, dtype=torch.int64, device=DEVICE)
 
@@ -148,7 +144,7 @@ def test_admission() -> None:
     params = SamplingParams(logit_bias={1: 1.0, 5: -2.0}, allowed_token_ids=(1, 2, 3))
     words = ResolvedTokens(((1, 2), (3, 4, 5)))
     admission = Admission("a", 0, (1,), 1, (), 0, 0, params, 0, (2,), 0.0, resolved=words)
-    sampler = Sampler(1, VOCAB, DeviceKernels(), DEVICE)
+    sampler = Sampler(1, VOCAB, TritonKernels(), DEVICE)
     twice_without_waiting(lambda: sampler.admit(admission))
     prepared = {type(feature): feature.prepared.get(0) for feature in sampler._features}
     assert prepared[AllowedTokens].tolist() == [1, 2, 3]

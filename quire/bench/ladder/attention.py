@@ -28,7 +28,7 @@ FLOAT32_ON_GPU = (
 def compare_attention(llm: LLM, settings: ClimbSettings, clock: Clock) -> Table:
     """One layer's attention over a whole prompt."""
     decoder = llm.engine.decoder
-    spec, device = decoder.spec, decoder.embedding.device
+    heads, device = decoder.spec.heads, decoder.device
     backends: list[Kernels] = [ReferenceKernels()]
     if decoder.kernels.name != "reference":
         backends.append(decoder.kernels)
@@ -37,7 +37,7 @@ def compare_attention(llm: LLM, settings: ClimbSettings, clock: Clock) -> Table:
         ways = attention_ways(decoder, backends, tokens)
         rows += _measure_length(decoder, ways, tokens, settings.repeats, clock)
     note = (
-        f"One layer of {spec.num_heads} heads ({spec.num_kv_heads} for keys and values) of {spec.head_dim}, "
+        f"One layer of {heads.num_heads} heads ({heads.num_kv_heads} for keys and values) of {heads.head_dim}, "
         f"{settings.repeats} repeats after a first run. The kernels find their batch laid out, as an engine does once "
         "for all layers. Memory is the most that was held beyond the inputs."
     )
@@ -50,14 +50,14 @@ def compare_attention(llm: LLM, settings: ClimbSettings, clock: Clock) -> Table:
 def _measure_length(
     decoder: Decoder, ways: Mapping[str, Attend], tokens: int, repeats: int, clock: Clock
 ) -> Iterable[Row]:
-    spec, device = decoder.spec, decoder.embedding.device
+    heads, device = decoder.spec.heads, decoder.device
     generator = torch.Generator().manual_seed(tokens)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(decoder.dtype).to(device)
 
-    query = draw(tokens, spec.num_heads, spec.head_dim)
-    keys, values = (draw(spec.num_kv_heads, tokens, spec.head_dim) for _ in range(2))
+    query = draw(tokens, heads.num_heads, heads.head_dim)
+    keys, values = (draw(heads.num_kv_heads, tokens, heads.head_dim) for _ in range(2))
     # GPUs may round float32 factors to fewer bits before they multiply them.
     tolerance = 1e-4 if decoder.dtype == torch.float32 and device.type == "cpu" else 0.03
     expected = slowest = None

@@ -13,20 +13,20 @@ from collections.abc import Callable
 from struct import Struct
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from quire.errors import DeviceError, UnsupportedModelError
 from quire.kernels.cpu.build import load_library
-from quire.kernels.filters import filter_rows_
-from quire.kernels.ops import ExpertWeights, HeadShape, Int32Array, LayerCache, PagedBatch, TokenScores
-from quire.kernels.reference import gather_inputs, qkv_to_cache_, route, sigmoid
-from quire.kernels.repeats import match_lengths
-from quire.kernels.scores import score_tokens
+from quire.kernels.formats import Format
+from quire.kernels.ops import Activation, AttentionSpec, LayerCache, PagedBatch
+from quire.kernels.reference import ReferenceKernels
+from quire.kernels.weights import Part, Weight
 
 _MAX_HEAD_DIM = 256
 _LOG2_E = math.log2(math.e)
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_PACKED = {dtype: Format(f"cpu_packed_{name}", 1, dtype.itemsize) for dtype, name in _DTYPES.items()}
+"""As many numbers as in a plain matrix, in the order in which `linear` reads them."""
 
 # The fields of each function's struct in C++: P pointer, q int64, f float, i int.
 _pack_arguments = Struct("PPqqi").pack
@@ -46,12 +46,8 @@ _Function = Callable[[bytes], None]
 _threads = torch.get_num_threads
 
 
-class CpuKernels:
-    """C++ kernels on torch's threads. Meets `quire.kernels.ops.Kernels`.
-
-    A packed weight is a tensor [out, in / 2, 2] in bfloat16 and [out, in, 1] in float32: as many numbers as
-    the loaded one, in another order. `embedding` takes such a weight too, so tied ones need to be held once.
-    """
+class CpuKernels(ReferenceKernels):
+    """C++ kernels on torch's threads. Meets `quire.kernels.ops.Kernels`."""
 
     name = "cpu"
 
@@ -67,7 +63,7 @@ class CpuKernels:
         self._rms_norm = _functions(library, "rms_norm")
         self._add_rms_norm = _functions(library, "add_rms_norm")
         self._rope = _functions(library, "rope")
-        self._silu_mul = _functions(library, "silu_mul")
+        self._gates = {Activation.SILU: _functions(library, "silu_mul")}
         self._attention = _functions(library, "attention")
         self._write_kv = _function(library, "quire_write_kv")
         self._gumbel_argmax = _function(library, "quire_gumbel_argmax")
@@ -77,49 +73,57 @@ class CpuKernels:
             self._linear[torch.bfloat16] = _function(library, "quire_linear_amx")
             self._attention[torch.bfloat16] = _function(library, "quire_attention_amx")
 
-    def pack_linear(self, weight: Tensor) -> Tensor:
-        """[out, in] as above; stacked weights [experts, out, in] become one such tensor per expert, stacked."""
-        *experts, columns, depth = weight.shape
-        step = 2 if weight.dtype == torch.bfloat16 else 1
-        if depth % step:
-            raise UnsupportedModelError(f"A bfloat16 weight on the CPU needs an even input size, not {depth}.")
-        weight = weight.contiguous()
-        packed = weight.new_empty(*experts, columns, depth // step, step)
-        pack = self._pack[weight.dtype]
-        for plain, target in zip(weight.view(-1, columns, depth), packed.view(-1, columns, depth), strict=True):
-            pack(_pack_arguments(plain.data_ptr(), target.data_ptr(), columns, depth, _threads()))
-        return packed
+    def pack(self, weight: Weight) -> Weight:
+        """Parts of plain numbers into the layout of `linear`; parts in other formats stay."""
+        return Weight(weight.shape, tuple(self._packed(part) for part in weight.parts))
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        shape, dtype = weight.shape, x.dtype
+    def _packed(self, part: Part) -> Part:
+        if part.format.dtype is None:
+            return part
+        stored = part.tensors[0].contiguous()
+        columns, depth = stored.shape[-2:]
+        if stored.dtype == torch.bfloat16 and depth % 2:
+            raise UnsupportedModelError(f"A bfloat16 weight on the CPU needs an even input size, not {depth}.")
+        packed = torch.empty_like(stored)
+        pack = self._pack[stored.dtype]
+        for plain, target in zip(stored.view(-1, columns, depth), packed.view(-1, columns, depth), strict=True):
+            pack(_pack_arguments(plain.data_ptr(), target.data_ptr(), columns, depth, _threads()))
+        return Part(_PACKED[stored.dtype], (packed,), part.rows)
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        dtype = x.dtype
+        function = self._linear[dtype]
+        is_packed = weight.format is _PACKED[dtype]
+        if not is_packed and not weight.is_dense:
+            return super().linear(x, weight, bias, out)
         rows, depth = x.shape
-        if len(shape) != 3 or shape[1] * shape[2] != depth or weight.dtype != dtype:
-            raise ValueError(f"weight {tuple(shape)} {weight.dtype} was not packed for x {tuple(x.shape)} {dtype}")
-        columns = shape[0]
+        columns, inner_size = weight.shape
+        if not is_packed or inner_size != depth:
+            raise ValueError(f"the weight {weight.shape} was not packed for x {tuple(x.shape)} {dtype}")
         stride, inner = x.stride()
         if inner != 1:
             x = x.contiguous()
             stride = depth
-        out = x.new_empty(rows, columns)
-        bias_address = 0 if bias is None else bias.data_ptr()
-        self._linear[dtype](
-            _linear_arguments(
-                x.data_ptr(), stride, weight.data_ptr(), bias_address, out.data_ptr(), rows, columns, depth, _threads()
-            )
-        )
+        if out is None:
+            out = x.new_empty(rows, columns)
+        function(_linear_arguments(
+            x.data_ptr(), stride, weight.tensor.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
+            rows, columns, depth, _threads(),
+        ))  # fmt: skip
         return out
 
-    def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
-        if weight.dim() == 2:
-            return F.embedding(token_ids, weight)
-        columns, steps, step = weight.shape
-        rows, depth = token_ids.shape[0], steps * step
+    def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
+        table = weight.tensor
+        if weight.format is not _PACKED.get(table.dtype):
+            return super().embedding(token_ids, weight)
+        columns, depth = weight.shape
+        rows = token_ids.shape[0]
         ids = token_ids.long().contiguous()
         if rows and not 0 <= int(ids.min()) <= int(ids.max()) < columns:
             raise IndexError(f"a token id is outside the vocabulary of {columns}")
-        out = weight.new_empty(rows, depth)
-        self._unpack_rows[weight.dtype](
-            _unpack_rows_arguments(weight.data_ptr(), ids.data_ptr(), out.data_ptr(), rows, columns, depth, _threads())
+        out = table.new_empty(rows, depth)
+        self._unpack_rows[table.dtype](
+            _unpack_rows_arguments(table.data_ptr(), ids.data_ptr(), out.data_ptr(), rows, columns, depth, _threads())
         )
         return out
 
@@ -128,38 +132,20 @@ class CpuKernels:
         shape = x.shape
         out = x.new_empty(shape)
         inner = shape[1] if len(shape) == 3 else 1
-        self._rms_norm[x.dtype](
-            _rms_norm_arguments(
-                x.data_ptr(),
-                x.stride(0),
-                inner,
-                weight.data_ptr(),
-                out.data_ptr(),
-                shape[0] * inner,
-                shape[-1],
-                eps,
-                _threads(),
-            )
-        )
+        self._rms_norm[x.dtype](_rms_norm_arguments(
+            x.data_ptr(), x.stride(0), inner, weight.data_ptr(), out.data_ptr(),
+            shape[0] * inner, shape[-1], eps, _threads(),
+        ))  # fmt: skip
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         x, residual = x.contiguous(), residual.contiguous()
         out, total = torch.empty_like(x), torch.empty_like(x)
         rows, size = x.shape
-        self._add_rms_norm[x.dtype](
-            _add_rms_norm_arguments(
-                x.data_ptr(),
-                residual.data_ptr(),
-                weight.data_ptr(),
-                out.data_ptr(),
-                total.data_ptr(),
-                rows,
-                size,
-                eps,
-                _threads(),
-            )
-        )
+        self._add_rms_norm[x.dtype](_add_rms_norm_arguments(
+            x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), total.data_ptr(),
+            rows, size, eps, _threads(),
+        ))  # fmt: skip
         return out, total
 
     def rope(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
@@ -167,88 +153,35 @@ class CpuKernels:
         x = _with_whole_rows(x)
         positions = positions.long().contiguous()
         out = x.new_empty(rows, heads, head_dim)
-        self._rope[x.dtype](
-            _rope_arguments(
-                x.data_ptr(),
-                x.stride(0),
-                positions.data_ptr(),
-                cos_sin.data_ptr(),
-                out.data_ptr(),
-                rows,
-                heads,
-                head_dim,
-                _threads(),
-            )
-        )
+        self._rope[x.dtype](_rope_arguments(
+            x.data_ptr(), x.stride(0), positions.data_ptr(), cos_sin.data_ptr(), out.data_ptr(),
+            rows, heads, head_dim, _threads(),
+        ))  # fmt: skip
         return out
 
-    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self.silu_mul(self.linear(x, weight, bias))
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        functions = self._gates.get(activation)
+        if functions is None:
+            return super().gate(gate_up, activation)
         rows, width = gate_up.shape
         gate_up = _with_whole_rows(gate_up)
         out = gate_up.new_empty(rows, width // 2)
-        self._silu_mul[gate_up.dtype](
+        functions[gate_up.dtype](
             _silu_mul_arguments(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, width // 2, _threads())
         )
         return out
-
-    def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
-        return sigmoid(gate).to(x.dtype) * x
 
     def write_kv_(self, keys: Tensor, values: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
         rows, heads, head_dim = keys.shape
         keys, values = _with_whole_rows(keys), _with_whole_rows(values)
         item = keys.element_size()
-        self._write_kv(
-            _write_kv_arguments(
-                keys.data_ptr(),
-                keys.stride(0) * item,
-                values.data_ptr(),
-                values.stride(0) * item,
-                cache.keys.data_ptr(),
-                cache.values.data_ptr(),
-                slot_mapping.data_ptr(),
-                rows,
-                heads,
-                cache.keys.shape[2],
-                head_dim * item,
-                _threads(),
-            )
-        )
+        self._write_kv(_write_kv_arguments(
+            keys.data_ptr(), keys.stride(0) * item, values.data_ptr(), values.stride(0) * item,
+            cache.keys.data_ptr(), cache.values.data_ptr(), slot_mapping.data_ptr(),
+            rows, heads, cache.keys.shape[2], head_dim * item, _threads(),
+        ))  # fmt: skip
 
-    def qkv_to_cache_(
-        self,
-        qkv: Tensor,
-        shape: HeadShape,
-        norms: tuple[Tensor, Tensor] | None,
-        eps: float,
-        positions: Tensor,
-        cos_sin: Tensor | None,
-        cache: LayerCache,
-        slot_mapping: Tensor,
-    ) -> Tensor:
-        return qkv_to_cache_(self, qkv, shape, norms, eps, positions, cos_sin, cache, slot_mapping)
-
-    def gather_inputs(
-        self, token_rows: Tensor, positions: Tensor, token_ids: Tensor, block_tables: Tensor, block_size: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return gather_inputs(token_rows, positions, token_ids, block_tables, block_size)
-
-    def attention_work(
-        self, query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array, shape: HeadShape
-    ) -> dict[str, Int32Array]:
-        return {}
-
-    def attention(
-        self,
-        query: Tensor,
-        cache: LayerCache,
-        batch: PagedBatch,
-        scale: float,
-        sliding_window: int | None,
-    ) -> Tensor:
+    def attention(self, query: Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec) -> Tensor:
         rows, num_heads, head_dim = query.shape
         if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
             raise UnsupportedModelError(
@@ -258,51 +191,14 @@ class CpuKernels:
         keys = cache.keys
         _, kv_heads, block_size, _ = keys.shape
         block_tables = batch.block_tables.contiguous()
-        num_sequences, max_blocks = len(batch.table_rows), block_tables.shape[1]
         out = query.new_empty(rows, num_heads, head_dim)
-        self._attention[query.dtype](
-            _attention_arguments(
-                query.data_ptr(),
-                query.stride(0),
-                keys.data_ptr(),
-                cache.values.data_ptr(),
-                batch.query_start.data_ptr(),
-                batch.context_lens.data_ptr(),
-                block_tables.data_ptr(),
-                batch.table_rows.data_ptr(),
-                out.data_ptr(),
-                num_sequences,
-                max_blocks,
-                num_heads,
-                kv_heads,
-                head_dim,
-                block_size,
-                sliding_window or 0,
-                scale * _LOG2_E,
-                _threads(),
-            )
-        )
+        self._attention[query.dtype](_attention_arguments(
+            query.data_ptr(), query.stride(0), keys.data_ptr(), cache.values.data_ptr(),
+            batch.query_start.data_ptr(), batch.context_lens.data_ptr(), block_tables.data_ptr(),
+            batch.table_rows.data_ptr(), out.data_ptr(), len(batch.table_rows), block_tables.shape[1],
+            num_heads, kv_heads, head_dim, block_size, spec.sliding_window or 0, spec.scale * _LOG2_E, _threads(),
+        ))  # fmt: skip
         return out
-
-    def moe(
-        self, x: Tensor, router_logits: Tensor, experts: ExpertWeights, top_k: int, normalize_weights: bool
-    ) -> Tensor:
-        weights, chosen = route(router_logits, top_k, normalize_weights)
-        # One sort groups the rows by expert; stable, so an expert's rows stay in their order.
-        by_expert = chosen.flatten().sort(stable=True)
-        rows = by_expert.indices // top_k
-        weights = weights.flatten()[by_expert.indices].unsqueeze(1)
-        counts = torch.bincount(by_expert.values, minlength=router_logits.shape[1]).tolist()
-        gathered = x[rows]
-        output = torch.zeros_like(x, dtype=torch.float32)
-        start = 0
-        for expert, count in enumerate(counts):  # ascending: the order of additions in every row
-            if count:
-                part = slice(start, start + count)
-                hidden = self.silu_mul(self.linear(gathered[part], experts.gate_up[expert]))
-                output[rows[part]] += self.linear(hidden, experts.down[expert]).float() * weights[part]
-                start += count
-        return output.to(x.dtype)
 
     def gumbel_argmax(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         rows, size = logits.shape
@@ -310,29 +206,11 @@ class CpuKernels:
             raise TypeError(f"logits {logits.dtype}, temperature {temperature.dtype}, keys {keys.dtype}")
         logits, temperature, keys = _with_whole_rows(logits), temperature.contiguous(), keys.contiguous()
         out, flags = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.int32)
-        self._gumbel_argmax(
-            _gumbel_argmax_arguments(
-                logits.data_ptr(),
-                logits.stride(0),
-                temperature.data_ptr(),
-                keys.data_ptr(),
-                out.data_ptr(),
-                flags.data_ptr(),
-                rows,
-                size,
-                _threads(),
-            )
-        )
+        self._gumbel_argmax(_gumbel_argmax_arguments(
+            logits.data_ptr(), logits.stride(0), temperature.data_ptr(), keys.data_ptr(), out.data_ptr(),
+            flags.data_ptr(), rows, size, _threads(),
+        ))  # fmt: skip
         return out, flags
-
-    def filter_rows_(self, logits: Tensor, rows: Tensor, limits: Tensor) -> None:
-        filter_rows_(self, logits, rows, limits)
-
-    def match_lengths(self, tokens: Tensor, lengths: Tensor, breaks: Tensor | None, most: int) -> Tensor:
-        return match_lengths(tokens, lengths, breaks, most)
-
-    def score_tokens(self, logits: Tensor, token_ids: Tensor, num_top: int) -> TokenScores:
-        return score_tokens(logits, token_ids, num_top)
 
     def top_values(self, x: Tensor, k: int) -> Tensor:
         rows, size = x.shape

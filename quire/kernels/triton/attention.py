@@ -4,8 +4,8 @@ Keys are walked in tiles of KEY_TILE, and tiles are grouped into splits of SPLIT
 runs along from tile to tile; the splits' results are merged in order. Both numbers are constants, so a query's
 bits don't depend on how many queries are computed with it or on which program computes which split:
 
-- `_decode_kernel` gives each split of a sequence with few queries to a program of its own; the last one to
-  finish merges them. It walks a list of (sequence, split) pairs, so its grid does not depend on the lengths.
+- `_decode_kernel` gives each split of a sequence with one query, or hardly more, to a program of its own; the last
+  one to finish merges them. It walks a list of (sequence, split) pairs, so its grid does not depend on the lengths.
 - `_prefill_kernel` gives each tile of queries to one program, which walks all splits one after the other.
 
 The two use different tensor-core instructions (mma for 16 rows, wgmma for 64), which add in the same order. What
@@ -20,29 +20,19 @@ import math
 from collections.abc import Mapping
 from functools import cache
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from quire.kernels.ops import HeadShape, Int32Array, LayerCache
+from quire.kernels.ops import AttentionSpec, LayerCache
+from quire.kernels.triton.attention_work import DECODE_ROWS, KEY_TILE, MAX_PARTIALS, PREFILL_ROWS, SPLIT_TILES
 from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
 
-KEY_TILE = 64
-SPLIT_TILES = 8
-SPLIT = KEY_TILE * SPLIT_TILES
-FEW_ROWS = 16
-"""Sequences with at most so many (query, head) rows per key head are attended split by split."""
-MANY_ROWS = 64
 _ONES = 16
-_FEW_REGISTERS = 128
+_DECODE_REGISTERS = 128
 """Per thread, for four programs on a multiprocessor at once."""
-_ENTRY = 8
-"""Numbers per item of work."""
-MAX_PARTIALS = 1 << 16
-"""Splits that wait to be merged in one step, at most."""
 
 
 @triton.jit
@@ -263,91 +253,13 @@ def _prefill_kernel(
     _store_output(out, output, total, first_row, rows, num_queries, kv_head, num_heads, GROUP, D, D_PAD)
 
 
-def attention_work(
-    query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array, shape: HeadShape, num_programs: int
-) -> dict[str, Int32Array]:
-    """The lists the two kernels walk: `few` for sequences with few queries, `many` for the others."""
-    first_rows = np.zeros_like(query_lens)
-    np.cumsum(query_lens[:-1], out=first_rows[1:])
-    group = shape.num_heads // shape.num_kv_heads
-    is_few = query_lens * group <= FEW_ROWS
-    work = {}
-    if is_few.all():
-        work["few"] = _work_of_few(first_rows, query_lens, context_lens, table_rows, shape.num_kv_heads, num_programs)
-        return work
-    rest = ~is_few
-    work["many"] = _work_of_many(first_rows[rest], query_lens[rest], context_lens[rest], table_rows[rest], group)
-    if is_few.any():
-        chosen = first_rows[is_few], query_lens[is_few], context_lens[is_few], table_rows[is_few]
-        work["few"] = _work_of_few(*chosen, shape.num_kv_heads, num_programs)
-    return work
-
-
-def _work_of_few(
-    first_rows: Int32Array,
-    query_lens: Int32Array,
-    context_lens: Int32Array,
-    table_rows: Int32Array,
-    num_kv_heads: int,
-    num_programs: int,
-) -> Int32Array:
-    splits = -(-context_lens // SPLIT)
-    # Where there is work for everyone, a sequence is not divided: that saves writing and merging partial results.
-    fair_share = int(context_lens.sum()) * num_kv_heads // num_programs
-    pieces = np.where(context_lens <= 2 * fair_share, 1, splits)
-    if pieces.max() == 1:
-        owner = np.argsort(-context_lens, kind="stable")  # long ones first: the last to start should be short
-        first_split, end_split, first_partial = np.zeros_like(owner), splits[owner], np.zeros_like(splits)
-        num_partials = 0
-    else:
-        owner = np.repeat(np.arange(len(pieces)), pieces)
-        first_split = np.arange(len(owner)) - (np.cumsum(pieces) - pieces)[owner]
-        end_split = np.where(pieces[owner] == 1, splits[owner], first_split + 1)
-        lengths = np.minimum(end_split * SPLIT, context_lens[owner]) - first_split * SPLIT
-        order = np.argsort(-lengths, kind="stable")
-        owner, first_split, end_split = owner[order], first_split[order], end_split[order]
-        partials = np.where(pieces > 1, splits, 0)
-        first_partial = np.cumsum(partials) - partials
-        num_partials = int(partials.sum())
-    entries = max(len(owner), -(-num_programs // num_kv_heads))
-    work = np.zeros((1 + entries, _ENTRY), dtype=np.int32)
-    work[0, :2] = len(owner), num_partials
-    filled = work[1 : 1 + len(owner)]
-    filled[:, 0] = first_partial[owner]
-    filled[:, 1] = first_split
-    filled[:, 2] = first_rows[owner]
-    filled[:, 3] = query_lens[owner]
-    filled[:, 4] = context_lens[owner]
-    filled[:, 5] = table_rows[owner]
-    filled[:, 6] = end_split
-    return work
-
-
-def _work_of_many(
-    first_rows: Int32Array, query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array, num_groups: int
-) -> Int32Array:
-    tiles = -(-query_lens * num_groups // MANY_ROWS)
-    owner = np.repeat(np.arange(len(tiles)), tiles)
-    first = (np.arange(len(owner)) - (np.cumsum(tiles) - tiles)[owner]) * MANY_ROWS
-    last_position = (context_lens - query_lens)[owner] + first // num_groups
-    order = np.argsort(-last_position, kind="stable")
-    owner, first = owner[order], first[order]
-    work = np.zeros((len(owner), _ENTRY), dtype=np.int32)
-    for field, values in enumerate((None, None, first_rows, query_lens, context_lens, table_rows)):
-        if values is not None:
-            work[:, field] = values[owner]
-    work[:, 0] = first
-    return work
-
-
 def attention(
     query: Tensor,
     cache: LayerCache,
     block_tables: Tensor,
     work: Mapping[str, Tensor],
     num_partials: int,
-    scale: float,
-    sliding_window: int | None,
+    spec: AttentionSpec,
 ) -> Tensor:
     """Attention of query [rows, num_heads, head_dim]; rows that are in no list of `work` stay unwritten.
 
@@ -357,35 +269,35 @@ def attention(
     _, num_heads, head_dim = query.shape
     num_kv_heads, block_size = cache.keys.shape[1], cache.keys.shape[2]
     strides = block_tables.stride(0), cache.keys.stride(0), cache.keys.stride(1)
-    numbers = scale * math.log2(math.e), sliding_window or 0
+    numbers = spec.scale * math.log2(math.e), spec.sliding_window or 0
     d_pad = max(16, triton.next_power_of_2(head_dim))
     shape = num_heads // num_kv_heads, head_dim, d_pad, block_size
     tensors = query, out, cache.keys, cache.values, block_tables
-    window = sliding_window is not None
+    window = spec.sliding_window is not None
     wide = cache.keys.numel() >= 1 << 31  # numbers of 32 bits take half the registers
-    few, many = work.get("few"), work.get("many")
-    if many is not None and len(many):
+    decode, prefill = work.get("decode"), work.get("prefill")
+    if prefill is not None and len(prefill):
         warps = 4 if d_pad <= 128 else 8
-        _prefill_kernel[(len(many), num_kv_heads)](
-            *tensors, many, *strides, *numbers, num_heads, *shape,
-            MANY_ROWS, KEY_TILE, SPLIT_TILES, window, _ONES, 2, wide, USE_PDL,
+        _prefill_kernel[(len(prefill), num_kv_heads)](
+            *tensors, prefill, *strides, *numbers, num_heads, *shape,
+            PREFILL_ROWS, KEY_TILE, SPLIT_TILES, window, _ONES, 2, wide, USE_PDL,
             num_warps=warps, **ROUND_ALWAYS, **LAUNCH,
         )  # fmt: skip
-    if few is not None and len(few) > 1:
-        programs = min((len(few) - 1) * num_kv_heads, most_programs(query.device))
+    if decode is not None and len(decode) > 1:
+        programs = min((len(decode) - 1) * num_kv_heads, most_programs(query.device))
         _decode_kernel[(programs,)](
-            *tensors, few, *partial_results(query, num_kv_heads, num_partials, d_pad),
+            *tensors, decode, *partial_results(query, num_kv_heads, num_partials, d_pad),
             counters(query.device, num_kv_heads),
             *strides, *numbers, num_heads, num_kv_heads, *shape,
-            FEW_ROWS, KEY_TILE, SPLIT_TILES, window, _ONES, 2, wide, USE_PDL,
-            num_warps=4, maxnreg=_FEW_REGISTERS if d_pad <= 128 else None, **ROUND_ALWAYS, **LAUNCH,
+            DECODE_ROWS, KEY_TILE, SPLIT_TILES, window, _ONES, 2, wide, USE_PDL,
+            num_warps=4, maxnreg=_DECODE_REGISTERS if d_pad <= 128 else None, **ROUND_ALWAYS, **LAUNCH,
         )  # fmt: skip
     return out
 
 
 def partial_results(query: Tensor, num_kv_heads: int, num_partials: int, d_pad: int) -> tuple[Tensor, Tensor]:
     """Memory for the outputs and the (maximum, total) of splits that wait to be merged."""
-    slots = max(num_partials, 1) * num_kv_heads * FEW_ROWS
+    slots = max(num_partials, 1) * num_kv_heads * DECODE_ROWS
     return (
         torch.empty(slots * d_pad, dtype=torch.float32, device=query.device),
         torch.empty(slots * 2, dtype=torch.float32, device=query.device),

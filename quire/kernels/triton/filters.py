@@ -23,9 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.launch import LAUNCH, USE_PDL, begin
-from quire.kernels.triton.shapes import ALIGNMENT, next_power_of_2
+from quire.kernels.triton.sampling import higher
+from quire.kernels.triton.shapes import ALIGNMENT, CHUNK, next_power_of_2
 
-CHUNK = 4096
 _CAPACITY = 4 * CHUNK
 """The most scores that are collected."""
 _NUM_LIMITS = tl.constexpr(7)
@@ -48,11 +48,6 @@ def _ring(i):
 
 
 @triton.jit
-def _higher(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
 def _scale_kernel(
     logits, rows, limits, figures, stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
@@ -64,7 +59,7 @@ def _scale_kernel(
     score = tl.div_rn(score, tl.load(limits + i * _NUM_LIMITS))
     tl.store(own, score, mask=column < VOCAB)
     place = i * tl.num_programs(1) + tl.program_id(1)
-    tl.store(figures + place * _NUM_FIGURES, tl.reduce(score, 0, _higher))
+    tl.store(figures + place * _NUM_FIGURES, tl.reduce(score, 0, higher))
 
 
 @triton.jit
@@ -72,7 +67,7 @@ def _highest(figures, i, chunks, CHUNKS: tl.constexpr):
     """The row's highest score; NaN if it has one."""
     chunk = tl.arange(0, CHUNKS)
     each = tl.load(figures + (i * chunks + chunk) * _NUM_FIGURES, mask=chunk < chunks, other=_NEVER)
-    return tl.reduce(each, 0, _higher)
+    return tl.reduce(each, 0, higher)
 
 
 @triton.jit

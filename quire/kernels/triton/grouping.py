@@ -17,11 +17,11 @@ from torch import Tensor
 from quire.kernels.triton.launch import LAUNCH, USE_PDL, begin
 from quire.kernels.triton.shapes import next_power_of_2
 
-_FEW_PAIRS = 512
+_UNCOUNTED_PAIRS = 512
 """So many every program counts for itself; of more, kernels before it make a table."""
 
-_FEW_CHUNK, _CHUNK = 64, 128
-"""Pairs of one program, where they are few and where they are many."""
+_SMALL_CHUNK, _CHUNK = 64, 128
+"""Pairs of one program, without such a table and with it."""
 
 _TABLE_ROWS, _TABLE_COLUMNS = 128, 16
 _LISTED_TILES = 32
@@ -131,8 +131,8 @@ def group_pairs(expert_ids: Tensor, num_experts: int, rows: int, width: int) -> 
     device = expert_ids.device
     experts, counts = (torch.empty(bound, dtype=torch.int32, device=device) for _ in range(2))
     order = torch.empty(bound * width, dtype=torch.int32, device=device)
-    is_counted = pairs > _FEW_PAIRS
-    chunk = _CHUNK if is_counted else _FEW_CHUNK
+    is_counted = pairs > _UNCOUNTED_PAIRS
+    chunk = _CHUNK if is_counted else _SMALL_CHUNK
     chunks = triton.cdiv(pairs, chunk)
     block = next_power_of_2(num_experts)
     table = expert_ids  # not read where nothing was counted

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.ops import HeadNorms, HeadShape, LayerCache
 from quire.kernels.triton.launch import LAUNCH, USE_PDL, begin
 from quire.kernels.triton.shapes import as_rows, next_power_of_2, num_warps, row_stride
 
@@ -96,47 +97,37 @@ def _qkv_to_cache_kernel(
         tl.store(keys + place + D // 2, second, mask=owned)
 
 
-def qkv_to_cache(
+def qkv_to_cache_(
     qkv: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    query_norm: Tensor | None,
-    key_norm: Tensor | None,
-    eps: float,
-    positions: Tensor | None,
-    cos_sin: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    shape: HeadShape,
+    norms: HeadNorms | None,
+    positions: Tensor,
+    cos_sin: Tensor | None,
+    cache: LayerCache,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """The rotated query [rows, num_heads, head_dim] of qkv [rows, (num_heads + 2 * num_kv_heads) * head_dim]; the
-    rotated keys and the values go to their slots of keys and values [blocks, kv_heads, block_size, head_dim].
-
-    Heads are normed where there are norms, and rotated by `cos_sin[positions]` (float32 [max_position, head_dim])
-    where there are positions. A row whose slot is negative is written to no cache.
-    """
-    if (query_norm is None) != (key_norm is None):
-        raise ValueError("query_norm and key_norm come together or not at all.")
+    """`Kernels.qkv_to_cache_`. A row whose slot is negative is written to no cache."""
+    keys, values = cache.keys, cache.values
     if keys.stride() != values.stride() or keys.stride(3) != 1:
         raise ValueError(f"Keys and values need one layout, heads in one piece: {keys.stride()}, {values.stride()}.")
     source = as_rows(qkv)
     rows = source.shape[0]
+    num_heads, num_kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     query = torch.empty(rows, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if rows == 0:
         return query
     heads = min(_MAX_HEADS, next_power_of_2(num_kv_heads))
     half = next_power_of_2(head_dim // 2)
     tiles = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
+    # What the flags say is not there is not read.
+    angles = qkv if cos_sin is None else cos_sin
+    query_norm, key_norm, eps = (angles, angles, 0.0) if norms is None else norms
     _qkv_to_cache_kernel[(rows, tiles)](
-        source,
-        cos_sin if query_norm is None else query_norm,  # not read where there is none
-        cos_sin if key_norm is None else key_norm,
-        slot_mapping if positions is None else positions,
-        cos_sin, slot_mapping, query, keys, values,
+        source, query_norm, key_norm, slot_mapping if cos_sin is None else positions, angles, slot_mapping,
+        query, keys, values,
         row_stride(source), keys.stride(0), keys.stride(1), keys.stride(2), eps,
         num_heads, num_kv_heads, head_dim, half, heads, keys.shape[2],
-        query_norm is not None, positions is not None, USE_PDL,
+        norms is not None, cos_sin is not None, USE_PDL,
         num_warps=num_warps(2 * heads * half), **LAUNCH,
     )  # fmt: skip
     return query

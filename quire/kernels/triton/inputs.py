@@ -34,7 +34,7 @@ def _gather_inputs_kernel(
 def gather_inputs(
     token_rows: Tensor, positions: Tensor, token_ids: Tensor, block_tables: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids, positions and slots, int64 each, of the tokens at (row, position), int32 each."""
+    """`Kernels.gather_inputs`."""
     count = len(token_rows)
     out = torch.empty(3, count, dtype=torch.int64, device=token_rows.device)
     ids, places, slots = out.unbind()

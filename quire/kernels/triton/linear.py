@@ -15,18 +15,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.activations import silu
 from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
+from quire.kernels.triton.rowwise import silu
 
-FEW_ROWS = 32
+MEMORY_BOUND_ROWS = 32
 """Up to here the time is that of reading the weights."""
-SEVERAL_ROWS = 256
+MEDIUM_ROWS = 256
 SMALLEST_BATCH = 16
 """Below this cuBLAS turns to other algorithms, which add in another order: fewer rows are padded, and outputs of our
 kernel have room for that."""
 _SMALL_WEIGHT = 7 << 20
 _LARGE_WEIGHT = 16 << 20
-_HEAD = 65536
+VOCABULARY_SIZE = 65536
+"""A weight with so many outputs is taken for the head: it is applied to the rows that sample only."""
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -112,11 +113,11 @@ class Tile(NamedTuple):
 def tile_of(rows: int, weight: Tensor, silu_mul: bool) -> Tile:
     """The quickest of those tried on an H200 (docs/performance.md, attempt 11)."""
     size = weight.shape[0]
-    if rows <= FEW_ROWS:
+    if rows <= MEMORY_BOUND_ROWS:
         # A large weight should be read once, with nothing beside it; a small one by many programs.
         is_large = weight.numel() >= _LARGE_WEIGHT
         block = next((block for block in (8, 16) if rows <= block), 32) if is_large else 16
-        if size >= _HEAD:
+        if size >= VOCABULARY_SIZE:
             return Tile(max(block, 16), 32, 128, 4, 4)
         if size <= 512:  # a router
             return Tile(block, 16, 256, 4, 4)
@@ -124,7 +125,7 @@ def tile_of(rows: int, weight: Tensor, silu_mul: bool) -> Tile:
             block = block if rows <= 16 else 32
             return Tile(block, 64, 128, 4, 4) if size < 24576 else Tile(block, 128, 128, 3, 4)
         return Tile(block, 64, 128, 6, 4)
-    if rows <= SEVERAL_ROWS:
+    if rows <= MEDIUM_ROWS:
         if silu_mul and rows > 128:
             return Tile(128, 64, 64, 4, 4)
         if silu_mul or size > 1024:
@@ -136,6 +137,6 @@ def tile_of(rows: int, weight: Tensor, silu_mul: bool) -> Tile:
 def is_quicker_than_cublas(rows: int, weight: Tensor) -> bool:
     """Our kernel overlaps with its neighbours and cuBLAS doesn't; cuBLAS is quicker at long inner dimensions and at
     much arithmetic. Measured on an H200 (docs/performance.md, attempts 7 and 11)."""
-    if rows <= FEW_ROWS:
+    if rows <= MEMORY_BOUND_ROWS:
         return weight.shape[1] <= 4096
-    return rows <= SEVERAL_ROWS and weight.numel() <= _SMALL_WEIGHT
+    return rows <= MEDIUM_ROWS and weight.numel() <= _SMALL_WEIGHT

@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from quire.kernels.triton.activations import silu
 from quire.kernels.triton.grouping import Tiles, group_pairs
 from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
+from quire.kernels.triton.rowwise import silu
 from quire.kernels.triton.shapes import as_rows, next_power_of_2, row_stride
 
 _COMBINE_BLOCK = 1024

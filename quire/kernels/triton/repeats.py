@@ -36,9 +36,7 @@ def _match_kernel(
 
 
 def match_lengths(tokens: Tensor, lengths: Tensor, breaks: Tensor | None, most: int) -> Tensor:
-    """int32 [rows, size]: for each place of int64 tokens [rows, size] before the last of the row's `lengths` (int64
-    [rows]), how many tokens up to it are also the row's last ones: none that `breaks` (bool [rows, size]) marks, and
-    at most `most`. 0 at all other places."""
+    """`Kernels.match_lengths`."""
     tokens = tokens.contiguous()
     rows, size = tokens.shape
     out = torch.empty(rows, size, dtype=torch.int32, device=tokens.device)

@@ -16,14 +16,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
+from quire.kernels.ops import HAS_NAN, NOTHING_LEFT
 from quire.kernels.triton.launch import INTERPRETED, LAUNCH, USE_PDL, begin
-from quire.kernels.triton.shapes import as_rows, next_power_of_2, row_stride
-
-HAS_NAN, NOTHING_LEFT = 1, 2
-"""Flags of a row that could not choose a token."""
-
-CHUNK = 4096
-"""Tokens of one program."""
+from quire.kernels.triton.shapes import CHUNK, as_rows, next_power_of_2, row_stride
 
 _HAS_NAN, _NOTHING_LEFT = tl.constexpr(HAS_NAN), tl.constexpr(NOTHING_LEFT)
 _NO_ID = tl.constexpr(2**31 - 1)
@@ -71,7 +66,8 @@ def _gumbel(token_ids, first_key, second_key):
 
 
 @triton.jit
-def _higher(a, b):
+def higher(a, b):
+    """The maximum, or NaN if either is; for other kernels' use too."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -79,7 +75,7 @@ def _higher(a, b):
 def _highest(scores):
     """The maximum, or NaN if there is one. (The interpreter would take a second for the first way.)"""
     if _COMPILED:
-        found = tl.reduce(scores, 0, _higher)
+        found = tl.reduce(scores, 0, higher)
     else:
         found = tl.where(tl.max((scores != scores).to(tl.int32), 0) > 0, float("nan"), tl.max(scores, 0))
     return found
@@ -182,8 +178,7 @@ def _keep_between_kernel(x, low, high, stride, SIZE: tl.constexpr, BLOCK: tl.con
 
 
 def gumbel_argmax(logits: Tensor, temperature: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens int64 [rows] and flags int32 [rows] of logits [rows, vocab] in float32, bfloat16 or float16, float32
-    temperatures [rows] and int32 keys [rows, 2]. The lowest id wins among equals."""
+    """`Kernels.gumbel_argmax`, of logits in bfloat16 or float16 too."""
     logits = as_rows(logits)
     rows, vocab_size = logits.shape
     best, best_ids = _partial_results(logits)
@@ -238,17 +233,8 @@ def sample_rows(
     return out, flags
 
 
-def top_values(x: Tensor, k: int) -> Tensor:
-    """The k largest numbers of each row of float32 x [rows, size], descending. Values alone are the same whichever
-    of equal ones is taken, so torch's selection is exact."""
-    if k > x.shape[1]:
-        raise ValueError(f"A row of {x.shape[1]} numbers has no {k} largest.")
-    return x.topk(k, sorted=True).values
-
-
 def keep_between_(x: Tensor, low: Tensor, high: Tensor) -> None:
-    """Numbers of float32 x [rows, size] below their row's low [rows] or above its high [rows] become minus infinity.
-    A limit that is NaN is none."""
+    """`Kernels.keep_between_`."""
     if x.stride(1) != 1 or low.dtype != x.dtype or high.dtype != x.dtype:
         raise ValueError(f"Rows must lie in one piece and limits be {x.dtype}, not {low.dtype} and {high.dtype}.")
     rows, size = x.shape

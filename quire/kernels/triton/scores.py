@@ -13,15 +13,10 @@ from torch import Tensor
 
 from quire.kernels.ops import TokenScores
 from quire.kernels.triton.launch import LAUNCH, USE_PDL, begin
-from quire.kernels.triton.shapes import as_rows, row_stride
+from quire.kernels.triton.sampling import higher
+from quire.kernels.triton.shapes import CHUNK, as_rows, row_stride
 
-_CHUNK = 4096
 _NEVER = tl.constexpr(float("-inf"))
-
-
-@triton.jit
-def _higher(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -36,8 +31,8 @@ def _score_kernel(
     each = tl.full([BLOCK], _NEVER, tl.float32)
     for start in range(0, VOCAB, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        each = _higher(each, tl.load(own + column, mask=column < VOCAB, other=_NEVER))
-    highest = tl.reduce(each, 0, _higher)
+        each = higher(each, tl.load(own + column, mask=column < VOCAB, other=_NEVER))
+    highest = tl.reduce(each, 0, higher)
     sums = tl.zeros([BLOCK], tl.float32)
     before = tl.zeros([BLOCK], tl.int32)
     for start in range(0, VOCAB, BLOCK):
@@ -54,7 +49,7 @@ def _score_kernel(
 
 
 def score_tokens(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenScores:
-    """How likely int64 token_ids [rows] and the `num_top` likeliest tokens are under float32 logits [rows, vocab]."""
+    """`Kernels.score_tokens`."""
     logits = as_rows(logits)
     rows, vocab_size = logits.shape
     totals, logprobs = logits.new_empty(rows, 2), logits.new_empty(rows)
@@ -62,7 +57,7 @@ def score_tokens(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenScores
     if rows:
         _score_kernel[(rows,)](
             logits, token_ids.contiguous(), totals, logprobs, ranks, row_stride(logits),
-            vocab_size, _CHUNK, USE_PDL, num_warps=16, **LAUNCH,
+            vocab_size, CHUNK, USE_PDL, num_warps=16, **LAUNCH,
         )  # fmt: skip
     top_ids = likeliest(logits, num_top)
     top_logprobs = logits.gather(1, top_ids) - totals[:, :1] - totals[:, 1:]

@@ -13,6 +13,9 @@ from torch import Tensor
 ALIGNMENT = 16
 """Bytes; the widest load of one thread."""
 
+CHUNK = 4096
+"""Tokens of the vocabulary that one program takes, or takes at a time."""
+
 
 def as_rows(x: Tensor) -> Tensor:
     """x as [rows, size], a view where it can be one, its numbers side by side and its base aligned."""

@@ -11,8 +11,9 @@ from functools import cache
 
 import torch
 
-from quire.kernels.ops import HeadShape, LayerCache
-from quire.kernels.triton.attention import attention, attention_work, num_multiprocessors
+from quire.kernels.ops import AttentionSpec, HeadShape, LayerCache
+from quire.kernels.triton.attention import attention, num_multiprocessors
+from quire.kernels.triton.attention_work import attention_work
 from quire.kernels.triton.launch import HAS_GLUON
 from quire.kernels.triton.linear import linear
 
@@ -38,20 +39,20 @@ def are_exact(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _same_products(device: torch.device, dtype: torch.dtype) -> bool:
-    from quire.kernels.triton.one_row import one_row_linear
+    from quire.kernels.triton.single_row_linear import single_row_linear
 
     x, weight = _random(1, 512, device=device, dtype=dtype), _random(64, 512, device=device, dtype=dtype)
     for silu_mul in (False, True):
         expected = linear(x, weight, silu_mul=silu_mul)
         found = torch.empty_like(expected)
-        one_row_linear(x, weight, None, found, silu_mul)
+        single_row_linear(x, weight, None, found, silu_mul)
         if not torch.equal(found, expected):
             return False
     return True
 
 
 def _same_attention(device: torch.device, dtype: torch.dtype) -> bool:
-    from quire.kernels.triton.few_sequences import few_sequences_attention
+    from quire.kernels.triton.small_batch_attention import small_batch_attention
 
     lengths = torch.tensor([1, 100, 700], dtype=torch.int32)
     per_row = -(-int(lengths.max()) // _BLOCK_SIZE)
@@ -64,8 +65,8 @@ def _same_attention(device: torch.device, dtype: torch.dtype) -> bool:
     rows = torch.arange(len(lengths), dtype=torch.int32).numpy()
     lists = attention_work(torch.ones_like(lengths).numpy(), lengths.numpy(), rows, _HEADS, 1024)
     work = {name: torch.from_numpy(values).to(device) for name, values in lists.items()}
-    arguments = query, cache, tables, work, len(work["few"]), _HEADS.head_dim**-0.5, None
-    found = few_sequences_attention(*arguments, num_multiprocessors(device))
+    arguments = query, cache, tables, work, len(work["decode"]), AttentionSpec(_HEADS, _HEADS.head_dim**-0.5)
+    found = small_batch_attention(*arguments, num_multiprocessors(device))
     return torch.equal(found, attention(*arguments))
 
 

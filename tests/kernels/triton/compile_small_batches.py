@@ -17,8 +17,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from quire.kernels.triton.few_sequences import _few_sequences_kernel
-from quire.kernels.triton.one_row import _one_row_kernel
+from quire.kernels.triton.single_row_linear import _single_row_kernel
+from quire.kernels.triton.small_batch_attention import _small_batch_kernel
 
 ATTENTION_TYPES = {
     **dict.fromkeys(("query", "out", "keys", "values"), "*bf16"),
@@ -62,10 +62,10 @@ def main() -> None:
     for head_dim, group, window, wide in ((128, 2, False, False), (64, 16, True, True)):
         constants = {"GROUP": group, "D": head_dim, "BLOCK_SIZE": 16, "KEYS": 64, "SPLIT": 512}
         constants |= {"WINDOW": window, "WIDE": wide, "PDL": True}
-        found[f"attention {head_dim}"] = resources(_few_sequences_kernel, ATTENTION_TYPES, constants, 8)
+        found[f"attention {head_dim}"] = resources(_small_batch_kernel, ATTENTION_TYPES, constants, 8)
     for inner, silu_mul, ahead in ((3072, False, 8), (1024, True, 4)):
         constants = {"K": inner, "HAS_BIAS": True, "SILU_MUL": silu_mul, "CHUNK": 128, "AHEAD": ahead, "WARPS": 2}
-        found[f"product {inner}"] = resources(_one_row_kernel, PRODUCT_TYPES, constants | {"PDL": True}, 2)
+        found[f"product {inner}"] = resources(_single_row_kernel, PRODUCT_TYPES, constants | {"PDL": True}, 2)
     json.dump(found, sys.stdout)
 
 

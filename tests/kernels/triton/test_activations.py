@@ -18,7 +18,7 @@ from tests.kernels.triton.support import (
     random,
 )
 
-from quire.kernels.triton.activations import sigmoid_mul, silu_mul  # isort: skip  (after the check for Triton)
+from quire.kernels.triton.rowwise import sigmoid_mul, silu_mul  # isort: skip  (after the check for Triton)
 
 pytestmark = MARKS
 

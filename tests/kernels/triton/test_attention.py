@@ -13,10 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests import decoding
 from tests.kernels.triton.support import DEVICE, DTYPES, MARKS, NAN, ON_GPU, drawn, in_graph, random
 
-from quire.kernels.ops import HeadShape, LayerCache, PagedBatch  # isort: skip  (after the check for Triton)
-from quire.kernels.triton import attention as module  # isort: skip
+from quire.kernels.ops import AttentionSpec, HeadShape, LayerCache, PagedBatch  # isort: skip  (after the check)
+from quire.kernels.triton.attention import attention  # isort: skip
+from quire.kernels.triton import attention_work as module  # isort: skip
 from quire.kernels.triton.kernels import TritonKernels  # isort: skip
 
 pytestmark = MARKS
@@ -76,7 +78,7 @@ def truth_of(query: Tensor, cache: LayerCache, batch: PagedBatch, window: int | 
 
 
 def attend(query: Tensor, cache: LayerCache, batch: PagedBatch, window: int | None = None) -> Tensor:
-    return KERNELS.attention(query, cache, batch, query.shape[2] ** -0.5, window)
+    return decoding.attend(KERNELS, query, cache, batch, query.shape[2] ** -0.5, window)
 
 
 @drawn
@@ -142,7 +144,7 @@ def test_the_work_may_be_shared_out_in_any_way() -> None:
             counts, np.array(lengths, np.int32), np.arange(5, dtype=np.int32), shape, programs
         )
         work = {name: torch.from_numpy(values).to(DEVICE) for name, values in lists.items()}
-        found.append(module.attention(query, cache, batch.block_tables, work, 64, 0.125, None))
+        found.append(attention(query, cache, batch.block_tables, work, 64, AttentionSpec(shape, 0.125)))
     assert all(torch.equal(out, found[0]) for out in found)
     assert torch.equal(attend(query, cache, batch), found[0])
 
@@ -161,27 +163,27 @@ def test_the_lists_cover_everything_once(
     shape = HeadShape(*heads, 64)
     work = module.attention_work(queries, lengths, np.arange(len(queries), dtype=np.int32), shape, programs)
     group = heads[0] // heads[1]
-    few, many = work.get("few", np.zeros((1, 8), np.int32)), work.get("many", np.zeros((0, 8), np.int32))
+    decode, prefill = work.get("decode", np.zeros((1, 8), np.int32)), work.get("prefill", np.zeros((0, 8), np.int32))
     splits: dict[int, list[int]] = {}
     partials: set[int] = set()
-    for where, first, _, count, length, row, end, _ in few[1 : 1 + few[0, 0]].tolist():
+    for where, first, _, count, length, row, end, _ in decode[1 : 1 + decode[0, 0]].tolist():
         assert (count, length) == (queries[row], lengths[row])
         splits.setdefault(row, []).extend(range(first, end))
         if end - first < -(-length // module.SPLIT):
             assert end == first + 1
             assert where + first not in partials
             partials.add(where + first)
-    assert partials == set(range(few[0, 1]))
+    assert partials == set(range(decode[0, 1]))
     tiles: dict[int, list[int]] = {}
-    for first, _, _, count, length, row, _, _ in many.tolist():
+    for first, _, _, count, length, row, _, _ in prefill.tolist():
         assert (count, length) == (queries[row], lengths[row])
         tiles.setdefault(row, []).append(first)
     for row, (count, length) in enumerate(zip(queries.tolist(), lengths.tolist(), strict=True)):
         if row in splits:
-            assert count * group <= module.FEW_ROWS
+            assert count * group <= module.DECODE_ROWS
             assert sorted(splits[row]) == list(range(-(-length // module.SPLIT)))
         else:
-            assert sorted(tiles[row]) == list(range(0, count * group, module.MANY_ROWS))
+            assert sorted(tiles[row]) == list(range(0, count * group, module.PREFILL_ROWS))
     assert len(splits) + len(tiles) == len(queries)
 
 

@@ -19,7 +19,8 @@ from tests.kernels.triton.support import (
     random,
 )
 
-from quire.kernels.triton.heads import qkv_to_cache  # isort: skip  (after the check for Triton)
+from quire.kernels.ops import HeadNorms, HeadShape, LayerCache  # isort: skip  (after the check for Triton)
+from quire.kernels.triton.heads import qkv_to_cache_  # isort: skip
 
 pytestmark = MARKS
 EPS, BLOCK_SIZE, MAX_POSITION = 1e-6, 16, 300
@@ -38,13 +39,13 @@ def make_angles(head_dim: int) -> Tensor:
     return torch.cat((angles.cos(), angles.sin()), -1)
 
 
-def truth_of(heads: Tensor, norm: Tensor | None, positions: Tensor | None, cos_sin: Tensor) -> Tensor:
+def truth_of(heads: Tensor, norm: Tensor | None, positions: Tensor, cos_sin: Tensor | None) -> Tensor:
     """In float64, but rounded to the dtype where the single steps do."""
     wide = heads.double()
     if norm is not None:
         wide = (wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt()).to(heads.dtype).double()
         wide = (wide * norm.double()).to(heads.dtype).double()
-    if positions is None:
+    if cos_sin is None:
         return wide
     cos, sin = cos_sin[positions].double().unsqueeze(1).chunk(2, -1)
     first, second = wide.chunk(2, -1)
@@ -69,13 +70,12 @@ def test_heads_are_those_of_the_single_steps(
     num_heads, num_kv_heads, head_dim = shape
     qkv = random(rows, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype, seed=rows)
     query_norm, key_norm = (random(head_dim, dtype=dtype, seed=seed) if normed else None for seed in (1, 2))
-    positions = torch.arange(rows, device=DEVICE) * 50 + 3 if rotated else None
-    cos_sin = make_angles(head_dim)
+    norms = None if query_norm is None or key_norm is None else HeadNorms(query_norm, key_norm, EPS)
+    positions = torch.arange(rows, device=DEVICE) * 50 + 3
+    cos_sin = make_angles(head_dim) if rotated else None
     slots = torch.randperm(rows + BLOCK_SIZE, generator=torch.Generator().manual_seed(rows))[:rows].to(DEVICE)
     keys, values = make_cache(rows, num_kv_heads, head_dim, dtype)
-    query = qkv_to_cache(
-        qkv, num_heads, num_kv_heads, head_dim, query_norm, key_norm, EPS, positions, cos_sin, keys, values, slots
-    )
+    query = qkv_to_cache_(qkv, HeadShape(*shape), norms, positions, cos_sin, LayerCache(keys, values), slots)
     q, k, v = qkv.view(rows, -1, head_dim).split((num_heads, num_kv_heads, num_kv_heads), 1)
     for got, heads, norm in ((query, q, query_norm), (in_slots(keys, slots), k, key_norm)):
         truth = truth_of(heads, norm, positions, cos_sin)
@@ -93,14 +93,13 @@ def test_heads_are_those_of_the_single_steps(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_is_alone(dtype: torch.dtype) -> None:
     rows, num_heads, num_kv_heads, head_dim = max(ROW_COUNTS), 4, 2, 64
-    norms = random(2, head_dim, dtype=dtype, seed=4)
+    norms = HeadNorms(*random(2, head_dim, dtype=dtype, seed=4), EPS)
     cos_sin = make_angles(head_dim)
 
     def rotate(qkv: Tensor, positions: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         keys, values = make_cache(rows, num_kv_heads, head_dim, dtype)
-        query = qkv_to_cache(
-            qkv, num_heads, num_kv_heads, head_dim, norms[0], norms[1], EPS, positions, cos_sin, keys, values, slots
-        )
+        shape, cache = HeadShape(num_heads, num_kv_heads, head_dim), LayerCache(keys, values)
+        query = qkv_to_cache_(qkv, shape, norms, positions, cos_sin, cache, slots)
         return query, in_slots(keys, slots), in_slots(values, slots)
 
     qkv = random(rows, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
@@ -112,10 +111,10 @@ def test_a_row_is_alone(dtype: torch.dtype) -> None:
 def test_padding_rows_write_nothing_and_caches_may_be_views() -> None:
     num_heads, num_kv_heads, head_dim = 4, 2, 64
     qkv = random(3, (num_heads + 2 * num_kv_heads) * head_dim, dtype=torch.float32)
-    cos_sin = make_angles(head_dim)
     both = torch.full((2, 3, num_kv_heads, BLOCK_SIZE, head_dim), UNWRITTEN, device=DEVICE).transpose(0, 1)
     slots = torch.tensor([-1, 20, -1], device=DEVICE)
-    qkv_to_cache(qkv, num_heads, num_kv_heads, head_dim, None, None, EPS, None, cos_sin, both[:, 0], both[:, 1], slots)
+    shape, cache = HeadShape(num_heads, num_kv_heads, head_dim), LayerCache(both[:, 0], both[:, 1])
+    qkv_to_cache_(qkv, shape, None, slots, None, cache, slots)
     heads = qkv.view(3, -1, head_dim)
     assert torch.equal(both[1, 0, :, 4], heads[1, num_heads : num_heads + num_kv_heads])
     assert torch.equal(both[1, 1, :, 4], heads[1, num_heads + num_kv_heads :])
@@ -123,10 +122,8 @@ def test_padding_rows_write_nothing_and_caches_may_be_views() -> None:
 
 
 def test_odd_arguments_are_refused() -> None:
-    qkv, norm = random(2, 4 * 64, dtype=torch.float32), random(64, dtype=torch.float32)
+    qkv = random(2, 4 * 64, dtype=torch.float32)
     keys, values = make_cache(2, 1, 64, torch.float32)
     slots = torch.tensor([0, 1], device=DEVICE)
-    with pytest.raises(ValueError, match="come together"):
-        qkv_to_cache(qkv, 2, 1, 64, norm, None, EPS, None, make_angles(64), keys, values, slots)
     with pytest.raises(ValueError, match="one layout"):
-        qkv_to_cache(qkv, 2, 1, 64, None, None, EPS, None, make_angles(64), keys, values[:, :, ::2], slots)
+        qkv_to_cache_(qkv, HeadShape(2, 1, 64), None, slots, None, LayerCache(keys, values[:, :, ::2]), slots)

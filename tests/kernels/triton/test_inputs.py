@@ -7,7 +7,7 @@ import torch
 
 from tests.kernels.triton.support import DEVICE, MARKS
 
-from quire.kernels.reference import gather_inputs as expected_inputs  # isort: skip  (after the check for Triton)
+from quire.kernels.reference import ReferenceKernels  # isort: skip  (after the check for Triton)
 from quire.kernels.triton.inputs import gather_inputs  # isort: skip
 
 pytestmark = MARKS
@@ -22,7 +22,7 @@ def test_they_are_those_of_the_reference(count: int) -> None:
     places = torch.randint(0, 130, (count,), generator=source, dtype=torch.int32).to(DEVICE)
     for got, expected in zip(
         gather_inputs(rows, places, token_ids, tables, 16),
-        expected_inputs(rows, places, token_ids, tables, 16),
+        ReferenceKernels().gather_inputs(rows, places, token_ids, tables, 16),
         strict=True,
     ):
         assert torch.equal(got, expected)

@@ -21,8 +21,10 @@ from tests.kernels.triton.support import (
     random,
 )
 
-from quire.kernels.triton.kernels import TritonKernels, rows_are_exact  # isort: skip  (after the check for Triton)
+from quire.kernels.ops import Activation  # isort: skip  (after the check for Triton)
+from quire.kernels.triton.kernels import TritonKernels, rows_are_exact  # isort: skip
 from quire.kernels.triton.linear import linear, tile_of  # isort: skip
+from quire.kernels.weights import Weight  # isort: skip
 
 pytestmark = MARKS
 HALVES = [dtype for dtype in DTYPES if dtype != torch.float32]
@@ -43,18 +45,18 @@ def test_products_are_those_of_float64(dtype: torch.dtype, rows: int, size: int,
     truth = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     magnitude = x.double().abs() @ weight.double().abs().T + 1
     assert_close(linear(x, weight, bias), truth, size=magnitude)
-    assert_close(TritonKernels().linear(x, weight, bias), truth, size=magnitude)
+    assert_close(TritonKernels().linear(x, Weight.dense(weight), bias), truth, size=magnitude)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(96, 64), (130, 300)] + ([(1024, 3072)] if ON_GPU else []), ids=str)
 def test_a_row_is_alone(shape: tuple[int, int], dtype: torch.dtype) -> None:
     kernels = TritonKernels()
-    weight, bias = random(*shape, dtype=dtype), random(shape[0], dtype=dtype, seed=1)
+    weight, bias = Weight.dense(random(*shape, dtype=dtype)), random(shape[0], dtype=dtype, seed=1)
     x = random(max(ROW_COUNTS), shape[1], dtype=dtype, seed=2)
     assert_rows_alone(lambda x: kernels.linear(x, weight), [x])
     assert_rows_alone(lambda x: kernels.linear(x, weight, bias), [x])
-    assert_rows_alone(lambda x: kernels.linear_silu_mul(x, weight, bias), [x])
+    assert_rows_alone(lambda x: kernels.linear_gated(x, weight, bias, Activation.SILU), [x])
 
 
 @pytest.mark.parametrize("silu_mul", [False, True])
@@ -89,7 +91,8 @@ def test_cublas_adds_in_the_same_order(shape: tuple[int, int]) -> None:
 @pytest.mark.skipif(not ON_GPU, reason="needs CUDA graphs")
 def test_a_graph_gives_the_same_bits() -> None:
     kernels = TritonKernels()
-    x, weight = random(16, 1024, dtype=torch.bfloat16), random(4096, 1024, dtype=torch.bfloat16, seed=1)
+    x = random(16, 1024, dtype=torch.bfloat16)
+    weight = Weight.dense(random(4096, 1024, dtype=torch.bfloat16, seed=1))
     for rows in (1, 16):
         part = x[:rows]
         assert torch.equal(in_graph(lambda part=part: kernels.linear(part, weight)), kernels.linear(part, weight))
@@ -98,7 +101,7 @@ def test_a_graph_gives_the_same_bits() -> None:
 @pytest.mark.parametrize("rows", [1, 16, 40])
 def test_results_go_where_they_are_wanted(rows: int) -> None:
     kernels = TritonKernels()
-    x, weight = random(rows, 64, dtype=torch.float16), random(70, 64, dtype=torch.float16, seed=1)
+    x, weight = random(rows, 64, dtype=torch.float16), Weight.dense(random(70, 64, dtype=torch.float16, seed=1))
     out = torch.empty(rows, 70, dtype=torch.float16, device=DEVICE)
     assert kernels.linear(x, weight, out=out) is out
     assert torch.equal(out, kernels.linear(x, weight))

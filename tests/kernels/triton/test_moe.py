@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.kernels import reference
+from quire.kernels.ops import MoeSpec
 from tests.kernels.triton.support import (
     DEVICE,
     DTYPES,
@@ -31,7 +32,7 @@ pytestmark = MARKS
 
 def ascending(router_logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
     """What the reference chooses, in ascending order of the experts."""
-    weights, chosen = reference.route(router_logits, top_k, normalize)
+    weights, chosen = reference.route(router_logits, MoeSpec(router_logits.shape[1], top_k, 0, normalize))
     chosen, order = chosen.sort(-1)
     return chosen, weights.gather(1, order)
 

@@ -12,13 +12,13 @@ from quire.kernels.reference import ReferenceKernels
 from quire.sampling.noise import noise_keys
 from tests.kernels.triton.support import DEVICE, DTYPES, MARKS, ON_GPU, ROW_COUNTS, assert_rows_alone, in_graph, random
 
-from quire.kernels.triton.sampling import (  # isort: skip  (after the check for Triton)
+from quire.kernels.triton.kernels import TritonKernels  # isort: skip  (after the check for Triton)
+from quire.kernels.triton.sampling import (  # isort: skip
     HAS_NAN,
     NOTHING_LEFT,
     gumbel_argmax,
     keep_between_,
     sample_rows,
-    top_values,
 )
 
 pytestmark = MARKS
@@ -153,9 +153,9 @@ def test_the_largest_values_are_those_of_a_sort(size: int) -> None:
     x[2] = NEVER
     expected = x.sort(-1, descending=True).values
     for k in sorted({1, min(300, size), size}):
-        assert torch.equal(top_values(x, k), expected[:, :k])
+        assert torch.equal(TritonKernels().top_values(x, k), expected[:, :k])
     with pytest.raises(ValueError, match="largest"):
-        top_values(x, size + 1)
+        TritonKernels().top_values(x, size + 1)
 
 
 @pytest.mark.parametrize("size", [1, 17, 4097])

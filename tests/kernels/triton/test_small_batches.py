@@ -17,13 +17,15 @@ from hypothesis import strategies as st
 from tests.kernels.triton.support import DEVICE, MARKS, NAN, ON_GPU, drawn, in_graph, random
 from tests.kernels.triton.test_attention import make, one_each
 
-from quire.kernels.ops import HeadShape  # isort: skip  (after the check for Triton)
+from quire.kernels.ops import AttentionSpec, HeadShape  # isort: skip  (after the check for Triton)
 from quire.kernels.triton import attention as paged, small_batches  # isort: skip
+from quire.kernels.triton.attention_work import attention_work  # isort: skip
 from quire.kernels.triton.kernels import TritonKernels  # isort: skip
 from quire.kernels.triton.linear import linear  # isort: skip
+from quire.kernels.weights import Weight  # isort: skip
 
 if ON_GPU:
-    from quire.kernels.triton import few_sequences, one_row
+    from quire.kernels.triton import single_row_linear, small_batch_attention
 
 pytestmark = MARKS
 on_gpu = pytest.mark.skipif(not ON_GPU, reason="these kernels don't run in Triton's interpreter")
@@ -43,19 +45,26 @@ HEADS = [(16, 8, 128), (32, 8, 128), (9, 3, 64), (32, 8, 64), (16, 1, 128), (3, 
     st.sampled_from([None, 1, 50, 600]),
     st.sampled_from([1, 64, 4096]),
 )
-def test_attention_of_few_sequences_is_that_of_many(
+def test_attention_of_small_batches_is_that_of_large_ones(
     dtype: torch.dtype, heads: tuple[int, int, int], lengths: list[int], window: int | None, num_programs: int
 ) -> None:
     """Any lengths, whole sequences or single splits, what belongs to nobody being NaN; twice, as splits are counted."""
     shape = HeadShape(*heads)
     query, cache, batch = make(lengths, [1] * len(lengths), shape, dtype)
     ones, rows = np.ones(len(lengths), np.int32), np.arange(len(lengths), dtype=np.int32)
-    lists = paged.attention_work(ones, np.array(lengths, np.int32), rows, shape, num_programs)
+    lists = attention_work(ones, np.array(lengths, np.int32), rows, shape, num_programs)
     work = {name: torch.from_numpy(values).to(DEVICE) for name, values in lists.items()}
-    arguments = query, cache, batch.block_tables, work, len(work["few"]), shape.head_dim**-0.5, window
+    arguments = (
+        query,
+        cache,
+        batch.block_tables,
+        work,
+        len(work["decode"]),
+        AttentionSpec(shape, shape.head_dim**-0.5, window),
+    )
     expected = paged.attention(*arguments)
     for _ in range(2):
-        assert torch.equal(few_sequences.few_sequences_attention(*arguments, 132), expected)
+        assert torch.equal(small_batch_attention.small_batch_attention(*arguments, 132), expected)
     assert not expected.isnan().any()
 
 
@@ -64,33 +73,35 @@ def test_attention_of_few_sequences_is_that_of_many(
 def test_every_position_alone_has_the_bits_of_the_whole_prompt(window: int | None) -> None:
     kernels, shape, length = TritonKernels(), HeadShape(16, 8, 128), 3000
     query, cache, batch = make([length], [length], shape, torch.bfloat16)
-    whole = kernels.attention(query, cache, batch, shape.head_dim**-0.5, window)
+    spec = AttentionSpec(shape, shape.head_dim**-0.5, window)
+    whole = kernels.attention(query, cache, batch, spec)
     for start in range(0, length, 16):
         positions = torch.arange(start, min(start + 16, length))
         alone = replace(one_each(query, batch, positions, 1), max_query_len=1)
-        assert few_sequences.takes(query[positions], cache, 1, 132)
-        found = kernels.attention(query[positions], cache, alone, shape.head_dim**-0.5, window)
+        assert small_batch_attention.takes(query[positions], cache, 1, 132)
+        found = kernels.attention(query[positions], cache, alone, spec)
         assert torch.equal(found, whole[positions]), start
 
 
 @on_gpu
 def test_attention_in_a_graph_has_the_same_bits() -> None:
     kernels, shape = TritonKernels(), HeadShape(16, 8, 128)
+    spec = AttentionSpec(shape, 0.1)
     query, cache, batch = make([2000, 5, 700], [1, 1, 1], shape, torch.bfloat16)
     lists = kernels.attention_work(
         np.ones(3, np.int32), batch.context_lens.cpu().numpy(), np.arange(3, dtype=np.int32), shape
     )
     batch = replace(batch, work={name: torch.from_numpy(values).to(DEVICE) for name, values in lists.items()})
-    assert few_sequences.takes(query, cache, batch.max_query_len, 132)
-    expected = kernels.attention(query, cache, replace(batch, max_query_len=2), 0.1, None)  # by the other kernel
-    assert torch.equal(in_graph(lambda: kernels.attention(query, cache, batch, 0.1, None)), expected)
+    assert small_batch_attention.takes(query, cache, batch.max_query_len, 132)
+    expected = kernels.attention(query, cache, replace(batch, max_query_len=2), spec)  # by the other kernel
+    assert torch.equal(in_graph(lambda: kernels.attention(query, cache, batch, spec)), expected)
 
 
 @on_gpu
-def test_it_is_for_half_precision_single_queries_and_few_sequences() -> None:
+def test_it_is_for_half_precision_single_queries_and_small_batches() -> None:
     def taken(rows: int, heads: tuple[int, int, int], dtype: torch.dtype, max_query_len: int = 1) -> bool:
         query, cache, _ = make([20] * rows, [1] * rows, HeadShape(*heads), dtype)
-        return few_sequences.takes(query, cache, max_query_len, 132)
+        return small_batch_attention.takes(query, cache, max_query_len, 132)
 
     assert taken(16, (16, 8, 128), torch.bfloat16)
     assert not taken(17, (16, 8, 128), torch.bfloat16)
@@ -108,25 +119,26 @@ def test_it_is_for_half_precision_single_queries_and_few_sequences() -> None:
     st.sampled_from([(1024, 2048), (1024, 3072), (16, 512), (48, 1536), (1008, 4608)]),
     st.booleans(),
 )
-def test_the_product_of_one_row_is_that_of_any(dtype: torch.dtype, shape: tuple[int, int], has_bias: bool) -> None:
+def test_the_product_of_a_single_row_is_that_of_any(dtype: torch.dtype, shape: tuple[int, int], has_bias: bool) -> None:
     size, inner = shape
     x, weight = random(1, inner, dtype=dtype), random(2 * size, inner, dtype=dtype, seed=1)
     bias = random(2 * size, dtype=dtype, seed=2) if has_bias else None
     for silu_mul, some in ((False, weight[:size]), (True, weight)):
-        assert one_row.takes(1, some, silu_mul) == (some.numel() <= 7 << 20)
+        assert single_row_linear.takes(1, some, silu_mul) == (some.numel() <= 7 << 20)
         some_bias = None if bias is None else bias[: len(some)]
         expected = linear(x, some, some_bias, silu_mul=silu_mul)
         found = torch.full_like(expected, NAN)
-        one_row.one_row_linear(x, some, some_bias, found, silu_mul)
+        single_row_linear.single_row_linear(x, some, some_bias, found, silu_mul)
         assert torch.equal(found, expected)
 
 
 @on_gpu
-def test_the_product_of_one_row_in_a_graph_has_the_same_bits() -> None:
+def test_the_product_of_a_single_row_in_a_graph_has_the_same_bits() -> None:
     kernels = TritonKernels()
     x, weight = random(16, 3072, dtype=torch.bfloat16), random(1024, 3072, dtype=torch.bfloat16, seed=1)
-    assert one_row.takes(1, weight, False)
-    assert torch.equal(in_graph(lambda: kernels.linear(x[:1], weight)), kernels.linear(x, weight)[:1])
+    assert single_row_linear.takes(1, weight, False)
+    packed = Weight.dense(weight)
+    assert torch.equal(in_graph(lambda: kernels.linear(x[:1], packed)), kernels.linear(x, packed)[:1])
 
 
 @on_gpu
@@ -137,7 +149,7 @@ def test_a_triton_that_cannot_compile_them_does_without(
         raise RuntimeError("unknown layout")
 
     assert small_batches.are_exact.__wrapped__(DEVICE, torch.bfloat16)
-    monkeypatch.setattr(one_row, "one_row_linear", fail)
+    monkeypatch.setattr(single_row_linear, "single_row_linear", fail)
     assert not small_batches.are_exact.__wrapped__(DEVICE, torch.bfloat16)
     assert "unknown layout" in caplog.text
 

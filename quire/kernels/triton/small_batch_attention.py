@@ -1,12 +1,12 @@
-"""Attention of a few sequences, one query each, where all that matters is how soon it is done.
+"""Decode attention of a small batch, one query a sequence, where all that matters is how soon it is done.
 
 The same numbers as `attention._decode_kernel`, bit for bit, sooner: a program computes the scores of a whole split at
 once instead of tile by tile, its warps side by side, and only then walks the tiles to add up the values. Keys and
 values of earlier steps are asked for before the kernel before has finished; only those it has just written are read
 after that. A program takes a multiprocessor for itself, so with many sequences the other kernel reads more per second.
 
-In Gluon, as `one_row.py` is and for the same reason: keys go from memory to the registers of the tensor core. They
-lie there as weights do, the inner dimension now being the head's.
+In Gluon, as `single_row_linear.py` is and for the same reason: keys go from memory to the registers of the tensor core.
+They lie there as weights do, the inner dimension now being the head's.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra import cuda
 
-from quire.kernels.ops import LayerCache
-from quire.kernels.triton.attention import FEW_ROWS, KEY_TILE, SPLIT, counters, merge, partial_results, read_entry
+from quire.kernels.ops import AttentionSpec, LayerCache
+from quire.kernels.triton.attention import counters, merge, partial_results, read_entry
+from quire.kernels.triton.attention_work import DECODE_ROWS, KEY_TILE, SPLIT
 from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL
 
 _WARPS = 8
@@ -38,34 +39,33 @@ def takes(query: Tensor, cache: LayerCache, max_query_len: int, num_multiprocess
         max_query_len == 1
         and query.itemsize == 2
         and query.shape[2] in _HEAD_DIMS
-        and query.shape[1] // num_kv_heads <= FEW_ROWS
+        and query.shape[1] // num_kv_heads <= DECODE_ROWS
         and query.shape[0] * num_kv_heads <= num_multiprocessors
     )
 
 
-def few_sequences_attention(
+def small_batch_attention(
     query: Tensor,
     cache: LayerCache,
     block_tables: Tensor,
     work: Mapping[str, Tensor],
     num_partials: int,
-    scale: float,
-    sliding_window: int | None,
+    spec: AttentionSpec,
     num_multiprocessors: int,
 ) -> Tensor:
     """`attention.attention` for what `takes` takes. All keys but the newest of each sequence were written, and all
     lists and block tables, before the first kernel of this step began."""
     out = torch.empty_like(query)
-    few = work["few"]
+    decode = work["decode"]
     _, num_heads, head_dim = query.shape
     num_kv_heads, block_size = cache.keys.shape[1], cache.keys.shape[2]
-    _few_sequences_kernel[(min((len(few) - 1) * num_kv_heads, num_multiprocessors),)](
-        query, out, cache.keys, cache.values, block_tables, few,
+    _small_batch_kernel[(min((len(decode) - 1) * num_kv_heads, num_multiprocessors),)](
+        query, out, cache.keys, cache.values, block_tables, decode,
         *partial_results(query, num_kv_heads, num_partials, head_dim), counters(query.device, num_kv_heads),
         block_tables.stride(0), cache.keys.stride(0), cache.keys.stride(1),
-        scale * math.log2(math.e), sliding_window or 0, num_heads, num_kv_heads,
+        spec.scale * math.log2(math.e), spec.sliding_window or 0, num_heads, num_kv_heads,
         num_heads // num_kv_heads, head_dim, block_size, KEY_TILE, SPLIT,
-        sliding_window is not None, cache.keys.numel() >= 1 << 31, USE_PDL,
+        spec.sliding_window is not None, cache.keys.numel() >= 1 << 31, USE_PDL,
         num_warps=_WARPS, **ROUND_ALWAYS, **LAUNCH,
     )  # fmt: skip
     return out
@@ -141,7 +141,7 @@ def _scores(
     ACC: gl.constexpr,
 ):  # fmt: skip
     """Scores [16, tiles, KEYS] of a split, -inf where a row does not see a key. Of every 16 numbers of the head,
-    (t, h, j) is called (h, t, j) on both sides, which is what the instruction calls them: see `one_row.py`."""
+    (t, h, j) is called (h, t, j) on both sides, as the instruction calls them: see `single_row_linear.py`."""
     q = q.reshape(16, D // 16, 4, 2, 2).permute(0, 1, 3, 2, 4).reshape(16, D)
     k = k.reshape(D // 16, 4, 2, 2, SPLIT).permute(0, 2, 1, 3, 4).reshape(D, SPLIT)
     left = gl.convert_layout(q, gl.DotOperandLayout(0, ACC, 2), assert_trivial=True)
@@ -226,7 +226,7 @@ def _merge_splits(
 
 
 @gluon.jit
-def _few_sequences_kernel(
+def _small_batch_kernel(
     query, out, keys, values, block_tables, work, partial_output, partial_state, arrived,
     table_stride, block_stride, head_stride, scale, window, num_heads, num_kv_heads,
     GROUP: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr,

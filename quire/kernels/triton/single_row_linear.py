@@ -23,8 +23,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra import cuda
 
-from quire.kernels.triton.activations import silu
 from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL
+from quire.kernels.triton.rowwise import silu
 
 _WARPS = 2
 _OUTPUTS = 8 * _WARPS
@@ -51,13 +51,13 @@ def takes(rows: int, weight: Tensor, silu_mul: bool) -> bool:
     )
 
 
-def one_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, silu_mul: bool) -> None:
+def single_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, silu_mul: bool) -> None:
     """x [1, in] times weight [out, in] transposed, into `out`; with `silu_mul`, silu(first half of the outputs) *
     (second half). For weights that `takes` takes."""
     inner, outputs = x.shape[1], out.shape[1]
     chunks = inner // _CHUNK
     ahead = _FEWEST_AHEAD if silu_mul or chunks % _AHEAD else _AHEAD
-    _one_row_kernel[(outputs // _OUTPUTS,)](
+    _single_row_kernel[(outputs // _OUTPUTS,)](
         x, weight, weight if bias is None else bias, out, outputs,
         inner, bias is not None, silu_mul, _CHUNK, ahead, _WARPS, USE_PDL,
         num_warps=_WARPS, **ROUND_ALWAYS, **LAUNCH,
@@ -96,7 +96,7 @@ def _stage_inputs(x, staged, K: gl.constexpr, SPAN: gl.constexpr, WARPS: gl.cons
 
 
 @gluon.jit
-def _one_row_kernel(
+def _single_row_kernel(
     x, weight, bias, out, N,
     K: gl.constexpr, HAS_BIAS: gl.constexpr, SILU_MUL: gl.constexpr,
     CHUNK: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,

@@ -1,0 +1,126 @@
+"""The formats weights are stored in: how many bytes they take, and from those bytes back to numbers.
+
+A row is stored as blocks of `num_elements` numbers in `num_bytes` bytes. Plain numbers are blocks of one; the block
+formats of GGUF files share scales within a block. The most frequent of those are expanded here with torch, the others
+by the `gguf` package, with the same bits as that package's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.errors import QuireError
+
+MAX_GGUF_ELEMENTS = 2**17
+"""How many elements the gguf package gets at a time: it holds many arrays of that size meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One way to store numbers."""
+
+    name: str
+    """As checkpoints spell it: "BF16", "Q4_1"."""
+    num_elements: int
+    num_bytes: int
+    """Of a block."""
+    dtype: torch.dtype | None = None
+    """Of plain numbers; None where blocks must be expanded."""
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        """What a tensor of this logical shape takes; its rows must be whole blocks."""
+        return math.prod(shape) // self.num_elements * self.num_bytes
+
+    def expand(self, stored: Tensor) -> Tensor:
+        """Numbers [..., elements of a row] from a stored tensor, which is itself where it holds plain numbers, else
+        uint8 [..., bytes of a row]; blocks become float32."""
+        if stored.dtype != torch.uint8:
+            return stored
+        if self.dtype is not None:
+            return stored.view(self.dtype)
+        blocks = stored.reshape(-1, self.num_bytes)
+        expand = _EXPANDERS.get(self.name)
+        numbers = expand(blocks) if expand else _expand_with_gguf(blocks, self)
+        return numbers.view(*stored.shape[:-1], -1)
+
+
+def _plain(name: str, dtype: torch.dtype) -> Format:
+    return Format(name, 1, dtype.itemsize, dtype)
+
+
+FORMATS = {
+    format.name: format
+    for format in (
+        _plain("F64", torch.float64),
+        _plain("F32", torch.float32),
+        _plain("F16", torch.float16),
+        _plain("BF16", torch.bfloat16),
+        Format("Q8_0", 32, 34),
+        Format("Q4_0", 32, 18),
+        Format("Q4_1", 32, 20),
+        Format("Q5_0", 32, 22),
+        Format("Q5_1", 32, 24),
+        Format("Q2_K", 256, 84),
+        Format("Q3_K", 256, 110),
+        Format("Q4_K", 256, 144),
+        Format("Q5_K", 256, 176),
+        Format("Q6_K", 256, 210),
+    )
+}
+"""All that can be loaded, and that the reference kernels compute with."""
+
+PLAIN = {format.dtype: format for format in FORMATS.values() if format.dtype is not None}
+"""The format of tensors of plain numbers, by their dtype."""
+
+
+def _scale(blocks: Tensor, first: int) -> Tensor:
+    """The float16 in bytes `first` and `first + 1` of each block, as a float32 column."""
+    return blocks[:, first : first + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """Low halves of a block's bytes, then the high halves, as float32."""
+    half = packed.shape[1]
+    numbers = torch.empty(packed.shape[0], 2 * half, device=packed.device)
+    numbers[:, :half] = packed & 15
+    numbers[:, half:] = packed >> 4
+    return numbers
+
+
+def _q8_0(blocks: Tensor) -> Tensor:
+    return blocks[:, 2:].view(torch.int8).float().mul_(_scale(blocks, 0))
+
+
+def _q4_0(blocks: Tensor) -> Tensor:
+    return _nibbles(blocks[:, 2:]).sub_(8).mul_(_scale(blocks, 0))
+
+
+def _q4_1(blocks: Tensor) -> Tensor:
+    # Two operations and not one fused: the product is rounded before the minimum is added, as elsewhere.
+    return _nibbles(blocks[:, 4:]).mul_(_scale(blocks, 0)).add_(_scale(blocks, 2))
+
+
+_EXPANDERS: dict[str, Callable[[Tensor], Tensor]] = {"Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_1": _q4_1}
+
+
+def _expand_with_gguf(blocks: Tensor, format: Format) -> Tensor:
+    try:
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+    except ImportError as error:
+        raise QuireError(f'{format.name} tensors need the gguf package: pip install "quire[gguf]"') from error
+    result = torch.empty(blocks.shape[0], format.num_elements)
+    step = MAX_GGUF_ELEMENTS // format.num_elements
+    # Broken scales may overflow to infinity; that is the file's affair and no reason for warnings.
+    with np.errstate(all="ignore"):
+        for first in range(0, blocks.shape[0], step):
+            part = blocks[first : first + step]
+            numbers = dequantize(part.cpu().numpy().reshape(1, -1), GGMLQuantizationType[format.name])
+            result[first : first + step] = torch.from_numpy(numbers).view(-1, format.num_elements)
+    return result.to(blocks.device)

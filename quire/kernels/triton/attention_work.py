@@ -1,0 +1,97 @@
+"""How the attention of a step is shared out between programs: lists made on the host, where the lengths are known."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire.kernels.ops import HeadShape, Int32Array
+
+KEY_TILE = 64
+SPLIT_TILES = 8
+SPLIT = KEY_TILE * SPLIT_TILES
+"""Keys whose results are merged in order: what makes an item of work where a sequence is divided."""
+DECODE_ROWS = 16
+"""Sequences with at most so many (query, head) rows per key head are attended split by split."""
+PREFILL_ROWS = 64
+"""(query, head) rows of one tile of the others."""
+MAX_PARTIALS = 1 << 16
+"""Splits that wait to be merged in one step, at most."""
+_ENTRY = 8
+"""Numbers per item of work."""
+
+
+def attention_work(
+    query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array, shape: HeadShape, num_programs: int
+) -> dict[str, Int32Array]:
+    """The lists the two kernels walk: `decode` for sequences with up to DECODE_ROWS rows, `prefill` for the others."""
+    first_rows = np.zeros_like(query_lens)
+    np.cumsum(query_lens[:-1], out=first_rows[1:])
+    group = shape.num_heads // shape.num_kv_heads
+    is_decode = query_lens * group <= DECODE_ROWS
+    if is_decode.all():
+        of_all = first_rows, query_lens, context_lens, table_rows
+        return {"decode": _decode_work(*of_all, shape.num_kv_heads, num_programs)}
+    work = {}
+    rest = ~is_decode
+    work["prefill"] = _prefill_work(first_rows[rest], query_lens[rest], context_lens[rest], table_rows[rest], group)
+    if is_decode.any():
+        chosen = first_rows[is_decode], query_lens[is_decode], context_lens[is_decode], table_rows[is_decode]
+        work["decode"] = _decode_work(*chosen, shape.num_kv_heads, num_programs)
+    return work
+
+
+def _decode_work(
+    first_rows: Int32Array,
+    query_lens: Int32Array,
+    context_lens: Int32Array,
+    table_rows: Int32Array,
+    num_kv_heads: int,
+    num_programs: int,
+) -> Int32Array:
+    splits = -(-context_lens // SPLIT)
+    # Where there is work for everyone, a sequence is not divided: that saves writing and merging partial results.
+    fair_share = int(context_lens.sum()) * num_kv_heads // num_programs
+    pieces = np.where(context_lens <= 2 * fair_share, 1, splits)
+    if pieces.max() == 1:
+        owner = np.argsort(-context_lens, kind="stable")  # long ones first: the last to start should be short
+        first_split, end_split, first_partial = np.zeros_like(owner), splits[owner], np.zeros_like(splits)
+        num_partials = 0
+    else:
+        owner = np.repeat(np.arange(len(pieces)), pieces)
+        first_split = np.arange(len(owner)) - (np.cumsum(pieces) - pieces)[owner]
+        end_split = np.where(pieces[owner] == 1, splits[owner], first_split + 1)
+        lengths = np.minimum(end_split * SPLIT, context_lens[owner]) - first_split * SPLIT
+        order = np.argsort(-lengths, kind="stable")
+        owner, first_split, end_split = owner[order], first_split[order], end_split[order]
+        partials = np.where(pieces > 1, splits, 0)
+        first_partial = np.cumsum(partials) - partials
+        num_partials = int(partials.sum())
+    entries = max(len(owner), -(-num_programs // num_kv_heads))
+    work = np.zeros((1 + entries, _ENTRY), dtype=np.int32)
+    work[0, :2] = len(owner), num_partials
+    filled = work[1 : 1 + len(owner)]
+    filled[:, 0] = first_partial[owner]
+    filled[:, 1] = first_split
+    filled[:, 2] = first_rows[owner]
+    filled[:, 3] = query_lens[owner]
+    filled[:, 4] = context_lens[owner]
+    filled[:, 5] = table_rows[owner]
+    filled[:, 6] = end_split
+    return work
+
+
+def _prefill_work(
+    first_rows: Int32Array, query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array, num_groups: int
+) -> Int32Array:
+    tiles = -(-query_lens * num_groups // PREFILL_ROWS)
+    owner = np.repeat(np.arange(len(tiles)), tiles)
+    first = (np.arange(len(owner)) - (np.cumsum(tiles) - tiles)[owner]) * PREFILL_ROWS
+    last_position = (context_lens - query_lens)[owner] + first // num_groups
+    order = np.argsort(-last_position, kind="stable")
+    owner, first = owner[order], first[order]
+    work = np.zeros((len(owner), _ENTRY), dtype=np.int32)
+    for field, values in enumerate((None, None, first_rows, query_lens, context_lens, table_rows)):
+        if values is not None:
+            work[:, field] = values[owner]
+    work[:, 0] = first
+    return work

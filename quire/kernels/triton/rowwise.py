@@ -1,0 +1,166 @@
+"""Operations on rows by themselves: norms, the gates of an MLP, rows of a table by token id.
+
+A program of a norm holds whole rows, so the mean of squares is one reduction whose order the row's size fixes. The
+others compute number by number: their bits depend on nothing but the numbers themselves.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
+from quire.kernels.triton.shapes import as_rows, next_power_of_2, num_warps, row_stride
+
+MAX_SIZE = 16384
+"""The longest row of a norm that fits a program's registers."""
+_SHORT = 512
+"""Shorter rows share a program of a norm, until they are so many numbers together."""
+_BLOCK = 1024
+"""Numbers of a row that one program of the others takes."""
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rms_norm_kernel(
+    x, residual, weight, normed, total, rows, x_stride, residual_stride, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of BLOCK >= SIZE columns."""
+    column = tl.arange(0, BLOCK)[None, :]
+    scale = tl.load(weight + column, mask=column < SIZE, other=0.0)  # a constant: before the wait
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    exists = (row < rows) & (column < SIZE)
+    value = tl.load(x + row * x_stride + column, mask=exists, other=0.0)
+    dtype: tl.constexpr = value.dtype
+    if ADD:
+        other = tl.load(residual + row * residual_stride + column, mask=exists, other=0.0)
+        value = (value.to(tl.float32) + other.to(tl.float32)).to(dtype)
+        tl.store(total + row * SIZE + column, value, mask=exists)
+    wide = value.to(tl.float32)
+    mean = tl.sum(wide * wide, 1, keep_dims=True) / SIZE
+    rounded = (wide * tl.rsqrt(mean + eps)).to(dtype)
+    result = (rounded.to(tl.float32) * scale.to(tl.float32)).to(dtype)
+    tl.store(normed + row * SIZE + column, result, mask=exists)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) * weight over the last dimension; rounded before the product with the weight."""
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows = as_rows(x)
+    _launch(rows, rows, weight, eps, normed, normed, add=False)
+    return normed
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual): the sum is rounded to the dtype first."""
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty_like(normed)
+    _launch(as_rows(x), as_rows(residual), weight, eps, normed, total, add=True)
+    return normed, total
+
+
+def _launch(x: Tensor, residual: Tensor, weight: Tensor, eps: float, normed: Tensor, total: Tensor, add: bool) -> None:
+    rows, size = x.shape
+    if size > MAX_SIZE:
+        raise ValueError(f"The norm's kernel takes rows of up to {MAX_SIZE} numbers, not {size}.")
+    if rows == 0:
+        return
+    block = next_power_of_2(size)
+    group = max(1, _SHORT // block)
+    grid = (triton.cdiv(rows, group),)
+    _rms_norm_kernel[grid](
+        x, residual, weight, normed, total, rows, row_stride(x), row_stride(residual), eps,
+        size, block, group, add, USE_PDL, num_warps=num_warps(block * group), **LAUNCH,
+    )  # fmt: skip
+
+
+@triton.jit
+def silu(x):
+    """x * sigmoid(x) in float32; for other kernels' use too."""
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _silu_mul_kernel(gate_up, out, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = column < SIZE
+    source = gate_up + row * stride + column
+    gate = tl.load(source, mask=exists, other=0.0)
+    up = tl.load(source + SIZE, mask=exists, other=0.0)
+    activated = silu(gate.to(tl.float32)).to(gate.dtype)
+    result = activated.to(tl.float32) * up.to(tl.float32)
+    tl.store(out + row * SIZE + column, result.to(gate.dtype), mask=exists)
+
+
+@triton.jit(do_not_specialize_on_alignment=["gate"])
+def _sigmoid_mul_kernel(
+    gate, x, out, gate_stride, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = column < SIZE
+    value = tl.load(x + row * x_stride + column, mask=exists, other=0.0)
+    share = 1.0 / (1.0 + tl.exp(-tl.load(gate + row * gate_stride).to(tl.float32)))
+    result = share.to(value.dtype).to(tl.float32) * value.to(tl.float32)
+    tl.store(out + row * SIZE + column, result.to(value.dtype), mask=exists)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of [rows, 2 * size] -> [rows, size]; gate is the first half, rounded before the product."""
+    source = as_rows(gate_up)
+    rows, size = source.shape[0], source.shape[1] // 2
+    out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
+    if rows:
+        block = min(_BLOCK, next_power_of_2(size))
+        _silu_mul_kernel[(rows, triton.cdiv(size, block))](
+            source, out, row_stride(source), size, block, USE_PDL, num_warps=num_warps(block), **ROUND_ALWAYS, **LAUNCH
+        )
+    return out
+
+
+def sigmoid_mul(gate: Tensor, x: Tensor) -> Tensor:
+    """sigmoid(gate) * x of [rows, 1] and [rows, size]; the sigmoid is rounded to the dtype first."""
+    x = as_rows(x)
+    rows, size = x.shape
+    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
+    if rows:
+        block = min(_BLOCK, next_power_of_2(size))
+        _sigmoid_mul_kernel[(rows, triton.cdiv(size, block))](
+            gate, x, out, gate.stride(0), row_stride(x), size, block, USE_PDL, num_warps=num_warps(block), **LAUNCH
+        )
+    return out
+
+
+@triton.jit(do_not_specialize_on_alignment=["token_ids"])
+def _embedding_kernel(
+    token_ids, weight, out, vocab_size, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token_id = tl.load(token_ids + row).to(tl.int64)
+    known = (token_id >= 0) & (token_id < vocab_size)
+    found = tl.load(weight + token_id * SIZE + column, mask=known & (column < SIZE), other=float("nan"))
+    tl.store(out + row * SIZE + column, found, mask=column < SIZE)
+
+
+def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
+    """Rows of weight [vocab, hidden] in one piece, by int64 or int32 [rows].
+
+    An id that is not in the table gives a row of NaN: the request it belongs to fails where its token is
+    drawn (`HAS_NAN`), and nobody else does.
+    """
+    rows, size = token_ids.shape[0], weight.shape[1]
+    out = torch.empty(rows, size, dtype=weight.dtype, device=weight.device)
+    if rows:
+        block = min(_BLOCK, next_power_of_2(size))
+        _embedding_kernel[(rows, triton.cdiv(size, block))](
+            token_ids, weight, out, weight.shape[0], size, block, USE_PDL, num_warps=num_warps(block), **LAUNCH
+        )
+    return out

@@ -1,0 +1,92 @@
+"""Weight: a matrix in whatever formats and layout it is kept, under its logical shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from quire.kernels.formats import PLAIN, Format
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some of a weight's rows (outputs), all in one format."""
+
+    format: Format
+    tensors: tuple[Tensor, ...]
+    """What is stored: for plain numbers one tensor of the rows' shape, for blocks one uint8 [..., bytes of a row]."""
+    rows: int
+
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """A matrix [out, in], a stack of them [experts, out, in] or a vector, as checkpoints make them and `Kernels.pack`
+    brings them into a backend's layout. A packed matrix such as query, key and value may consist of parts in different
+    formats, one after the other along the output."""
+
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def dense(cls, tensor: Tensor) -> Weight:
+        """Plain numbers, kept as they are."""
+        return cls.of(PLAIN[tensor.dtype], tuple(tensor.shape), tensor)
+
+    @classmethod
+    def of(cls, format: Format, shape: tuple[int, ...], *tensors: Tensor) -> Weight:
+        """All of it in one format."""
+        return cls(shape, (Part(format, tensors, shape[-2] if len(shape) > 1 else 1),))
+
+    @classmethod
+    def stacked(cls, weights: Iterable[Weight]) -> Weight:
+        """Matrices of the same inputs as one whose outputs are theirs, one after the other."""
+        weights = tuple(weights)
+        *outer, _, size = weights[0].shape
+        shape = (*outer, sum(weight.shape[-2] for weight in weights), size)
+        return cls(shape, tuple(part for weight in weights for part in weight.parts))
+
+    # What kernels ask for at every call is found once. (cached_property writes past `frozen`.)
+
+    @cached_property
+    def format(self) -> Format | None:
+        """The format all of it is in; None where parts differ."""
+        return self.parts[0].format if len(self.parts) == 1 else None
+
+    @cached_property
+    def tensor(self) -> Tensor:
+        """The one tensor of a weight that consists of nothing else."""
+        if len(self.parts) != 1 or len(self.parts[0].tensors) != 1:
+            raise ValueError(f"a weight of {len(self.parts)} parts is not one tensor")
+        return self.parts[0].tensors[0]
+
+    @cached_property
+    def is_dense(self) -> bool:
+        """Whether it is one tensor of plain numbers."""
+        return self.format is not None and self.format is PLAIN.get(self.parts[0].tensors[0].dtype)
+
+    @cached_property
+    def experts(self) -> tuple[Weight, ...]:
+        """The matrices of a stack."""
+        return tuple(
+            Weight(self.shape[1:], tuple(Part(p.format, tuple(t[i] for t in p.tensors), p.rows) for p in self.parts))
+            for i in range(self.shape[0])
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for part in self.parts for tensor in part.tensors)
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].tensors[0].device
+
+    def split(self, bias: Tensor | None = None) -> list[tuple[Weight, Tensor | None]]:
+        """Its parts as weights of their own, each with its share of a bias."""
+        rows = [part.rows for part in self.parts]
+        biases = [None] * len(rows) if bias is None else bias.split_with_sizes(rows)
+        weights = (Weight((*self.shape[:-2], part.rows, self.shape[-1]), (part,)) for part in self.parts)
+        return list(zip(weights, biases, strict=True))
