@@ -18,7 +18,12 @@ _SCALAR_PART = re.compile(r"[^,}\]\s]*")
 
 def skip_space(text: str, position: int) -> int:
     """Where JSON's white space ends."""
-    match = _SPACE.match(text, position)
+    return _skip(_SPACE, text, position)
+
+
+def _skip(pattern: re.Pattern[str], text: str, position: int) -> int:
+    """Where a match ends that begins at `position`; the patterns here match everywhere, if only nothing."""
+    match = pattern.match(text, position)
     assert match is not None
     return match.end()
 
@@ -37,9 +42,7 @@ class StringScanner:
                 self._escaped = False
                 position += 1
                 continue
-            match = _STRING_PART.match(text, position)
-            assert match is not None
-            position = match.end()
+            position = _skip(_STRING_PART, text, position)
             if position < len(text):
                 if text[position] == '"':
                     self.done = True
@@ -65,9 +68,7 @@ class ContainerScanner:
                 if self._string.done:
                     self._string = None
                 continue
-            match = _CONTAINER_PART.match(text, position)
-            assert match is not None
-            position = match.end()
+            position = _skip(_CONTAINER_PART, text, position)
             if position == len(text):
                 break
             character = text[position]
@@ -221,9 +222,7 @@ class CallObject:
         return end
 
     def _read_scalar(self, text: str, position: int) -> int:
-        match = _SCALAR_PART.match(text, position)
-        assert match is not None
-        end = match.end()
+        end = _skip(_SCALAR_PART, text, position)
         self._pieces.append(text[position:end])
         if end == len(text):
             return end

@@ -12,8 +12,8 @@ from quire.errors import InvalidRequestError
 from quire.frontend import reasoning
 from quire.frontend.tokenizer import Tokenizer
 from quire.frontend.tool_calls import grammars, hermes, llama3, mistral, prompting
-from quire.frontend.tool_calls.deltas import ToolCallParser
 from quire.frontend.tool_calls.grammars import CallShape
+from quire.frontend.tool_calls.parser import ToolCallParser
 from quire.frontend.tool_calls.template_needs import ALPHANUMERIC, ID_LENGTH, find_needs
 from quire.frontend.tool_calls.tools import Tool, check_tools
 from quire.sampling_params import StructuredOutput

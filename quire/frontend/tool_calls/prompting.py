@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.errors import InvalidRequestError
+from quire.frontend.messages import check_messages
 from quire.frontend.tool_calls import hermes
 
 _KNOWS_TOOLS = re.compile(r"\btools\b")
@@ -39,20 +39,19 @@ def describe_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any
         "To call one, write its name and arguments as JSON between tags, like this:\n"
         f'{hermes.BEGIN}\n{{"name": "…", "arguments": {{…}}}}\n{hermes.END}'
     )
-    if messages and isinstance(messages[0], Mapping) and messages[0].get("role") in ("system", "developer"):
-        first = messages[0]
-        return [{**first, "content": f"{_text_of(first, 0)}\n\n{text}"}, *messages[1:]]
-    return [{"role": "system", "content": text}, *messages]
+    first, *others = checked = check_messages(messages, knows_developer=True)
+    if first["role"] in ("system", "developer"):
+        return [{**first, "content": f"{first['content']}\n\n{text}"}, *others]
+    return [{"role": "system", "content": text}, *checked]
 
 
 def write_out_calls(messages: Sequence[Message]) -> list[Message]:
     """The messages with earlier calls written as the assistant's text and their results as the user's."""
     written: list[Message] = []
     joins = False
-    for index, message in enumerate(messages):
-        role = message.get("role") if isinstance(message, Mapping) else None
-        if role == "tool":
-            result = f"<tool_response>\n{_text_of(message, index)}\n</tool_response>"
+    for message in check_messages(messages, knows_developer=True):
+        if message["role"] == "tool":
+            result = f"<tool_response>\n{message['content']}\n</tool_response>"
             if joins:
                 written[-1] = {"role": "user", "content": f"{written[-1]['content']}\n{result}"}
             else:
@@ -60,36 +59,15 @@ def write_out_calls(messages: Sequence[Message]) -> list[Message]:
             joins = True
             continue
         joins = False
-        if role == "assistant" and message.get("tool_calls"):
-            content = _text_of(message, index) if message.get("content") else ""
-            calls = [_call_text(call, index) for call in message["tool_calls"]]
-            rest = {key: value for key, value in message.items() if key != "tool_calls"}
-            message = {**rest, "content": "\n".join([content, *calls] if content else calls)}
+        calls = message.pop("tool_calls", ()) if message["role"] == "assistant" else ()
+        if calls:
+            texts = [message["content"]] if message.get("content") else []
+            message["content"] = "\n".join([*texts, *map(_call_text, calls)])
         written.append(message)
     return written
 
 
-def _call_text(call: object, index: int) -> str:
-    function = call.get("function", call) if isinstance(call, Mapping) else None
-    field = f"messages[{index}].tool_calls"
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise InvalidRequestError(f"{field}.function.name", "is missing")
-    arguments = function.get("arguments") or "{}"
-    try:
-        if isinstance(arguments, str):
-            arguments = json.loads(arguments)
-        written = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
-    except (ValueError, RecursionError, TypeError):
-        raise InvalidRequestError(f"{field}.function.arguments", "must be a JSON object") from None
+def _call_text(call: Message) -> str:
+    function = call.get("function", call)
+    written = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
     return f"{hermes.BEGIN}\n{written}\n{hermes.END}"
-
-
-def _text_of(message: Message, index: int) -> str:
-    content = message.get("content")
-    if isinstance(content, str):
-        return content
-    if isinstance(content, Sequence):
-        texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
-        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
-            return "".join(map(str, texts))
-    raise InvalidRequestError(f"messages[{index}].content", "must be text or a list of text parts")
