@@ -11,7 +11,7 @@ import re
 from typing import Literal
 
 _SPACE = re.compile(r"[ \t\r\n]*")
-_STRING_PART = re.compile(r'[^"\\]*')
+_STRING_PART = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)
 _CONTAINER_PART = re.compile(r'[^"{}\[\]]*')
 _SCALAR_PART = re.compile(r"[^,}\]\s]*")
 
@@ -37,19 +37,15 @@ class StringScanner:
 
     def read(self, text: str, position: int) -> int:
         """Where the string ends (behind its quote), or the end of the text."""
-        while position < len(text):
-            if self._escaped:
-                self._escaped = False
-                position += 1
-                continue
-            position = _skip(_STRING_PART, text, position)
-            if position < len(text):
-                if text[position] == '"':
-                    self.done = True
-                    return position + 1
-                self._escaped = True
-                position += 1
-        return position
+        if self._escaped and position < len(text):
+            self._escaped = False
+            position += 1
+        position = _skip(_STRING_PART, text, position)
+        if position == len(text):
+            return position
+        self.done = text[position] == '"'
+        self._escaped = not self.done  # a backslash is the last character yet
+        return position + 1
 
 
 class ContainerScanner:
