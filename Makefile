@@ -3,7 +3,8 @@
 # make test   checks and runs all tests
 # make check  ruff and the type checker
 # make bench  the benchmarks that run on this machine
-# make soak   loads a server for 10 minutes (SOAK_SECONDS=) and looks for anything that grows
+# make soak   the long form of tests that search, then loads a server for 10 minutes (SOAK_SECONDS=) and looks for
+#             anything that grows
 
 PYTHON ?= python3
 PROMPT ?= Explain in two sentences why the sky is blue.
@@ -37,6 +38,7 @@ bench: .venv/test-installed
 	$(BIN)/python bench/stalls.py
 
 soak: .venv/test-installed
+	QUIRE_LONG_TESTS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m soak
 	$(BIN)/python scripts/soak.py
 
 .venv/bin/python:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from quire.cli import options
 from quire.cli.terminal import say
 from quire.errors import InvalidRequestError, QuireError
+from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from quire.llm import LLM
-    from quire.outputs import RequestOutput
 
 _HELP = """\
 /reset            forget the conversation
@@ -93,13 +93,11 @@ class Conversation:
             except KeyboardInterrupt:
                 say("\n(/quit or Ctrl-D to leave)")
                 continue
-            if not text.strip():
-                continue
             if text.startswith("/"):
                 if self.command(text) == "quit":
                     return
-                continue
-            self.answer(text)
+            elif text.strip():
+                self.answer(text)
 
     def answer(self, text: str) -> None:
         """Streams the answer; on Ctrl-C what was said so far stays in the conversation."""
@@ -134,7 +132,10 @@ class Conversation:
             self.reset()
             say("starting over")
         elif name == "system":
-            self._set_system(rest.strip())
+            if rest.strip():
+                self._system = rest.strip()
+                self.reset()
+            say(f"system message: {self._system or '(none)'}")
         elif name == "params":
             self._set_params(rest.split())
         elif name == "stats":
@@ -144,12 +145,6 @@ class Conversation:
         else:
             say(f"there is no /{name}; /help lists what there is")
         return None
-
-    def _set_system(self, text: str) -> None:
-        if text:
-            self._system = text
-            self.reset()
-        say(f"system message: {self._system or '(none)'}")
 
     def _set_params(self, settings: list[str]) -> None:
         changes: dict[str, Any] = {}

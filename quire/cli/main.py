@@ -24,18 +24,13 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command()(run)
-app.command()(chat)
-app.command()(serve)
-app.command()(pull)
-app.command()(models)
+for command in (run, chat, serve, pull, models):
+    app.command()(command)
 app.add_typer(bench.app, name="bench")
 
 
 @app.callback(invoke_without_command=True)
-def version(
-    show: bool = typer.Option(False, "--version", help="Show the version and exit."),
-) -> None:
+def version(show: bool = typer.Option(False, "--version", help="Show the version and exit.")) -> None:
     if show:
         from quire import __version__
 

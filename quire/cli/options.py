@@ -11,10 +11,7 @@ DEFAULT_MODEL = "smollm2"
 Model = Annotated[
     str,
     typer.Option(
-        "--model",
-        "-m",
-        metavar="M",
-        help="An alias (smollm2), a folder, a .gguf file or a Hugging Face id (org/name).",
+        "--model", "-m", metavar="M", help="An alias (smollm2), a folder, a .gguf file or a Hugging Face id (org/name)."
     ),
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", metavar="N", help="At most this many new tokens.")]
@@ -28,7 +25,6 @@ Seed = Annotated[
 ]
 Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda[:i]", help="Where to compute.")]
 Dtype = Annotated[
-    str,
-    typer.Option(metavar="auto|float32|bfloat16|float16", help="Number format; auto: the fastest on the device."),
+    str, typer.Option(metavar="auto|float32|bfloat16|float16", help="Number format; auto: the fastest on the device.")
 ]
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="A system message for chat models.")]

@@ -7,21 +7,21 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from quire.cli import options
-from quire.cli.answers import AnswerPrinter
-from quire.cli.terminal import say
+from quire.cli.terminal import AnswerPrinter, say
 from quire.errors import InvalidRequestError, QuireError
 from quire.frontend.progress import GenerationBar
+from quire.outputs import RequestDelta, RequestOutput
 from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from quire.llm import LLM
-    from quire.outputs import RequestDelta, RequestOutput
 
 
 def run(
@@ -62,8 +62,7 @@ def run(
 
     started = time.monotonic()
     with LLM(model, device=device, dtype=dtype, policy="priority" if priority else "fcfs") as llm:
-        loading = time.monotonic() - started
-        say(f"{llm.description} ({loading:.1f} s)")
+        say(f"{llm.description} ({time.monotonic() - started:.1f} s)")
         _answer(llm, texts, each, system, raw or not llm.has_chat_template, json_lines)
 
 
@@ -93,9 +92,8 @@ def _answer(
     except KeyboardInterrupt:
         printer.interrupt()
         raise
-    seconds = time.monotonic() - started
     if not json_lines:
-        say(_summary(outputs, seconds))
+        say(_summary(outputs, time.monotonic() - started))
     failed = [output for output in outputs if output.finish_reason == "error"]
     if failed:
         raise QuireError(f"{len(failed)} of {len(outputs)} requests failed: {failed[0].error}")
@@ -150,12 +148,10 @@ def _rounded(seconds: float | None) -> float | None:
 def _summary(outputs: Sequence[RequestOutput], seconds: float) -> str:
     new = sum(output.metrics.num_output_tokens for output in outputs)
     prompt = sum(output.metrics.num_prompt_tokens for output in outputs)
-    first = [output.metrics.time_to_first_token for output in outputs]
-    known = [value for value in first if value is not None]
+    waits = [output.metrics.time_to_first_token for output in outputs]
+    first = min((wait for wait in waits if wait is not None), default=None)
     text = f"{new} tokens in {seconds:.1f} s ({new / max(seconds, 1e-9):.1f} tokens/s), prompt {prompt} tokens"
-    if known:
-        text += f", first token after {min(known):.2f} s"
-    return text
+    return text if first is None else f"{text}, first token after {first:.2f} s"
 
 
 def _collect_prompts(given: list[str], file: Path | None) -> list[str]:
@@ -178,8 +174,6 @@ def _collect_prompts(given: list[str], file: Path | None) -> list[str]:
 
 
 def _with_priorities(params: SamplingParams, priorities: list[int], count: int) -> list[SamplingParams]:
-    from dataclasses import replace
-
     if not priorities:
         return [params] * count
     if len(priorities) == 1:

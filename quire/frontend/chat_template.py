@@ -9,8 +9,8 @@ from typing import Any
 import jinja2
 
 from quire.errors import InvalidRequestError, TemplateError
+from quire.frontend.control_tokens import ControlTokens, Placeholders, holds
 from quire.frontend.messages import check_list, check_messages, plain_data
-from quire.frontend.stand_ins import ControlTokens, StandIns, holds
 from quire.frontend.template_sandbox import (
     MAX_CHARS,
     BoundedEnvironment,
@@ -30,14 +30,11 @@ class ChatTemplate:
 
     `render` gives the text, exactly as transformers would. `encode_chat` gives the token ids, equal to those
     of transformers as long as no string of the request holds a control token's text; where one does, that
-    text is encoded as plain text (see `stand_ins.py`).
+    text is encoded as plain text (see `control_tokens.py`).
     """
 
     def __init__(
-        self,
-        source: str,
-        named_tokens: Mapping[str, str] | None = None,
-        clock: Callable[[], datetime] = datetime.now,
+        self, source: str, named_tokens: Mapping[str, str] | None = None, clock: Callable[[], datetime] = datetime.now
     ) -> None:
         if len(source) > _MAX_SOURCE:
             raise TemplateError(f"the chat template is longer than {_MAX_SOURCE} characters")
@@ -91,14 +88,23 @@ class ChatTemplate:
         if not holds(request, control.pattern):
             rendered = self._render(request, add_generation_prompt)
             return tokenizer.encode(rendered, add_special_tokens=False, allow_special=True)
-        stand_ins = StandIns(control, request, self.source)
-        hidden = {name: stand_ins.hide(value, control.pattern) for name, value in request.items()}
+        placeholders = Placeholders(control, request, self.source)
+        hidden = {name: placeholders.hide(value, control.pattern) for name, value in request.items()}
         for index, message in enumerate(request["messages"]):
             for name in _OWN_WORDS if message["role"] == "assistant" else ():
                 if name in message:
-                    hidden["messages"][index][name] = stand_ins.hide(message[name], control.special_pattern)
+                    hidden["messages"][index][name] = placeholders.hide(message[name], control.special_pattern)
         rendered = self._render(hidden, add_generation_prompt)
-        return _encode_hidden(tokenizer, control, stand_ins, rendered)
+        # Stretches with placeholders are encoded as plain text, everything between two of them in one go.
+        ids: list[int] = []
+        done = 0
+        for start, end in control.stretches(rendered):
+            restored = placeholders.restore(rendered[start:end])
+            if restored is not None:
+                ids += tokenizer.encode(rendered[done:start], add_special_tokens=False, allow_special=True)
+                ids += tokenizer.encode_plain(*restored, continues=start > 0)
+                done = end
+        return ids + tokenizer.encode(rendered[done:], add_special_tokens=False, allow_special=True)
 
     def _control_tokens(self, tokenizer: Tokenizer) -> ControlTokens:
         """The same for every request of a tokenizer, so the last answer is kept."""
@@ -141,17 +147,3 @@ class ChatTemplate:
         except Exception as error:  # a template can fail in any way its expressions can
             raise TemplateError(f"the chat template failed: {type(error).__name__}: {error}") from None
         return "".join(pieces)
-
-
-def _encode_hidden(tokenizer: Tokenizer, control: ControlTokens, stand_ins: StandIns, rendered: str) -> list[int]:
-    """Stretches with stand-ins are encoded as plain text, everything between two of them in one go."""
-    ids: list[int] = []
-    done = 0
-    for start, end in control.stretches(rendered):
-        restored = stand_ins.restore(rendered[start:end])
-        if restored is None:
-            continue
-        ids += tokenizer.encode(rendered[done:start], add_special_tokens=False, allow_special=True)
-        ids += tokenizer.encode_plain(restored.text, restored.cuts, continues=start > 0)
-        done = end
-    return ids + tokenizer.encode(rendered[done:], add_special_tokens=False, allow_special=True)

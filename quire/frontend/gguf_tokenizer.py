@@ -10,16 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from numbers import Real
+from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from quire.errors import ModelFormatError, UnsupportedModelError
-from quire.frontend.tokenizer_parts import TokenizerParts, bos_eos_processor
+from quire.frontend.tokenizer_parts import TokenizerParts
+from quire.models.fields import Fields
 
-_T = TypeVar("_T")
-
+_NAMED_TOKENS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
 # tokenizer.ggml.token_type
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
 
@@ -70,35 +76,28 @@ _END_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|en
 
 def read_gguf_tokenizer(metadata: Mapping[str, object]) -> TokenizerParts:
     """Builds the tokenizer that `tokenizer.ggml.model` names: "gpt2" or "llama"."""
-    reader = _Metadata(metadata)
-    tokens = reader.strings("tokens")
-    types = reader.integers("token_type", len(tokens))
-    model = reader.string("model")
+    fields = Fields(metadata, "the GGUF metadata", "tokenizer.ggml.")
+    tokens = fields.list_of("tokens", str)
+    types = _one_for_each(tokens, fields, "token_type", int)
+    model = fields.string("model")
     if model == "gpt2":
-        backend, adds_bos = _byte_level(reader, tokens)
+        backend, adds_bos = _byte_level(fields, tokens)
     elif model == "llama":
-        backend, adds_bos = _sentencepiece(reader, tokens, types), True
+        backend, adds_bos = _sentencepiece(fields, tokens, types), True
     else:
         raise UnsupportedModelError(
             f"tokenizer.ggml.model is {model!r}; Quire reads 'gpt2' (byte-level BPE) and 'llama' (SentencePiece)"
         )
-    ids = {
-        name: reader.token_id(key, len(tokens))
-        for name, key in (
-            ("bos_token", "bos_token_id"),
-            ("eos_token", "eos_token_id"),
-            ("unk_token", "unknown_token_id"),
-            ("pad_token", "padding_token_id"),
-        )
-    }
+    ids = {name: _token_id(fields, key, tokens) for name, key in _NAMED_TOKENS.items()}
     named = {name: (tokens[token_id], token_id) for name, token_id in ids.items() if token_id is not None}
     backend.add_tokens(_added_tokens(tokens, types, {token_id for _, token_id in named.values()}))
-    backend.post_processor = bos_eos_processor(
-        named.get("bos_token") if reader.flag("add_bos_token", adds_bos) else None,
-        named.get("eos_token") if reader.flag("add_eos_token", False) else None,
+    bos = named.get("bos_token") if fields.boolean("add_bos_token", adds_bos) else None
+    eos = named.get("eos_token") if fields.boolean("add_eos_token", False) else None
+    backend.post_processor = processors.TemplateProcessing(
+        single=[*([bos[0]] if bos else []), "$A", *([eos[0]] if eos else [])],
+        special_tokens=[token for token in (bos, eos) if token is not None],
     )
-    ends = [ids["eos_token"]]
-    ends += [reader.token_id(key, len(tokens)) for key in ("eot_token_id", "eom_token_id")]
+    ends = [ids["eos_token"], *(_token_id(fields, key, tokens) for key in ("eot_token_id", "eom_token_id"))]
     ends += [i for i, token in enumerate(tokens) if types[i] == _CONTROL and token in _END_TEXTS]
     return TokenizerParts(
         backend=backend,
@@ -107,12 +106,36 @@ def read_gguf_tokenizer(metadata: Mapping[str, object]) -> TokenizerParts:
         eos_token_ids=tuple(dict.fromkeys(token_id for token_id in ends if token_id is not None)),
         unk_token_id=ids["unk_token"] if model == "llama" else None,
         named_tokens={name: token for name, (token, _) in named.items()},
-        chat_templates=reader.chat_templates(),
+        chat_templates=_chat_templates(metadata),
     )
 
 
-def _byte_level(reader: _Metadata, tokens: Sequence[str]) -> tuple[tokenizers.Tokenizer, bool]:
-    name = reader.string("pre")
+def _token_id(fields: Fields, key: str, tokens: Sequence[str]) -> int | None:
+    return fields.integer(key, low=0, high=len(tokens) - 1) if key in fields else None
+
+
+def _one_for_each(tokens: Sequence[str], fields: Fields, key: str, kind: type) -> list[Any]:
+    values = fields.list_of(key, kind)
+    if len(values) != len(tokens):
+        raise ModelFormatError(f"tokenizer.ggml.{key} has {len(values)} entries for {len(tokens)} tokens")
+    return values
+
+
+def _chat_templates(metadata: Mapping[str, object]) -> dict[str, str]:
+    """`tokenizer.chat_template`, and `tokenizer.chat_template.NAME` for each further one."""
+    start = "tokenizer.chat_template"
+    return {
+        key.removeprefix(start).removeprefix(".") or "default": value
+        for key, value in metadata.items()
+        if isinstance(value, str) and (key == start or key.startswith(f"{start}."))
+    }
+
+
+def _byte_level(fields: Fields, tokens: Sequence[str]) -> tuple[tokenizers.Tokenizer, bool]:
+    if "pre" not in fields:
+        message = "the GGUF metadata has no tokenizer.ggml.pre; convert the model again with a current llama.cpp"
+        raise ModelFormatError(message)
+    name = fields.string("pre")
     pre = _PRE_TOKENIZERS.get(name)
     if pre is None:
         raise UnsupportedModelError(
@@ -120,13 +143,12 @@ def _byte_level(reader: _Metadata, tokens: Sequence[str]) -> tuple[tokenizers.To
             f"it knows {', '.join(sorted(_PRE_TOKENIZERS))}"
         )
     merges = []
-    for index, merge in enumerate(reader.strings("merges")):
+    for index, merge in enumerate(fields.list_of("merges", str)):
         left, space, right = merge.partition(" ")
         if not (left and space and right):
             raise ModelFormatError(f"tokenizer.ggml.merges[{index}] is not two tokens with a space between")
         merges.append((left, right))
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    backend = _build_bpe(vocabulary, merges, ignore_merges=pre.whole_words_first)
+    backend = _build_bpe(tokens, merges, ignore_merges=pre.whole_words_first)
     if pre.nfc:
         backend.normalizer = normalizers.NFC()
     steps: list[pre_tokenizers.PreTokenizer] = []
@@ -140,20 +162,20 @@ def _byte_level(reader: _Metadata, tokens: Sequence[str]) -> tuple[tokenizers.To
     return backend, pre.adds_bos
 
 
-def _sentencepiece(reader: _Metadata, tokens: Sequence[str], types: Sequence[int]) -> tokenizers.Tokenizer:
-    scores = reader.floats("scores", len(tokens))
+def _sentencepiece(fields: Fields, tokens: Sequence[str], types: Sequence[int]) -> tokenizers.Tokenizer:
+    scores = _one_for_each(tokens, fields, "scores", Real)
     mergeable = {
         token: index for index, token in enumerate(tokens) if types[index] not in (_UNKNOWN, _CONTROL, _UNUSED, _BYTE)
     }
-    unknown = reader.token_id("unknown_token_id", len(tokens))
+    unknown = _token_id(fields, "unknown_token_id", tokens)
     backend = _build_bpe(
-        {token: index for index, token in enumerate(tokens)},
+        tokens,
         _merges_from_scores(mergeable, scores),
         fuse_unk=True,
         byte_fallback=any(kind == _BYTE for kind in types),
         unk_token=None if unknown is None else tokens[unknown],
     )
-    space_prefix = reader.flag("add_space_prefix", True)
+    space_prefix = fields.boolean("add_space_prefix", True)
     backend.pre_tokenizer = pre_tokenizers.Metaspace(
         replacement="▁", prepend_scheme="first" if space_prefix else "never", split=False
     )
@@ -179,29 +201,14 @@ def _merges_from_scores(mergeable: Mapping[str, int], scores: Sequence[float]) -
     return [(left, right) for *_, left, right in ranked]
 
 
-def _build_bpe(
-    vocabulary: dict[str, int],
-    merges: list[tuple[str, str]],
-    *,
-    ignore_merges: bool = False,
-    fuse_unk: bool = False,
-    byte_fallback: bool = False,
-    unk_token: str | None = None,
-) -> tokenizers.Tokenizer:
+def _build_bpe(tokens: Sequence[str], merges: list[tuple[str, str]], **options: Any) -> tokenizers.Tokenizer:
+    vocabulary = {token: index for index, token in enumerate(tokens)}
     try:
-        bpe = models.BPE(
-            vocab=vocabulary,
-            merges=merges,
-            ignore_merges=ignore_merges,
-            fuse_unk=fuse_unk,
-            byte_fallback=byte_fallback,
-            unk_token=unk_token,
-        )
+        return tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, **options))
     except Exception as error:  # the library raises bare Exception
         raise ModelFormatError(
             f"tokenizer.ggml.merges do not fit tokenizer.ggml.tokens: {error}; the file may be damaged"
         ) from None
-    return tokenizers.Tokenizer(bpe)
 
 
 def _added_tokens(tokens: Sequence[str], types: Sequence[int], named: set[int]) -> list[AddedToken]:
@@ -215,73 +222,3 @@ def _added_tokens(tokens: Sequence[str], types: Sequence[int], named: set[int]) 
         if token and (special or kind == _USER_DEFINED):
             added.append(AddedToken(token, special=special, normalized=False))
     return added
-
-
-class _Metadata:
-    """Typed access to `tokenizer.ggml.*`; what is missing or of the wrong type is a ModelFormatError."""
-
-    def __init__(self, values: Mapping[str, object]) -> None:
-        self._values = values
-
-    def string(self, key: str) -> str:
-        value = self._get(key)
-        if not isinstance(value, str):
-            raise self._wrong(key, "a string", value)
-        return value
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self._values.get(f"tokenizer.ggml.{key}", default)
-        if not isinstance(value, bool):
-            raise self._wrong(key, "true or false", value)
-        return value
-
-    def token_id(self, key: str, count: int) -> int | None:
-        value = self._values.get(f"tokenizer.ggml.{key}")
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < count:
-            raise self._wrong(key, f"a token id below {count}", value)
-        return value
-
-    def strings(self, key: str) -> Sequence[str]:
-        value = self._get(key)
-        if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
-            raise self._wrong(key, "an array of strings", value)
-        return value
-
-    def integers(self, key: str, count: int) -> Sequence[int]:
-        value = self._get(key)
-        if not isinstance(value, list | tuple) or not all(isinstance(item, int) for item in value):
-            raise self._wrong(key, "an array of integers", value)
-        return self._of_length(key, value, count)
-
-    def floats(self, key: str, count: int) -> Sequence[float]:
-        value = self._get(key)
-        if not isinstance(value, list | tuple) or not all(isinstance(item, int | float) for item in value):
-            raise self._wrong(key, "an array of numbers", value)
-        return self._of_length(key, value, count)
-
-    def chat_templates(self) -> dict[str, str]:
-        """`tokenizer.chat_template`, and `tokenizer.chat_template.NAME` for each further one."""
-        start = "tokenizer.chat_template"
-        return {
-            key.removeprefix(start).removeprefix(".") or "default": value
-            for key, value in self._values.items()
-            if isinstance(value, str) and (key == start or key.startswith(f"{start}."))
-        }
-
-    def _get(self, key: str) -> object:
-        name = f"tokenizer.ggml.{key}"
-        if name not in self._values:
-            raise ModelFormatError(f"the GGUF metadata has no {name}; convert the model again with a current llama.cpp")
-        return self._values[name]
-
-    @staticmethod
-    def _of_length(key: str, value: Sequence[_T], count: int) -> Sequence[_T]:
-        if len(value) != count:
-            raise ModelFormatError(f"tokenizer.ggml.{key} has {len(value)} entries for {count} tokens")
-        return value
-
-    @staticmethod
-    def _wrong(key: str, expected: str, value: object) -> ModelFormatError:
-        return ModelFormatError(f"tokenizer.ggml.{key} must be {expected}, not {str(value)[:60]!r}")

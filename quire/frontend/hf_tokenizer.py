@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,9 @@ from tokenizers import AddedToken, models
 
 from quire.errors import ModelFormatError, ModelNotFoundError, UnsupportedModelError
 from quire.frontend.tokenizer_parts import TokenizerParts
+from quire.models.files import read_json
 
-_NAMED_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _OTHER_FORMATS = ("tokenizer.model", "tekken.json", "vocab.json", "tiktoken.model")
 
 
@@ -69,15 +61,7 @@ def _explain_missing(folder: Path) -> None:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ModelFormatError(f"{file}: not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ModelFormatError(f"{file}: expected a JSON object, got {type(content).__name__}")
-    return content
+    return read_json(file) if file.is_file() else {}
 
 
 def _as_token(value: Any) -> AddedToken | None:

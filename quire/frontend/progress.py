@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from collections.abc import Iterable
+from typing import Self
 
 from rich.console import Console
 from rich.progress import (
@@ -22,10 +21,9 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-if TYPE_CHECKING:
-    from quire.outputs import RequestDelta
+from quire.models.download import Progress as Report
+from quire.outputs import RequestDelta
 
-Report = Callable[[int, int | None], None]
 _TITLES = {"download": "Downloading", "load": "Loading weights"}
 
 
@@ -48,9 +46,7 @@ class _Bars:
             self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         # rich before 14 ends even a display that shows nothing with an empty line.
         if not self._progress.disable:
             self._progress.stop()

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -36,7 +37,6 @@ MAX_ITEMS = 100_000
 MAX_PRINTED_ITEMS = 1_000_000
 MAX_WIDTH = 10_000
 
-
 _PADDING = frozenset(("center", "ljust", "rjust", "zfill", "expandtabs", "indent", "wordwrap", "batch", "slice"))
 _PRINTING = frozenset(("string", "pprint", "list", "sum", "escape", "e", "forceescape", "urlencode", "xmlattr"))
 
@@ -49,10 +49,10 @@ class TemplateRefusalError(Exception):
     """The template itself called raise_exception."""
 
 
+@dataclass
 class _Budget:
-    def __init__(self) -> None:
-        self.steps = MAX_STEPS
-        self.deadline = time.monotonic() + MAX_SECONDS
+    steps: int
+    deadline: float
 
 
 _budget: ContextVar[_Budget] = ContextVar("template_budget")
@@ -61,7 +61,7 @@ _budget: ContextVar[_Budget] = ContextVar("template_budget")
 @contextmanager
 def limited() -> Iterator[None]:
     """Everything rendered inside shares one budget of steps and time."""
-    token = _budget.set(_Budget())
+    token = _budget.set(_Budget(MAX_STEPS, time.monotonic() + MAX_SECONDS))
     try:
         yield
     finally:
@@ -172,16 +172,7 @@ class _GenerationBlock(Extension):
 class _Counted(NodeTransformer):
     """Puts a step counter into every loop and macro, and a size check into `~`."""
 
-    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - Jinja's naming
-        return self._count(node)
-
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:  # noqa: N802
-        return self._count(node)
-
-    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:  # noqa: N802
-        return self._count(node)
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802 - Jinja's naming
         self.generic_visit(node)
         return self._call("join_text", node.nodes, node.lineno)
 
@@ -193,6 +184,8 @@ class _Counted(NodeTransformer):
             counter = self._call("step", [], node.lineno)
             node.test = nodes.And(counter, node.test, lineno=node.lineno)
         return node
+
+    visit_For = visit_Macro = visit_CallBlock = _count  # noqa: N815
 
     @staticmethod
     def _call(name: str, arguments: list[nodes.Expr], line: int) -> nodes.Call:
@@ -264,8 +257,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return guarded
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree = super()._parse(source, name, filename)
-        counted = _Counted().visit(tree)
+        counted = _Counted().visit(super()._parse(source, name, filename))
         assert isinstance(counted, nodes.Template)
         return counted
 

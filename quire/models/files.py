@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PureWindowsPath
@@ -137,11 +138,8 @@ def parse_json(data: bytes, path: Path) -> dict[str, object]:
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"{quote(key)} is there twice")
-            seen.add(key)
+        key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{quote(key)} is there twice")
     return result
 
 
@@ -151,15 +149,8 @@ def _no_constant(text: str) -> object:
 
 def weight_kinds(folder: Path) -> frozenset[str]:
     """Which of safetensors, npy, gguf and pickle a folder's files are."""
-    suffixes = {
-        ".safetensors": "safetensors",
-        ".npy": "npy",
-        ".gguf": "gguf",
-        ".bin": "pickle",
-        ".pt": "pickle",
-        ".pth": "pickle",
-        ".ckpt": "pickle",
-    }
+    suffixes = {".safetensors": "safetensors", ".npy": "npy", ".gguf": "gguf"}
+    suffixes |= dict.fromkeys((".bin", ".pt", ".pth", ".ckpt"), "pickle")
     try:
         names = [entry.name.lower() for entry in folder.iterdir()]
     except OSError as error:

@@ -107,8 +107,7 @@ def _local(model: str, path: Path) -> ModelSource:
 
 
 def _looks_like_path(model: str) -> bool:
-    hub_like = ":" in model and not model.startswith((".", "/", "~"))
-    return model.startswith((".", "/", "~")) or "\\" in model or (model.endswith(".gguf") and not hub_like)
+    return model.startswith((".", "/", "~")) or "\\" in model or (model.endswith(".gguf") and ":" not in model)
 
 
 def _not_found(model: str, path: Path) -> ModelNotFoundError:
@@ -128,10 +127,9 @@ def _quire_models() -> list[LocalModel]:
     found = []
     for path in sorted(folder.glob("*/*.gguf")) if folder.is_dir() else ():
         alias = ALIASES.get(path.parent.name)
+        name, source = str(path), "put there by hand"
         if alias is not None and path == alias_path(alias):
             name, source = alias.name, alias.source
-        else:
-            name, source = str(path), "put there by hand"
         found.append(LocalModel(name, path, "gguf", path.stat().st_size, source))
     return found
 
@@ -154,17 +152,14 @@ def _hub_models() -> list[LocalModel]:
             names = sorted(revision.refs)
             suffix = "" if "main" in names else f"@{names[0] if names else revision.commit_hash}"
             name = f"{repo.repo_id}{suffix}"
-            sizes = {
-                str(file.file_path.relative_to(revision.snapshot_path)): file.size_on_disk
-                for file in revision.files
-                if file.file_path.suffix in {".safetensors", ".gguf"}
-            }
-            weights = sum(size for file, size in sizes.items() if file.endswith(".safetensors"))
+            weights = 0
+            for file in revision.files:
+                path = file.file_path
+                if path.suffix == ".safetensors":
+                    weights += file.size_on_disk
+                elif path.suffix == ".gguf":
+                    label = f"{name}:{path.relative_to(revision.snapshot_path)}"
+                    found.append(LocalModel(label, path, "gguf", file.size_on_disk, source))
             if weights:
                 found.append(LocalModel(name, revision.snapshot_path, "safetensors", weights, source))
-            found += [
-                LocalModel(f"{name}:{file}", revision.snapshot_path / file, "gguf", size, source)
-                for file, size in sizes.items()
-                if file.endswith(".gguf")
-            ]
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -20,6 +21,7 @@ from quire.engine.invariants import check_blocks
 from quire.engine.request import Request
 from quire.sampling_params import SamplingParams
 from tests.engine.naive_blocks import NaiveBlocks, Prefix
+from tests.long_runs import short_or_long
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
@@ -131,5 +133,9 @@ class BlockMachine(RuleBasedStateMachine):
         return salt, tokens
 
 
+@pytest.mark.soak
 def test_blocks_do_what_the_naive_model_does() -> None:
-    run_state_machine_as_test(BlockMachine, settings=settings(deadline=None, max_examples=250, stateful_step_count=40))
+    examples = short_or_long(250, 1000)
+    run_state_machine_as_test(
+        BlockMachine, settings=settings(deadline=None, max_examples=examples, stateful_step_count=40)
+    )

@@ -6,6 +6,7 @@ from dataclasses import replace
 from random import Random
 from typing import Literal
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -25,6 +26,7 @@ from quire.sampling_params import SamplingParams
 from quire.simulate.fake_runner import FakePending, FakeRunner, solo_run
 from quire.step import RequestUpdate, Step
 from tests.engine.naive_scheduler import NaiveRequest, NaiveScheduler
+from tests.long_runs import short_or_long
 
 VOCAB, EOS, MAX_LEN = 6, (5,), 20
 MOST_IN_FLIGHT = 3
@@ -225,7 +227,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.blocks.pool.num_free == self.config.num_usable_blocks
 
 
+@pytest.mark.soak
 def test_scheduler_keeps_the_rules_whatever_happens() -> None:
+    examples = short_or_long(150, 600)
     run_state_machine_as_test(
-        SchedulerMachine, settings=settings(deadline=None, max_examples=150, stateful_step_count=40)
+        SchedulerMachine, settings=settings(deadline=None, max_examples=examples, stateful_step_count=40)
     )

@@ -14,11 +14,13 @@ from quire.engine.results import ResultTaker
 from quire.engine.scheduler import Scheduler
 from quire.simulate.simulation import SimulationError, main, run_seed
 from quire.step import BlockCopy, PromptScores, RequestUpdate, Step, StepResult
+from tests.long_runs import short_or_long
 
 SEEDS_PER_TEST = 200
 
 
-@pytest.mark.parametrize("start", range(0, 2400, SEEDS_PER_TEST))
+@pytest.mark.soak
+@pytest.mark.parametrize("start", range(0, short_or_long(1200, 20_000), SEEDS_PER_TEST))
 def test_every_seed_gives_solo_answers_and_leaks_nothing(start: int) -> None:
     for seed in range(start, start + SEEDS_PER_TEST):
         run_seed(seed)

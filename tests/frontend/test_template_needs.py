@@ -11,8 +11,9 @@ import pytest
 
 from quire.errors import InvalidRequestError
 from quire.frontend.chat_template import ChatTemplate
-from quire.frontend.tool_calls import ToolSupport, parse
+from quire.frontend.tool_calls import ToolSupport
 from quire.frontend.tool_calls.template_needs import TemplateNeeds, find_needs
+from tests.frontend.parsed_answers import parse
 from tests.frontend.templates import QWEN
 from tests.frontend.test_tool_plan import NOW, WEATHER, Grammars, make_tokenizer
 

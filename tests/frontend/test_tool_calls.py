@@ -11,18 +11,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from quire.frontend.tool_calls import (
-    ArgumentsDelta,
-    CallStart,
-    ContentDelta,
-    ParsedAnswer,
-    ToolCallParser,
-    collect,
-    parse,
-)
 from quire.frontend.tool_calls.hermes import HermesParser
 from quire.frontend.tool_calls.llama3 import Llama3Parser
 from quire.frontend.tool_calls.mistral import MistralParser
+from quire.frontend.tool_calls.parser import ArgumentsDelta, CallStart, ContentDelta, ToolCallParser
+from tests.frontend.parsed_answers import ParsedAnswer, collect, parse
 
 NAMES = ("get_weather", "add", "a")
 PARSERS: dict[str, Callable[[], ToolCallParser]] = {

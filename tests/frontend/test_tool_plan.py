@@ -15,9 +15,11 @@ from quire.errors import InvalidRequestError
 from quire.frontend.chat_template import ChatTemplate
 from quire.frontend.gguf_tokenizer import read_gguf_tokenizer
 from quire.frontend.tokenizer import Tokenizer
-from quire.frontend.tool_calls import ToolPlan, ToolSupport, detect_format, parse
+from quire.frontend.tool_calls import ToolPlan, ToolSupport
+from quire.frontend.tool_calls.plan import detect_format
 from quire.sampling_params import StructuredOutput
 from tests.frontend.helpers import byte_level_metadata, train_byte_level
+from tests.frontend.parsed_answers import parse
 from tests.frontend.templates import MISTRAL, QWEN
 
 WEATHER = {
@@ -274,9 +276,9 @@ def test_a_template_that_knows_no_tools_is_told_in_words() -> None:
 @pytest.mark.parametrize(
     ("call", "field"),
     [
-        ({"function": {"arguments": "{}"}}, "messages[0].tool_calls.function.name"),
-        ({"function": {"name": "a", "arguments": "{"}}, "messages[0].tool_calls.function.arguments"),
-        ("what", "messages[0].tool_calls.function.name"),
+        ({"function": {"arguments": "{}"}}, "messages[0].tool_calls[0].function.name"),
+        ({"function": {"name": "a", "arguments": "{"}}, "messages[0].tool_calls[0].function.arguments"),
+        ("what", "messages[0].tool_calls[0].function.name"),
     ],
 )
 def test_calls_that_can_not_be_written_out_are_refused(call: Any, field: str) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from quire.frontend.tool_calls.deltas import Delta
-from quire.frontend.tool_calls.json_reader import CallObject, skip_space
-from quire.frontend.tool_calls.parser import MarkedCallParser
+from quire.frontend.tool_calls.parser import Delta, ToolCallParser
 
 BEGIN = "<tool_call>"
 END = "</tool_call>"
 
 
-class HermesParser(MarkedCallParser):
+class HermesParser(ToolCallParser):
     """Each call stands between tags of its own; text may come before, between and after them."""
 
     def __init__(self, after_mark: bool = False) -> None:
@@ -21,21 +19,12 @@ class HermesParser(MarkedCallParser):
             self._held = ""  # half of the closing tag
         return super().finish()
 
-    def _after_mark(self, text: str, position: int) -> int:
-        self._begin_object(CallObject(("arguments", "parameters")))
-        return position
-
-    def _after_object(self, text: str, position: int) -> int:
-        end = skip_space(text, position)
-        self._space.append(text[position:end])
-        if end == len(text):
-            return end
-        if text.startswith(END, end):
+    def _after_call(self, text: str, position: int) -> int:
+        if text.startswith(END, position):
             self._space = []
             self._state = self._in_text
-            return end + len(END)
-        if END.startswith(text[end:]):
-            return end  # the tag may follow yet
-        # The model forgot the tag, or wrote more than the call: it is text.
-        self._state = self._in_text
-        return end
+            return position + len(END)
+        if not END.startswith(text[position:]):  # else the tag may follow yet
+            # The model forgot the tag, or wrote more than the call: it is text.
+            self._state = self._in_text
+        return position

@@ -11,14 +11,19 @@ import re
 from typing import Literal
 
 _SPACE = re.compile(r"[ \t\r\n]*")
-_STRING_PART = re.compile(r'[^"\\]*')
+_STRING_PART = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)
 _CONTAINER_PART = re.compile(r'[^"{}\[\]]*')
 _SCALAR_PART = re.compile(r"[^,}\]\s]*")
 
 
 def skip_space(text: str, position: int) -> int:
     """Where JSON's white space ends."""
-    match = _SPACE.match(text, position)
+    return _skip(_SPACE, text, position)
+
+
+def _skip(pattern: re.Pattern[str], text: str, position: int) -> int:
+    """Where a match ends that begins at `position`; the patterns here match everywhere, if only nothing."""
+    match = pattern.match(text, position)
     assert match is not None
     return match.end()
 
@@ -32,21 +37,15 @@ class StringScanner:
 
     def read(self, text: str, position: int) -> int:
         """Where the string ends (behind its quote), or the end of the text."""
-        while position < len(text):
-            if self._escaped:
-                self._escaped = False
-                position += 1
-                continue
-            match = _STRING_PART.match(text, position)
-            assert match is not None
-            position = match.end()
-            if position < len(text):
-                if text[position] == '"':
-                    self.done = True
-                    return position + 1
-                self._escaped = True
-                position += 1
-        return position
+        if self._escaped and position < len(text):
+            self._escaped = False
+            position += 1
+        position = _skip(_STRING_PART, text, position)
+        if position == len(text):
+            return position
+        self.done = text[position] == '"'
+        self._escaped = not self.done  # a backslash is the last character yet
+        return position + 1
 
 
 class ContainerScanner:
@@ -65,9 +64,7 @@ class ContainerScanner:
                 if self._string.done:
                     self._string = None
                 continue
-            match = _CONTAINER_PART.match(text, position)
-            assert match is not None
-            position = match.end()
+            position = _skip(_CONTAINER_PART, text, position)
             if position == len(text):
                 break
             character = text[position]
@@ -221,9 +218,7 @@ class CallObject:
         return end
 
     def _read_scalar(self, text: str, position: int) -> int:
-        match = _SCALAR_PART.match(text, position)
-        assert match is not None
-        end = match.end()
+        end = _skip(_SCALAR_PART, text, position)
         self._pieces.append(text[position:end])
         if end == len(text):
             return end

@@ -6,14 +6,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from quire.frontend.tool_calls.json_reader import CallObject, skip_space
-from quire.frontend.tool_calls.parser import MarkedCallParser
+from quire.frontend.tool_calls.parser import ToolCallParser
 
 MARK = "<|python_tag|>"
 
 
-class Llama3Parser(MarkedCallParser):
+class Llama3Parser(ToolCallParser):
     """Nothing tells a call from an answer in JSON but what it says, so only calls of the tools there are count,
     and only at the beginning of the answer or behind the mark."""
+
+    separator = ";"
 
     def __init__(self, tool_names: Iterable[str]) -> None:
         super().__init__(MARK)
@@ -28,26 +30,10 @@ class Llama3Parser(MarkedCallParser):
         if end < len(text):
             if text[end] == "{":
                 self._begin_undecided(text[position:end])
-                self._begin_object(self._new_object())
+                self._begin_object()
                 return end
             self._state = self._in_text
         self._text(text[position:end])
-        return end
-
-    def _after_mark(self, text: str, position: int) -> int:
-        self._begin_object(self._new_object())
-        return position
-
-    def _after_object(self, text: str, position: int) -> int:
-        end = skip_space(text, position)
-        self._space.append(text[position:end])
-        if end == len(text):
-            return end
-        self._state = self._in_text
-        if text[end] == ";":
-            self._begin_undecided(";")
-            self._begin_object(self._new_object())
-            return end + 1
         return end
 
     def _new_object(self) -> CallObject:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import re
 
-from quire.frontend.tool_calls.json_reader import CallObject, ContainerScanner, skip_space
-from quire.frontend.tool_calls.parser import MarkedCallParser, State
+from quire.frontend.tool_calls.json_reader import ContainerScanner, skip_space
+from quire.frontend.tool_calls.parser import State, ToolCallParser
 
 MARK = "[TOOL_CALLS]"
 ARGUMENTS_MARK = "[ARGS]"
@@ -15,8 +15,10 @@ _WORD = re.compile(r"[A-Za-z0-9_.\-]*")
 _MAX_WORD = 256
 
 
-class MistralParser(MarkedCallParser):
+class MistralParser(ToolCallParser):
     """Reads both formats; the first character behind the mark tells which one it is."""
+
+    separator = ","
 
     def __init__(self, after_mark: bool = False) -> None:
         super().__init__(MARK, after_mark)
@@ -31,26 +33,18 @@ class MistralParser(MarkedCallParser):
             return end
         if text[end] == "[":
             self._undecided.append("[")
-            self._begin_object(CallObject(("arguments", "parameters")))
+            self._begin_object()
             return end + 1
         if text[end] == "{":
-            self._begin_object(CallObject(("arguments", "parameters")))
+            self._begin_object()
         else:
             self._word = ""
             self._state = self._in_name
         return end
 
-    def _after_object(self, text: str, position: int) -> int:
-        end = skip_space(text, position)
-        self._space.append(text[position:end])
-        if end == len(text):
-            return end
-        self._state = self._in_text
-        if text[end] == ",":
-            self._begin_undecided(",")
-            self._begin_object(CallObject(("arguments", "parameters")))
-            return end + 1
-        return end + (text[end] == "]")
+    def _after_call(self, text: str, position: int) -> int:
+        end = super()._after_call(text, position)
+        return end + text.startswith("]", end) if end == position else end
 
     def _in_name(self, text: str, position: int) -> int:
         end = self._read_word(text, position)

@@ -1,23 +1,56 @@
-"""The part of reading that all formats share: text outside of calls, what is held back, and giving back."""
+"""What a tool-call parser reports, piece by piece, and the part of reading that all formats share: text outside of
+calls, what is held back, and giving back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from quire.frontend.marks import WHITE, open_end
-from quire.frontend.tool_calls.deltas import ArgumentsDelta, CallStart, ContentDelta, Delta
-from quire.frontend.tool_calls.json_reader import CallObject
+from quire.frontend.tool_calls.json_reader import CallObject, skip_space
 
+
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
+    """Text that is part of no call."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A call has begun: its name is known; its arguments follow."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentsDelta:
+    """More of a call's arguments, as the model wrote them."""
+
+    index: int
+    text: str
+
+
+Delta = ContentDelta | CallStart | ArgumentsDelta
 State = Callable[[str, int], int]
 """Reads `text` from a position on and returns where it stopped, perhaps having put another state in its place.
 One that stays where it is, at the same position, waits for more text."""
 
 
-class MarkedCallParser:
-    """Text in which a mark announces calls. A format says what may follow the mark, in `_after_mark`.
+class ToolCallParser:
+    """Reads one answer, in which a mark announces calls. What it reports in all depends on the text alone, not on how
+    it was cut into pieces.
 
-    White space directly before a call, and after the last one, belongs to no content.
+    A call is reported as soon as it can't be anything else: its name is known and its arguments have begun. Text
+    that looked like a call and was none comes back as content, every character of it; white space directly before a
+    call, and after the last one, belongs to no content. Arguments are passed on as they were written; if the answer
+    ends inside them, or they are no JSON, that is for the caller to see.
     """
+
+    separator = ""
+    """What may stand between two calls behind one mark."""
 
     def __init__(self, mark: str, after_mark: bool = False) -> None:
         """`after_mark`: the prompt ends with the mark, so the answer begins behind it."""
@@ -29,12 +62,13 @@ class MarkedCallParser:
         """White space that becomes content if more content follows."""
         self._undecided: list[str] = []
         """What was read of something that may become a call: content, should it not."""
-        self._object = CallObject(())
+        self._object = self._new_object()
         self._in_call = False
         self._num_calls = 0
         self._deltas: list[Delta] = []
 
     def feed(self, text: str) -> list[Delta]:
+        """What the next piece of the answer makes certain."""
         text = self._held + text
         position = 0
         while position < len(text):
@@ -47,6 +81,7 @@ class MarkedCallParser:
         return self._take_deltas()
 
     def finish(self) -> list[Delta]:
+        """What was held back, when no more text follows."""
         self._undecided.append(self._held)
         self._held = ""
         self._give_back()
@@ -54,13 +89,27 @@ class MarkedCallParser:
             self._content("".join(self._space))
         return self._take_deltas()
 
-    # What a format must say
+    # What differs between formats
+
+    def _new_object(self) -> CallObject:
+        return CallObject(("arguments", "parameters"))
+
+    def _accepts(self, call: CallObject) -> bool:
+        """Whether an object that has the form of a call is one."""
+        return True
 
     def _after_mark(self, text: str, position: int) -> int:
-        raise NotImplementedError
+        self._begin_object()
+        return position
 
-    def _after_object(self, text: str, position: int) -> int:
-        raise NotImplementedError
+    def _after_call(self, text: str, position: int) -> int:
+        """At the first character behind a call that is not white space."""
+        self._state = self._in_text
+        if text[position] != self.separator:
+            return position
+        self._begin_undecided(self.separator)
+        self._begin_object()
+        return position + 1
 
     # States
 
@@ -89,14 +138,15 @@ class MarkedCallParser:
             self._in_call = False
         return end
 
+    def _after_object(self, text: str, position: int) -> int:
+        end = skip_space(text, position)
+        self._space.append(text[position:end])
+        return end if end == len(text) else self._after_call(text, end)
+
     # Helpers
 
-    def _accepts(self, call: CallObject) -> bool:
-        """Whether an object that has the form of a call is one."""
-        return True
-
-    def _begin_object(self, call: CallObject) -> None:
-        self._object = call
+    def _begin_object(self) -> None:
+        self._object = self._new_object()
         self._state = self._in_object
 
     def _begin_undecided(self, text: str) -> None:

@@ -11,10 +11,9 @@ from typing import Any, Literal
 from quire.errors import InvalidRequestError
 from quire.frontend import reasoning
 from quire.frontend.tokenizer import Tokenizer
-from quire.frontend.tool_calls import grammars, hermes, llama3, mistral, prompting
-from quire.frontend.tool_calls.deltas import ToolCallParser
+from quire.frontend.tool_calls import grammars, hermes, llama3, mistral, template_needs
 from quire.frontend.tool_calls.grammars import CallShape
-from quire.frontend.tool_calls.template_needs import ALPHANUMERIC, ID_LENGTH, find_needs
+from quire.frontend.tool_calls.parser import ToolCallParser
 from quire.frontend.tool_calls.tools import Tool, check_tools
 from quire.sampling_params import StructuredOutput
 
@@ -24,8 +23,8 @@ Choice = Literal["auto", "none", "required"]
 
 def detect_format(template_source: str) -> FormatName | None:
     """The format a chat template teaches; None if it shows tools in one that is not known here."""
-    if not prompting.knows_tools(template_source):
-        return "hermes"  # the one `prompting` describes
+    if not template_needs.knows_tools(template_source):
+        return "hermes"  # the one `describe_tools` teaches
     if mistral.MARK in template_source:
         return "mistral"
     if hermes.BEGIN in template_source and "<function=" not in template_source:  # Qwen3-Coder's is XML
@@ -57,7 +56,9 @@ class ToolSupport:
         self.thinks = reasoning.thinks(self._plain) or reasoning.thinks(self._source)
         named = tokenizer.named_tokens
         self._needs = {
-            source: find_needs(source, named) for source in {self._plain, self._source} if prompting.knows_calls(source)
+            source: template_needs.find_needs(source, named)
+            for source in {self._plain, self._source}
+            if template_needs.knows_calls(source)
         }
 
     def plan(
@@ -80,13 +81,13 @@ class ToolSupport:
         if source in self._needs:
             messages = self._needs[source].suit_messages(messages)
         elif source:
-            messages = prompting.write_out_calls(messages)
+            messages = template_needs.write_out_calls(messages)
         if without:
             return ToolPlan(self, messages, None, (), forced=False, parallel=parallel)
         if self.format is None:
             raise InvalidRequestError("tools", "this model's chat template writes calls in a format not known here")
-        if not prompting.knows_tools(source):
-            messages, tools = prompting.describe_tools(messages, tools or ()), None
+        if not template_needs.knows_tools(source):
+            messages, tools = template_needs.describe_tools(messages, tools or ()), None
         elif source in self._needs and tools:
             tools = self._needs[source].suit_tools(tools)
         callable_tools = [tool for tool in checked if name is None or tool.name == name]
@@ -183,5 +184,5 @@ class ToolPlan:
     def new_call_id(self) -> str:
         """Unique; Mistral's templates insist on nine letters and digits."""
         if self.support.format == "mistral":
-            return "".join(secrets.choice(ALPHANUMERIC) for _ in range(ID_LENGTH))
+            return "".join(secrets.choice(template_needs.ALPHANUMERIC) for _ in range(template_needs.ID_LENGTH))
         return f"call_{secrets.token_hex(12)}"

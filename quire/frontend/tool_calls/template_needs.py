@@ -1,13 +1,16 @@
-"""What a chat template wants of tools and calls beyond what OpenAI's clients send.
+"""Rewrites conversations with tools for chat templates that want more, or know less, than what OpenAI's clients send.
 
 Templates refuse what their models never saw: Mistral's take only ids of nine letters and digits, Llama's one call per
 message, Hermes' only tools that are described, and results that name their function. Clients know nothing of that, so
-it is found out once per template, by trying it, and conversations are rewritten to suit.
+it is found out once per template, by trying it. For templates that know nothing of tools, they are described, called
+and answered in plain messages. The words are the ones Hermes models were trained on in spirit, not to the letter: any
+chat model can follow them, more or less well, and a grammar makes sure of the form where a call is required.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import string
 from collections.abc import Mapping, Sequence
@@ -18,10 +21,13 @@ from typing import Any
 from quire.errors import QuireError
 from quire.frontend.chat_template import ChatTemplate
 from quire.frontend.messages import check_messages
+from quire.frontend.tool_calls import hermes
 
 ID_LENGTH = 9
 ALPHANUMERIC = string.ascii_letters + string.digits
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+_KNOWS_TOOLS = re.compile(r"\btools\b")
+_KNOWS_CALLS = re.compile(r"\btool_calls\b")
 
 Message = Mapping[str, Any]
 
@@ -157,3 +163,56 @@ def _id_of(call: Mapping[str, Any]) -> str | None:
 
 def _text_or_none(value: object) -> str | None:
     return value if isinstance(value, str) else None
+
+
+def knows_tools(template_source: str) -> bool:
+    """Whether a template shows the model its tools."""
+    return _KNOWS_TOOLS.search(template_source) is not None
+
+
+def knows_calls(template_source: str) -> bool:
+    """Whether a template shows earlier calls and their results."""
+    return _KNOWS_CALLS.search(template_source) is not None
+
+
+def describe_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """The messages with the tools explained in the system message."""
+    listed = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
+    text = (
+        "You can call these functions. Each line is one of them, with the JSON schema of its arguments:\n"
+        f"<tools>\n{listed}\n</tools>\n"
+        "To call one, write its name and arguments as JSON between tags, like this:\n"
+        f'{hermes.BEGIN}\n{{"name": "…", "arguments": {{…}}}}\n{hermes.END}'
+    )
+    first, *others = checked = check_messages(messages, knows_developer=True)
+    if first["role"] in ("system", "developer"):
+        return [{**first, "content": f"{first['content']}\n\n{text}"}, *others]
+    return [{"role": "system", "content": text}, *checked]
+
+
+def write_out_calls(messages: Sequence[Message]) -> list[Message]:
+    """The messages with earlier calls written as the assistant's text and their results as the user's."""
+    written: list[Message] = []
+    joins = False
+    for message in check_messages(messages, knows_developer=True):
+        if message["role"] == "tool":
+            result = f"<tool_response>\n{message['content']}\n</tool_response>"
+            if joins:
+                written[-1] = {"role": "user", "content": f"{written[-1]['content']}\n{result}"}
+            else:
+                written.append({"role": "user", "content": result})
+            joins = True
+            continue
+        joins = False
+        calls = message.pop("tool_calls", ()) if message["role"] == "assistant" else ()
+        if calls:
+            texts = [message["content"]] if message.get("content") else []
+            message["content"] = "\n".join([*texts, *map(_call_text, calls)])
+        written.append(message)
+    return written
+
+
+def _call_text(call: Message) -> str:
+    function = call.get("function", call)
+    written = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
+    return f"{hermes.BEGIN}\n{written}\n{hermes.END}"

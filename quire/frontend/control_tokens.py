@@ -2,18 +2,18 @@
 
 A rendered chat is one string, in which the template's `<|im_end|>` and a user's look the same. So before
 rendering, the first character of each control token's text inside the request's strings is replaced by a
-*stand-in*: a private-use character that occurs nowhere in the request or the template. The template can
+*placeholder*: a private-use character that occurs nowhere in the request or the template. The template can
 strip, split, slice and test that text as usual, but nothing it does makes a control token of it. After
 rendering, every control token still found is the template's own, and the stretches between that have
-stand-ins are restored and encoded as plain text.
+placeholders are restored and encoded as plain text.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 from tokenizers import AddedToken
@@ -59,37 +59,39 @@ class ControlTokens:
             yield start, len(rendered)
 
 
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """A stretch of rendered text as the request had it, and where no token may reach across."""
-
-    text: str
-    cuts: tuple[int, ...]
-
-
-class StandIns:
-    """The stand-ins of one request."""
+class Placeholders:
+    """Replaces the beginnings of control tokens in one request's strings, and puts them back."""
 
     def __init__(self, control: ControlTokens, request: object, template_source: str) -> None:
         texts = [template_source, *_strings(request)]
-        candidates = (chr(code) for codes in _PRIVATE_USE for code in codes)
         used = set().union(*texts)
-        self._free = (char for char in candidates if char not in used and not _escape_in(char, texts))
+        unused = (char for char in map(chr, chain(*_PRIVATE_USE)) if char not in used)
+        self._free = (char for char in unused if not any(_escape(char) in text for text in texts))
         self._control = control
         self._chosen: dict[tuple[str, bool], str] = {}
 
     def hide(self, value: Any, pattern: re.Pattern[str]) -> Any:
-        """The same data with the first character of every match of `pattern` replaced."""
-        return map_strings(value, lambda text: self._hide_text(text, pattern))
+        """Nested lists and objects with the first character of every match of `pattern` replaced, in keys too."""
+        if isinstance(value, str):
+            # A match may hold or overlap another one, so this goes on until none is left.
+            while pattern.search(value):
+                value = pattern.sub(self._hidden, value)
+            return value
+        if isinstance(value, dict):
+            return {self.hide(key, pattern): self.hide(item, pattern) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.hide(item, pattern) for item in value]
+        return value
 
-    def restore(self, text: str) -> Restored | None:
-        """Undoes `hide`; None where there is nothing to undo.
+    def restore(self, text: str) -> tuple[str, list[int]] | None:
+        """Undoes `hide`: the text as the request had it, and the positions that no token may reach across. None where
+        there is nothing to undo.
 
         Special tokens can't come back, since plain encoding does not know them; markers could, so each is cut
-        after its first character. A template may have written a stand-in as a JSON escape.
+        after its first character. A template may have written a placeholder as a JSON escape.
         """
-        originals = {stand_in: key for key, stand_in in self._chosen.items()}
-        originals |= {_escape(stand_in): key for key, stand_in in self._chosen.items()}
+        originals = {placeholder: key for key, placeholder in self._chosen.items()}
+        originals |= {_escape(placeholder): key for key, placeholder in self._chosen.items()}
         pieces = re.split(f"({'|'.join(map(re.escape, originals))})", text) if originals else [text]
         if len(pieces) == 1:
             return None
@@ -102,39 +104,22 @@ class StandIns:
                 if not is_special:
                     cuts.append(position + 1)
             position += len(piece)
-        return Restored("".join(pieces), tuple(cut for cut in cuts if cut < position))
-
-    def _hide_text(self, text: str, pattern: re.Pattern[str]) -> str:
-        # A match may hold or overlap another one, so this goes on until none is left.
-        while pattern.search(text):
-            text = pattern.sub(self._hidden, text)
-        return text
+        return "".join(pieces), [cut for cut in cuts if cut < position]
 
     def _hidden(self, match: re.Match[str]) -> str:
         token = match[0]
         key = (token[0], token in self._control.special)
         if key not in self._chosen:
-            stand_in = next(self._free, None)
-            if stand_in is None:
+            placeholder = next(self._free, None)
+            if placeholder is None:
                 raise InvalidRequestError("messages", "use every private-use character there is")
-            self._chosen[key] = stand_in
+            self._chosen[key] = placeholder
         return self._chosen[key] + token[1:]
 
 
 def holds(value: object, pattern: re.Pattern[str]) -> bool:
     """Whether any string in nested lists and objects, keys included, has a match."""
     return any(pattern.search(text) for text in _strings(value))
-
-
-def map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """Nested lists and objects with every string, keys included, changed."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, dict):
-        return {change(key): map_strings(item, change) for key, item in value.items()}
-    if isinstance(value, list):
-        return [map_strings(item, change) for item in value]
-    return value
 
 
 def _strings(value: object) -> Iterator[str]:
@@ -151,11 +136,6 @@ def _strings(value: object) -> Iterator[str]:
 
 def _escape(char: str) -> str:
     return json.dumps(char)[1:-1]
-
-
-def _escape_in(char: str, texts: Iterable[str]) -> bool:
-    escape = _escape(char)
-    return any(escape in text for text in texts)
 
 
 def _longest_first(texts: Iterable[str]) -> list[str]:

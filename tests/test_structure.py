@@ -1,0 +1,161 @@
+"""The structure of the code: which way imports point, how large files and the core are. Fails when it decays.
+
+Imports are read from the source, so those inside functions and under TYPE_CHECKING count like all others: a module
+that must hide an import to be loaded at all is in the wrong place.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "quire"
+
+LAYERS = (
+    ("errors", "config", "field_checks", "sampling_params", "outputs", "step"),
+    ("kernels",),
+    ("models",),
+    ("sampling",),
+    ("constrain",),
+    ("speculate",),
+    ("runner",),
+    ("engine",),
+    ("observe",),
+    ("simulate",),
+    ("frontend",),
+    ("assemble", "llm", "__init__"),
+    ("bench", "benchmark", "bench_serve", "ladder"),
+    ("server",),
+    ("cli", "__main__"),
+)
+"""The order of folders and top-level files: imports point to the same line or to one above it."""
+
+CORE = ("engine", "runner", "sampling", "models", "kernels", "speculate")
+"""With the top-level files, what a newcomer reads."""
+MAX_CORE_LINES = 15_000
+MAX_FILE_LINES = 400
+
+BACKEND_NAMES = ("reference", "cpu", "triton")
+KNOWS_BACKENDS = "kernels/select.py"
+
+
+def _sources() -> dict[str, Path]:
+    """Every module's dotted name (a package's is its folder's) and file."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    names = (file.relative_to(PACKAGE.parent).with_suffix("").parts for file in files)
+    return {".".join(name).removesuffix(".__init__"): file for name, file in zip(names, files, strict=True)}
+
+
+SOURCES = _sources()
+TREES = {name: ast.parse(file.read_text()) for name, file in SOURCES.items()}
+
+
+def _imported(name: str) -> Iterator[str]:
+    """The full names of what a module imports, wherever in it the import stands."""
+    package = name if SOURCES[name].name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _modules_imported(name: str) -> set[str]:
+    """The modules of Quire that a module imports; of a name inside one, the module.
+
+    The package's version and place are free to all: `quire/__init__.py` brings nothing else until it is asked.
+    """
+    wanted = (full for full in _imported(name) if full not in ("quire", "quire.__version__"))
+    found = (full if full in SOURCES else full.rpartition(".")[0] for full in wanted)
+    return {module for module in found if module in SOURCES and module != name}
+
+
+GRAPH = {name: _modules_imported(name) for name in SOURCES}
+
+
+def _layer(name: str) -> int:
+    """Where in the order a module stands; a new folder or top-level file must be given its place there."""
+    top = name.split(".")[1] if "." in name else "__init__"
+    places = [number for number, layer in enumerate(LAYERS) if top in layer]
+    assert places, f"{name}: {top} has no place in LAYERS"
+    return places[0]
+
+
+def _num_lines(file: Path) -> int:
+    return len(file.read_text().splitlines())
+
+
+def test_imports_point_down() -> None:
+    upwards = sorted(
+        f"{name} imports {other}" for name, others in GRAPH.items() for other in others if _layer(other) > _layer(name)
+    )
+    assert not upwards, "\n".join(["imports that point up:", *upwards])
+
+
+def test_no_circles() -> None:
+    graph = {name: set(others) for name, others in GRAPH.items()}
+    circles = []
+    while True:
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as error:
+            circle = error.args[1][::-1]  # graphlib lists what is imported first
+            circles.append(" -> ".join(circle))
+            graph[circle[0]].discard(circle[1])
+        else:
+            break
+    assert not circles, "\n".join(["import circles:", *circles])
+
+
+def test_engine_imports_no_torch() -> None:
+    """Not even for types. (That nothing the engine imports loads torch, tests/engine/test_core.py sees by doing it.)"""
+    names = [name for name in SOURCES if name.split(".")[1:2] == ["engine"]]
+    users = [name for name in names if any(full.split(".")[0] == "torch" for full in _imported(name))]
+    assert names
+    assert not users
+
+
+def test_no_file_is_long() -> None:
+    sizes = {str(file.relative_to(PACKAGE)): _num_lines(file) for file in SOURCES.values()}
+    long = [f"{name}: {size} lines" for name, size in sizes.items() if size > MAX_FILE_LINES]
+    assert not long, "\n".join([f"files of more than {MAX_FILE_LINES} lines:", *long])
+
+
+def test_the_core_is_small() -> None:
+    files = [file for folder in CORE for file in (PACKAGE / folder).rglob("*.py")] + list(PACKAGE.glob("*.py"))
+    assert sum(map(_num_lines, files)) < MAX_CORE_LINES
+
+
+def test_only_select_knows_backends_by_name() -> None:
+    """What a backend can do is asked of the backend: another one may be able to do it too."""
+    found = []
+    for name, tree in TREES.items():
+        where = SOURCES[name].relative_to(PACKAGE).as_posix()
+        if where == KNOWS_BACKENDS:
+            continue
+        found += [f"{where}:{node.lineno}" for node in ast.walk(tree) if _tests_backend_name(node)]
+    assert not found, "\n".join([f"a kernel backend's name is tested outside {KNOWS_BACKENDS}:", *found])
+
+
+def _tests_backend_name(node: ast.AST) -> bool:
+    """`kernels.name == "triton"`, `kernels.name in (…)`, `match kernels.name`, `isinstance(…, TritonKernels)`."""
+    if isinstance(node, ast.Match):
+        return _is_backend_name(node.subject)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+        return re.search(r"\w+Kernels\b", ast.unparse(node.args[1])) is not None
+    if not isinstance(node, ast.Compare):
+        return False
+    sides = [node.left, *node.comparators]
+    literals = {part.value for side in sides for part in ast.walk(side) if isinstance(part, ast.Constant)}
+    return any(map(_is_backend_name, sides)) and not literals.isdisjoint(BACKEND_NAMES)
+
+
+def _is_backend_name(node: ast.expr) -> bool:
+    """`….name` of anything, or a variable whose name says it holds a backend's name."""
+    text = ast.unparse(node)
+    return text.endswith(".name") or re.fullmatch(r"(\w+\.)*(kernels|backend)(_name)?", text) is not None
