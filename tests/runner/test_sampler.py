@@ -185,6 +185,23 @@ def test_a_row_is_sampled_the_same_in_any_company(vocab_size: int, kernels: Reco
         torch.set_num_threads(threads)
 
 
+def test_a_request_may_draw_at_several_positions_at_once(kernels: RecordingKernels) -> None:
+    """Each draw sees the tokens before its own position, as if it were alone."""
+    vocab_size = 97
+    jobs = [job for job in mixed_jobs(vocab_size, random.Random(5)) if len(job.answer) > 3 and job.mask is None]
+    assert len(jobs) > 8
+    for job in jobs:
+        shorter = replace(job, answer=job.answer[:-2])
+        logits = torch.randn(2, vocab_size, generator=torch.Generator().manual_seed(0)) * 3
+        alone = [run(logits[i : i + 1], [one], kernels) for i, one in enumerate((shorter, job))]
+        batch = make_batch([job], vocab_size, kernels)
+        positions = np.array([len(shorter.history), len(job.history)])
+        both = batch.sampler.draws(batch.draws.request_rows.repeat(2), positions, batch.draws.token_ids)
+        together = batch.sampler.sample(logits.clone(), both)
+        assert together.token_ids.tolist() == [int(sampled.token_ids) for sampled, _ in alone], job.params
+        assert torch.equal(kernels.scores, torch.cat([scores for _, scores in alone])), job.params
+
+
 def test_a_failing_processor_fails_its_request_alone(kernels: RecordingKernels) -> None:
     def broken(history: Tensor, scores: Tensor) -> Tensor:
         raise KeyError("mine")
