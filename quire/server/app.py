@@ -12,8 +12,8 @@ from starlette.types import ASGIApp
 
 from quire import __version__
 from quire.server import errors
-from quire.server.auth import AllowedHosts, Authentication
-from quire.server.limits import BodyLimits, RequestContext
+from quire.server.guard.auth import AllowedHosts, Authentication
+from quire.server.guard.limits import BodyLimits, RequestContext
 from quire.server.routes import (
     anthropic,
     chat,
@@ -71,10 +71,6 @@ def create_app(service: GenerationService) -> ASGIApp:
     if config.allowed_hosts:
         app = AllowedHosts(app, config.allowed_hosts)
     app = BodyLimits(app, config.max_body_bytes, config.max_bodies_bytes, config.body_seconds)
-    if service.tracing is not None:
-        from quire.server.trace_context import TraceContext
-
-        app = TraceContext(app)
     return RequestContext(app, service.metrics)
 
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 from quire.errors import QuireError
+from quire.observe.step_summary import StepSummary, describe_steps
 from quire.server.engine_link import EngineLink, LinkConfig
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, to_api_error
 from quire.server.messages import (
     Abort,
     AddRequest,
@@ -23,9 +24,7 @@ from quire.server.messages import (
     Fatal,
     Ready,
     Refused,
-    StepSummary,
     Updates,
-    describe_steps,
 )
 from quire.step import RequestUpdate
 
@@ -312,11 +311,11 @@ class EngineClient:
                 self._forget_answer(update.request_id, owner[0])
             try:
                 owner[1].update(update)
-            except Exception:
+            except Exception as error:
                 # A fault in one request's text must not stop the others'.
-                logger.exception("request %s failed on its way back", owner[0])
+                logger.error("request %s failed on its way back", owner[0])
                 self.abort([owner[0]])
-                owner[1].lost(ApiError(500, "the server failed; its log says why, under the request id"))
+                owner[1].lost(to_api_error(error))
         if event.steps:
             self._last_steps.extend(event.steps)
             if self._observer is not None:

@@ -34,6 +34,7 @@ from quire.errors import EngineError, QuireError
 from quire.frontend.progress import ModelBars
 from quire.models.sources import resolve
 from quire.observe.request_records import describe_request
+from quire.observe.step_summary import StepSummary, describe_steps, summarize
 from quire.runner.device import pick_device
 from quire.server.engine_requests import EngineRequests
 from quire.server.logs import set_up_logging
@@ -49,10 +50,8 @@ from quire.server.messages import (
     Fatal,
     Ready,
     Shutdown,
-    StepSummary,
     Updates,
     decode_command,
-    describe_steps,
     encode,
 )
 from quire.step import RequestUpdate, StepLogEntry
@@ -102,18 +101,7 @@ class EngineLoop:
             self._failed_names.update(one.request_id for one in step.scheduled)
         elif step.scheduled:
             self._failures = 0
-        summary = StepSummary(
-            step_id=step.step_id,
-            now=step.now,
-            num_scheduled=len(step.scheduled),
-            num_tokens=step.num_tokens,
-            num_waiting=step.num_waiting,
-            num_running=step.num_running,
-            num_free_blocks=step.num_free_blocks,
-            num_preempted=len(step.preempted),
-            seconds=entry.committed - step.now,
-            error=entry.error,
-        )
+        summary = summarize(entry)
         self._out.steps.append(summary)
         self._last_steps.append(summary)
 

@@ -6,11 +6,11 @@ texts that come up are error messages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
 
+from quire.observe.step_summary import StepSummary
 from quire.sampling_params import ResolvedTokens
 from quire.step import FinishReason, Pooling, RequestUpdate
 
@@ -90,27 +90,6 @@ class Refused(msgspec.Struct, array_like=True):
     message: str
     field: str | None
     kind: ErrorKind
-
-
-class StepSummary(msgspec.Struct, array_like=True):
-    """One step in a few numbers."""
-
-    step_id: int
-    now: float
-    num_scheduled: int
-    num_tokens: int
-    num_waiting: int
-    num_running: int
-    num_free_blocks: int
-    num_preempted: int
-    seconds: float
-    """From its being scheduled to its results' arrival."""
-    error: str | None = None
-
-
-def describe_steps(steps: Iterable[StepSummary]) -> str:
-    """For the log."""
-    return msgspec.json.encode([msgspec.structs.asdict(step) for step in steps]).decode()
 
 
 class Updates(msgspec.Struct, tag="updates", omit_defaults=True):

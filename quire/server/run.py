@@ -17,15 +17,15 @@ from quire.errors import QuireError
 from quire.frontend.progress import ModelBars
 from quire.frontend.tokenizer import Tokenizer
 from quire.models.sources import ModelSource, resolve
+from quire.observe.prometheus import ServerMetrics
 from quire.observe.tracing import Tracing
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.engine_client import EngineClient
 from quire.server.engine_link import LinkConfig
-from quire.server.http_protocol import limited_protocol
+from quire.server.guard.http_protocol import limited_protocol
 from quire.server.logs import set_up_logging
 from quire.server.messages import Ready
-from quire.server.metrics import ServerMetrics
 from quire.server.service import GenerationService
 
 logger = logging.getLogger(__name__)

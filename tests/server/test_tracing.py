@@ -22,12 +22,12 @@ from opentelemetry.trace import StatusCode
 from quire.assemble import open_tokenizer
 from quire.errors import QuireError
 from quire.models.sources import resolve
+from quire.observe.prometheus import ServerMetrics
 from quire.observe.tracing import Tracing
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.engine_client import EngineClient
 from quire.server.engine_link import LinkConfig
-from quire.server.metrics import ServerMetrics
 from quire.server.service import GenerationService
 from tests.server.harness import SMALL_ENGINE, Server, wait_for
 

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from quire.server.json_response import JsonResponse
+from quire.server.http_responses import JsonResponse
 from quire.server.service import GenerationService, get_service
 
 router = APIRouter()

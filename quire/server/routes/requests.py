@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from quire.server.errors import ApiError
-from quire.server.json_response import JsonResponse
+from quire.server.http_responses import JsonResponse
 from quire.server.service import get_service
 
 router = APIRouter()

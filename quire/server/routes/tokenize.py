@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize"""
+"""POST /tokenize, /detokenize and Anthropic's /v1/messages/count_tokens"""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from quire.errors import InvalidRequestError
-from quire.server.connection import body_schema, cancel_on_disconnect, read_body, response_headers
 from quire.server.generation import ChatPrompt
-from quire.server.json_response import JsonResponse
+from quire.server.guard.connection import body_schema, cancel_on_disconnect, convert, ignored_header, read_body
+from quire.server.http_responses import JsonResponse
+from quire.server.protocol.anthropic import CountTokensRequest
 from quire.server.protocol.common import NO_TEMPLATES, Body
 from quire.server.service import get_service, renamed
 
@@ -68,7 +69,7 @@ async def tokenize(request: Request) -> Response:
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": service.ready.max_model_len, "tokens": ids}
     if body.return_token_strs:
         answer["token_strs"] = await service.in_thread(lambda: [service.tokenizer.id_to_token(one) for one in ids])
-    return JsonResponse(answer, headers=response_headers(request))
+    return JsonResponse(answer, headers=ignored_header(request.state.ignored))
 
 
 @router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest), tags=["tokens"])
@@ -82,4 +83,14 @@ async def detokenize(request: Request) -> Response:
         text = await service.in_thread(service.tokenizer.decode, body.tokens, body.skip_special_tokens)
     except InvalidRequestError as error:
         raise renamed(error, {"token_ids": "tokens"}) from None
-    return JsonResponse({"prompt": text}, headers=response_headers(request))
+    return JsonResponse({"prompt": text}, headers=ignored_header(request.state.ignored))
+
+
+@router.post("/v1/messages/count_tokens", openapi_extra=body_schema(CountTokensRequest), tags=["Anthropic"])
+async def count_tokens(request: Request) -> Response:
+    """How many tokens a conversation has."""
+    body = await read_body(request, CountTokensRequest)
+    service = get_service(request)
+    service.check_model(body.model)
+    token_ids = await service.in_thread(service.encoder.encode_chat, await convert(request, body.prompt))
+    return JsonResponse({"input_tokens": len(token_ids)}, headers=ignored_header(request.state.ignored))

@@ -12,10 +12,10 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.observe.prometheus import ServerMetrics
 from quire.observe.request_records import RequestRecord
-from quire.server.connection import request_id_of
 from quire.server.errors import ApiError, error_response, to_api_error
-from quire.server.metrics import ServerMetrics
+from quire.server.guard.connection import request_id_of
 
 logger = logging.getLogger("quire.server.access")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
-from quire.server.messages import StepSummary
+from quire.observe.step_summary import StepSummary
 from quire.step import RequestMetrics
 
 _SECONDS = (
