@@ -14,31 +14,11 @@ from quire import __version__
 from quire.server import errors
 from quire.server.guard.auth import AllowedHosts, Authentication
 from quire.server.guard.limits import BodyLimits, RequestContext
-from quire.server.routes import (
-    anthropic,
-    chat,
-    completions,
-    embeddings,
-    health,
-    metrics,
-    models,
-    requests,
-    responses,
-    tokenize,
-)
+from quire.server.routes import anthropic, chat, completions, embeddings, models, operation, responses, tokenize
 from quire.server.service import GenerationService
 
-ROUTERS = (
-    chat.router,
-    completions.router,
-    responses.router,
-    anthropic.router,
-    embeddings.router,
-    models.router,
-    tokenize.router,
-    requests.router,
-    health.router,
-    metrics.router,
+ROUTERS = tuple(
+    module.router for module in (chat, completions, responses, anthropic, embeddings, models, tokenize, operation)
 )
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "Something is wrong with the request; the message says what."},
@@ -56,6 +36,7 @@ def create_app(service: GenerationService) -> ASGIApp:
     errors.install(api)
     api.add_exception_handler(RequestValidationError, _invalid_parameter)  # of a path or query
     api.openapi = lambda: _openapi(api)  # type: ignore[method-assign]
+    # Only HTTP comes in: uvicorn runs without websockets and lifespan (`run`).
     app: ASGIApp = api
     if config.api_keys:
         app = Authentication(app, config.api_keys)

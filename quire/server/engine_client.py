@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 from quire.errors import QuireError
+from quire.observe.prometheus import ServerMetrics
 from quire.observe.step_summary import StepSummary, describe_steps
-from quire.server.engine_link import EngineLink, LinkConfig
+from quire.server.config import ServerConfig
+from quire.server.engine_link import EngineLink
 from quire.server.errors import ApiError, to_api_error
 from quire.server.messages import (
     Abort,
@@ -55,32 +57,18 @@ class Listener(Protocol):
         """The engine is gone, and the request with it."""
 
 
-class StepObserver(Protocol):
-    """Whoever counts (metrics)."""
-
-    def steps(self, steps: Sequence[StepSummary], num_free_blocks: int) -> None: ...
-
-    def restarted(self) -> None: ...
-
-
 class EngineClient:
     """One engine, whichever process it runs in at the moment."""
 
     def __init__(
         self,
-        config: LinkConfig,
-        *,
-        stall_seconds: float,
-        hang_seconds: float,
-        observer: StepObserver | None = None,
+        config: ServerConfig,
+        metrics: ServerMetrics | None = None,
         on_failure: Callable[[], None] | None = None,
     ) -> None:
-        """`stall_seconds`: with work and without a sign of life for that long, the engine is not ready;
-        after `hang_seconds` it is killed. `on_failure` is called when it could not be started again and again."""
+        """`on_failure` is called when the engine could not be started again and again."""
         self._config = config
-        self._stall_seconds = stall_seconds
-        self._hang_seconds = hang_seconds
-        self._observer = observer
+        self._metrics = metrics
         self._on_failure = on_failure
         self._link: EngineLink | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -96,8 +84,6 @@ class EngineClient:
         self.state: State = "starting"
         self.ready: Ready | None = None
         """What the engine said about itself, the last time it started."""
-        self.num_restarts = 0
-        self.num_free_blocks = 0
 
     # Its life
 
@@ -129,17 +115,13 @@ class EngineClient:
         self._lose_all(ApiError(503, "the server is going down", code="shutting_down"))
 
     @property
-    def has_work(self) -> bool:
-        return bool(self._listeners)
-
-    @property
     def seconds_silent(self) -> float:
         """How long the engine has had work without giving a sign of life."""
         return time.monotonic() - self._last_heard if self._listeners else 0.0
 
     @property
     def is_stalled(self) -> bool:
-        return self.seconds_silent > self._stall_seconds
+        return self.seconds_silent > self._config.stall_seconds
 
     @property
     def is_ready(self) -> bool:
@@ -205,7 +187,6 @@ class EngineClient:
 
     def _became_ready(self, ready: Ready) -> None:
         self.ready = ready
-        self.num_free_blocks = ready.num_blocks
         self.state = "ready"
         self._last_heard = time.monotonic()
 
@@ -215,14 +196,13 @@ class EngineClient:
             assert self._link is not None
             reason = await self._serve(self._link)
             self.state = "restarting"
-            self.num_restarts += 1
             logger.error("the engine process is gone: %s", reason)
             logger.error("its last steps: %s", describe_steps(self._last_steps))
             self._last_steps.clear()
             self._lose_all(unavailable("the engine failed while computing this request; it is being restarted"))
             await self._link.stop()
-            if self._observer is not None:
-                self._observer.restarted()
+            if self._metrics is not None:
+                self._metrics.restarted()
             if not await self._restart():
                 self.state = "failed"
                 logger.error("the engine could not be started %d times; giving up", _MOST_FAILED_STARTS)
@@ -275,8 +255,8 @@ class EngineClient:
 
     async def _watch(self, link: EngineLink) -> str:
         while True:
-            await asyncio.sleep(min(1.0, self._stall_seconds / 4))
-            if self.seconds_silent > self._hang_seconds:
+            await asyncio.sleep(min(1.0, self._config.stall_seconds / 4))
+            if self.seconds_silent > self._config.hang_seconds:
                 silent = self.seconds_silent
                 await link.kill_hung()
                 return f"it had work and gave no sign of life for {silent:.0f} s; its stacks are above"
@@ -291,7 +271,6 @@ class EngineClient:
             self._take_updates(event)
 
     def _take_updates(self, event: Updates) -> None:
-        self.num_free_blocks = event.num_free_blocks
         for request_id in event.accepted:
             if request_id in self._listeners:
                 self._listeners[request_id].accepted(request_id)
@@ -318,8 +297,8 @@ class EngineClient:
                 owner[1].lost(to_api_error(error))
         if event.steps:
             self._last_steps.extend(event.steps)
-            if self._observer is not None:
-                self._observer.steps(event.steps, event.num_free_blocks)
+            if self._metrics is not None:
+                self._metrics.steps(event.steps, event.num_free_blocks)
 
     def _lose_all(self, error: ApiError) -> None:
         listeners = list(self._listeners.values())

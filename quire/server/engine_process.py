@@ -235,8 +235,6 @@ def _ready(name: str, engine: Engine) -> Ready:
         f"{quire.__version__} {name} {spec} {decoder.dtype} {decoder.kernels.name} {decoder.embedding.device.type}"
     )
     return Ready(
-        pid=os.getpid(),
-        description=engine.description,
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
         max_model_len=plan.max_model_len,
@@ -244,7 +242,6 @@ def _ready(name: str, engine: Engine) -> Ready:
         num_blocks=scheduler.num_usable_blocks,
         block_size=scheduler.block_size,
         policy=scheduler.policy,
-        eos_token_ids=engine.eos_token_ids,
         fingerprint="fp_" + hashlib.sha256(identity.encode()).hexdigest()[:12],
     )
 

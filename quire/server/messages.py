@@ -68,8 +68,6 @@ Command = AddRequest | Abort | End | Describe | Shutdown
 class Ready(msgspec.Struct, tag="ready", omit_defaults=True):
     """The model is loaded: what it is, and what it can take."""
 
-    pid: int
-    description: str
     vocab_size: int
     hidden_size: int
     max_model_len: int
@@ -78,7 +76,6 @@ class Ready(msgspec.Struct, tag="ready", omit_defaults=True):
     """Blocks requests can use."""
     block_size: int
     policy: str
-    eos_token_ids: tuple[int, ...]
     fingerprint: str
     """Changes when the tokens of an answer might."""
 

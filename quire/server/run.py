@@ -22,7 +22,6 @@ from quire.observe.tracing import Tracing
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.engine_client import EngineClient
-from quire.server.engine_link import LinkConfig
 from quire.server.guard.http_protocol import limited_protocol
 from quire.server.logs import set_up_logging
 from quire.server.messages import Ready
@@ -58,13 +57,7 @@ class _Run:
         self._metrics = ServerMetrics(config.model_names[0])
         endpoint = config.otlp_traces_endpoint
         self._tracing = None if endpoint is None else Tracing.to_endpoint(endpoint)
-        self._client = EngineClient(
-            LinkConfig(config.model, config.engine, config.log_format, config.log_level, config.engine_module),
-            stall_seconds=config.stall_seconds,
-            hang_seconds=config.hang_seconds,
-            observer=self._metrics,
-            on_failure=self._give_up,
-        )
+        self._client = EngineClient(config, self._metrics, self._give_up)
         self._service: GenerationService | None = None
         self._server: _Server | None = None
         self._starting: asyncio.Future[tuple[Ready, Tokenizer]] | None = None

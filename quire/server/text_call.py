@@ -12,7 +12,6 @@ from typing import Any, cast
 from quire.engine import make_requests
 from quire.frontend.live_request import LiveRequest
 from quire.frontend.reasoning import ReasoningSplitter
-from quire.observe.prometheus import RequestTimes
 from quire.outputs import Completion, RequestDelta, TokenLogprobs
 from quire.server.answer_reader import AnswerReader
 from quire.server.engine_call import EngineCall
@@ -32,7 +31,7 @@ class _Answer:
     """Which answer of its prompt."""
     reader: AnswerReader
     first_token: float | None = None
-    last_token: float | None = None
+    last_token: float = 0.0
     num_tokens: int = 0
 
 
@@ -124,16 +123,15 @@ class TextCall(EngineCall):
         now = time.monotonic()
         if answer.first_token is None:
             answer.first_token = now
-            self._metrics.first_token(now - self._arrival)
+            self._metrics.tokens(count, now - self._arrival, True)
             self.record.timings.setdefault("first_token", round(now - self._arrival, 6))
-        elif answer.last_token is not None:
-            self._metrics.next_tokens((now - answer.last_token) / count, count)
+        else:
+            self._metrics.tokens(count, now - answer.last_token, False)
         answer.last_token = now
         answer.num_tokens += count
         self.usage.completion_tokens += count
         if answer.reader.is_reasoning:
             self.usage.reasoning_tokens += count
-        self._metrics.tokens(count)
 
     def _read(
         self, index: int, reader: AnswerReader, found: RequestDelta | Completion, stop_reason: str | int | None
@@ -160,17 +158,9 @@ class TextCall(EngineCall):
         )
 
     def _count_finished(self) -> None:
-        params, usage = self.request.params, self.usage
-        self._metrics.request_finished(
-            RequestTimes(
-                total=time.monotonic() - self._arrival,
-                num_prompt_tokens=usage.prompt_tokens,
-                num_completion_tokens=usage.completion_tokens,
-                num_longest_tokens=max(answer.num_tokens for answer in self._answers.values()),
-                n=params.n,
-                max_tokens=params.max_tokens,
-            )
-        )
+        params, seconds = self.request.params, time.monotonic() - self._arrival
+        counts = [answer.num_tokens for answer in self._answers.values()]
+        self._metrics.request_finished(seconds, self.usage.prompt_tokens, counts, params.n, params.max_tokens)
 
 
 def new_reader(prompt: EncodedPrompt, split: bool) -> AnswerReader:

@@ -36,7 +36,7 @@ class Authentication:
         self._keys = ApiKeys(keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
+        if scope["path"] not in _OPEN_PATHS:
             key = _key_of(scope)
             if key is None or key not in self._keys:
                 what = "no API key was sent" if key is None else "the API key is not known here"
@@ -57,7 +57,7 @@ class AllowedHosts:
         self._hosts = frozenset(host.lower() for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and _host_of(scope) not in self._hosts:
+        if _host_of(scope) not in self._hosts:
             error = ApiError(421, "this server is not known by this name", code="unknown_host")
             await error_response(scope["path"], error, scope["state"]["request_id"])(scope, receive, send)
             return

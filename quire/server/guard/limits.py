@@ -30,9 +30,6 @@ class RequestContext:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         started = time.monotonic()
         state: dict[str, Any] = scope.setdefault("state", {})
         state["request_id"] = request_id_of(scope["headers"])
@@ -100,9 +97,6 @@ class BodyLimits:
         self._total = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         headers = dict(scope["headers"])
         length = headers.get(b"content-length", b"0")
         is_read = length == b"0" and b"transfer-encoding" not in headers

@@ -1,4 +1,5 @@
-"""GET /health, /ready and /version"""
+"""For those who run the server: GET /health, /ready, /version, /metrics, and /v1/requests/{id}: what happened to a
+request."""
 
 from __future__ import annotations
 
@@ -8,20 +9,21 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from quire import __version__
+from quire.server.errors import ApiError
 from quire.server.http_responses import JsonResponse
 from quire.server.service import get_service
 
-router = APIRouter()
+router = APIRouter(tags=["operation"])
 
 
-@router.get("/health", tags=["operation"])
+@router.get("/health")
 async def health(request: Request) -> Response:
     """200 while there is an engine, 503 while it is being replaced. Needs no key."""
     client = get_service(request).client
     return JsonResponse({"status": client.state}, 200 if client.state == "ready" else 503)
 
 
-@router.get("/ready", tags=["operation"])
+@router.get("/ready")
 async def ready(request: Request) -> Response:
     """200 if requests make progress: send traffic here or not."""
     service = get_service(request)
@@ -34,6 +36,23 @@ async def ready(request: Request) -> Response:
     return JsonResponse(body, 200 if body["ready"] else 503)
 
 
-@router.get("/version", tags=["operation"])
+@router.get("/version")
 async def version() -> Response:
     return JsonResponse({"version": __version__})
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Prometheus' text format; names are vLLM's where it has one."""
+    return Response(get_service(request).metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+@router.get("/v1/requests/{request_id:path}")
+async def get_request(request: Request, request_id: str) -> Response:
+    """By the id of the response or by x-request-id: where its time went, from the engine's step log (`engine`) as
+    long as that remembers it."""
+    service = get_service(request)
+    record = service.records.find(request_id)
+    if record is None:
+        raise ApiError(404, "there is no request of this id, or it was too long ago", code="not_found")
+    return JsonResponse({**record.describe(), "engine": await service.describe(record.response_id)})
