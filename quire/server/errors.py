@@ -21,17 +21,11 @@ from quire.errors import CapacityError, EngineError, InvalidRequestError, QuireE
 logger = logging.getLogger(__name__)
 
 _TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     408: "timeout_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
-    421: "invalid_request_error",
     429: "rate_limit_error",
-    431: "invalid_request_error",
     503: "overloaded_error",
     504: "timeout_error",
 }

@@ -1,7 +1,7 @@
 """The life of one API call, the same for every API: its body is read and checked, the engine admits it and works on
 it, a writer puts what comes back into the form of the API, streamed or whole, and its end is recorded.
 
-An endpoint is a body (`protocol`), a `Writer`, and one line: `return await answer(request, Body, BodyWriter)`.
+An API is a body (`protocol`), a `Writer`, and the route that `endpoint` makes of the two.
 """
 
 from __future__ import annotations
@@ -12,14 +12,22 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable
 from typing import Any, Generic, TypeVar
 
-from fastapi import Request
+from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from quire.errors import InvalidRequestError
 from quire.server.engine_call import EngineCall
 from quire.server.errors import ApiError, error_body
 from quire.server.generation import GenerationEvent
-from quire.server.guard.connection import convert, ignored_header, name_request, new_id, read_body
+from quire.server.guard.connection import (
+    body_schema,
+    cancel_on_disconnect,
+    convert,
+    ignored_header,
+    name_request,
+    new_id,
+    read_body,
+)
 from quire.server.http_responses import EventStream, JsonResponse, data_event
 from quire.server.protocol.common import ApiRequest
 from quire.server.service import get_service, renamed
@@ -83,8 +91,21 @@ class Writer(ABC, Generic[RequestT]):
             yield out
 
 
+def endpoint(kind: type[RequestT], writer: type[Writer[RequestT]], name: str, about: str, tag: str) -> APIRouter:
+    """The route of an API; `name` and `about` are shown in /docs."""
+    router = APIRouter()
+
+    @cancel_on_disconnect
+    async def create(request: Request) -> Response:
+        return await answer(request, kind, writer)
+
+    options: dict[str, Any] = {"name": name, "description": about, "tags": [tag]}
+    router.add_api_route(kind.ENDPOINT, create, methods=["POST"], openapi_extra=body_schema(kind), **options)
+    return router
+
+
 async def answer(request: Request, kind: type[RequestT], writer_kind: type[Writer[RequestT]]) -> Response:
-    """One call from its body to its response. A client that leaves cancels it (`cancel_on_disconnect`)."""
+    """One call from its body to its response."""
     body = await read_body(request, kind)
     service = get_service(request)
     model = service.check_model(body.model)

@@ -82,7 +82,7 @@ class Engine(EngineClient):
 
 
 async def lose(
-    model: str, path: str, body: dict[str, Any], engine: Moment, lives: int
+    model: str, path: str, body: dict[str, Any], moment: Moment, lives: int
 ) -> tuple[httpx.Response, Engine]:
     config = ServerConfig(model=model, served_model_names=("m",))
     tokenizer = open_tokenizer(resolve(model))

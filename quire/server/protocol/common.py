@@ -13,9 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from quire.errors import InvalidRequestError
-from quire.outputs import Logprob, TokenLogprobs
 from quire.sampling_params import MAX_ALLOWED_TOKENS, MAX_BIASES, MAX_STOP_TOKENS, SamplingParams, StructuredOutput
-from quire.server.generation import GenerationRequest, Prompt, TextPrompt, TokensPrompt, Usage
+from quire.server.generation import GenerationRequest, Prompt, TextPrompt, TokensPrompt
 
 MAX_TOP_LOGPROBS = 20
 MAX_ENTRIES = MAX_BIASES
@@ -318,50 +317,3 @@ def _token_id(name: str) -> int:
     if not name.isascii() or not name.isdigit() or len(name) > 10:
         raise InvalidRequestError("logit_bias", f"has the key {name[:50]!r}, which is no token id")
     return int(name)
-
-
-def usage_body(usage: Usage) -> dict[str, Any]:
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.total_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-    }
-
-
-def usage_so_far(options: StreamOptions | None, usage: Mapping[str, Any]) -> dict[str, Any]:
-    """What a chunk says: the usage so far if every chunk is to say it, null if the last one will, else nothing."""
-    if options is None:
-        return {}
-    if options.continuous_usage_stats:
-        return {"usage": usage}
-    return {"usage": None} if options.include_usage else {}
-
-
-def token_name(entry: Logprob, as_ids: bool) -> str:
-    """A token as a response spells it."""
-    return f"token_id:{entry.token_id}" if as_ids else entry.text
-
-
-def logprob_body(entry: TokenLogprobs, as_ids: bool = False) -> dict[str, Any]:
-    """A token with its logprob and those of the most likely ones, as chat and responses have it."""
-    return {**_token_body(entry, as_ids), "top_logprobs": [_token_body(one, as_ids) for one in entry.top]}
-
-
-def _token_body(entry: Logprob, as_ids: bool) -> dict[str, Any]:
-    return {"token": token_name(entry, as_ids), "logprob": entry.logprob, "bytes": list(entry.token_bytes)}
-
-
-def prompt_logprobs_body(
-    entries: tuple[TokenLogprobs | None, ...] | None, num_top: int
-) -> list[dict[str, Any] | None] | None:
-    """vLLM's form: for each position, token ids with logprob, rank and text."""
-    if entries is None:
-        return None
-    return [None if entry is None else _position_body(entry, num_top) for entry in entries]
-
-
-def _position_body(entry: TokenLogprobs, num_top: int) -> dict[str, Any]:
-    found: tuple[Logprob, ...] = (entry, *entry.top[:num_top])
-    return {str(one.token_id): {"logprob": one.logprob, "rank": one.rank, "decoded_token": one.text} for one in found}

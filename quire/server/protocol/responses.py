@@ -25,6 +25,8 @@ from quire.server.protocol.common import (
 from quire.server.protocol.unions import LIST, TEXT, TEXT_OR_LIST, by_type, kind
 
 LOGPROBS = "message.output_text.logprobs"
+TOOL_FIELDS = {"name", "description", "parameters", "strict"}
+"""Of a tool, those that the model is shown and the response repeats."""
 
 
 class TextPart(Body):
@@ -186,16 +188,7 @@ class ResponsesRequest(ApiRequest):
             prompts=(
                 ChatPrompt(
                     self._messages(),
-                    [
-                        function_tool(
-                            name=tool.name,
-                            description=tool.description,
-                            parameters=tool.parameters,
-                            strict=tool.strict,
-                        )
-                        for tool in self.tools or ()
-                    ]
-                    or None,
+                    [function_tool(**tool.model_dump(include=TOOL_FIELDS)) for tool in self.tools or ()] or None,
                     template_kwargs=None if effort is None else {"reasoning_effort": effort},
                 ),
             ),

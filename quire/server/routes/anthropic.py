@@ -6,24 +6,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from fastapi import APIRouter, Request
-from fastapi.responses import Response
-
 from quire.server.errors import ApiError, error_body
 from quire.server.generation import FinishReason, GenerationEvent, ToolCallDelta, Usage, whole_choices
-from quire.server.guard.connection import body_schema, cancel_on_disconnect
 from quire.server.http_responses import named_event
-from quire.server.lifecycle import Writer, answer
+from quire.server.lifecycle import Writer, endpoint
 from quire.server.protocol.anthropic import MessagesRequest
-
-router = APIRouter()
-
-
-@router.post("/v1/messages", openapi_extra=body_schema(MessagesRequest), tags=["Anthropic"])
-@cancel_on_disconnect
-async def create_message(request: Request) -> Response:
-    """An answer to a conversation."""
-    return await answer(request, MessagesRequest, MessageWriter)
 
 
 class MessageWriter(Writer[MessagesRequest]):
@@ -151,3 +138,6 @@ class ContentBlocks:
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
         return _event("content_block_delta", index=self._index, delta=delta)
+
+
+router = endpoint(MessagesRequest, MessageWriter, "create_message", "An answer to a conversation.", "Anthropic")

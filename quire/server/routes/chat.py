@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
-
-from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from typing import Any, ClassVar
 
 from quire.outputs import TokenLogprobs
 from quire.server.generation import GenerationEvent, ToolCallDelta, whole_choices
-from quire.server.guard.connection import body_schema, cancel_on_disconnect
-from quire.server.http_responses import DONE, data_event
-from quire.server.lifecycle import Writer, answer
+from quire.server.lifecycle import endpoint
 from quire.server.protocol.chat import ChatCompletionRequest
-from quire.server.protocol.common import function_call, logprob_body, prompt_logprobs_body, usage_body, usage_so_far
-
-router = APIRouter()
-
-
-@router.post("/v1/chat/completions", openapi_extra=body_schema(ChatCompletionRequest), tags=["OpenAI"])
-@cancel_on_disconnect
-async def create_chat_completion(request: Request) -> Response:
-    """An answer to a conversation."""
-    return await answer(request, ChatCompletionRequest, ChatWriter)
+from quire.server.protocol.common import function_call
+from quire.server.routes.choices import ChoicesWriter, logprob_body, prompt_logprobs_body
 
 
-class ChatWriter(Writer[ChatCompletionRequest]):
+class ChatWriter(ChoicesWriter[ChatCompletionRequest]):
+    OBJECT: ClassVar[str] = "chat.completion"
+    CHUNK_OBJECT: ClassVar[str] = "chat.completion.chunk"
+
     def begin(self) -> Iterator[bytes]:
         for index in range(self.call.request.params.n):
             delta = {"role": "assistant", "content": ""}
             first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-            yield self._chunk(first, **({} if index else self._prompt_tokens()))
+            yield self.chunk_of(first, **({} if index else self._prompt_tokens()))
 
     def chunk(self, event: GenerationEvent) -> Iterator[bytes]:
         delta = self._message(event)
@@ -43,14 +33,7 @@ class ChatWriter(Writer[ChatCompletionRequest]):
         choice = self._choice(event, "delta", delta, self._logprobs(event.logprobs) if event.logprobs else None)
         if event.finish_reason is None:
             del choice["stop_reason"]
-        yield self._chunk(choice)
-
-    def finish(self) -> Iterator[bytes]:
-        options = self.body.stream_options
-        if options is not None and options.include_usage:
-            base = self._base("chat.completion.chunk")
-            yield data_event({**base, "choices": [], "usage": usage_body(self.call.usage)})
-        yield DONE
+        yield self.chunk_of(choice)
 
     def whole(self, events: list[GenerationEvent]) -> dict[str, Any]:
         choices = []
@@ -62,25 +45,15 @@ class ChatWriter(Writer[ChatCompletionRequest]):
                 message["tool_calls"] = [function_call(one.id, one.name, one.arguments) for one in event.tool_calls]
             logprobs = self._logprobs(event.logprobs) if self.body.logprobs else None
             choices.append(self._choice(event, "message", message, logprobs))
-        whole = {**self._base("chat.completion"), "choices": choices, "usage": usage_body(self.call.usage)}
+        whole = self.whole_of(choices)
         if self.body.prompt_logprobs is not None:
             found = self.call.prompt_logprobs(0)
             whole["prompt_logprobs"] = prompt_logprobs_body(found, self.body.prompt_logprobs)
         return whole | self._prompt_tokens()
 
-    def _base(self, kind: str) -> dict[str, Any]:
-        base: dict[str, Any] = {
-            "id": self.response_id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-        }
-        return base if self.body.service_tier is None else {**base, "service_tier": "default"}
-
-    def _chunk(self, choice: dict[str, Any], **more: Any) -> bytes:
-        usage = usage_so_far(self.body.stream_options, usage_body(self.call.usage))
-        return data_event({**self._base("chat.completion.chunk"), "choices": [choice], **more, **usage})
+    def outline(self, kind: str) -> dict[str, Any]:
+        outline = super().outline(kind)
+        return outline if self.body.service_tier is None else {**outline, "service_tier": "default"}
 
     def _prompt_tokens(self) -> dict[str, Any]:
         return {"prompt_token_ids": self.call.prompts[0].token_ids} if self.body.return_token_ids else {}
@@ -115,3 +88,6 @@ def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
     if call.name is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     return {"index": call.index, **function_call(call.id, call.name, call.arguments)}
+
+
+router = endpoint(ChatCompletionRequest, ChatWriter, "create_chat_completion", "An answer to a conversation.", "OpenAI")

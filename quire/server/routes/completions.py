@@ -4,32 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from typing import Any, ClassVar
 
 from quire.outputs import TokenLogprobs
 from quire.server.generation import GenerationEvent, whole_choices
-from quire.server.guard.connection import body_schema, cancel_on_disconnect
-from quire.server.http_responses import DONE, data_event
-from quire.server.lifecycle import Writer, answer
-from quire.server.protocol.common import prompt_logprobs_body, token_name, usage_body, usage_so_far
+from quire.server.lifecycle import endpoint
 from quire.server.protocol.completions import CompletionRequest
-
-router = APIRouter()
-
-
-@router.post("/v1/completions", openapi_extra=body_schema(CompletionRequest), tags=["OpenAI"])
-@cancel_on_disconnect
-async def create_completion(request: Request) -> Response:
-    """Continues one or several texts."""
-    return await answer(request, CompletionRequest, CompletionWriter)
+from quire.server.routes.choices import ChoicesWriter, prompt_logprobs_body, token_name
 
 
-class CompletionWriter(Writer[CompletionRequest]):
+class CompletionWriter(ChoicesWriter[CompletionRequest]):
     """A whole choice is written like the one chunk of a stream; the first of each choice shows the prompt, if it is
     echoed."""
+
+    OBJECT: ClassVar[str] = "text_completion"
+    CHUNK_OBJECT: ClassVar[str] = "text_completion"
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -38,35 +27,17 @@ class CompletionWriter(Writer[CompletionRequest]):
 
     def chunk(self, event: GenerationEvent) -> Iterator[bytes]:
         if event.text or event.finish_reason is not None or event.logprobs or self.body.return_token_ids:
-            choice = self._choice(event)
-            usage = usage_so_far(self.body.stream_options, self._usage())
-            yield data_event({**self._base(), "choices": [choice], **usage})
+            yield self.chunk_of(self._choice(event))
 
     def is_long_chunk(self, event: GenerationEvent) -> bool:
         """It holds as many logprobs as the prompt has tokens."""
         return bool(self.body.echo) and self.body.logprobs is not None and event.index not in self._logprobs
 
-    def finish(self) -> Iterator[bytes]:
-        options = self.body.stream_options
-        if options is not None and options.include_usage:
-            yield data_event({**self._base(), "choices": [], "usage": self._usage()})
-        yield DONE
-
     def whole(self, events: list[GenerationEvent]) -> dict[str, Any]:
-        choices = [self._choice(event) for event in whole_choices(events)]
-        return {**self._base(), "choices": choices, "usage": self._usage()}
+        return self.whole_of([self._choice(event) for event in whole_choices(events)])
 
-    def _base(self) -> dict[str, Any]:
-        return {
-            "id": self.response_id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-        }
-
-    def _usage(self) -> dict[str, Any]:
-        usage = usage_body(self.call.usage)
+    def usage(self) -> dict[str, Any]:
+        usage = super().usage()
         if self.body.no_answer:
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
         return usage
@@ -134,3 +105,6 @@ class _Logprobs:
         # The token itself is always there, likely or not.
         found = {token_name(one, self.as_ids): one.logprob for one in reversed(entry.top[: self.num_top])}
         return found | {token_name(entry, self.as_ids): entry.logprob} if self.num_top else {}
+
+
+router = endpoint(CompletionRequest, CompletionWriter, "create_completion", "Continues one or several texts.", "OpenAI")

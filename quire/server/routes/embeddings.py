@@ -6,22 +6,10 @@ import base64
 from typing import Any
 
 import numpy as np
-from fastapi import APIRouter, Request
-from fastapi.responses import Response
 
 from quire.server.generation import GenerationEvent
-from quire.server.guard.connection import body_schema, cancel_on_disconnect
-from quire.server.lifecycle import Writer, answer
+from quire.server.lifecycle import Writer, endpoint
 from quire.server.protocol.embeddings import EmbeddingsRequest
-
-router = APIRouter()
-
-
-@router.post("/v1/embeddings", openapi_extra=body_schema(EmbeddingsRequest), tags=["OpenAI"])
-@cancel_on_disconnect
-async def create_embeddings(request: Request) -> Response:
-    """Vectors for texts."""
-    return await answer(request, EmbeddingsRequest, EmbeddingWriter)
 
 
 class EmbeddingWriter(Writer[EmbeddingsRequest]):
@@ -46,3 +34,6 @@ class EmbeddingWriter(Writer[EmbeddingsRequest]):
             return base64.b64encode(vector).decode("ascii")
         # The shortest decimals that mean these float32 numbers, not the long ones of their float64 neighbours.
         return [float(str(number)) for number in np.frombuffer(vector, "<f4")]
+
+
+router = endpoint(EmbeddingsRequest, EmbeddingWriter, "create_embeddings", "Vectors for texts.", "OpenAI")

@@ -5,29 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from fastapi import APIRouter, Request
-from fastapi.responses import Response
-
 from quire.outputs import TokenLogprobs
 from quire.server.errors import ApiError, error_body
 from quire.server.generation import FinishReason, GenerationEvent, ToolCallDelta, Usage
-from quire.server.guard.connection import body_schema, cancel_on_disconnect, new_id
+from quire.server.guard.connection import new_id
 from quire.server.http_responses import named_event
-from quire.server.lifecycle import Writer, answer
-from quire.server.protocol.common import logprob_body
-from quire.server.protocol.responses import ResponsesRequest
-
-router = APIRouter()
+from quire.server.lifecycle import Writer, endpoint
+from quire.server.protocol.responses import TOOL_FIELDS, ResponsesRequest
+from quire.server.routes.choices import logprob_body
 
 Event = dict[str, Any]
-_TOOL_FIELDS = {"type", "name", "description", "parameters", "strict"}
-
-
-@router.post("/v1/responses", openapi_extra=body_schema(ResponsesRequest), tags=["OpenAI"])
-@cancel_on_disconnect
-async def create_response(request: Request) -> Response:
-    """An answer to a text or a conversation."""
-    return await answer(request, ResponsesRequest, ResponseWriter)
 
 
 class ResponseWriter(Writer[ResponsesRequest]):
@@ -97,7 +84,7 @@ class ResponseWriter(Writer[ResponsesRequest]):
             "temperature": 1.0 if self.body.temperature is None else self.body.temperature,
             "text": {"format": text_format},
             "tool_choice": choice if isinstance(choice, str) else {"type": "function", "name": choice.name},
-            "tools": [tool.model_dump(include=_TOOL_FIELDS) for tool in self.body.tools or ()],
+            "tools": [tool.model_dump(include={"type", *TOOL_FIELDS}) for tool in self.body.tools or ()],
             "top_logprobs": self.body.top_logprobs or 0,
             "top_p": 1.0 if self.body.top_p is None else self.body.top_p,
             "truncation": self.body.truncation or "disabled",
@@ -212,3 +199,8 @@ class OutputItems:
 def _part(kind: str, text: str) -> dict[str, Any]:
     part: dict[str, Any] = {"type": kind, "text": text}
     return {**part, "annotations": [], "logprobs": []} if kind == "output_text" else part
+
+
+router = endpoint(
+    ResponsesRequest, ResponseWriter, "create_response", "An answer to a text or a conversation.", "OpenAI"
+)
