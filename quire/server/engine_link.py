@@ -18,16 +18,7 @@ import zmq.asyncio
 import quire
 from quire.errors import EngineError, QuireError
 from quire.server.config import ServerConfig
-from quire.server.messages import (
-    Command,
-    EngineProcessConfig,
-    Event,
-    Fatal,
-    Ready,
-    Shutdown,
-    decode_event,
-    encode,
-)
+from quire.server.messages import Command, EngineProcessConfig, Event, Fatal, Ready, Shutdown, decode_event, encode
 
 _EXIT_SECONDS = 5.0
 _STACKS_SECONDS = 1.0

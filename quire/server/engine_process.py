@@ -36,24 +36,9 @@ from quire.models.sources import resolve
 from quire.observe.request_records import describe_request
 from quire.observe.step_summary import StepSummary, describe_steps, summarize
 from quire.runner.device import pick_device
+from quire.server import messages
 from quire.server.engine_requests import EngineRequests
 from quire.server.logs import set_up_logging
-from quire.server.messages import (
-    Abort,
-    AddRequest,
-    Command,
-    Describe,
-    Described,
-    End,
-    EngineProcessConfig,
-    Event,
-    Fatal,
-    Ready,
-    Shutdown,
-    Updates,
-    decode_command,
-    encode,
-)
 from quire.step import RequestUpdate, StepLogEntry
 
 logger = logging.getLogger(__name__)
@@ -84,7 +69,7 @@ class EngineLoop:
         self._events = events
         self._poller = zmq.Poller()
         self._poller.register(commands, zmq.POLLIN)
-        self._out = Updates()
+        self._out = messages.Updates()
         self._last_steps: deque[StepSummary] = deque(maxlen=_LAST_STEPS)
         self._failed_names: set[str] = set()
         self._failures = 0
@@ -117,8 +102,8 @@ class EngineLoop:
                 for _ in range(_MAX_COMMANDS):
                     if not self._commands.poll(0):
                         break
-                    command = decode_command(self._commands.recv())
-                    if isinstance(command, Shutdown):
+                    command = messages.decode_command(self._commands.recv())
+                    if isinstance(command, messages.Shutdown):
                         return
                     self._handle(command, requests, engine)
                 now = time.monotonic()
@@ -143,22 +128,22 @@ class EngineLoop:
     def log_last_steps(self) -> None:
         logger.error("last steps: %s", describe_steps(self._last_steps))
 
-    def send(self, event: Event) -> None:
-        self._events.send(encode(event))
+    def send(self, event: messages.Event) -> None:
+        self._events.send(messages.encode(event))
 
-    def _handle(self, command: Command, requests: EngineRequests, engine: Engine) -> None:
+    def _handle(self, command: messages.Command, requests: EngineRequests, engine: Engine) -> None:
         now = time.monotonic()
         match command:
-            case AddRequest():
+            case messages.AddRequest():
                 requests.add(command, now)
-            case Abort():
+            case messages.Abort():
                 requests.abort(command.request_ids, now)
-            case End():
+            case messages.End():
                 requests.end(command.name, command.reason, now)
-            case Describe():
+            case messages.Describe():
                 entries = list(engine.step_log)
                 record = describe_request(entries, command.request_id, engine.core.scheduler.config)
-                self.send(Described(command.ticket, record))
+                self.send(messages.Described(command.ticket, record))
 
     def _tell(self, requests: EngineRequests, updates: list[RequestUpdate], engine: Engine) -> None:
         out = self._out
@@ -168,7 +153,7 @@ class EngineLoop:
             return
         out.num_free_blocks = engine.core.scheduler.blocks.pool.num_free
         self.send(out)
-        self._out = Updates()
+        self._out = messages.Updates()
         self._failed_names.clear()
 
     def _discreet(self, update: RequestUpdate) -> RequestUpdate:
@@ -192,7 +177,7 @@ def main(build: Builder = build_engine) -> int:
     # Both reach every process of a group; the HTTP process decides what they mean.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineProcessConfig)
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=messages.EngineProcessConfig)
     folder = Path(config.commands_address.removeprefix("ipc://")).parent
     threading.Thread(target=_exit_with_parent, args=(folder,), daemon=True).start()
     set_up_logging(config.log_format, config.log_level, "engine")
@@ -216,25 +201,25 @@ def main(build: Builder = build_engine) -> int:
             loop.run(engine)
     except QuireError as error:
         loop.log_last_steps()
-        loop.send(Fatal(str(error), is_users_fault=not isinstance(error, EngineError)))
+        loop.send(messages.Fatal(str(error), is_users_fault=not isinstance(error, EngineError)))
         return 1
     except Exception as error:
         logger.exception("the engine failed")
         loop.log_last_steps()
-        loop.send(Fatal(f"{type(error).__name__}: {error}"))
+        loop.send(messages.Fatal(f"{type(error).__name__}: {error}"))
         return 1
     finally:
         context.destroy(linger=1000)
     return 0
 
 
-def _ready(name: str, engine: Engine) -> Ready:
+def _ready(name: str, engine: Engine) -> messages.Ready:
     spec, plan, decoder = engine.decoder.spec, engine.plan, engine.decoder
     scheduler = engine.core.scheduler.config
     identity = (
         f"{quire.__version__} {name} {spec} {decoder.dtype} {decoder.kernels.name} {decoder.embedding.device.type}"
     )
-    return Ready(
+    return messages.Ready(
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
         max_model_len=plan.max_model_len,

@@ -6,6 +6,7 @@ texts that come up are error messages.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
@@ -137,18 +138,6 @@ class EngineProcessConfig(msgspec.Struct):
     log_level: str = "info"
 
 
-_encoder = msgspec.msgpack.Encoder()
-_commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
-_events: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
-
-
-def encode(message: Command | Event) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_command(data: bytes) -> Command:
-    return _commands.decode(data)
-
-
-def decode_event(data: bytes) -> Event:
-    return _events.decode(data)
+encode: Callable[[Command | Event], bytes] = msgspec.msgpack.Encoder().encode
+decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode
+decode_event: Callable[[bytes], Event] = msgspec.msgpack.Decoder(Event).decode

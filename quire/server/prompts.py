@@ -127,14 +127,7 @@ class PromptEncoder:
         unused = [f"chat_template_kwargs.{name}" for name in prompt.template_kwargs or {} if name not in source]
         ignored = [request.fields.get(name, name) for name in (*plan.ignored, *unused)]
         return EncodedPrompt(
-            tuple(ids),
-            None,
-            prompt.continue_final_message,
-            params,
-            ResolvedTokens(),
-            plan,
-            inside,
-            tuple(ignored),
+            tuple(ids), None, prompt.continue_final_message, params, ResolvedTokens(), plan, inside, tuple(ignored)
         )
 
     def _render(self, prompt: ChatPrompt, plan: ToolPlan) -> list[int]:

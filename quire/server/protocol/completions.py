@@ -9,13 +9,7 @@ from pydantic import Field
 
 from quire.errors import InvalidRequestError
 from quire.server.generation import GenerationRequest
-from quire.server.protocol.common import (
-    MAX_TOP_LOGPROBS,
-    UNSUPPORTED_EVERYWHERE,
-    SamplingFields,
-    present,
-    to_prompts,
-)
+from quire.server.protocol.common import MAX_TOP_LOGPROBS, UNSUPPORTED_EVERYWHERE, SamplingFields, present, to_prompts
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 1024
