@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
@@ -34,7 +33,6 @@ def create_app(service: GenerationService) -> ASGIApp:
     for router in ROUTERS:
         api.include_router(router, responses=_ERRORS)
     errors.install(api)
-    api.add_exception_handler(RequestValidationError, _invalid_parameter)  # of a path or query
     api.openapi = lambda: _openapi(api)  # type: ignore[method-assign]
     # Only HTTP comes in: uvicorn runs without websockets and lifespan (`run`).
     app: ASGIApp = api
@@ -53,12 +51,6 @@ def create_app(service: GenerationService) -> ASGIApp:
         app = AllowedHosts(app, config.allowed_hosts)
     app = BodyLimits(app, config.max_body_bytes, config.max_bodies_bytes, config.body_seconds)
     return RequestContext(app, service.metrics)
-
-
-async def _invalid_parameter(request: Any, error: Exception) -> Any:
-    assert isinstance(error, RequestValidationError)
-    api_error = errors.from_validation(error.errors())
-    return errors.error_response(request.scope["path"], api_error, request.state.request_id)
 
 
 def _openapi(api: FastAPI) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from quire.server import messages
 from quire.server.config import ServerConfig
 from quire.server.engine_link import EngineLink
 from quire.server.errors import ApiError, to_api_error
+from quire.server.tasks import running
 from quire.step import RequestUpdate
 
 logger = logging.getLogger(__name__)
@@ -208,24 +209,15 @@ class EngineClient:
 
     async def _serve(self, link: EngineLink) -> str:
         """Why the engine is gone."""
-        reading = asyncio.create_task(self._read(link))
-        watching = asyncio.create_task(self._watch(link))
-        exiting = asyncio.create_task(link.wait())
-        breaking = asyncio.create_task(link.broken())
-        tasks = (reading, exiting, watching, breaking)
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        async with running(self._read(link), link.wait(), self._watch(link), link.broken()) as tasks:
+            reading, exiting, _, breaking = tasks
             # Its last words, if it had any, are a better explanation than its exit code, and that is a better one
             # than our not reaching it.
-            if exiting not in done and breaking in done:
+            if not exiting.done() and breaking.done():
                 await asyncio.wait((exiting,), timeout=_LAST_WORDS)
-            if reading not in done and exiting.done():
+            if not reading.done() and exiting.done():
                 await asyncio.wait((reading,), timeout=_LAST_WORDS)
-            return next(task for task in tasks if task.done()).result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            return str(next(task for task in tasks if task.done()).result())
 
     async def _read(self, link: EngineLink) -> str:
         while True:

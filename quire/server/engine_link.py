@@ -19,6 +19,7 @@ import quire
 from quire.errors import EngineError, QuireError
 from quire.server.config import ServerConfig
 from quire.server.messages import Command, EngineProcessConfig, Event, Fatal, Ready, Shutdown, decode_event, encode
+from quire.server.tasks import running
 
 _EXIT_SECONDS = 5.0
 _STACKS_SECONDS = 1.0
@@ -129,20 +130,12 @@ class EngineLink:
             self._folder = None
 
     async def _first_event(self) -> Ready:
-        receiving = asyncio.ensure_future(self.receive())
-        exiting = asyncio.ensure_future(self.wait())
-        try:
-            await asyncio.wait((receiving, exiting), return_when=asyncio.FIRST_COMPLETED)
-            if not receiving.done():
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(asyncio.shield(receiving), 0.5)
+        async with running(self.receive(), self.wait()) as (receiving, exiting):
+            if not receiving.done():  # its last words may be on their way
+                await asyncio.wait((receiving,), timeout=0.5)
             if not receiving.done():
                 raise EngineError(f"the engine process did not start: {exiting.result()}; its log is above")
             event = receiving.result()
-        finally:
-            for task in (receiving, exiting):
-                task.cancel()
-            await asyncio.gather(receiving, exiting, return_exceptions=True)
         if isinstance(event, Fatal):
             raise QuireError(event.message) if event.is_users_fault else EngineError(event.message)
         assert isinstance(event, Ready)

@@ -107,10 +107,10 @@ class EngineLoop:
                         return
                     self._handle(command, requests, engine)
                 now = time.monotonic()
-                requests.tend(now)
+                requests.poll(now)
                 updates = core.step(now)
                 requests.forget(updates)
-                self._tell(requests, [self._discreet(u) if u.error else u for u in updates], engine)
+                self._send_updates(requests, [self._without_details(u) if u.error else u for u in updates], engine)
                 if self._failures >= _FAILURES_IN_A_ROW:
                     raise EngineError(f"{self._failures} steps failed one after the other")
         finally:
@@ -145,7 +145,7 @@ class EngineLoop:
                 record = describe_request(entries, command.request_id, engine.core.scheduler.config)
                 self.send(messages.Described(command.ticket, record))
 
-    def _tell(self, requests: EngineRequests, updates: list[RequestUpdate], engine: Engine) -> None:
+    def _send_updates(self, requests: EngineRequests, updates: list[RequestUpdate], engine: Engine) -> None:
         out = self._out
         out.updates = [*requests.take_updates(), *updates]
         out.accepted, out.refused = requests.take_verdicts()
@@ -156,7 +156,7 @@ class EngineLoop:
         self._out = messages.Updates()
         self._failed_names.clear()
 
-    def _discreet(self, update: RequestUpdate) -> RequestUpdate:
+    def _without_details(self, update: RequestUpdate) -> RequestUpdate:
         """Why a step failed is for the log: it may hold anything."""
         return update._replace(error=_STEP_FAILED) if update.request_id in self._failed_names else update
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
@@ -12,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.server.errors import ApiError, to_api_error
+from quire.server.tasks import running
 
 _encode = msgspec.json.encode
 
@@ -64,17 +64,12 @@ class EventStream(Response):
         super().__init__(status_code=200, headers=self._fields)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writing = asyncio.ensure_future(self._write(scope, send))
-        watching = asyncio.ensure_future(disconnected(receive))
         try:
-            await asyncio.wait((writing, watching), return_when=asyncio.FIRST_COMPLETED)
-            if writing.done():
-                writing.result()
+            async with running(self._write(scope, send), disconnected(receive)) as (writing, _):
+                if writing.done():
+                    writing.result()
         finally:
             self._end()
-            for task in (writing, watching):
-                task.cancel()
-            await asyncio.gather(writing, watching, return_exceptions=True)
 
     async def _write(self, scope: Scope, send: Send) -> None:
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._fields.items()]

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -18,10 +18,11 @@ from pydantic_core import PydanticUndefined, from_json
 from quire.errors import InvalidRequestError
 from quire.server.errors import ApiError
 from quire.server.http_responses import disconnected
+from quire.server.tasks import running
 
 _T = TypeVar("_T", bound=BaseModel)
 _Made = TypeVar("_Made")
-Endpoint = Callable[..., Awaitable[Response]]
+Endpoint = Callable[..., Coroutine[Any, Any, Response]]
 
 _LARGE_BODY = 64 * 1024
 """From here on a body is parsed in a thread, so that others are served meanwhile."""
@@ -163,17 +164,10 @@ def cancel_on_disconnect(endpoint: Endpoint) -> Endpoint:
     @functools.wraps(endpoint)
     async def watched(*args: Any, request: Request, **kwargs: Any) -> Response:
         await request.body()
-        work = asyncio.ensure_future(endpoint(*args, request=request, **kwargs))
-        watch = asyncio.ensure_future(disconnected(request.receive))
-        try:
-            await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                return work.result()
-            raise ApiError(499, "the client left")
-        finally:
-            watch.cancel()
+        async with running(endpoint(*args, request=request, **kwargs), disconnected(request.receive)) as (work, _):
             if not work.done():
-                work.cancel()
-                await asyncio.gather(work, return_exceptions=True)
+                raise ApiError(499, "the client left")
+            response: Response = work.result()
+            return response
 
     return watched

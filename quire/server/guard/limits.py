@@ -50,9 +50,7 @@ class RequestContext:
             await self._app(scope, receive, send_with_id)
         except Exception as error:
             if not status:
-                state["error"] = to_api_error(error)
-                response = error_response(scope["path"], state["error"], state["request_id"])
-                await response(scope, receive, send_with_id)
+                await error_response(scope, to_api_error(error))(scope, receive, send_with_id)
         finally:
             self._log(scope, status, time.monotonic() - started)
 
@@ -128,10 +126,7 @@ class BodyLimits:
 
         try:
             if length.isdigit() and int(length) > self._max_bytes:
-                error = self._too_large(int(length))
-                scope["state"]["error"] = error
-                response = error_response(scope["path"], error, scope["state"]["request_id"])
-                await response(scope, limited_receive, closing_send)
+                await error_response(scope, self._too_large(int(length)))(scope, limited_receive, closing_send)
             else:
                 await self._app(scope, limited_receive, closing_send)
         finally:

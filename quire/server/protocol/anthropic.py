@@ -80,13 +80,8 @@ class Tool(Body):
     strict: bool | None = None
 
 
-class AutoChoice(Body):
-    type: Literal["auto"]
-    disable_parallel_tool_use: bool = False
-
-
-class AnyChoice(Body):
-    type: Literal["any"]
+class OpenChoice(Body):
+    type: Literal["auto", "any"]
     disable_parallel_tool_use: bool = False
 
 
@@ -101,8 +96,8 @@ class NoChoice(Body):
 
 
 Choosing = Annotated[
-    Annotated[AutoChoice, kind("auto")]
-    | Annotated[AnyChoice, kind("any")]
+    Annotated[OpenChoice, kind("auto")]
+    | Annotated[OpenChoice, kind("any")]
     | Annotated[NamedChoice, kind("tool")]
     | Annotated[NoChoice, kind("none")],
     by_type("auto", "any", "tool", "none"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -15,9 +15,10 @@ from quire.server.guard.connection import body_schema, cancel_on_disconnect, con
 from quire.server.http_responses import JsonResponse
 from quire.server.protocol.anthropic import CountTokensRequest
 from quire.server.protocol.common import NO_TEMPLATES, Body
-from quire.server.service import get_service, renamed
+from quire.server.service import GenerationService, get_service, renamed
 
 router = APIRouter()
+_T = TypeVar("_T", bound="TokenizeRequest | DetokenizeRequest | CountTokensRequest")
 
 
 class TokenizeRequest(Body):
@@ -48,9 +49,7 @@ class DetokenizeRequest(Body):
 @cancel_on_disconnect
 async def tokenize(request: Request) -> Response:
     """The tokens of a text (`prompt`) or of a conversation (`messages`)."""
-    body = await read_body(request, TokenizeRequest)
-    service = get_service(request)
-    service.check_model(body.model)
+    body, service = await _read(request, TokenizeRequest)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("prompt", "give either prompt or messages")
     if body.prompt is not None:
@@ -76,9 +75,7 @@ async def tokenize(request: Request) -> Response:
 @cancel_on_disconnect
 async def detokenize(request: Request) -> Response:
     """The text of tokens."""
-    body = await read_body(request, DetokenizeRequest)
-    service = get_service(request)
-    service.check_model(body.model)
+    body, service = await _read(request, DetokenizeRequest)
     try:
         text = await service.in_thread(service.tokenizer.decode, body.tokens, body.skip_special_tokens)
     except InvalidRequestError as error:
@@ -89,8 +86,13 @@ async def detokenize(request: Request) -> Response:
 @router.post("/v1/messages/count_tokens", openapi_extra=body_schema(CountTokensRequest), tags=["Anthropic"])
 async def count_tokens(request: Request) -> Response:
     """How many tokens a conversation has."""
-    body = await read_body(request, CountTokensRequest)
-    service = get_service(request)
-    service.check_model(body.model)
+    body, service = await _read(request, CountTokensRequest)
     token_ids = await service.in_thread(service.encoder.encode_chat, await convert(request, body.prompt))
     return JsonResponse({"input_tokens": len(token_ids)}, headers=ignored_header(request.state.ignored))
+
+
+async def _read(request: Request, kind: type[_T]) -> tuple[_T, GenerationService]:
+    body = await read_body(request, kind)
+    service = get_service(request)
+    service.check_model(body.model)
+    return body, service
