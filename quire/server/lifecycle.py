@@ -47,12 +47,11 @@ class Writer(ABC, Generic[RequestT]):
         """As the client named it."""
         self.fingerprint = fingerprint
         self.created = int(time.time())
+        self.ignored: tuple[str, ...] = ()
+        """Fields of the body that this API takes and does nothing with."""
         params, pooling = call.request.params, call.request.pooling
         self.is_long = params.logprobs is not None or params.prompt_logprobs is not None or pooling is not None
         """Writing the whole body may take long: others must not wait for it."""
-
-    ignored: tuple[str, ...] = ()
-    """Fields of the body that this API takes and does nothing with."""
 
     def begin(self) -> Iterable[bytes]:
         """What comes before the first event."""
@@ -81,11 +80,8 @@ class Writer(ABC, Generic[RequestT]):
         for out in self.begin():
             yield out
         async for event in self.call:
-            if self.is_long_chunk(event):
-                written: Iterable[bytes] = await asyncio.to_thread(list, self.chunk(event))
-            else:
-                written = self.chunk(event)
-            for out in written:
+            written = self.chunk(event)
+            for out in await asyncio.to_thread(list, written) if self.is_long_chunk(event) else written:
                 yield out
         for out in self.finish():
             yield out
@@ -117,14 +113,15 @@ async def answer(request: Request, kind: type[RequestT], writer_kind: type[Write
         raise renamed(error, kind.FIELDS) from None
     call = await service.start(wanted, request.headers)
     request.state.record = call.record
-    writer = writer_kind(body, call, model, service.ready.fingerprint)
-    headers = ignored_header([*request.state.ignored, *call.ignored, *writer.ignored])
-    if wanted.stream:
-        return EventStream(writer.stream(), writer.error_event, call.abort, headers)
     try:
+        writer = writer_kind(body, call, model, service.ready.fingerprint)
+        headers = ignored_header([*request.state.ignored, *call.ignored, *writer.ignored])
+        if wanted.stream:
+            return EventStream(writer.stream(), writer.error_event, call.abort, headers)
         events = [event async for event in call]
-    finally:
+    except BaseException:
         call.abort()
+        raise
 
     def respond() -> Response:
         return JsonResponse(writer.whole(events), headers=headers)
