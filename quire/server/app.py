@@ -13,11 +13,11 @@ from quire import __version__
 from quire.server import errors
 from quire.server.guard.auth import AllowedHosts, Authentication
 from quire.server.guard.limits import BodyLimits, RequestContext
-from quire.server.routes import anthropic, chat, completions, embeddings, models, operation, responses, tokenize
+from quire.server.routes import anthropic, chat, completions, embeddings, information, responses, tokenize
 from quire.server.service import GenerationService
 
 ROUTERS = tuple(
-    module.router for module in (chat, completions, responses, anthropic, embeddings, models, tokenize, operation)
+    module.router for module in (chat, completions, responses, anthropic, embeddings, tokenize, information)
 )
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "Something is wrong with the request; the message says what."},
