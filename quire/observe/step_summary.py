@@ -10,6 +10,8 @@ from quire.step import StepLogEntry
 
 
 class StepSummary(NamedTuple):
+    """What one step was, for counters and logs."""
+
     step_id: int
     now: float
     num_scheduled: int

@@ -11,6 +11,8 @@ from quire.step import RequestUpdate
 
 
 class EmbeddingCall(EngineCall):
+    """A call whose prompts are answered with one vector each."""
+
     AT_ONCE: ClassVar[int] = 32  # a long list of texts must not fill the engine's queue
 
     def _prepare(self, number: int, request_id: str) -> Sequence[str]:

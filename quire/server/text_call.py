@@ -36,6 +36,8 @@ class _Answer:
 
 
 class TextCall(EngineCall):
+    """A call whose prompts are answered with text, reasoning and tool calls."""
+
     def __init__(self, request: GenerationRequest, prompts: Sequence[EncodedPrompt], **surroundings: Any) -> None:
         self._lives: list[LiveRequest] = []
         self._answers: dict[str, _Answer] = {}

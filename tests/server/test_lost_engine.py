@@ -16,7 +16,8 @@ from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.embedding_call import EmbeddingCall
 from quire.server.engine_client import EngineClient, unavailable
-from quire.server.messages import AddRequest, Ready, Updates
+from quire.server.engine_link import EngineLink
+from quire.server.messages import AddRequest, Ready, Shutdown, Updates
 from quire.server.service import GenerationService
 from quire.step import RequestUpdate
 
@@ -120,6 +121,19 @@ def test_it_dies(small_model: str, path: str, moment: Moment, stream: bool) -> N
         assert response.status_code == 503, response.text
         assert "restarted" in response.json()["error"]["message"]
         assert int(response.headers["retry-after"]) >= 1
+
+
+def test_a_command_that_cannot_be_sent_breaks_the_link_and_raises_nothing() -> None:
+    """Whatever the system has against it: those who wait hear that the engine is lost (503), not of a fault (500)."""
+
+    class Closed:
+        def send(self, data: bytes, flags: int) -> None:
+            raise OSError("no buffer space")
+
+    link = EngineLink(ServerConfig())
+    link._commands = Closed()  # type: ignore[assignment]
+    link.send(Shutdown())
+    assert "Shutdown: no buffer space" in asyncio.run(link.broken())
 
 
 def test_it_dies_before_the_later_texts_of_a_long_list(small_model: str) -> None:

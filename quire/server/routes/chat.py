@@ -14,6 +14,8 @@ from quire.server.routes.choices import ChoicesWriter, logprob_body, prompt_logp
 
 
 class ChatWriter(ChoicesWriter[ChatCompletionRequest]):
+    """Answers as messages, or as deltas of them."""
+
     OBJECT: ClassVar[str] = "chat.completion"
     CHUNK_OBJECT: ClassVar[str] = "chat.completion.chunk"
 

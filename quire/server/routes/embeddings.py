@@ -13,6 +13,8 @@ from quire.server.protocol.embeddings import EmbeddingsRequest
 
 
 class EmbeddingWriter(Writer[EmbeddingsRequest]):
+    """Vectors as lists of numbers or in base64; there are no streams."""
+
     def whole(self, events: list[GenerationEvent]) -> dict[str, Any]:
         num_tokens = self.call.usage.prompt_tokens
         return {
