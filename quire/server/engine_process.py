@@ -73,7 +73,7 @@ class EngineLoop:
         self._last_steps: deque[StepSummary] = deque(maxlen=_LAST_STEPS)
         self._failed_names: set[str] = set()
         self._failures = 0
-        self._garbage = IdleCollector(time.monotonic())
+        self._idle_collector = IdleCollector(time.monotonic())
 
     def observe(self, entry: StepLogEntry) -> None:
         """Hears of every step that is over."""
@@ -120,10 +120,10 @@ class EngineLoop:
         """Until there may be something to do. A silence is time to look for garbage."""
         if is_compiling:
             self._poller.poll(_HEARTBEAT)
-        elif not self._garbage.is_due(time.monotonic()):
+        elif not self._idle_collector.is_due(time.monotonic()):
             self._poller.poll()
         elif not self._poller.poll(_SILENCE):
-            self._garbage.collect(time.monotonic())
+            self._idle_collector.collect(time.monotonic())
 
     def log_last_steps(self) -> None:
         logger.error("last steps: %s", describe_steps(self._last_steps))
