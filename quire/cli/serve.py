@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 
@@ -98,12 +99,8 @@ def serve(
 
 def _check_installed() -> None:
     try:
-        import fastapi  # noqa: F401
-        import httptools  # noqa: F401
-        import msgspec  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-        import zmq  # noqa: F401
+        for name in ("fastapi", "httptools", "msgspec", "prometheus_client", "uvicorn", "zmq"):
+            importlib.import_module(name)
     except ImportError as error:
         raise QuireError(f"the server needs {error.name}: pip install 'quire[server]'") from None
 

@@ -30,8 +30,8 @@ def describe_request(
                 trail.admit(step, admission)
         for preemption in step.preempted:
             if preemption.request_id in trails:
-                happened = {"step": step.step_id, "kind": preemption.kind, "why": preemption.why}
-                trails[preemption.request_id].preemptions.append(happened)
+                what = {"step": step.step_id, "kind": preemption.kind, "why": preemption.why}
+                trails[preemption.request_id].preemptions.append(what)
         for finished in step.finished:
             if finished.request_id in trails:
                 end = {"reason": finished.reason, "time": round(finished.time - finished.arrival, 6)}

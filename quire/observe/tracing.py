@@ -18,21 +18,21 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from quire.errors import QuireError
 from quire.step import RequestMetrics
 
 if TYPE_CHECKING:
-    from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span, Tracer
 
 Attributes = Mapping[str, str | int | float | Sequence[str]]
 
 
-class Trace(Protocol):
-    """One request's. Times are those of time.monotonic, which is one clock for all processes of a machine."""
+class Trace:
+    """One request's. This one keeps nothing, for servers that don't trace. Times are those of time.monotonic, which is
+    one clock for all processes of a machine."""
 
     def started(self, name: str, now: float) -> None:
         """An answer left the queue."""
@@ -45,18 +45,6 @@ class Trace(Protocol):
 
     def ended(self, state: str, attributes: Attributes, error: str | None = None) -> None:
         """The request is over. Only the first call counts."""
-
-
-class NoTrace:
-    """For servers that don't trace."""
-
-    def started(self, name: str, now: float) -> None: ...
-
-    def text(self, name: str, began: float, now: float) -> None: ...
-
-    def answered(self, name: str, metrics: RequestMetrics) -> None: ...
-
-    def ended(self, state: str, attributes: Attributes, error: str | None = None) -> None: ...
 
 
 class Tracing:
@@ -86,26 +74,23 @@ class Tracing:
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
         return cls(provider)
 
-    def begin(self, arrival: float, attributes: Attributes) -> Trace:
-        """A request has come. Its parent is the span of the current context (`context_of`), if there is one."""
+    def begin(self, arrival: float, attributes: Attributes, headers: Mapping[str, str]) -> Trace:
+        """A request has come. Its parent is what the sender says of its own trace in `traceparent` and `tracestate`."""
         from opentelemetry.trace import SpanKind
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         ahead = time.time_ns() - time.monotonic_ns()
+        parent = TraceContextTextMapPropagator().extract(
+            {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
+        )
         span = self._tracer.start_span(
-            "llm_request", kind=SpanKind.SERVER, attributes=dict(attributes), start_time=_wall(arrival, ahead)
+            "llm_request", parent, SpanKind.SERVER, dict(attributes), start_time=_wall(arrival, ahead)
         )
         return _RequestTrace(self._tracer, span, arrival, ahead)
 
     def close(self) -> None:
         """Sends what has not been sent."""
         self._provider.shutdown()
-
-
-def context_of(headers: Mapping[str, str]) -> Context:
-    """What the sender of a request says about its own trace: the headers `traceparent` and `tracestate`."""
-    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-    return TraceContextTextMapPropagator().extract(dict(headers))
 
 
 @dataclass(slots=True)
@@ -136,7 +121,7 @@ class _AnswerTimes:
         return spans
 
 
-class _RequestTrace:
+class _RequestTrace(Trace):
     """A request being traced."""
 
     def __init__(self, tracer: Tracer, span: Span, arrival: float, ahead: int) -> None:

@@ -33,7 +33,7 @@ class AnswerReader:
         self._parser = parser
         self._new_call_id = new_call_id
         self._parallel = parallel
-        """Without, the first call is the only one that is told."""
+        """Without, the first call is the only one that is returned."""
         self.num_calls = 0
 
     @property

@@ -5,40 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from quire import __version__
 from quire.server import errors
-from quire.server.auth import AllowedHosts, Authentication
-from quire.server.limits import BodyLimits, RequestContext
-from quire.server.routes import (
-    anthropic,
-    chat,
-    completions,
-    embeddings,
-    health,
-    metrics,
-    models,
-    requests,
-    responses,
-    tokenize,
-)
+from quire.server.guard.auth import AllowedHosts, Authentication
+from quire.server.guard.limits import BodyLimits, RequestContext
+from quire.server.routes import anthropic, chat, completions, embeddings, information, responses, tokenize
 from quire.server.service import GenerationService
 
-ROUTERS = (
-    chat.router,
-    completions.router,
-    responses.router,
-    anthropic.router,
-    embeddings.router,
-    models.router,
-    tokenize.router,
-    requests.router,
-    health.router,
-    metrics.router,
+ROUTERS = tuple(
+    module.router for module in (chat, completions, responses, anthropic, embeddings, tokenize, information)
 )
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "Something is wrong with the request; the message says what."},
@@ -54,8 +33,8 @@ def create_app(service: GenerationService) -> ASGIApp:
     for router in ROUTERS:
         api.include_router(router, responses=_ERRORS)
     errors.install(api)
-    api.add_exception_handler(RequestValidationError, _invalid_parameter)  # of a path or query
     api.openapi = lambda: _openapi(api)  # type: ignore[method-assign]
+    # Only HTTP comes in: uvicorn runs without websockets and lifespan (`run`).
     app: ASGIApp = api
     if config.api_keys:
         app = Authentication(app, config.api_keys)
@@ -71,17 +50,7 @@ def create_app(service: GenerationService) -> ASGIApp:
     if config.allowed_hosts:
         app = AllowedHosts(app, config.allowed_hosts)
     app = BodyLimits(app, config.max_body_bytes, config.max_bodies_bytes, config.body_seconds)
-    if service.tracing is not None:
-        from quire.server.trace_context import TraceContext
-
-        app = TraceContext(app)
     return RequestContext(app, service.metrics)
-
-
-async def _invalid_parameter(request: Any, error: Exception) -> Any:
-    assert isinstance(error, RequestValidationError)
-    api_error = errors.from_validation(error.errors())
-    return errors.error_response(request.scope["path"], api_error, request.state.request_id)
 
 
 def _openapi(api: FastAPI) -> dict[str, Any]:

@@ -11,22 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 from quire.errors import QuireError
-from quire.server.engine_link import EngineLink, LinkConfig
-from quire.server.errors import ApiError
-from quire.server.messages import (
-    Abort,
-    AddRequest,
-    Describe,
-    Described,
-    End,
-    Event,
-    Fatal,
-    Ready,
-    Refused,
-    StepSummary,
-    Updates,
-    describe_steps,
-)
+from quire.observe.prometheus import ServerMetrics
+from quire.observe.step_summary import StepSummary, describe_steps
+from quire.server import messages
+from quire.server.config import ServerConfig
+from quire.server.engine_link import EngineLink
+from quire.server.errors import ApiError, to_api_error
+from quire.server.tasks import running
 from quire.step import RequestUpdate
 
 logger = logging.getLogger(__name__)
@@ -45,7 +36,7 @@ class Listener(Protocol):
 
     def accepted(self, request_id: str) -> None: ...
 
-    def refused(self, refusal: Refused) -> None: ...
+    def refused(self, refusal: messages.Refused) -> None: ...
 
     def started(self, name: str, cached_tokens: int) -> None:
         """An answer left the queue; comes again if it was preempted."""
@@ -56,53 +47,35 @@ class Listener(Protocol):
         """The engine is gone, and the request with it."""
 
 
-class StepObserver(Protocol):
-    """Whoever counts (metrics)."""
-
-    def steps(self, steps: Sequence[StepSummary], num_free_blocks: int) -> None: ...
-
-    def restarted(self) -> None: ...
-
-
 class EngineClient:
     """One engine, whichever process it runs in at the moment."""
 
     def __init__(
-        self,
-        config: LinkConfig,
-        *,
-        stall_seconds: float,
-        hang_seconds: float,
-        observer: StepObserver | None = None,
-        on_failure: Callable[[], None] | None = None,
+        self, config: ServerConfig, metrics: ServerMetrics | None = None, on_failure: Callable[[], None] | None = None
     ) -> None:
-        """`stall_seconds`: with work and without a sign of life for that long, the engine is not ready;
-        after `hang_seconds` it is killed. `on_failure` is called when it could not be started again and again."""
+        """`on_failure` is called when the engine could not be started again and again."""
         self._config = config
-        self._stall_seconds = stall_seconds
-        self._hang_seconds = hang_seconds
-        self._observer = observer
+        self._metrics = metrics
         self._on_failure = on_failure
         self._link: EngineLink | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._listeners: dict[str, Listener] = {}
         """By the request's id."""
-        self._owners: dict[str, tuple[str, Listener]] = {}
-        """By the name of an answer: the request's id and who waits."""
-        self._names: dict[str, tuple[str, ...]] = {}
+        self._names: dict[str, set[str]] = {}
+        """Of a request's answers that are not finished."""
+        self._requests: dict[str, str] = {}
+        """The request's id by the name of an answer."""
         self._tickets: dict[int, asyncio.Future[dict[str, Any] | None]] = {}
         self._num_tickets = 0
         self._last_heard = 0.0
         self._last_steps: deque[StepSummary] = deque(maxlen=_LAST_STEPS)
         self.state: State = "starting"
-        self.ready: Ready | None = None
+        self.ready: messages.Ready | None = None
         """What the engine said about itself, the last time it started."""
-        self.num_restarts = 0
-        self.num_free_blocks = 0
 
     # Its life
 
-    async def start(self) -> Ready:
+    async def start(self) -> messages.Ready:
         """Starts the engine and waits until the model is loaded; raises QuireError if that fails."""
         self._link = EngineLink(self._config)
         try:
@@ -130,17 +103,13 @@ class EngineClient:
         self._lose_all(ApiError(503, "the server is going down", code="shutting_down"))
 
     @property
-    def has_work(self) -> bool:
-        return bool(self._listeners)
-
-    @property
     def seconds_silent(self) -> float:
         """How long the engine has had work without giving a sign of life."""
         return time.monotonic() - self._last_heard if self._listeners else 0.0
 
     @property
     def is_stalled(self) -> bool:
-        return self.seconds_silent > self._stall_seconds
+        return self.seconds_silent > self._config.stall_seconds
 
     @property
     def is_ready(self) -> bool:
@@ -148,16 +117,15 @@ class EngineClient:
 
     # Requests
 
-    def add(self, message: AddRequest, names: Sequence[str], listener: Listener) -> None:
+    def add(self, message: messages.AddRequest, names: Sequence[str], listener: Listener) -> None:
         """Hands a request over. `names` are those of its answers; `listener` hears of it from now on, the verdict
         whether the engine takes it first."""
         link = self._live_link()
         if not self._listeners:
             self._last_heard = time.monotonic()  # an idle engine has nothing to say
         self._listeners[message.request_id] = listener
-        self._names[message.request_id] = tuple(names)
-        for name in names:
-            self._owners[name] = (message.request_id, listener)
+        self._names[message.request_id] = set(names)
+        self._requests.update(dict.fromkeys(names, message.request_id))
         link.send(message)
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -166,11 +134,11 @@ class EngineClient:
         for request_id in live:
             self._forget(request_id)
         if live and self._link is not None and self.state == "ready":
-            self._link.send(Abort(live))
+            self._link.send(messages.Abort(live))
 
     def end(self, name: str) -> None:
         """An answer has come to a stop string. Its metrics come as a last update."""
-        self._live_link().send(End(name))
+        self._live_link().send(messages.End(name))
 
     async def describe(self, request_id: str) -> dict[str, Any] | None:
         """What the engine's log says about a request; None if it says nothing (any more)."""
@@ -179,7 +147,7 @@ class EngineClient:
         self._num_tickets += 1
         ticket = self._num_tickets
         future = self._tickets[ticket] = asyncio.get_running_loop().create_future()
-        self._link.send(Describe(ticket, request_id))
+        self._link.send(messages.Describe(ticket, request_id))
         try:
             return await asyncio.wait_for(future, _DESCRIBE_SECONDS)
         except TimeoutError:
@@ -195,18 +163,12 @@ class EngineClient:
         return self._link
 
     def _forget(self, request_id: str) -> None:
-        self._listeners.pop(request_id, None)
-        for name in self._names.pop(request_id, ()):
-            self._owners.pop(name, None)
+        del self._listeners[request_id]
+        for name in self._names.pop(request_id):
+            del self._requests[name]
 
-    def _forget_answer(self, name: str, request_id: str) -> None:
-        del self._owners[name]
-        if not any(other in self._owners for other in self._names[request_id]):
-            self._forget(request_id)
-
-    def _became_ready(self, ready: Ready) -> None:
+    def _became_ready(self, ready: messages.Ready) -> None:
         self.ready = ready
-        self.num_free_blocks = ready.num_blocks
         self.state = "ready"
         self._last_heard = time.monotonic()
 
@@ -216,14 +178,13 @@ class EngineClient:
             assert self._link is not None
             reason = await self._serve(self._link)
             self.state = "restarting"
-            self.num_restarts += 1
             logger.error("the engine process is gone: %s", reason)
             logger.error("its last steps: %s", describe_steps(self._last_steps))
             self._last_steps.clear()
             self._lose_all(unavailable("the engine failed while computing this request; it is being restarted"))
             await self._link.stop()
-            if self._observer is not None:
-                self._observer.restarted()
+            if self._metrics is not None:
+                self._metrics.restarted()
             if not await self._restart():
                 self.state = "failed"
                 logger.error("the engine could not be started %d times; giving up", _MOST_FAILED_STARTS)
@@ -248,84 +209,78 @@ class EngineClient:
 
     async def _serve(self, link: EngineLink) -> str:
         """Why the engine is gone."""
-        reading = asyncio.create_task(self._read(link))
-        watching = asyncio.create_task(self._watch(link))
-        exiting = asyncio.create_task(link.wait())
-        breaking = asyncio.create_task(link.broken())
-        tasks = (reading, exiting, watching, breaking)
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        async with running(self._read(link), link.wait(), self._watch(link), link.broken()) as tasks:
+            reading, exiting, _, breaking = tasks
             # Its last words, if it had any, are a better explanation than its exit code, and that is a better one
             # than our not reaching it.
-            if exiting not in done and breaking in done:
+            if not exiting.done() and breaking.done():
                 await asyncio.wait((exiting,), timeout=_LAST_WORDS)
-            if reading not in done and exiting.done():
+            if not reading.done() and exiting.done():
                 await asyncio.wait((reading,), timeout=_LAST_WORDS)
-            return next(task for task in tasks if task.done()).result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            return str(next(task for task in tasks if task.done()).result())
 
     async def _read(self, link: EngineLink) -> str:
         while True:
             event = await link.receive()
-            if isinstance(event, Fatal):
+            if isinstance(event, messages.Fatal):
                 return event.message
             self._take(event)
 
     async def _watch(self, link: EngineLink) -> str:
         while True:
-            await asyncio.sleep(min(1.0, self._stall_seconds / 4))
-            if self.seconds_silent > self._hang_seconds:
+            await asyncio.sleep(min(1.0, self._config.stall_seconds / 4))
+            if self.seconds_silent > self._config.hang_seconds:
                 silent = self.seconds_silent
                 await link.kill_hung()
                 return f"it had work and gave no sign of life for {silent:.0f} s; its stacks are above"
 
-    def _take(self, event: Event) -> None:
+    def _take(self, event: messages.Event) -> None:
         self._last_heard = time.monotonic()
-        if isinstance(event, Described):
+        if isinstance(event, messages.Described):
             future = self._tickets.get(event.ticket)
             if future is not None and not future.done():
                 future.set_result(event.record)
-        elif isinstance(event, Updates):
+        elif isinstance(event, messages.Updates):
             self._take_updates(event)
 
-    def _take_updates(self, event: Updates) -> None:
-        self.num_free_blocks = event.num_free_blocks
+    def _take_updates(self, event: messages.Updates) -> None:
         for request_id in event.accepted:
             if request_id in self._listeners:
                 self._listeners[request_id].accepted(request_id)
         for refusal in event.refused:
-            listener = self._listeners.get(refusal.request_id)
-            self._forget(refusal.request_id)
-            if listener is not None:
+            if refusal.request_id in self._listeners:
+                listener = self._listeners[refusal.request_id]
+                self._forget(refusal.request_id)
                 listener.refused(refusal)
         for name in event.started:
-            if name in self._owners:
-                self._owners[name][1].started(name, event.cached.get(name, 0))
+            if name in self._requests:
+                self._listeners[self._requests[name]].started(name, event.cached.get(name, 0))
         for update in event.updates:
-            owner = self._owners.get(update.request_id)
+            owner = self._requests.get(update.request_id)
             if owner is None:
                 continue  # whoever waited has left
+            listener = self._listeners[owner]
             if update.finish_reason is not None:
-                self._forget_answer(update.request_id, owner[0])
+                del self._requests[update.request_id]
+                self._names[owner].remove(update.request_id)
+                if not self._names[owner]:
+                    self._forget(owner)
             try:
-                owner[1].update(update)
-            except Exception:
+                listener.update(update)
+            except Exception as error:
                 # A fault in one request's text must not stop the others'.
-                logger.exception("request %s failed on its way back", owner[0])
-                self.abort([owner[0]])
-                owner[1].lost(ApiError(500, "the server failed; its log says why, under the request id"))
+                logger.error("request %s failed on its way back", owner)
+                self.abort([owner])
+                listener.lost(to_api_error(error))
         if event.steps:
             self._last_steps.extend(event.steps)
-            if self._observer is not None:
-                self._observer.steps(event.steps, event.num_free_blocks)
+            if self._metrics is not None:
+                self._metrics.steps(event.steps, event.num_free_blocks)
 
     def _lose_all(self, error: ApiError) -> None:
         listeners = list(self._listeners.values())
         self._listeners.clear()
-        self._owners.clear()
+        self._requests.clear()
         self._names.clear()
         for future in self._tickets.values():
             if not future.done():

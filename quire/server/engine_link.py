@@ -9,9 +9,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import zmq
@@ -19,39 +17,19 @@ import zmq.asyncio
 
 import quire
 from quire.errors import EngineError, QuireError
-from quire.server.messages import (
-    Command,
-    EngineProcessConfig,
-    Event,
-    Fatal,
-    Ready,
-    Shutdown,
-    decode_event,
-    encode,
-)
+from quire.server.config import ServerConfig
+from quire.server.messages import Command, EngineProcessConfig, Event, Fatal, Ready, Shutdown, decode_event, encode
+from quire.server.tasks import running
 
 _EXIT_SECONDS = 5.0
 _STACKS_SECONDS = 1.0
 """For a hung process to write down where it hangs."""
 
 
-@dataclass(frozen=True, slots=True)
-class LinkConfig:
-    """What to start."""
-
-    model: str
-    options: dict[str, Any] = field(default_factory=dict)
-    """Of `quire.config.EngineConfig`."""
-    log_format: str = "human"
-    log_level: str = "info"
-    module: str = "quire.server.engine_process"
-    """What to run; tests run one that breaks on demand."""
-
-
 class EngineLink:
     """Not used again: a new process gets a new one, so nothing late from an old one is ever heard."""
 
-    def __init__(self, config: LinkConfig) -> None:
+    def __init__(self, config: ServerConfig) -> None:
         self._config = config
         self._process: asyncio.subprocess.Process | None = None
         self._folder: str | None = None
@@ -77,7 +55,7 @@ class EngineLink:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            config.module,
+            config.engine_module,
             stdin=asyncio.subprocess.PIPE,
             stdout=2,  # whatever a library prints belongs with the log
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
@@ -86,7 +64,7 @@ class EngineLink:
         assert stdin is not None
         first = EngineProcessConfig(
             model=config.model,
-            options=config.options,
+            options=config.engine,
             commands_address=commands_address,
             events_address=events_address,
             log_format=config.log_format,
@@ -106,7 +84,7 @@ class EngineLink:
         assert self._commands is not None
         try:
             self._commands.send(encode(command), zmq.NOBLOCK)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, OSError) as error:
             self._fault = f"{type(command).__name__}: {error}"
             self._broken.set()
 
@@ -152,20 +130,12 @@ class EngineLink:
             self._folder = None
 
     async def _first_event(self) -> Ready:
-        receiving = asyncio.ensure_future(self.receive())
-        exiting = asyncio.ensure_future(self.wait())
-        try:
-            await asyncio.wait((receiving, exiting), return_when=asyncio.FIRST_COMPLETED)
-            if not receiving.done():
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(asyncio.shield(receiving), 0.5)
+        async with running(self.receive(), self.wait()) as (receiving, exiting):
+            if not receiving.done():  # its last words may be on their way
+                await asyncio.wait((receiving,), timeout=0.5)
             if not receiving.done():
                 raise EngineError(f"the engine process did not start: {exiting.result()}; its log is above")
             event = receiving.result()
-        finally:
-            for task in (receiving, exiting):
-                task.cancel()
-            await asyncio.gather(receiving, exiting, return_exceptions=True)
         if isinstance(event, Fatal):
             raise QuireError(event.message) if event.is_users_fault else EngineError(event.message)
         assert isinstance(event, Ready)

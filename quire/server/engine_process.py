@@ -34,27 +34,11 @@ from quire.errors import EngineError, QuireError
 from quire.frontend.progress import ModelBars
 from quire.models.sources import resolve
 from quire.observe.request_records import describe_request
+from quire.observe.step_summary import StepSummary, describe_steps, summarize
 from quire.runner.device import pick_device
+from quire.server import messages
 from quire.server.engine_requests import EngineRequests
 from quire.server.logs import set_up_logging
-from quire.server.messages import (
-    Abort,
-    AddRequest,
-    Command,
-    Describe,
-    Described,
-    End,
-    EngineProcessConfig,
-    Event,
-    Fatal,
-    Ready,
-    Shutdown,
-    StepSummary,
-    Updates,
-    decode_command,
-    describe_steps,
-    encode,
-)
 from quire.step import RequestUpdate, StepLogEntry
 
 logger = logging.getLogger(__name__)
@@ -85,11 +69,11 @@ class EngineLoop:
         self._events = events
         self._poller = zmq.Poller()
         self._poller.register(commands, zmq.POLLIN)
-        self._out = Updates()
+        self._out = messages.Updates()
         self._last_steps: deque[StepSummary] = deque(maxlen=_LAST_STEPS)
         self._failed_names: set[str] = set()
         self._failures = 0
-        self._garbage = IdleCollector(time.monotonic())
+        self._idle_collector = IdleCollector(time.monotonic())
 
     def observe(self, entry: StepLogEntry) -> None:
         """Hears of every step that is over."""
@@ -102,18 +86,7 @@ class EngineLoop:
             self._failed_names.update(one.request_id for one in step.scheduled)
         elif step.scheduled:
             self._failures = 0
-        summary = StepSummary(
-            step_id=step.step_id,
-            now=step.now,
-            num_scheduled=len(step.scheduled),
-            num_tokens=step.num_tokens,
-            num_waiting=step.num_waiting,
-            num_running=step.num_running,
-            num_free_blocks=step.num_free_blocks,
-            num_preempted=len(step.preempted),
-            seconds=entry.committed - step.now,
-            error=entry.error,
-        )
+        summary = summarize(entry)
         self._out.steps.append(summary)
         self._last_steps.append(summary)
 
@@ -129,15 +102,15 @@ class EngineLoop:
                 for _ in range(_MAX_COMMANDS):
                     if not self._commands.poll(0):
                         break
-                    command = decode_command(self._commands.recv())
-                    if isinstance(command, Shutdown):
+                    command = messages.decode_command(self._commands.recv())
+                    if isinstance(command, messages.Shutdown):
                         return
                     self._handle(command, requests, engine)
                 now = time.monotonic()
-                requests.tend(now)
+                requests.poll(now)
                 updates = core.step(now)
                 requests.forget(updates)
-                self._tell(requests, [self._discreet(u) if u.error else u for u in updates], engine)
+                self._send_updates(requests, [self._without_details(u) if u.error else u for u in updates], engine)
                 if self._failures >= _FAILURES_IN_A_ROW:
                     raise EngineError(f"{self._failures} steps failed one after the other")
         finally:
@@ -147,32 +120,32 @@ class EngineLoop:
         """Until there may be something to do. A silence is time to look for garbage."""
         if is_compiling:
             self._poller.poll(_HEARTBEAT)
-        elif not self._garbage.is_due(time.monotonic()):
+        elif not self._idle_collector.is_due(time.monotonic()):
             self._poller.poll()
         elif not self._poller.poll(_SILENCE):
-            self._garbage.collect(time.monotonic())
+            self._idle_collector.collect(time.monotonic())
 
     def log_last_steps(self) -> None:
         logger.error("last steps: %s", describe_steps(self._last_steps))
 
-    def send(self, event: Event) -> None:
-        self._events.send(encode(event))
+    def send(self, event: messages.Event) -> None:
+        self._events.send(messages.encode(event))
 
-    def _handle(self, command: Command, requests: EngineRequests, engine: Engine) -> None:
+    def _handle(self, command: messages.Command, requests: EngineRequests, engine: Engine) -> None:
         now = time.monotonic()
         match command:
-            case AddRequest():
+            case messages.AddRequest():
                 requests.add(command, now)
-            case Abort():
+            case messages.Abort():
                 requests.abort(command.request_ids, now)
-            case End():
+            case messages.End():
                 requests.end(command.name, command.reason, now)
-            case Describe():
+            case messages.Describe():
                 entries = list(engine.step_log)
                 record = describe_request(entries, command.request_id, engine.core.scheduler.config)
-                self.send(Described(command.ticket, record))
+                self.send(messages.Described(command.ticket, record))
 
-    def _tell(self, requests: EngineRequests, updates: list[RequestUpdate], engine: Engine) -> None:
+    def _send_updates(self, requests: EngineRequests, updates: list[RequestUpdate], engine: Engine) -> None:
         out = self._out
         out.updates = [*requests.take_updates(), *updates]
         out.accepted, out.refused = requests.take_verdicts()
@@ -180,10 +153,10 @@ class EngineLoop:
             return
         out.num_free_blocks = engine.core.scheduler.blocks.pool.num_free
         self.send(out)
-        self._out = Updates()
+        self._out = messages.Updates()
         self._failed_names.clear()
 
-    def _discreet(self, update: RequestUpdate) -> RequestUpdate:
+    def _without_details(self, update: RequestUpdate) -> RequestUpdate:
         """Why a step failed is for the log: it may hold anything."""
         return update._replace(error=_STEP_FAILED) if update.request_id in self._failed_names else update
 
@@ -204,7 +177,7 @@ def main(build: Builder = build_engine) -> int:
     # Both reach every process of a group; the HTTP process decides what they mean.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineProcessConfig)
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=messages.EngineProcessConfig)
     folder = Path(config.commands_address.removeprefix("ipc://")).parent
     threading.Thread(target=_exit_with_parent, args=(folder,), daemon=True).start()
     set_up_logging(config.log_format, config.log_level, "engine")
@@ -228,25 +201,23 @@ def main(build: Builder = build_engine) -> int:
             loop.run(engine)
     except QuireError as error:
         loop.log_last_steps()
-        loop.send(Fatal(str(error), is_users_fault=not isinstance(error, EngineError)))
+        loop.send(messages.Fatal(str(error), is_users_fault=not isinstance(error, EngineError)))
         return 1
     except Exception as error:
         logger.exception("the engine failed")
         loop.log_last_steps()
-        loop.send(Fatal(f"{type(error).__name__}: {error}"))
+        loop.send(messages.Fatal(f"{type(error).__name__}: {error}"))
         return 1
     finally:
         context.destroy(linger=1000)
     return 0
 
 
-def _ready(name: str, engine: Engine) -> Ready:
+def _ready(name: str, engine: Engine) -> messages.Ready:
     spec, plan, decoder = engine.decoder.spec, engine.plan, engine.decoder
     scheduler = engine.core.scheduler.config
     identity = f"{quire.__version__} {name} {spec} {decoder.dtype} {decoder.kernels.name} {decoder.device.type}"
-    return Ready(
-        pid=os.getpid(),
-        description=engine.description,
+    return messages.Ready(
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
         max_model_len=plan.max_model_len,
@@ -254,7 +225,6 @@ def _ready(name: str, engine: Engine) -> Ready:
         num_blocks=scheduler.num_usable_blocks,
         block_size=scheduler.block_size,
         policy=scheduler.policy,
-        eos_token_ids=engine.eos_token_ids,
         fingerprint="fp_" + hashlib.sha256(identity.encode()).hexdigest()[:12],
     )
 

@@ -78,7 +78,7 @@ class EngineRequests:
         metrics = self._core.end(name, reason, now)
         self._note_end(name, reason, metrics)
 
-    def tend(self, now: float) -> None:
+    def poll(self, now: float) -> None:
         """Adds what has been compiled and ends what has waited too long."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.wake_fd, 4096)

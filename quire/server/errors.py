@@ -12,26 +12,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from quire.errors import CapacityError, EngineError, InvalidRequestError, QuireError, TemplateError
 
 logger = logging.getLogger(__name__)
 
 _TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     408: "timeout_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
-    421: "invalid_request_error",
     429: "rate_limit_error",
-    431: "invalid_request_error",
     503: "overloaded_error",
     504: "timeout_error",
 }
@@ -81,6 +77,8 @@ def to_api_error(error: Exception) -> ApiError:
         return ApiError(400, _shortened(str(error)))
     if isinstance(error, ValidationError):
         return from_validation(error.errors(include_url=False, include_context=False, include_input=False))
+    if isinstance(error, RequestValidationError):  # of a path or query
+        return from_validation(error.errors())
     if isinstance(error, HTTPException):
         return _from_http(error)
     if isinstance(error, QuireError) and not isinstance(error, EngineError):
@@ -133,20 +131,21 @@ def error_body(path: str, error: ApiError, request_id: str) -> dict[str, Any]:
     }
 
 
-def error_response(path: str, error: ApiError, request_id: str) -> JSONResponse:
+def error_response(scope: Scope, error: ApiError) -> JSONResponse:
+    """The response to a request that was given its id; the error is noted for the log."""
+    scope["state"]["error"] = error
+    request_id = scope["state"]["request_id"]
     headers = error.headers() | {"x-request-id": request_id}
-    return JSONResponse(error_body(path, error, request_id), error.status, headers)
+    return JSONResponse(error_body(scope["path"], error, request_id), error.status, headers)
 
 
 def install(app: FastAPI) -> None:
     """Makes every exception a body like the above."""
 
     async def handle(request: Request, error: Exception) -> JSONResponse:
-        api_error = to_api_error(error)
-        request.state.error = api_error
-        return error_response(request.scope["path"], api_error, request.state.request_id)
+        return error_response(request.scope, to_api_error(error))
 
-    for kind in (ApiError, QuireError, ValidationError, HTTPException, Exception):
+    for kind in (ApiError, QuireError, ValidationError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, handle)
 
 

@@ -1,20 +1,5 @@
-"""Generation: the one API behind every endpoint that makes text. An endpoint only translates.
-
-    service = get_service(request)                      # from quire.server.service
-    generation = await service.start(GenerationRequest(...))
-    async for event in generation:                      # deltas of all choices as they come …
-        ...
-    choices = await generation.collect()                # … or, instead, everything at once
-    generation.usage                                    # complete when either has ended
-
-`start` checks, renders, tokenizes, admits and hands over to the engine. Whatever is wrong with the request is
-raised by it (ApiError or a quire.errors type; both become the right response by themselves), so a streaming
-endpoint may send its first byte when it returns. After that only an ApiError can come out of the iteration, for
-what goes wrong later (engine lost, deadline): `sse.EventStream` turns it into an error event.
-
-A generation must be ended: iterate it to its end, or call `abort()` (cheap, also when it is over). `collect` does
-by itself, cancelled or not; `sse.EventStream` does for streams. Wrap endpoints in `connection.cancel_on_disconnect`
-and a client that leaves cancels them.
+"""What the routes and the engine's side of the server say to each other: a call's prompts and parameters go down as a
+`GenerationRequest`, what the engine makes of them comes back as `GenerationEvent`s.
 
 Choices: with P prompts and params.n = N there are P*N choices, choice `p * N + i` being answer i to prompt p.
 
@@ -23,16 +8,19 @@ tags), `event.tool_calls` and `event.content` (everything else); `event.text` is
 Otherwise `content` equals `text`. Tools: give them in `ChatPrompt.tools` (OpenAI's form: {"type": "function",
 "function": {"name", "description", "parameters"}}) and say with `tool_choice` whether they must be used; a
 generation with tool calls has finish_reason "tool_calls".
+
+Embeddings: with `pooling` there are no answers but one vector for each prompt (`event.vector`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from quire.outputs import TokenLogprobs
 from quire.sampling_params import SamplingParams
+from quire.step import Pooling
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 """What a client sees. Aborts, deadlines and failures are no answers: they come as an ApiError."""
@@ -97,6 +85,8 @@ class GenerationRequest:
     split: bool = False
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
+    pooling: Pooling | None = None
+    """For embeddings: how a prompt's hidden states become one vector."""
     truncate_prompt_tokens: int | None = None
     """Keep this many of the prompt's last tokens; -1: as many as fit."""
     fields: Mapping[str, str] = field(default_factory=dict)
@@ -104,6 +94,11 @@ class GenerationRequest:
     `max_tokens` names `fields["max_tokens"]`."""
     notes: Mapping[str, Any] = field(default_factory=dict)
     """What the client said about the request (user, metadata): kept with its record."""
+
+    @property
+    def num_answers(self) -> int:
+        """Sequences the engine computes for it."""
+        return len(self.prompts) * (self.params.best_of or self.params.n)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +115,8 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class GenerationEvent:
-    """What one choice gained. The last event of each choice, and only that, has a finish reason."""
+    """What one choice gained. The last event of each choice, and only that, has a finish reason; a text to embed has
+    one event, its vector."""
 
     index: int
     text: str = ""
@@ -134,30 +130,34 @@ class GenerationEvent:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     """The stop string or token id that ended it, with the finish reason."""
+    vector: bytes = b""
+    """Of a text to embed: float32, little-endian, of length 1."""
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A whole tool call."""
+def whole_choices(events: Iterable[GenerationEvent]) -> list[GenerationEvent]:
+    """All events of each choice joined to one, by index."""
+    parts: dict[int, list[GenerationEvent]] = {}
+    for event in events:
+        parts.setdefault(event.index, []).append(event)
+    return [_joined(parts[index]) for index in sorted(parts)]
 
-    id: str
-    name: str
-    arguments: str
 
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A whole answer."""
-
-    index: int
-    text: str
-    content: str
-    reasoning: str
-    tool_calls: tuple[ToolCall, ...]
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] | None
-    finish_reason: FinishReason
-    stop_reason: str | int | None
+def _joined(events: Sequence[GenerationEvent]) -> GenerationEvent:
+    calls: dict[int, list[ToolCallDelta]] = {}
+    for event in events:
+        for call in event.tool_calls:
+            calls.setdefault(call.index, []).append(call)
+    return replace(
+        events[-1],
+        text="".join(event.text for event in events),
+        content="".join(event.content for event in events),
+        reasoning="".join(event.reasoning for event in events),
+        tool_calls=tuple(
+            replace(pieces[0], arguments="".join(piece.arguments for piece in pieces)) for pieces in calls.values()
+        ),
+        token_ids=tuple(token_id for event in events for token_id in event.token_ids),
+        logprobs=tuple(entry for event in events for entry in event.logprobs),
+    )
 
 
 @dataclass(slots=True)

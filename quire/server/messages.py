@@ -6,11 +6,12 @@ texts that come up are error messages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
 
+from quire.observe.step_summary import StepSummary
 from quire.sampling_params import ResolvedTokens
 from quire.step import FinishReason, Pooling, RequestUpdate
 
@@ -68,8 +69,6 @@ Command = AddRequest | Abort | End | Describe | Shutdown
 class Ready(msgspec.Struct, tag="ready", omit_defaults=True):
     """The model is loaded: what it is, and what it can take."""
 
-    pid: int
-    description: str
     vocab_size: int
     hidden_size: int
     max_model_len: int
@@ -78,7 +77,6 @@ class Ready(msgspec.Struct, tag="ready", omit_defaults=True):
     """Blocks requests can use."""
     block_size: int
     policy: str
-    eos_token_ids: tuple[int, ...]
     fingerprint: str
     """Changes when the tokens of an answer might."""
 
@@ -90,27 +88,6 @@ class Refused(msgspec.Struct, array_like=True):
     message: str
     field: str | None
     kind: ErrorKind
-
-
-class StepSummary(msgspec.Struct, array_like=True):
-    """One step in a few numbers."""
-
-    step_id: int
-    now: float
-    num_scheduled: int
-    num_tokens: int
-    num_waiting: int
-    num_running: int
-    num_free_blocks: int
-    num_preempted: int
-    seconds: float
-    """From its being scheduled to its results' arrival."""
-    error: str | None = None
-
-
-def describe_steps(steps: Iterable[StepSummary]) -> str:
-    """For the log."""
-    return msgspec.json.encode([msgspec.structs.asdict(step) for step in steps]).decode()
 
 
 class Updates(msgspec.Struct, tag="updates", omit_defaults=True):
@@ -161,18 +138,6 @@ class EngineProcessConfig(msgspec.Struct):
     log_level: str = "info"
 
 
-_encoder = msgspec.msgpack.Encoder()
-_commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
-_events: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
-
-
-def encode(message: Command | Event) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_command(data: bytes) -> Command:
-    return _commands.decode(data)
-
-
-def decode_event(data: bytes) -> Event:
-    return _events.decode(data)
+encode: Callable[[Command | Event], bytes] = msgspec.msgpack.Encoder().encode
+decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode
+decode_event: Callable[[bytes], Event] = msgspec.msgpack.Decoder(Event).decode

@@ -127,14 +127,7 @@ class PromptEncoder:
         unused = [f"chat_template_kwargs.{name}" for name in prompt.template_kwargs or {} if name not in source]
         ignored = [request.fields.get(name, name) for name in (*plan.ignored, *unused)]
         return EncodedPrompt(
-            tuple(ids),
-            None,
-            prompt.continue_final_message,
-            params,
-            ResolvedTokens(),
-            plan,
-            inside,
-            tuple(ignored),
+            tuple(ids), None, prompt.continue_final_message, params, ResolvedTokens(), plan, inside, tuple(ignored)
         )
 
     def _render(self, prompt: ChatPrompt, plan: ToolPlan) -> list[int]:
@@ -203,22 +196,15 @@ class PromptEncoder:
 def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """The texts in messages and in calls of tools; those that are malformed are found later."""
     for message in messages:
-        content = message.get("content") if isinstance(message, Mapping) else None
-        parts = content if isinstance(content, list) else [{"text": content}]
-        for part in parts:
-            text = part.get("text") if isinstance(part, Mapping) else None
-            if isinstance(text, str):
-                yield text
-        for call in _calls(message):
-            function = call.get("function") if isinstance(call, Mapping) else None
-            arguments = function.get("arguments") if isinstance(function, Mapping) else None
-            if isinstance(arguments, str):
-                yield arguments
+        content = _get(message, "content")
+        calls = _get(message, "tool_calls")
+        texts = [_get(part, "text") for part in content] if isinstance(content, list) else [content]
+        texts += [_get(_get(call, "function"), "arguments") for call in calls] if isinstance(calls, list) else []
+        yield from (text for text in texts if isinstance(text, str))
 
 
-def _calls(message: object) -> Sequence[object]:
-    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
-    return calls if isinstance(calls, list) else ()
+def _get(value: object, name: str) -> Any:
+    return value.get(name) if isinstance(value, Mapping) else None
 
 
 def _check_ids(token_ids: Sequence[int], vocab_size: int) -> None:

@@ -17,15 +17,14 @@ from quire.errors import QuireError
 from quire.frontend.progress import ModelBars
 from quire.frontend.tokenizer import Tokenizer
 from quire.models.sources import ModelSource, resolve
+from quire.observe.prometheus import ServerMetrics
 from quire.observe.tracing import Tracing
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.engine_client import EngineClient
-from quire.server.engine_link import LinkConfig
-from quire.server.http_protocol import limited_protocol
+from quire.server.guard.http_protocol import limited_protocol
 from quire.server.logs import set_up_logging
 from quire.server.messages import Ready
-from quire.server.metrics import ServerMetrics
 from quire.server.service import GenerationService
 
 logger = logging.getLogger(__name__)
@@ -58,13 +57,7 @@ class _Run:
         self._metrics = ServerMetrics(config.model_names[0])
         endpoint = config.otlp_traces_endpoint
         self._tracing = None if endpoint is None else Tracing.to_endpoint(endpoint)
-        self._client = EngineClient(
-            LinkConfig(config.model, config.engine, config.log_format, config.log_level, config.engine_module),
-            stall_seconds=config.stall_seconds,
-            hang_seconds=config.hang_seconds,
-            observer=self._metrics,
-            on_failure=self._give_up,
-        )
+        self._client = EngineClient(config, self._metrics, self._give_up)
         self._service: GenerationService | None = None
         self._server: _Server | None = None
         self._starting: asyncio.Future[tuple[Ready, Tokenizer]] | None = None

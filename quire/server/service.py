@@ -1,9 +1,8 @@
-"""Starts generations: the way from a client's request to the engine, and whether it is open."""
+"""Starts calls: the way from a client's request to the engine, and whether it is open."""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,27 +13,32 @@ from fastapi import Request
 
 from quire.errors import InvalidRequestError
 from quire.frontend.tokenizer import Tokenizer
-from quire.observe.request_records import RecordBook, RequestRecord
-from quire.observe.step_log import encode_params
-from quire.observe.tracing import NoTrace, Trace, Tracing
-from quire.server.admission import Admission
+from quire.observe.prometheus import ServerMetrics
+from quire.observe.request_records import RecordBook
+from quire.observe.tracing import Trace, Tracing
 from quire.server.config import ServerConfig
+from quire.server.embedding_call import EmbeddingCall
+from quire.server.engine_call import EngineCall
 from quire.server.engine_client import EngineClient, unavailable
 from quire.server.errors import ApiError
 from quire.server.generation import GenerationRequest
-from quire.server.messages import AddRequest, Ready
-from quire.server.metrics import ServerMetrics
+from quire.server.guard.admission import Admission
+from quire.server.messages import Ready
 from quire.server.prompts import EncodedPrompt, EngineLimits, PromptEncoder
-from quire.server.running import Generation
+from quire.server.text_call import TextCall
 
 _T = TypeVar("_T")
 _DESCRIBE_PAUSE = 0.05
 _THREADS = 4
 """For tokenizing: more would only wait for each other."""
+_ENCODED_AT_ONCE = 32
+"""Prompts of a call that a thread encodes before others have their turn."""
+_PROMPT_FIELDS = ("prompt", "text", "token_ids")
+"""Fields of errors about a prompt itself."""
 
 
 class GenerationService:
-    """One model, served. `quire.server.generation` explains its use."""
+    """One model, served. `quire.server.engine_call` explains its use."""
 
     def __init__(
         self,
@@ -64,10 +68,6 @@ class GenerationService:
         assert self.client.ready is not None
         return self.client.ready
 
-    @property
-    def limits(self) -> EngineLimits:
-        return EngineLimits(self.ready.max_model_len, self.ready.vocab_size)
-
     def check_model(self, name: str | None) -> str:
         """The model's name as the client wrote it; raises for one that is not served here."""
         if name is None:
@@ -80,60 +80,42 @@ class GenerationService:
             )
         return name
 
-    async def start(self, request: GenerationRequest) -> Generation:
-        """Checks, tokenizes, admits and hands over; returns when the engine has taken it."""
+    async def start(self, request: GenerationRequest, headers: Mapping[str, str]) -> EngineCall:
+        """Checks, tokenizes, admits and hands over; returns when the engine has taken it. `headers` are those of the
+        HTTP request, which may name the trace that this is part of."""
         self.check_open()
-        count = request.params.best_of or request.params.n
-        num_answers = count * len(request.prompts)
-        if num_answers > self.config.max_answers:
-            asked = f"{len(request.prompts)} prompts with {count} answers each are {num_answers} answers"
+        num_answers = request.num_answers
+        if request.pooling is None and num_answers > self.config.max_answers:
+            each = num_answers // len(request.prompts)
+            asked = f"{len(request.prompts)} prompts with {each} answers each are {num_answers} answers"
             raise InvalidRequestError("n", f"{asked}; one call may ask for {self.config.max_answers}")
         if request.params.priority and self.ready.policy != "priority":
             raise InvalidRequestError("priority", "counts only on a server started with --policy priority")
-        ticket = self.admission.enter(num_answers)
+        kind: type[EngineCall] = TextCall if request.pooling is None else EmbeddingCall
+        ticket = self.admission.enter(min(num_answers, kind.AT_ONCE))
         try:
             prompts = await self._encode(request)
             ticket.add_tokens(sum(len(prompt.token_ids) for prompt in prompts))
-            record = RequestRecord(
-                request.response_id, request.request_id, request.endpoint, time.time(), notes=dict(request.notes)
-            )
-            record.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-            seed = request.params.seed
-            seeds = [secrets.randbits(64) if seed is None else seed for _ in prompts]
-            generation = Generation(
+            call = kind(
                 request,
                 prompts,
-                seeds,
                 tokenizer=self.tokenizer,
                 client=self.client,
-                ticket=ticket,
-                record=record,
+                config=self.config,
                 metrics=self.metrics,
-                trace=self.begin_trace(request),
-                max_buffered_tokens=self.config.max_buffered_tokens,
+                ticket=ticket,
+                trace=self._begin_trace(request, headers),
             )
-            self.records.add(record)
+            self.records.add(call.record)
         except BaseException:
             ticket.release()
             raise
-        try:
-            self._hand_over(generation, prompts, seeds)
-            await generation.accepted_by_engine()
-        except BaseException:
-            generation.abort()
-            raise
-        return generation
+        await call.start()
+        return call
 
     async def in_thread(self, function: Callable[..., _T], *args: object) -> _T:
         """Runs what may take long beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
-
-    async def write(self, respond: Callable[[], _T], generation: Generation) -> _T:
-        """What `respond` makes of a generation that is over: beside the event loop if it may take long."""
-        params = generation.request.params
-        if params.logprobs is None and params.prompt_logprobs is None:
-            return respond()
-        return await self.in_thread(respond)
 
     async def describe(self, response_id: str) -> dict[str, Any] | None:
         """What the engine's log says about a request. It has to leave its steps for that, so not too often."""
@@ -143,10 +125,9 @@ class GenerationService:
             finally:
                 await asyncio.sleep(_DESCRIBE_PAUSE)
 
-    def begin_trace(self, request: GenerationRequest, samples: bool = True) -> Trace:
-        """`samples`: the request is answered with tokens, so how they are chosen is told."""
+    def _begin_trace(self, request: GenerationRequest, headers: Mapping[str, str]) -> Trace:
         if self.tracing is None:
-            return NoTrace()
+            return Trace()
         params = request.params
         attributes: dict[str, str | int | float] = {
             "gen_ai.request.id": request.response_id,
@@ -154,13 +135,13 @@ class GenerationService:
             "http.route": request.endpoint,
             "gen_ai.response.model": self.config.model_names[0],
         }
-        if samples:
+        if request.pooling is None:  # it is answered with tokens, so how they are chosen matters
             attributes["gen_ai.request.n"] = params.n
             attributes["gen_ai.request.temperature"] = params.temperature
             attributes["gen_ai.request.top_p"] = params.top_p
             if params.max_tokens is not None:
                 attributes["gen_ai.request.max_tokens"] = params.max_tokens
-        return self.tracing.begin(time.monotonic(), attributes)
+        return self.tracing.begin(time.monotonic(), attributes, headers)
 
     def check_open(self) -> None:
         """Raises ApiError 503 if nothing can be started now."""
@@ -172,33 +153,31 @@ class GenerationService:
     async def _encode(self, request: GenerationRequest) -> list[EncodedPrompt]:
         deadline = min(request.params.deadline or self.config.request_seconds, self.config.request_seconds)
         request = replace(request, params=replace(request.params, deadline=deadline))
-        try:
-            return [
-                await self.in_thread(self.encoder.encode, request, prompt, self.limits) for prompt in request.prompts
-            ]
-        except InvalidRequestError as error:
-            raise renamed(error, request.fields) from None
+        limits = EngineLimits(self.ready.max_model_len, self.ready.vocab_size)
+        several = len(request.prompts) > 1
 
-    def _hand_over(self, generation: Generation, prompts: list[EncodedPrompt], seeds: list[int]) -> None:
-        for request_id, live, prompt, seed in zip(
-            generation.request_ids, generation.lives, prompts, seeds, strict=True
-        ):
-            message = AddRequest(
-                request_id,
-                prompt.token_ids,
-                encode_params(prompt.params),
-                seed,
-                prompt.resolved,
-                self.config.queue_seconds,
-            )
-            self.client.add(message, live.names, generation)
+        def encode(numbers: range) -> list[EncodedPrompt]:
+            encoded = []
+            for number in numbers:
+                try:
+                    encoded.append(self.encoder.encode(request, request.prompts[number], limits))
+                except InvalidRequestError as error:
+                    raise renamed(error, request.fields, number if several else None) from None
+            return encoded
+
+        prompts: list[EncodedPrompt] = []
+        for first in range(0, len(request.prompts), _ENCODED_AT_ONCE):
+            numbers = range(first, min(first + _ENCODED_AT_ONCE, len(request.prompts)))
+            prompts += await self.in_thread(encode, numbers)
+        return prompts
 
 
-def renamed(error: InvalidRequestError, fields: Mapping[str, str]) -> InvalidRequestError:
-    """The error with its field named as the client wrote it."""
-    if error.field not in fields:
-        return error
-    return type(error)(fields[error.field], str(error).removeprefix(f"{error.field}: "))
+def renamed(error: InvalidRequestError, fields: Mapping[str, str], number: int | None = None) -> InvalidRequestError:
+    """The error with its field named as the client wrote it; `number` says which of several prompts it is about."""
+    field = fields.get(error.field, error.field)
+    if number is not None and error.field in _PROMPT_FIELDS:
+        field = f"{field}[{number}]"
+    return error if field == error.field else type(error)(field, str(error).removeprefix(f"{error.field}: "))
 
 
 def get_service(request: Request) -> GenerationService:

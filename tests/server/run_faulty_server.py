@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from quire.server.http_protocol import LimitedProtocol
+from quire.server.guard.http_protocol import LimitedProtocol
 from tests.server.countdown import break_sends, is_due
 from tests.server.run_server import main
 

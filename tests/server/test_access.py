@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from quire.server.auth import ApiKeys
+from quire.server.guard.auth import ApiKeys
 from tests.server.harness import SMALL_ENGINE, Server, wait_for
 
 ORIGIN = "https://app.example"

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from quire.server.generation import GenerationEvent, ToolCallDelta
-from quire.server.protocol.anthropic import MessagesRequest, tool_input
-from quire.server.routes.anthropic import _Blocks
+from quire.server.protocol.anthropic import MessagesRequest
+from quire.server.routes.anthropic import ContentBlocks, tool_input
 from tests.server.harness import Server, wait_for
 
 WEATHER = {
@@ -168,7 +168,7 @@ def test_blocks_become_openai_messages() -> None:
 
 
 def test_thinking_text_and_calls_are_blocks_of_their_own() -> None:
-    blocks = _Blocks()
+    blocks = ContentBlocks()
     lines: list[bytes] = []
     for event in (
         GenerationEvent(0, reasoning="Hm"),

@@ -21,22 +21,22 @@ from quire.frontend.reasoning import ReasoningSplitter
 from quire.frontend.tokenizer import Tokenizer
 from quire.frontend.tool_calls import ToolSupport
 from quire.frontend.tool_calls.hermes import HermesParser
+from quire.observe.prometheus import ServerMetrics
 from quire.observe.request_records import RecordBook, RequestRecord, describe_request
 from quire.observe.step_log import StepLog
 from quire.sampling_params import ResolvedTokens, SamplingParams
-from quire.server.admission import Admission
 from quire.server.answer_reader import AnswerReader
 from quire.server.config import ServerConfig
-from quire.server.connection import convert, ignored_header, parse_body, request_id_of
 from quire.server.engine_process import engine_config
 from quire.server.errors import ApiError, error_body, field_name, install, to_api_error
-from quire.server.limits import BodyLimits, RequestContext
+from quire.server.guard.admission import Admission
+from quire.server.guard.connection import convert, ignored_header, parse_body, request_id_of
+from quire.server.guard.limits import BodyLimits, RequestContext
 from quire.server.messages import AddRequest, Updates, decode_command, decode_event, encode
-from quire.server.metrics import ServerMetrics
 from quire.server.prompts import EncodedPrompt, EngineLimits, PromptEncoder
 from quire.server.protocol.common import Body
 from quire.server.protocol.completions import CompletionRequest
-from quire.server.running import new_reader
+from quire.server.text_call import new_reader
 from quire.simulate.fake_runner import FakeRunner
 from quire.step import PromptScores, RequestMetrics, RequestUpdate, TokenScore
 from tests.frontend.helpers import byte_level_metadata, train_byte_level

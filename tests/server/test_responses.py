@@ -9,8 +9,8 @@ import pytest
 
 from quire.outputs import TokenLogprobs
 from quire.server.generation import GenerationEvent, ToolCallDelta
-from quire.server.protocol.response_items import OutputItems
 from quire.server.protocol.responses import ResponsesRequest
+from quire.server.routes.responses import OutputItems
 from tests.server.harness import Server, error_of, wait_for
 
 WEATHER = {

@@ -22,12 +22,11 @@ from opentelemetry.trace import StatusCode
 from quire.assemble import open_tokenizer
 from quire.errors import QuireError
 from quire.models.sources import resolve
+from quire.observe.prometheus import ServerMetrics
 from quire.observe.tracing import Tracing
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.engine_client import EngineClient
-from quire.server.engine_link import LinkConfig
-from quire.server.metrics import ServerMetrics
 from quire.server.service import GenerationService
 from tests.server.harness import SMALL_ENGINE, Server, wait_for
 
@@ -39,13 +38,11 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 @contextlib.asynccontextmanager
 async def traced(model: str, **fields: Any) -> AsyncIterator[tuple[httpx.AsyncClient, InMemorySpanExporter]]:
     """A server without sockets around a real engine process; its spans stay in memory."""
-    config = ServerConfig(model=model, engine=SMALL_ENGINE, **fields)
+    config = ServerConfig(model=model, engine=SMALL_ENGINE, log_level="error", **fields)
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    engine = EngineClient(
-        LinkConfig(model, SMALL_ENGINE, "human", "error", config.engine_module), stall_seconds=30, hang_seconds=60
-    )
+    engine = EngineClient(config)
     ready = await engine.start()
     try:
         tokenizer = open_tokenizer(resolve(model))

@@ -1,1 +1,1 @@
-"""Bodies of requests and responses, one file per API: pydantic for what comes in, plain dicts for what goes out."""
+"""Bodies of requests, one file per API, and how they become what is asked of the engine."""

@@ -10,18 +10,18 @@ from pydantic import Field
 
 from quire.errors import InvalidRequestError
 from quire.sampling_params import SamplingParams
-from quire.server.generation import ChatPrompt, Choice, FinishReason, GenerationRequest, NamedTool, ToolChoice, Usage
-from quire.server.protocol.common import MAX_MESSAGES, NO_TEMPLATES, Body, structured_output
+from quire.server.generation import ChatPrompt, GenerationRequest, NamedTool, ToolChoice
+from quire.server.protocol.common import (
+    MAX_MESSAGES,
+    NO_TEMPLATES,
+    ApiRequest,
+    Body,
+    function_call,
+    function_tool,
+    present,
+    structured_output,
+)
 from quire.server.protocol.unions import LIST, TEXT, TEXT_OR_LIST, by_type, kind
-
-FIELDS = {
-    "stop": "stop_sequences",
-    "chat_template_kwargs.enable_thinking": "thinking",
-    "structured": "output_config.format",
-    "structured.json_schema": "output_config.format.schema",
-    "structured.grammar": "output_config.format.schema",
-}
-"""Parameters as Anthropic's clients write them."""
 
 
 class TextBlock(Body):
@@ -80,13 +80,8 @@ class Tool(Body):
     strict: bool | None = None
 
 
-class AutoChoice(Body):
-    type: Literal["auto"]
-    disable_parallel_tool_use: bool = False
-
-
-class AnyChoice(Body):
-    type: Literal["any"]
+class OpenChoice(Body):
+    type: Literal["auto", "any"]
     disable_parallel_tool_use: bool = False
 
 
@@ -101,8 +96,8 @@ class NoChoice(Body):
 
 
 Choosing = Annotated[
-    Annotated[AutoChoice, kind("auto")]
-    | Annotated[AnyChoice, kind("any")]
+    Annotated[OpenChoice, kind("auto")]
+    | Annotated[OpenChoice, kind("any")]
     | Annotated[NamedChoice, kind("tool")]
     | Annotated[NoChoice, kind("none")],
     by_type("auto", "any", "tool", "none"),
@@ -162,15 +157,31 @@ class CountTokensRequest(Body):
         shown = () if isinstance(self.tool_choice, NoChoice) else self.tools or ()
         return ChatPrompt(
             messages,
-            [_openai_tool(tool) for tool in shown] or None,
+            [
+                function_tool(
+                    name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
+                )
+                for tool in shown
+            ]
+            or None,
             template_kwargs=kwargs,
             add_generation_prompt=not prefilled,
             continue_final_message=prefilled,
         )
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(CountTokensRequest, ApiRequest):  # type: ignore[misc]  # here a model must be named
     """POST /v1/messages"""
+
+    ENDPOINT: ClassVar[str] = "/v1/messages"
+    ID_PREFIX: ClassVar[str] = "msg_"
+    FIELDS: ClassVar[Mapping[str, str]] = {
+        "stop": "stop_sequences",
+        "chat_template_kwargs.enable_thinking": "thinking",
+        "structured": "output_config.format",
+        "structured.json_schema": "output_config.format.schema",
+        "structured.grammar": "output_config.format.schema",
+    }
 
     max_tokens: int = Field(ge=1)
     stop_sequences: list[str] | None = None
@@ -198,19 +209,18 @@ class MessagesRequest(CountTokensRequest):
             structured=structured,
         )
         choice, parallel = self._tool_choice()
-        user = self.metadata.user_id if self.metadata is not None else None
         return GenerationRequest(
             response_id=response_id,
             request_id=request_id,
             prompts=(self.prompt(),),
             params=params,
-            endpoint="/v1/messages",
+            endpoint=self.ENDPOINT,
             stream=bool(self.stream),
             split=True,
             tool_choice=choice,
             parallel_tool_calls=parallel,
-            fields=FIELDS,
-            notes={} if user is None else {"user": user},
+            fields=self.FIELDS,
+            notes=present(user=self.metadata.user_id if self.metadata is not None else None),
         )
 
     def _tool_choice(self) -> tuple[ToolChoice, bool]:
@@ -255,83 +265,9 @@ def _assistant(blocks: Sequence[Block]) -> list[dict[str, Any]]:
         elif isinstance(block, ThinkingBlock):
             message["reasoning_content"] = message.get("reasoning_content", "") + block.thinking
         elif isinstance(block, ToolUseBlock):
-            function = {"name": block.name, "arguments": json.dumps(block.input)}
-            call = {"id": block.id, "type": "function", "function": function}
+            call = function_call(block.id, block.name, json.dumps(block.input))
             message.setdefault("tool_calls", []).append(call)
         elif isinstance(block, ToolResultBlock):
             raise InvalidRequestError("messages.content.type", "'tool_result' is for the user's messages")
         # Redacted thinking holds nothing that a model here could read.
     return [message]
-
-
-def _openai_tool(tool: Tool) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
-    if tool.description is not None:
-        function["description"] = tool.description
-    if tool.strict is not None:
-        function["strict"] = tool.strict
-    return {"type": "function", "function": function}
-
-
-# What goes out
-
-
-def message_body(response_id: str, model: str, choice: Choice, usage: Usage) -> dict[str, Any]:
-    """A whole answer."""
-    content: list[dict[str, Any]] = []
-    if choice.reasoning:
-        content.append({"type": "thinking", "thinking": choice.reasoning, "signature": ""})
-    if choice.content:
-        content.append({"type": "text", "text": choice.content})
-    content += [
-        {"type": "tool_use", "id": call.id, "name": call.name, "input": tool_input(call.arguments)}
-        for call in choice.tool_calls
-    ]
-    reason, sequence = stop_reason(choice.finish_reason, choice.stop_reason)
-    return {
-        **message_start(response_id, model, usage),
-        "content": content,
-        "stop_reason": reason,
-        "stop_sequence": sequence,
-        "usage": usage_body(usage),
-    }
-
-
-def message_start(response_id: str, model: str, usage: Usage) -> dict[str, Any]:
-    """A message that holds nothing yet."""
-    return {
-        "id": response_id,
-        "type": "message",
-        "role": "assistant",
-        "model": model,
-        "content": [],
-        "stop_reason": None,
-        "stop_sequence": None,
-        "usage": usage_body(usage),
-    }
-
-
-def usage_body(usage: Usage) -> dict[str, Any]:
-    """Anthropic counts cached tokens apart from the others."""
-    return {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.cached_tokens,
-        "output_tokens": usage.completion_tokens,
-    }
-
-
-def stop_reason(reason: FinishReason, why: str | int | None) -> tuple[str, str | None]:
-    """Why an answer ended, in Anthropic's words, and the stop sequence if that was it."""
-    if reason == "stop" and isinstance(why, str):
-        return "stop_sequence", why
-    return {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[reason], None
-
-
-def tool_input(arguments: str) -> dict[str, Any]:
-    """A call's arguments as an object. What is none (cut off, or written badly) is passed on as text."""
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"invalid_json": arguments}

@@ -5,6 +5,7 @@ Null means "not given" where OpenAI's documentation allows it; elsewhere it is a
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,9 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from quire.errors import InvalidRequestError
-from quire.outputs import Logprob, TokenLogprobs
 from quire.sampling_params import MAX_ALLOWED_TOKENS, MAX_BIASES, MAX_STOP_TOKENS, SamplingParams, StructuredOutput
-from quire.server.generation import Usage
+from quire.server.generation import GenerationRequest, Prompt, TextPrompt, TokensPrompt
 
 MAX_TOP_LOGPROBS = 20
 MAX_ENTRIES = MAX_BIASES
@@ -63,12 +63,75 @@ class Body(BaseModel):
         return schema
 
 
+class ApiRequest(Body):
+    """The body of a call that the engine works on, of whichever API."""
+
+    ENDPOINT: ClassVar[str]
+    ID_PREFIX: ClassVar[str]
+    """What ids of responses begin with."""
+    FIELDS: ClassVar[Mapping[str, str]] = {}
+    """Parameters as clients of this API write them, where that differs from ours."""
+
+    model: str | None = None
+
+    @abstractmethod
+    def to_generation(self, response_id: str, request_id: str) -> GenerationRequest:
+        """What is asked of the engine; raises InvalidRequestError for fields that don't go together."""
+
+    def check_model_limits(self, hidden_size: int) -> None:
+        """Raises InvalidRequestError for what the model can't do."""
+
+    @property
+    def chosen_request_id(self) -> str | None:
+        """The name that the body itself gives its request."""
+        return None
+
+
+def present(**values: Any) -> dict[str, Any]:
+    """Those that are not None."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def to_prompts(given: str | list[Any], add_special_tokens: bool) -> tuple[Prompt, ...]:
+    """A text, token ids, or a list of either."""
+    if isinstance(given, str):
+        return (TextPrompt(given, add_special_tokens),)
+    if not given:
+        raise InvalidRequestError("prompt", "is empty")
+    if isinstance(given[0], int):
+        return (TokensPrompt(tuple(given)),)
+    return tuple(
+        TextPrompt(one, add_special_tokens) if isinstance(one, str) else TokensPrompt(tuple(one)) for one in given
+    )
+
+
+def function_tool(**function: Any) -> dict[str, Any]:
+    """A tool in OpenAI's form, which chat templates take."""
+    return {"type": "function", "function": present(**function)}
+
+
+def function_call(call_id: str | None, name: str | None, arguments: str) -> dict[str, Any]:
+    """A tool call in OpenAI's form; `arguments` are JSON text."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 def structured_output(field: str, **given: Any) -> StructuredOutput:
     """The form an answer must take; errors name the field that asked for it."""
     try:
         return StructuredOutput(**given)
     except InvalidRequestError as error:
         raise InvalidRequestError(field, str(error).removeprefix(f"{error.field}: ")) from None
+
+
+def json_output(kind: str, schema: dict[str, Any] | None, field: str) -> StructuredOutput | None:
+    """The form that "text", "json_object" or "json_schema" asks for; `field` is where its schema stands."""
+    if kind == "text":
+        return None
+    if kind == "json_object" and schema is None:
+        return StructuredOutput(json_object=True)
+    if schema is None:
+        raise InvalidRequestError(field, "is missing")
+    return structured_output(field, json_schema=schema)
 
 
 class StreamOptions(Body):
@@ -93,16 +156,10 @@ class ResponseFormat(Body):
     """With json_object: llama.cpp's and Together's way to give a schema, which instructor uses."""
 
     def structured(self) -> StructuredOutput | None:
-        if self.type == "text":
-            return None
         if self.type == "json_object":
-            given = self.schema_
-            if given is None:
-                return StructuredOutput(json_object=True)
-            return structured_output("response_format.schema", json_schema=given)
-        if self.json_schema is None or self.json_schema.schema_ is None:
-            raise InvalidRequestError("response_format.json_schema.schema", "is missing")
-        return structured_output("response_format.json_schema.schema", json_schema=self.json_schema.schema_)
+            return json_output(self.type, self.schema_, "response_format.schema")
+        schema = None if self.json_schema is None else self.json_schema.schema_
+        return json_output(self.type, schema, "response_format.json_schema.schema")
 
 
 class StructuredOutputs(Body):
@@ -127,8 +184,15 @@ class StructuredOutputs(Body):
         )
 
 
-class SamplingFields(Body):
-    """How tokens are chosen: OpenAI's fields, those vLLM's users send, and our own."""
+class SamplingFields(ApiRequest):
+    """What chat and completions share, above all how tokens are chosen: OpenAI's fields, those vLLM's users send, and
+    our own."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    user: str | None = Field(None, max_length=1024)
+    request_id: str | None = Field(None, min_length=1, max_length=128)
 
     n: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0)
@@ -176,32 +240,44 @@ class SamplingFields(Body):
     guided_grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
 
-    def structured(self, response_format: ResponseFormat | None) -> tuple[StructuredOutput | None, str | None]:
-        """The form the answer must take, and the field that asked for it."""
-        forms: list[tuple[str, StructuredOutput]] = []
-        form = response_format.structured() if response_format is not None else None
+    @property
+    def chosen_request_id(self) -> str | None:
+        return self.request_id
+
+    def check_stream(self) -> None:
+        """Raises InvalidRequestError for what needs a stream and for what can't be streamed."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options", "needs stream to be true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequestError("prompt_logprobs", "can't be streamed")
+
+    def structured(self) -> tuple[StructuredOutput | None, dict[str, str]]:
+        """The form the answer must take, and for `GenerationRequest.fields`: errors about it name the field that asked
+        for it."""
+        forms: dict[str, StructuredOutput] = {}
+        form = self.response_format.structured() if self.response_format is not None else None
         if form is not None:
-            forms.append(("response_format", form))
+            forms["response_format"] = form
         if self.structured_outputs is not None:
-            forms.append(("structured_outputs", self.structured_outputs.structured()))
-        if self.guided_json is not None:
-            forms.append(("guided_json", structured_output("guided_json", json_schema=self.guided_json)))
-        if self.guided_regex is not None:
-            forms.append(("guided_regex", structured_output("guided_regex", regex=self.guided_regex)))
-        if self.guided_choice is not None:
-            forms.append(("guided_choice", structured_output("guided_choice", choice=tuple(self.guided_choice))))
-        if self.guided_grammar is not None:
-            forms.append(("guided_grammar", structured_output("guided_grammar", grammar=self.guided_grammar)))
-        if len(forms) > 1:
-            raise InvalidRequestError(forms[1][0], f"can't be combined with {forms[0][0]}")
-        return (forms[0][1], forms[0][0]) if forms else (None, None)
+            forms["structured_outputs"] = self.structured_outputs.structured()
+        for name, part in _GUIDED.items():
+            value = getattr(self, name)
+            if value is not None:
+                given = {part: tuple(value) if isinstance(value, list) else value}
+                forms[name] = structured_output(name, **given)
+        if not forms:
+            return None, {}
+        field, *others = forms
+        if others:
+            raise InvalidRequestError(others[0], f"can't be combined with {field}")
+        parts = ("json_schema", "json_object", "regex", "choice", "grammar")
+        names = dict.fromkeys(("structured", *(f"structured.{part}" for part in parts)), field)
+        return forms[field], names
 
     def sampling_params(self, **more: Any) -> SamplingParams:
         """`more` are parameters that an API names or defaults differently."""
-        given = {name: getattr(self, name) for name in _SAME if getattr(self, name) is not None}
-        for name in ("dry_sequence_breakers", "stop_token_ids", "allowed_token_ids", "bad_words"):
-            if name in given:
-                given[name] = tuple(given[name])
+        given = present(**{name: getattr(self, name) for name in _SAME})
+        given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
         given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         given["top_k"] = max(0, self.top_k)
         if self.seed is not None:
@@ -211,36 +287,15 @@ class SamplingFields(Body):
         return SamplingParams(**(given | more))
 
 
-_SAME = (
-    "n",
-    "temperature",
-    "top_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_p",
-    "typical_p",
-    "top_n_sigma",
-    "repetition_penalty",
-    "no_repeat_ngram_size",
-    "dry_multiplier",
-    "dry_base",
-    "dry_allowed_length",
-    "dry_sequence_breakers",
-    "xtc_probability",
-    "xtc_threshold",
-    "min_tokens",
-    "ignore_eos",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "allowed_token_ids",
-    "bad_words",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "prompt_logprobs",
-    "cache_salt",
-    "priority",
-    "deadline",
-)
+_GUIDED = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+"""vLLM's former way to ask for structure."""
+_SAME = SamplingFields.model_fields.keys() & SamplingParams.__dataclass_fields__.keys() - {"logit_bias"}
+"""Fields that are sampling parameters of the same name."""
 
 UNSUPPORTED_EVERYWHERE: Mapping[str, str] = {
     "use_beam_search": "beam search is part of the Python API",
@@ -258,53 +313,7 @@ UNSUPPORTED_EVERYWHERE: Mapping[str, str] = {
 }
 
 
-def structured_names(field: str | None) -> dict[str, str]:
-    """For `GenerationRequest.fields`: errors about the form of an answer name the field that asked for it."""
-    if field is None:
-        return {}
-    parts = ("json_schema", "json_object", "regex", "choice", "grammar")
-    return dict.fromkeys(("structured", *(f"structured.{part}" for part in parts)), field)
-
-
 def _token_id(name: str) -> int:
     if not name.isascii() or not name.isdigit() or len(name) > 10:
         raise InvalidRequestError("logit_bias", f"has the key {name[:50]!r}, which is no token id")
     return int(name)
-
-
-def usage_body(usage: Usage) -> dict[str, Any]:
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.total_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-    }
-
-
-def usage_so_far(options: StreamOptions | None, usage: Mapping[str, Any]) -> dict[str, Any]:
-    """What a chunk says: the usage so far if every chunk is to say it, null if the last one will, else nothing."""
-    if options is None:
-        return {}
-    if options.continuous_usage_stats:
-        return {"usage": usage}
-    return {"usage": None} if options.include_usage else {}
-
-
-def token_name(entry: Logprob, as_ids: bool) -> str:
-    """A token as a response spells it."""
-    return f"token_id:{entry.token_id}" if as_ids else entry.text
-
-
-def prompt_logprobs_body(
-    entries: tuple[TokenLogprobs | None, ...] | None, num_top: int
-) -> list[dict[str, Any] | None] | None:
-    """vLLM's form: for each position, token ids with logprob, rank and text."""
-    if entries is None:
-        return None
-    return [None if entry is None else _position_body(entry, num_top) for entry in entries]
-
-
-def _position_body(entry: TokenLogprobs, num_top: int) -> dict[str, Any]:
-    found: tuple[Logprob, ...] = (entry, *entry.top[:num_top])
-    return {str(one.token_id): {"logprob": one.logprob, "rank": one.rank, "decoded_token": one.text} for one in found}

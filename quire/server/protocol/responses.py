@@ -10,21 +10,23 @@ from pydantic import Field
 from quire.errors import InvalidRequestError
 from quire.sampling_params import SamplingParams, StructuredOutput
 from quire.server.generation import ChatPrompt, GenerationRequest, NamedTool, ToolChoice
-from quire.server.protocol.common import MAX_MESSAGES, MAX_TOP_LOGPROBS, NO_TEMPLATES, Body, structured_output
+from quire.server.protocol.common import (
+    MAX_MESSAGES,
+    MAX_TOP_LOGPROBS,
+    NO_TEMPLATES,
+    ApiRequest,
+    Body,
+    JsonSchemaFormat,
+    function_call,
+    function_tool,
+    json_output,
+    present,
+)
 from quire.server.protocol.unions import LIST, TEXT, TEXT_OR_LIST, by_type, kind
 
-FIELDS = {
-    "max_tokens": "max_output_tokens",
-    "chat_template_kwargs.reasoning_effort": "reasoning.effort",
-    "messages": "input",
-    "prompt": "input",
-    "structured": "text.format",
-    "structured.json_schema": "text.format.schema",
-    "structured.grammar": "text.format.schema",
-}
-"""Parameters as clients of this API write them."""
-
 LOGPROBS = "message.output_text.logprobs"
+TOOL_FIELDS = {"name", "description", "parameters", "strict"}
+"""Of a tool, those that the model is shown and the response repeats."""
 
 
 class TextPart(Body):
@@ -97,12 +99,8 @@ class FunctionChoice(Body):
     name: str
 
 
-class TextFormat(Body):
+class TextFormat(JsonSchemaFormat):
     type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
 
 
 class TextConfig(Body):
@@ -119,9 +117,20 @@ class ResponsesStreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(ApiRequest):
     """POST /v1/responses"""
 
+    ENDPOINT: ClassVar[str] = "/v1/responses"
+    ID_PREFIX: ClassVar[str] = "resp_"
+    FIELDS: ClassVar[Mapping[str, str]] = {
+        "max_tokens": "max_output_tokens",
+        "chat_template_kwargs.reasoning_effort": "reasoning.effort",
+        "messages": "input",
+        "prompt": "input",
+        "structured": "text.format",
+        "structured.json_schema": "text.format.schema",
+        "structured.grammar": "text.format.schema",
+    }
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
         "background": "the answer comes with the response",
         "conversation": "nothing is stored: send the whole conversation as input",
@@ -131,7 +140,6 @@ class ResponsesRequest(Body):
         "chat_template": NO_TEMPLATES,
     }
 
-    model: str | None = None
     input: Annotated[Annotated[str, TEXT] | Annotated[list[Item], Field(max_length=MAX_MESSAGES), LIST], TEXT_OR_LIST]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
@@ -174,37 +182,33 @@ class ResponsesRequest(Body):
             structured=self._structured(),
         )
         effort = self.reasoning.effort if self.reasoning is not None else None
-        notes = {"user": self.user, "safety_identifier": self.safety_identifier, "metadata": self.metadata}
         return GenerationRequest(
             response_id=response_id,
             request_id=request_id,
             prompts=(
                 ChatPrompt(
                     self._messages(),
-                    [_openai_tool(tool) for tool in self.tools] if self.tools else None,
+                    [function_tool(**tool.model_dump(include=TOOL_FIELDS)) for tool in self.tools or ()] or None,
                     template_kwargs=None if effort is None else {"reasoning_effort": effort},
                 ),
             ),
             params=params,
-            endpoint="/v1/responses",
+            endpoint=self.ENDPOINT,
             stream=bool(self.stream),
             split=True,
             tool_choice=self._tool_choice(),
             parallel_tool_calls=self.parallel_tool_calls is not False,
             truncate_prompt_tokens=-1 if self.truncation == "auto" else None,
-            fields=FIELDS,
-            notes={name: value for name, value in notes.items() if value is not None},
+            fields=self.FIELDS,
+            notes=present(user=self.user, safety_identifier=self.safety_identifier, metadata=self.metadata),
         )
 
     def _structured(self) -> StructuredOutput | None:
         wanted = self.text.format if self.text is not None else None
-        if wanted is None or wanted.type == "text":
+        if wanted is None:
             return None
-        if wanted.type == "json_object":
-            return StructuredOutput(json_object=True)
-        if wanted.schema_ is None:
-            raise InvalidRequestError("text.format.schema", "is missing")
-        return structured_output("text.format.schema", json_schema=wanted.schema_)
+        schema = wanted.schema_ if wanted.type == "json_schema" else None
+        return json_output(wanted.type, schema, "text.format.schema")
 
     def _tool_choice(self) -> ToolChoice:
         if isinstance(self.tool_choice, FunctionChoice):
@@ -249,9 +253,7 @@ def _from_items(items: Sequence[Item]) -> list[dict[str, Any]]:
         elif isinstance(item, ReasoningItem):
             turn["reasoning_content"] = "".join(part.text for part in item.content or item.summary)
         else:
-            function = {"name": item.name, "arguments": item.arguments}
-            call = {"id": item.call_id, "type": "function", "function": function}
-            turn.setdefault("tool_calls", []).append(call)
+            turn.setdefault("tool_calls", []).append(function_call(item.call_id, item.name, item.arguments))
     return messages
 
 
@@ -267,10 +269,3 @@ def _text(content: str | Sequence[TextPart | RefusalPart]) -> str:
     if isinstance(content, str):
         return content
     return "".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
-
-
-def _openai_tool(tool: FunctionTool) -> dict[str, Any]:
-    return {
-        "type": "function",
-        "function": tool.model_dump(include={"name", "description", "parameters", "strict"}, exclude_none=True),
-    }

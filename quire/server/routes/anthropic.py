@@ -1,96 +1,104 @@
-"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic's clients speak them."""
+"""POST /v1/messages, as Anthropic's clients speak it."""
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import AsyncIterator, Iterator
+import json
+from collections.abc import Iterator
 from typing import Any
 
-from fastapi import APIRouter, Request
-from fastapi.responses import Response
-
-from quire.errors import InvalidRequestError
-from quire.server.connection import body_schema, cancel_on_disconnect, convert, read_body, response_headers
 from quire.server.errors import ApiError, error_body
-from quire.server.generation import GenerationEvent, ToolCallDelta
-from quire.server.json_response import JsonResponse
-from quire.server.protocol.anthropic import (
-    FIELDS,
-    CountTokensRequest,
-    MessagesRequest,
-    message_body,
-    message_start,
-    stop_reason,
-    usage_body,
-)
-from quire.server.running import Generation
-from quire.server.service import get_service, renamed
-from quire.server.sse import EventStream, named_event
-
-router = APIRouter()
+from quire.server.generation import FinishReason, GenerationEvent, ToolCallDelta, Usage, whole_choices
+from quire.server.http_responses import named_event
+from quire.server.lifecycle import Writer, endpoint
+from quire.server.protocol.anthropic import MessagesRequest
 
 
-@router.post("/v1/messages", openapi_extra=body_schema(MessagesRequest), tags=["Anthropic"])
-@cancel_on_disconnect
-async def create_message(request: Request) -> Response:
-    """An answer to a conversation."""
-    body = await read_body(request, MessagesRequest)
-    service = get_service(request)
-    model = service.check_model(body.model)
-    try:
-        wanted = await convert(request, body.to_generation, f"msg_{secrets.token_hex(12)}", request.state.request_id)
-    except InvalidRequestError as error:
-        raise renamed(error, FIELDS) from None
-    generation = await service.start(wanted)
-    request.state.record = generation.record
-    headers = response_headers(request, generation.ignored)
-    if body.stream:
-        events = _events(generation, model)
-        return EventStream(events, generation, headers=headers, on_error=_error_event)
-    (choice,) = await generation.collect()
-    return JsonResponse(message_body(wanted.response_id, model, choice, generation.usage), headers=headers)
+class MessageWriter(Writer[MessagesRequest]):
+    """There is one answer."""
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._blocks = ContentBlocks()
+        self._has_begun = False
 
-@router.post("/v1/messages/count_tokens", openapi_extra=body_schema(CountTokensRequest), tags=["Anthropic"])
-async def count_tokens(request: Request) -> Response:
-    """How many tokens a conversation has."""
-    body = await read_body(request, CountTokensRequest)
-    service = get_service(request)
-    service.check_model(body.model)
-    token_ids = await service.in_thread(service.encoder.encode_chat, await convert(request, body.prompt))
-    return JsonResponse({"input_tokens": len(token_ids)}, headers=response_headers(request))
-
-
-def _error_event(path: str, error: ApiError, request_id: str) -> bytes:
-    return named_event("error", error_body(path, error, request_id))
-
-
-async def _events(generation: Generation, model: str) -> AsyncIterator[bytes]:
-    blocks = _Blocks()
-    started = False
-    async for event in generation:
-        if not started:
+    def chunk(self, event: GenerationEvent) -> Iterator[bytes]:
+        if not self._has_begun:
             # Only now it is known how much of the prompt was cached.
-            started = True
-            start = message_start(generation.request.response_id, model, generation.usage)
-            yield _event("message_start", message=start)
+            self._has_begun = True
+            yield _event("message_start", message=self._message())
             yield _event("ping")
-        for out in blocks.take(event):
-            yield out
+        yield from self._blocks.take(event)
         if event.finish_reason is not None:
-            for out in blocks.close():
-                yield out
-            reason, sequence = stop_reason(event.finish_reason, event.stop_reason)
-            delta = {"stop_reason": reason, "stop_sequence": sequence}
-            yield _event("message_delta", delta=delta, usage=usage_body(generation.usage))
-    yield _event("message_stop")
+            yield from self._blocks.close()
+            ending = stop_reason(event.finish_reason, event.stop_reason)
+            yield _event("message_delta", delta=ending, usage=_usage(self.call.usage))
+
+    def finish(self) -> Iterator[bytes]:
+        yield _event("message_stop")
+
+    def error_event(self, path: str, error: ApiError, request_id: str) -> bytes:
+        return named_event("error", error_body(path, error, request_id))
+
+    def whole(self, events: list[GenerationEvent]) -> dict[str, Any]:
+        (choice,) = whole_choices(events)
+        content: list[dict[str, Any]] = []
+        if choice.reasoning:
+            content.append({"type": "thinking", "thinking": choice.reasoning, "signature": ""})
+        if choice.content:
+            content.append({"type": "text", "text": choice.content})
+        content += [
+            {"type": "tool_use", "id": call.id, "name": call.name, "input": tool_input(call.arguments)}
+            for call in choice.tool_calls
+        ]
+        assert choice.finish_reason is not None
+        return {**self._message(), "content": content, **stop_reason(choice.finish_reason, choice.stop_reason)}
+
+    def _message(self) -> dict[str, Any]:
+        """A message that holds nothing yet."""
+        return {
+            "id": self.response_id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(self.call.usage),
+        }
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    """Anthropic counts cached tokens apart from the others."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+    }
+
+
+def stop_reason(reason: FinishReason, why: str | int | None) -> dict[str, Any]:
+    """Why an answer ended, in Anthropic's words, and the stop sequence if that was it."""
+    if reason == "stop" and isinstance(why, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": why}
+    names = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+    return {"stop_reason": names[reason], "stop_sequence": None}
+
+
+def tool_input(arguments: str) -> dict[str, Any]:
+    """A call's arguments as an object. What is none (cut off, or written badly) is passed on as text."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"invalid_json": arguments}
 
 
 def _event(name: str, **fields: Any) -> bytes:
     return named_event(name, {"type": name, **fields})
 
 
-class _Blocks:
+class ContentBlocks:
     """A message is a row of blocks, of which the last is open."""
 
     def __init__(self) -> None:
@@ -130,3 +138,6 @@ class _Blocks:
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
         return _event("content_block_delta", index=self._index, delta=delta)
+
+
+router = endpoint(MessagesRequest, MessageWriter, "create_message", "An answer to a conversation.", "Anthropic")

@@ -2,85 +2,94 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
-from fastapi import APIRouter, Request
-from fastapi.responses import Response
-
-from quire.server.connection import (
-    body_schema,
-    cancel_on_disconnect,
-    convert,
-    name_request,
-    new_id,
-    read_body,
-    response_headers,
-)
-from quire.server.json_response import JsonResponse
-from quire.server.protocol.chat import ChatCompletionRequest, choice_body, delta_body
-from quire.server.protocol.common import prompt_logprobs_body, usage_body, usage_so_far
-from quire.server.running import Generation
-from quire.server.service import get_service
-from quire.server.sse import DONE, EventStream, data_event
-
-router = APIRouter()
+from quire.outputs import TokenLogprobs
+from quire.server.generation import GenerationEvent, ToolCallDelta, whole_choices
+from quire.server.lifecycle import endpoint
+from quire.server.protocol.chat import ChatCompletionRequest
+from quire.server.protocol.common import function_call
+from quire.server.routes.choices import ChoicesWriter, logprob_body, prompt_logprobs_body
 
 
-@router.post("/v1/chat/completions", openapi_extra=body_schema(ChatCompletionRequest), tags=["OpenAI"])
-@cancel_on_disconnect
-async def create_chat_completion(request: Request) -> Response:
-    """An answer to a conversation."""
-    body = await read_body(request, ChatCompletionRequest)
-    service = get_service(request)
-    model = service.check_model(body.model)
-    request_id = name_request(request, body.request_id)
-    generation = await service.start(await convert(request, body.to_generation, new_id("chatcmpl"), request_id))
-    request.state.record = generation.record
-    headers = response_headers(request, generation.ignored)
-    base = {
-        "id": generation.request.response_id,
-        "object": "chat.completion.chunk" if body.stream else "chat.completion",
-        "created": int(time.time()),
-        "model": model,
-        "system_fingerprint": service.ready.fingerprint,
-    }
-    if body.service_tier is not None:
-        base["service_tier"] = "default"
-    if body.stream:
-        return EventStream(_chunks(generation, body, base), generation, headers=headers)
-    choices = await generation.collect()
+class ChatWriter(ChoicesWriter[ChatCompletionRequest]):
+    """Answers as messages, or as deltas of them."""
 
-    def respond() -> Response:
-        answer: dict[str, Any] = {
-            **base,
-            "choices": [choice_body(choice, body) for choice in choices],
-            "usage": usage_body(generation.usage),
+    OBJECT: ClassVar[str] = "chat.completion"
+    CHUNK_OBJECT: ClassVar[str] = "chat.completion.chunk"
+
+    def begin(self) -> Iterator[bytes]:
+        for index in range(self.call.request.params.n):
+            delta = {"role": "assistant", "content": ""}
+            first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            yield self.chunk_of(first, **({} if index else self._prompt_tokens()))
+
+    def chunk(self, event: GenerationEvent) -> Iterator[bytes]:
+        delta = self._message(event)
+        if event.tool_calls:
+            delta["tool_calls"] = [_call_delta(call) for call in event.tool_calls]
+        shows_tokens = bool(self.body.return_token_ids and event.token_ids) or bool(event.logprobs)
+        if not delta and event.finish_reason is None and not shows_tokens:
+            return
+        choice = self._choice(event, "delta", delta, self._logprobs(event.logprobs) if event.logprobs else None)
+        if event.finish_reason is None:
+            del choice["stop_reason"]
+        yield self.chunk_of(choice)
+
+    def whole(self, events: list[GenerationEvent]) -> dict[str, Any]:
+        choices = []
+        for event in whole_choices(events):
+            content = None if event.tool_calls else ""
+            message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+            message |= self._message(event)
+            if event.tool_calls:
+                message["tool_calls"] = [function_call(one.id, one.name, one.arguments) for one in event.tool_calls]
+            logprobs = self._logprobs(event.logprobs) if self.body.logprobs else None
+            choices.append(self._choice(event, "message", message, logprobs))
+        whole = self.whole_of(choices)
+        if self.body.prompt_logprobs is not None:
+            found = self.call.prompt_logprobs(0)
+            whole["prompt_logprobs"] = prompt_logprobs_body(found, self.body.prompt_logprobs)
+        return whole | self._prompt_tokens()
+
+    def outline(self, kind: str) -> dict[str, Any]:
+        outline = super().outline(kind)
+        return outline if self.body.service_tier is None else {**outline, "service_tier": "default"}
+
+    def _prompt_tokens(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self.call.prompts[0].token_ids} if self.body.return_token_ids else {}
+
+    def _message(self, event: GenerationEvent) -> dict[str, Any]:
+        """What a message and a delta say in the same way."""
+        shown: dict[str, Any] = {"content": event.content} if event.content else {}
+        if event.reasoning and self.body.include_reasoning:
+            shown["reasoning_content"] = event.reasoning
+        return shown
+
+    def _choice(
+        self, event: GenerationEvent, name: str, shown: dict[str, Any], logprobs: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": event.index,
+            name: shown,
+            "logprobs": logprobs,
+            "finish_reason": event.finish_reason,
+            "stop_reason": event.stop_reason,
         }
-        if body.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = prompt_logprobs_body(generation.prompt_logprobs(0), body.prompt_logprobs)
-        if body.return_token_ids:
-            answer["prompt_token_ids"] = generation.prompts[0].token_ids
-        return JsonResponse(answer, headers=headers)
+        if self.body.return_token_ids:
+            choice["token_ids"] = event.token_ids
+        return choice
 
-    return await service.write(respond, generation)
+    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        as_ids = bool(self.body.return_tokens_as_token_ids)
+        return {"content": [logprob_body(entry, as_ids) for entry in entries], "refusal": None}
 
 
-async def _chunks(generation: Generation, body: ChatCompletionRequest, base: dict[str, Any]) -> AsyncIterator[bytes]:
-    options = body.stream_options
+def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    if call.name is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    return {"index": call.index, **function_call(call.id, call.name, call.arguments)}
 
-    def chunk(choices: list[dict[str, Any]], **more: Any) -> bytes:
-        return data_event({**base, "choices": choices, **more, **usage_so_far(options, usage_body(generation.usage))})
 
-    for index in range(generation.request.params.n):
-        first = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        shown = {"prompt_token_ids": generation.prompts[0].token_ids} if body.return_token_ids and not index else {}
-        yield chunk([first], **shown)
-    async for event in generation:
-        choice = delta_body(event, body)
-        if choice is not None:
-            yield chunk([choice])
-    if options is not None and options.include_usage:
-        yield data_event({**base, "choices": [], "usage": usage_body(generation.usage)})
-    yield DONE
+router = endpoint(ChatCompletionRequest, ChatWriter, "create_chat_completion", "An answer to a conversation.", "OpenAI")

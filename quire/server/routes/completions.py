@@ -2,150 +2,109 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from fastapi import APIRouter, Request
-from fastapi.responses import Response
-
-from quire.server.connection import (
-    body_schema,
-    cancel_on_disconnect,
-    convert,
-    name_request,
-    new_id,
-    read_body,
-    response_headers,
-)
-from quire.server.generation import Choice, GenerationEvent
-from quire.server.json_response import JsonResponse
-from quire.server.protocol.common import prompt_logprobs_body, usage_body, usage_so_far
-from quire.server.protocol.completions import CompletionRequest, LogprobsWriter
-from quire.server.running import Generation
-from quire.server.service import get_service
-from quire.server.sse import DONE, EventStream, data_event
-
-router = APIRouter()
+from quire.outputs import TokenLogprobs
+from quire.server.generation import GenerationEvent, whole_choices
+from quire.server.lifecycle import endpoint
+from quire.server.protocol.completions import CompletionRequest
+from quire.server.routes.choices import ChoicesWriter, prompt_logprobs_body, token_name
 
 
-@router.post("/v1/completions", openapi_extra=body_schema(CompletionRequest), tags=["OpenAI"])
-@cancel_on_disconnect
-async def create_completion(request: Request) -> Response:
-    """Continues one or several texts."""
-    body = await read_body(request, CompletionRequest)
-    service = get_service(request)
-    model = service.check_model(body.model)
-    request_id = name_request(request, body.request_id)
-    generation = await service.start(await convert(request, body.to_generation, new_id("cmpl"), request_id))
-    request.state.record = generation.record
-    headers = response_headers(request, generation.ignored)
-    base = {
-        "id": generation.request.response_id,
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": model,
-        "system_fingerprint": service.ready.fingerprint,
-    }
-    writers = _Choices(generation, body)
-    if body.stream:
-        return EventStream(_chunks(generation, body, base, writers), generation, headers=headers)
-    choices = await generation.collect()
+class CompletionWriter(ChoicesWriter[CompletionRequest]):
+    """A whole choice is written like the one chunk of a stream; the first of each choice shows the prompt, if it is
+    echoed."""
 
-    def respond() -> Response:
-        bodies = [writers.whole(choice) for choice in choices]
-        return JsonResponse({**base, "choices": bodies, "usage": _usage(generation, body)}, headers=headers)
+    OBJECT: ClassVar[str] = "text_completion"
+    CHUNK_OBJECT: ClassVar[str] = "text_completion"
 
-    return await service.write(respond, generation)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._logprobs: dict[int, _Logprobs] = {}
+        """Of the choices that have begun."""
 
+    def chunk(self, event: GenerationEvent) -> Iterator[bytes]:
+        if event.text or event.finish_reason is not None or event.logprobs or self.body.return_token_ids:
+            yield self.chunk_of(self._choice(event))
 
-async def _chunks(
-    generation: Generation, body: CompletionRequest, base: dict[str, Any], writers: _Choices
-) -> AsyncIterator[bytes]:
-    options = body.stream_options
-    async for event in generation:
-        if not event.text and event.finish_reason is None and not event.logprobs and not body.return_token_ids:
-            continue
-        if writers.shows_prompt_logprobs(event):
-            choice = await asyncio.to_thread(writers.body, event)
-        else:
-            choice = writers.body(event)
-        usage = usage_so_far(options, _usage(generation, body))
-        yield data_event({**base, "choices": [choice], **usage})
-    if options is not None and options.include_usage:
-        yield data_event({**base, "choices": [], "usage": _usage(generation, body)})
-    yield DONE
+    def is_long_chunk(self, event: GenerationEvent) -> bool:
+        """It holds as many logprobs as the prompt has tokens."""
+        return bool(self.body.echo) and self.body.logprobs is not None and event.index not in self._logprobs
 
+    def whole(self, events: list[GenerationEvent]) -> dict[str, Any]:
+        return self.whole_of([self._choice(event) for event in whole_choices(events)])
 
-class _Choices:
-    """Makes bodies of choices, whole or in pieces: the first of each choice shows the prompt, if it is echoed."""
+    def usage(self) -> dict[str, Any]:
+        usage = super().usage()
+        if self.body.no_answer:
+            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        return usage
 
-    def __init__(self, generation: Generation, body: CompletionRequest) -> None:
-        self._generation = generation
-        self._body = body
-        self._writers: dict[int, LogprobsWriter] = {}
-
-    def whole(self, choice: Choice) -> dict[str, Any]:
-        """The body of a choice that has come to its end."""
-        return self.body(
-            GenerationEvent(
-                choice.index,
-                text=choice.text,
-                token_ids=choice.token_ids,
-                logprobs=choice.logprobs or (),
-                finish_reason=choice.finish_reason,
-                stop_reason=choice.stop_reason,
-            )
-        )
-
-    def shows_prompt_logprobs(self, event: GenerationEvent) -> bool:
-        """Whether the event's body takes long to write: it holds as many logprobs as the prompt has tokens."""
-        return bool(self._body.echo) and self._body.logprobs is not None and event.index not in self._writers
-
-    def body(self, event: GenerationEvent) -> dict[str, Any]:
-        request = self._body
-        number = event.index // self._generation.request.params.n
-        is_first = event.index not in self._writers
+    def _choice(self, event: GenerationEvent) -> dict[str, Any]:
+        body, call = self.body, self.call
+        number = event.index // call.request.params.n
+        is_first = event.index not in self._logprobs
         if is_first:
-            as_ids = bool(request.return_tokens_as_token_ids)
-            self._writers[event.index] = LogprobsWriter(request.logprobs or 0, as_ids)
-        writer = self._writers[event.index]
-        prompt = self._generation.prompts[number]
+            self._logprobs[event.index] = _Logprobs(body.logprobs or 0, bool(body.return_tokens_as_token_ids))
+        writer = self._logprobs[event.index]
+        prompt = call.prompts[number]
         text, token_ids, entries = event.text, event.token_ids, event.logprobs
-        if request.no_answer:
+        if body.no_answer:
             text, token_ids, entries = "", (), ()
         logprobs = None
-        if is_first and request.echo:
-            tokenizer = self._generation.tokenizer
-            shown = prompt.text if prompt.text is not None else tokenizer.decode(prompt.token_ids)
+        if is_first and body.echo:
+            shown = prompt.text if prompt.text is not None else call.tokenizer.decode(prompt.token_ids)
             text = shown + text
-            if request.logprobs is not None:
-                first = tokenizer.decode(prompt.token_ids[:1], skip_special_tokens=False)
-                before = self._generation.prompt_logprobs(number) or ()
-                logprobs = writer.write([*before, *entries], [first])
-        elif request.logprobs is not None:
+            if body.logprobs is not None:
+                first = call.tokenizer.decode(prompt.token_ids[:1], skip_special_tokens=False)
+                logprobs = writer.write([*(call.prompt_logprobs(number) or ()), *entries], [first])
+        elif body.logprobs is not None:
             logprobs = writer.write(entries)
         choice: dict[str, Any] = {
             "index": event.index,
             "text": text,
             "logprobs": logprobs,
-            "finish_reason": "length" if request.no_answer and event.finish_reason else event.finish_reason,
+            "finish_reason": "length" if body.no_answer and event.finish_reason else event.finish_reason,
         }
         if event.finish_reason is not None:
-            choice["stop_reason"] = None if request.no_answer else event.stop_reason
-        if request.prompt_logprobs is not None:
-            entries_before = self._generation.prompt_logprobs(number)
-            choice["prompt_logprobs"] = prompt_logprobs_body(entries_before, request.prompt_logprobs)
-        if request.return_token_ids:
+            choice["stop_reason"] = None if body.no_answer else event.stop_reason
+        if body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs_body(call.prompt_logprobs(number), body.prompt_logprobs)
+        if body.return_token_ids:
             choice["token_ids"] = token_ids
             if is_first:
                 choice["prompt_token_ids"] = prompt.token_ids
         return choice
 
 
-def _usage(generation: Generation, body: CompletionRequest) -> dict[str, Any]:
-    usage = usage_body(generation.usage)
-    if body.no_answer:
-        usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
-    return usage
+@dataclass(slots=True)
+class _Logprobs:
+    """Writes the logprobs of one choice in OpenAI's old form: parallel lists, with the place of each token in the
+    text, which goes on from chunk to chunk."""
+
+    num_top: int
+    as_ids: bool
+    offset: int = 0
+
+    def write(self, entries: Sequence[TokenLogprobs | None], token_texts: Sequence[str] = ()) -> dict[str, Any]:
+        """`token_texts` are used where there is no entry: the first token of a prompt."""
+        tokens, logprobs, tops, offsets = [], [], [], []
+        for place, entry in enumerate(entries):
+            name = token_texts[place] if entry is None else token_name(entry, self.as_ids)
+            text = token_texts[place] if entry is None else entry.text
+            tokens.append(name)
+            logprobs.append(None if entry is None else entry.logprob)
+            tops.append(None if entry is None else self._top(entry))
+            offsets.append(self.offset)
+            self.offset += len(text)
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
+        # The token itself is always there, likely or not.
+        found = {token_name(one, self.as_ids): one.logprob for one in reversed(entry.top[: self.num_top])}
+        return found | {token_name(entry, self.as_ids): entry.logprob} if self.num_top else {}
+
+
+router = endpoint(CompletionRequest, CompletionWriter, "create_completion", "Continues one or several texts.", "OpenAI")

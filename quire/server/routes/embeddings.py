@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
-from fastapi.responses import Response
+import base64
+from typing import Any
 
-from quire.server.connection import body_schema, cancel_on_disconnect, convert, new_id, read_body, response_headers
-from quire.server.embedding import start_embedding
-from quire.server.json_response import JsonResponse
-from quire.server.protocol.embeddings import EmbeddingsRequest, embeddings_body
-from quire.server.service import get_service
+import numpy as np
 
-router = APIRouter()
+from quire.server.generation import GenerationEvent
+from quire.server.lifecycle import Writer, endpoint
+from quire.server.protocol.embeddings import EmbeddingsRequest
 
 
-@router.post("/v1/embeddings", openapi_extra=body_schema(EmbeddingsRequest), tags=["OpenAI"])
-@cancel_on_disconnect
-async def create_embeddings(request: Request) -> Response:
-    """Vectors for texts."""
-    body = await read_body(request, EmbeddingsRequest)
-    service = get_service(request)
-    model = service.check_model(body.model)
-    body.check_dimensions(service.ready.hidden_size)
-    wanted = await convert(request, body.to_generation, new_id("embd"), request.state.request_id)
-    run = await start_embedding(service, wanted, body.pooling)
-    request.state.record = run.record
-    vectors = await run.run()
-    return JsonResponse(
-        embeddings_body(body, model, vectors, run.record.prompt_tokens), headers=response_headers(request)
-    )
+class EmbeddingWriter(Writer[EmbeddingsRequest]):
+    """Vectors as lists of numbers or in base64; there are no streams."""
+
+    def whole(self, events: list[GenerationEvent]) -> dict[str, Any]:
+        num_tokens = self.call.usage.prompt_tokens
+        return {
+            "object": "list",
+            "data": [
+                {"object": "embedding", "index": event.index, "embedding": self._vector(event.vector)}
+                for event in sorted(events, key=lambda event: event.index)
+            ],
+            "model": self.model,
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        }
+
+    def _vector(self, vector: bytes) -> str | list[float]:
+        if self.body.dimensions is not None:
+            kept = np.frombuffer(vector, "<f4")[: self.body.dimensions].astype(np.float64)
+            norm = np.linalg.norm(kept)
+            vector = (kept / norm if norm > 0 else kept).astype("<f4").tobytes()
+        if self.body.encoding_format == "base64":
+            return base64.b64encode(vector).decode("ascii")
+        # The shortest decimals that mean these float32 numbers, not the long ones of their float64 neighbours.
+        return [float(str(number)) for number in np.frombuffer(vector, "<f4")]
+
+
+router = endpoint(EmbeddingsRequest, EmbeddingWriter, "create_embeddings", "Vectors for texts.", "OpenAI")

@@ -2,87 +2,205 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
-from fastapi import APIRouter, Request
-from fastapi.responses import Response
-
-from quire.errors import InvalidRequestError
-from quire.server.connection import body_schema, cancel_on_disconnect, convert, read_body, response_headers
+from quire.outputs import TokenLogprobs
 from quire.server.errors import ApiError, error_body
-from quire.server.generation import FinishReason
-from quire.server.json_response import JsonResponse
-from quire.server.protocol.response_items import OutputItems, item_id, response_body, status_of
-from quire.server.protocol.responses import FIELDS, ResponsesRequest
-from quire.server.running import Generation
-from quire.server.service import get_service, renamed
-from quire.server.sse import EventStream, named_event
+from quire.server.generation import FinishReason, GenerationEvent, ToolCallDelta, Usage
+from quire.server.guard.connection import new_id
+from quire.server.http_responses import named_event
+from quire.server.lifecycle import Writer, endpoint
+from quire.server.protocol.responses import TOOL_FIELDS, ResponsesRequest
+from quire.server.routes.choices import logprob_body
 
-router = APIRouter()
-
-
-@router.post("/v1/responses", openapi_extra=body_schema(ResponsesRequest), tags=["OpenAI"])
-@cancel_on_disconnect
-async def create_response(request: Request) -> Response:
-    """An answer to a text or a conversation."""
-    body = await read_body(request, ResponsesRequest)
-    service = get_service(request)
-    model = service.check_model(body.model)
-    try:
-        wanted = await convert(request, body.to_generation, item_id("resp"), request.state.request_id)
-    except InvalidRequestError as error:
-        raise renamed(error, FIELDS) from None
-    generation = await service.start(wanted)
-    request.state.record = generation.record
-    ignored = (*generation.ignored, "store") if body.store else generation.ignored
-    headers = response_headers(request, ignored)
-    write = partial(response_body, body, wanted.response_id, model, int(time.time()))
-    items = OutputItems(body.wants_logprobs)
-    if body.stream:
-        numbers = _Numbers()
-        events = _events(generation, items, write, numbers)
-        return EventStream(events, generation, headers=headers, on_error=numbers.error_event)
-    reason: FinishReason = "stop"
-    try:
-        async for event in generation:
-            for _ in items.take(event):
-                pass
-            reason = event.finish_reason or reason
-    finally:
-        generation.abort()
-    for _ in items.finish(reason):
-        pass
-    return JsonResponse(write(status_of(reason), items.items, generation.usage), headers=headers)
+Event = dict[str, Any]
 
 
-class _Numbers:
-    """Every event of a stream has its number."""
+class ResponseWriter(Writer[ResponsesRequest]):
+    """There is one answer. Every event of a stream has its number."""
 
-    def __init__(self) -> None:
-        self._next = 0
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.ignored = ("store",) if self.body.store else ()
+        self._items = OutputItems(self.body.wants_logprobs)
+        self._num_events = 0
 
-    def event(self, fields: dict[str, Any]) -> bytes:
-        number = self._next
-        self._next += 1
-        return named_event(fields["type"], {**fields, "sequence_number": number})
+    def begin(self) -> Iterator[bytes]:
+        for kind in ("response.created", "response.in_progress"):
+            yield self._event({"type": kind, "response": self._response("in_progress")})
+
+    def chunk(self, event: GenerationEvent) -> Iterator[bytes]:
+        for out in self._items.take(event):
+            yield self._event(out)
+        if event.finish_reason is not None:
+            for out in self._items.finish(event.finish_reason):
+                yield self._event(out)
+            status = _status(event.finish_reason)
+            yield self._event({"type": f"response.{status}", "response": self._response(status)})
 
     def error_event(self, path: str, error: ApiError, request_id: str) -> bytes:
-        told = error_body(path, error, request_id)["error"]
-        return self.event({"type": "error", "code": told["code"], "message": told["message"], "param": told["param"]})
+        shown = error_body(path, error, request_id)["error"]
+        return self._event({"type": "error", **{name: shown[name] for name in ("code", "message", "param")}})
+
+    def whole(self, events: list[GenerationEvent]) -> dict[str, Any]:
+        reason: FinishReason = "stop"
+        for event in events:
+            list(self._items.take(event))
+            reason = event.finish_reason or reason
+        list(self._items.finish(reason))
+        return self._response(_status(reason))
+
+    def _event(self, fields: Event) -> bytes:
+        number = self._num_events
+        self._num_events += 1
+        return named_event(fields["type"], {**fields, "sequence_number": number})
+
+    def _response(self, status: str) -> dict[str, Any]:
+        """The response as far as it has come."""
+        reasoning = {"effort": self.body.reasoning.effort if self.body.reasoning is not None else None, "summary": None}
+        choice: Any = self.body.tool_choice or "auto"
+        text_format: dict[str, Any] = {"type": "text"}
+        if self.body.text is not None and self.body.text.format is not None:
+            text_format = self.body.text.format.model_dump(by_alias=True, exclude_none=True)
+        return {
+            "id": self.response_id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": self.body.instructions,
+            "max_output_tokens": self.body.max_output_tokens,
+            "model": self.model,
+            "output": self._items.items,
+            "parallel_tool_calls": self.body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": reasoning,
+            "safety_identifier": self.body.safety_identifier,
+            "service_tier": "default",
+            "store": False,
+            "temperature": 1.0 if self.body.temperature is None else self.body.temperature,
+            "text": {"format": text_format},
+            "tool_choice": choice if isinstance(choice, str) else {"type": "function", "name": choice.name},
+            "tools": [tool.model_dump(include={"type", *TOOL_FIELDS}) for tool in self.body.tools or ()],
+            "top_logprobs": self.body.top_logprobs or 0,
+            "top_p": 1.0 if self.body.top_p is None else self.body.top_p,
+            "truncation": self.body.truncation or "disabled",
+            "usage": None if status == "in_progress" else _usage(self.call.usage),
+            "user": self.body.user,
+            "metadata": self.body.metadata or {},
+        }
 
 
-async def _events(generation: Generation, items: OutputItems, write: Any, numbers: _Numbers) -> AsyncIterator[bytes]:
-    yield numbers.event({"type": "response.created", "response": write("in_progress")})
-    yield numbers.event({"type": "response.in_progress", "response": write("in_progress")})
-    async for event in generation:
-        for out in items.take(event):
-            yield numbers.event(out)
-        if event.finish_reason is not None:
-            for out in items.finish(event.finish_reason):
-                yield numbers.event(out)
-            status = status_of(event.finish_reason)
-            response = write(status, items.items, generation.usage)
-            yield numbers.event({"type": f"response.{status}", "response": response})
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.total_tokens,
+    }
+
+
+def _status(reason: FinishReason) -> str:
+    return "incomplete" if reason == "length" else "completed"
+
+
+class OutputItems:
+    """The items an answer is made of (reasoning, message, function calls), of which the last is open.
+
+    `take` and `finish` give the events that tell of it; without a stream only `items` counts.
+    """
+
+    def __init__(self, with_logprobs: bool) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._with_logprobs = with_logprobs
+        self._pieces: list[str] = []
+        """Of the open item's text or arguments."""
+        self._logprobs: list[TokenLogprobs] = []
+        """Of tokens whose text has not come yet."""
+        self._is_open = False
+
+    def take(self, event: GenerationEvent) -> Iterator[Event]:
+        self._logprobs += event.logprobs
+        if event.reasoning:
+            yield from self._add_text("reasoning", "reasoning_text", event.reasoning)
+        if event.content:
+            yield from self._add_text("message", "output_text", event.content)
+        if event.reasoning or event.content or event.tool_calls:
+            self._logprobs = []
+        for call in event.tool_calls:
+            yield from self._take_call(call)
+
+    def finish(self, reason: FinishReason) -> Iterator[Event]:
+        """An answer that says nothing is a message without text."""
+        if not self.items:
+            yield from self._add_text("message", "output_text", "")
+        yield from self._close(_status(reason))
+
+    def _take_call(self, call: ToolCallDelta) -> Iterator[Event]:
+        if call.name is not None:
+            yield from self._close("completed")
+            item = {"type": "function_call", "id": new_id("fc_"), "call_id": call.id, "name": call.name}
+            yield from self._open({**item, "arguments": ""})
+        if call.arguments:
+            self._pieces.append(call.arguments)
+            yield self._event("response.function_call_arguments.delta", delta=call.arguments)
+
+    def _add_text(self, kind: str, part: str, text: str) -> Iterator[Event]:
+        if not self._is_open or self.items[-1]["type"] != kind:
+            yield from self._close("completed")
+            prefix = "msg_" if kind == "message" else "rs_"
+            item: dict[str, Any] = {"type": kind, "id": new_id(prefix)}
+            item["role" if kind == "message" else "summary"] = "assistant" if kind == "message" else []
+            yield from self._open({**item, "content": []})
+            yield self._event("response.content_part.added", content_index=0, part=_part(part, ""))
+            self.items[-1]["content"].append(_part(part, ""))
+        self._pieces.append(text)
+        more: dict[str, Any] = {}
+        if part == "output_text":
+            more["logprobs"] = [logprob_body(one) for one in self._logprobs] if self._with_logprobs else []
+            self.items[-1]["content"][0]["logprobs"] += more["logprobs"]
+        yield self._event(f"response.{part}.delta", content_index=0, delta=text, **more)
+
+    def _open(self, item: dict[str, Any]) -> Iterator[Event]:
+        self._is_open = True
+        self._pieces = []
+        self.items.append({**item, "status": "in_progress"})
+        yield self._event("response.output_item.added", item=dict(self.items[-1]))
+
+    def _close(self, status: str) -> Iterator[Event]:
+        if not self._is_open:
+            return
+        self._is_open = False
+        item = self.items[-1]
+        text = "".join(self._pieces)
+        item["status"] = status
+        if item["type"] == "function_call":
+            item["arguments"] = text
+            yield self._event("response.function_call_arguments.done", name=item["name"], arguments=text)
+        else:
+            part = item["content"][0]
+            part["text"] = text
+            more = {"logprobs": part["logprobs"]} if part["type"] == "output_text" else {}
+            yield self._event(f"response.{part['type']}.done", content_index=0, text=text, **more)
+            yield self._event("response.content_part.done", content_index=0, part=part)
+        yield self._event("response.output_item.done", item=item)
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        place: dict[str, Any] = {"output_index": len(self.items) - 1}
+        if "item" not in fields:
+            place["item_id"] = self.items[-1]["id"]
+        return {"type": kind, **place, **fields}
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    part: dict[str, Any] = {"type": kind, "text": text}
+    return {**part, "annotations": [], "logprobs": []} if kind == "output_text" else part
+
+
+router = endpoint(
+    ResponsesRequest, ResponseWriter, "create_response", "An answer to a text or a conversation.", "OpenAI"
+)

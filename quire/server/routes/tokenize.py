@@ -1,22 +1,24 @@
-"""POST /tokenize and /detokenize"""
+"""POST /tokenize, /detokenize and Anthropic's /v1/messages/count_tokens"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Field
 
 from quire.errors import InvalidRequestError
-from quire.server.connection import body_schema, cancel_on_disconnect, read_body, response_headers
 from quire.server.generation import ChatPrompt
-from quire.server.json_response import JsonResponse
+from quire.server.guard.connection import body_schema, cancel_on_disconnect, convert, ignored_header, read_body
+from quire.server.http_responses import JsonResponse
+from quire.server.protocol.anthropic import CountTokensRequest
 from quire.server.protocol.common import NO_TEMPLATES, Body
-from quire.server.service import get_service, renamed
+from quire.server.service import GenerationService, get_service, renamed
 
 router = APIRouter()
+_T = TypeVar("_T", bound="TokenizeRequest | DetokenizeRequest | CountTokensRequest")
 
 
 class TokenizeRequest(Body):
@@ -47,9 +49,7 @@ class DetokenizeRequest(Body):
 @cancel_on_disconnect
 async def tokenize(request: Request) -> Response:
     """The tokens of a text (`prompt`) or of a conversation (`messages`)."""
-    body = await read_body(request, TokenizeRequest)
-    service = get_service(request)
-    service.check_model(body.model)
+    body, service = await _read(request, TokenizeRequest)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("prompt", "give either prompt or messages")
     if body.prompt is not None:
@@ -68,18 +68,31 @@ async def tokenize(request: Request) -> Response:
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": service.ready.max_model_len, "tokens": ids}
     if body.return_token_strs:
         answer["token_strs"] = await service.in_thread(lambda: [service.tokenizer.id_to_token(one) for one in ids])
-    return JsonResponse(answer, headers=response_headers(request))
+    return JsonResponse(answer, headers=ignored_header(request.state.ignored))
 
 
 @router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest), tags=["tokens"])
 @cancel_on_disconnect
 async def detokenize(request: Request) -> Response:
     """The text of tokens."""
-    body = await read_body(request, DetokenizeRequest)
-    service = get_service(request)
-    service.check_model(body.model)
+    body, service = await _read(request, DetokenizeRequest)
     try:
         text = await service.in_thread(service.tokenizer.decode, body.tokens, body.skip_special_tokens)
     except InvalidRequestError as error:
         raise renamed(error, {"token_ids": "tokens"}) from None
-    return JsonResponse({"prompt": text}, headers=response_headers(request))
+    return JsonResponse({"prompt": text}, headers=ignored_header(request.state.ignored))
+
+
+@router.post("/v1/messages/count_tokens", openapi_extra=body_schema(CountTokensRequest), tags=["Anthropic"])
+async def count_tokens(request: Request) -> Response:
+    """How many tokens a conversation has."""
+    body, service = await _read(request, CountTokensRequest)
+    token_ids = await service.in_thread(service.encoder.encode_chat, await convert(request, body.prompt))
+    return JsonResponse({"input_tokens": len(token_ids)}, headers=ignored_header(request.state.ignored))
+
+
+async def _read(request: Request, kind: type[_T]) -> tuple[_T, GenerationService]:
+    body = await read_body(request, kind)
+    service = get_service(request)
+    service.check_model(body.model)
+    return body, service

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -17,10 +17,12 @@ from pydantic_core import PydanticUndefined, from_json
 
 from quire.errors import InvalidRequestError
 from quire.server.errors import ApiError
+from quire.server.http_responses import disconnected
+from quire.server.tasks import running
 
 _T = TypeVar("_T", bound=BaseModel)
 _Made = TypeVar("_Made")
-Endpoint = Callable[..., Awaitable[Response]]
+Endpoint = Callable[..., Coroutine[Any, Any, Response]]
 
 _LARGE_BODY = 64 * 1024
 """From here on a body is parsed in a thread, so that others are served meanwhile."""
@@ -37,7 +39,7 @@ def request_id_of(headers: Mapping[bytes, bytes] | list[tuple[bytes, bytes]]) ->
     for name, value in headers.items() if isinstance(headers, Mapping) else headers:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value.decode("latin-1")):
             return value.decode("latin-1")
-    return new_id("req")
+    return new_id("req-")
 
 
 def name_request(request: Request, request_id: str | None) -> str:
@@ -49,7 +51,8 @@ def name_request(request: Request, request_id: str | None) -> str:
 
 
 def new_id(prefix: str) -> str:
-    return f"{prefix}-{secrets.token_hex(12)}"
+    """`prefix` with its separator: "chatcmpl-", "msg_"."""
+    return prefix + secrets.token_hex(12)
 
 
 async def read_body(request: Request, model: type[_T]) -> _T:
@@ -63,7 +66,7 @@ async def read_body(request: Request, model: type[_T]) -> _T:
     if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
         raise ApiError(415, "compressed bodies are not accepted: send it without content-encoding")
     body = await request.body()
-    parsed = parse_body(body, model) if len(body) < _LARGE_BODY else await asyncio.to_thread(parse_body, body, model)
+    parsed: _T = await convert(request, parse_body, body, model)
     refuse_unsupported(parsed)
     request.state.ignored = unknown_fields(parsed)
     return parsed
@@ -136,16 +139,10 @@ def unknown_fields(value: BaseModel, prefix: str = "") -> list[str]:
     return names
 
 
-def ignored_header(names: list[str]) -> dict[str, str]:
-    """x-quire-ignored, safe whatever the names hold."""
+def ignored_header(names: Sequence[str]) -> dict[str, str]:
+    """x-quire-ignored: fields that were sent and mean nothing here; safe whatever the names hold."""
     shown = ", ".join(re.sub(r"[^A-Za-z0-9_.\[\]-]", "?", name[:64]) for name in names)
     return {"x-quire-ignored": shown[:_MOST_IGNORED]} if names else {}
-
-
-def response_headers(request: Request, ignored: Sequence[str] = ()) -> dict[str, str]:
-    """What every answer to a read body carries: fields that were ignored; `ignored` are further ones (those of a
-    generation)."""
-    return ignored_header([*getattr(request.state, "ignored", []), *ignored])
 
 
 def body_schema(model: type[BaseModel]) -> dict[str, Any]:
@@ -167,22 +164,10 @@ def cancel_on_disconnect(endpoint: Endpoint) -> Endpoint:
     @functools.wraps(endpoint)
     async def watched(*args: Any, request: Request, **kwargs: Any) -> Response:
         await request.body()
-        work = asyncio.ensure_future(endpoint(*args, request=request, **kwargs))
-        watch = asyncio.ensure_future(_disconnected(request))
-        try:
-            await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                return work.result()
-            raise ApiError(499, "the client left")
-        finally:
-            watch.cancel()
+        async with running(endpoint(*args, request=request, **kwargs), disconnected(request.receive)) as (work, _):
             if not work.done():
-                work.cancel()
-                await asyncio.gather(work, return_exceptions=True)
+                raise ApiError(499, "the client left")
+            response: Response = work.result()
+            return response
 
     return watched
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -36,12 +36,12 @@ class Authentication:
         self._keys = ApiKeys(keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
+        if scope["path"] not in _OPEN_PATHS:
             key = _key_of(scope)
             if key is None or key not in self._keys:
                 what = "no API key was sent" if key is None else "the API key is not known here"
                 error = ApiError(401, f"{what}: send one as `Authorization: Bearer KEY`", code="invalid_api_key")
-                response = error_response(scope["path"], error, scope["state"]["request_id"])
+                response = error_response(scope, error)
                 response.headers["www-authenticate"] = "Bearer"
                 await response(scope, receive, send)
                 return
@@ -57,9 +57,9 @@ class AllowedHosts:
         self._hosts = frozenset(host.lower() for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and _host_of(scope) not in self._hosts:
+        if _host_of(scope) not in self._hosts:
             error = ApiError(421, "this server is not known by this name", code="unknown_host")
-            await error_response(scope["path"], error, scope["state"]["request_id"])(scope, receive, send)
+            await error_response(scope, error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

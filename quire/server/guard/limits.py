@@ -12,10 +12,10 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.observe.prometheus import ServerMetrics
 from quire.observe.request_records import RequestRecord
-from quire.server.connection import request_id_of
 from quire.server.errors import ApiError, error_response, to_api_error
-from quire.server.metrics import ServerMetrics
+from quire.server.guard.connection import request_id_of
 
 logger = logging.getLogger("quire.server.access")
 
@@ -30,9 +30,6 @@ class RequestContext:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         started = time.monotonic()
         state: dict[str, Any] = scope.setdefault("state", {})
         state["request_id"] = request_id_of(scope["headers"])
@@ -53,9 +50,7 @@ class RequestContext:
             await self._app(scope, receive, send_with_id)
         except Exception as error:
             if not status:
-                state["error"] = to_api_error(error)
-                response = error_response(scope["path"], state["error"], state["request_id"])
-                await response(scope, receive, send_with_id)
+                await error_response(scope, to_api_error(error))(scope, receive, send_with_id)
         finally:
             self._log(scope, status, time.monotonic() - started)
 
@@ -100,9 +95,6 @@ class BodyLimits:
         self._total = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         headers = dict(scope["headers"])
         length = headers.get(b"content-length", b"0")
         is_read = length == b"0" and b"transfer-encoding" not in headers
@@ -134,10 +126,7 @@ class BodyLimits:
 
         try:
             if length.isdigit() and int(length) > self._max_bytes:
-                error = self._too_large(int(length))
-                scope["state"]["error"] = error
-                response = error_response(scope["path"], error, scope["state"]["request_id"])
-                await response(scope, limited_receive, closing_send)
+                await error_response(scope, self._too_large(int(length)))(scope, limited_receive, closing_send)
             else:
                 await self._app(scope, limited_receive, closing_send)
         finally:

@@ -15,8 +15,8 @@ from http import HTTPStatus
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quire.server.config import ServerConfig
-from quire.server.connection import new_id
 from quire.server.errors import ApiError, error_body
+from quire.server.guard.connection import new_id
 
 _SEND_BUFFER = 128 * 1024
 """The kernel's part of what may be on its way to a client that does not read."""
@@ -124,7 +124,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Answers without any application, and closes."""
         if self.transport.is_closing():
             return
-        request_id = new_id("req")
+        request_id = new_id("req-")
         body = json.dumps(error_body("", error, request_id)).encode()
         headers = {
             **error.headers(),

@@ -1,0 +1,162 @@
+"""Prometheus metrics, under vLLM's names so that its dashboards work, and under our own where we know more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+
+from quire.observe.step_summary import StepSummary
+from quire.step import RequestMetrics
+
+_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
+_LONG_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
+_COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+_NS = (1, 2, 5, 10, 20, 50, 100)
+
+_GAUGES = {
+    "vllm:num_requests_running": "Requests in the running batch.",
+    "vllm:num_requests_waiting": "Requests that wait.",
+    "vllm:kv_cache_usage_perc": "Part of the cache's blocks in use; 1 is all.",
+}
+_COUNTERS = {
+    "vllm:num_preemptions": "Times a request gave way to another.",
+    "vllm:prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
+    "vllm:prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "vllm:prompt_tokens": "Prompt tokens of requests that began to run.",
+    "vllm:generation_tokens": "Tokens generated.",
+    "quire_failed_steps": "Steps that could not be computed.",
+    "quire_engine_restarts": "Times the engine process was replaced.",
+}
+_HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
+    "vllm:time_to_first_token_seconds": ("From arrival to the first token.", _SECONDS),
+    "vllm:inter_token_latency_seconds": ("Between two tokens.", _TOKEN_SECONDS),
+    "vllm:time_per_output_token_seconds": ("The former name of vllm:inter_token_latency_seconds.", _TOKEN_SECONDS),
+    "vllm:request_time_per_output_token_seconds": ("Mean time between an answer's tokens.", _TOKEN_SECONDS),
+    "vllm:e2e_request_latency_seconds": ("From arrival to the end.", _LONG_SECONDS),
+    "vllm:request_queue_time_seconds": ("Time in the queue.", _LONG_SECONDS),
+    "vllm:request_inference_time_seconds": ("Time running.", _LONG_SECONDS),
+    "vllm:request_prefill_time_seconds": ("From leaving the queue to the first token.", _LONG_SECONDS),
+    "vllm:request_decode_time_seconds": ("From the first token to the last.", _LONG_SECONDS),
+    "vllm:request_prompt_tokens": ("Prompt tokens of a request.", _COUNTS),
+    "vllm:request_generation_tokens": ("Tokens generated for a request.", _COUNTS),
+    "vllm:request_max_num_generation_tokens": ("Tokens of the longest answer to a request.", _COUNTS),
+    "vllm:request_params_n": ("The parameter n.", _NS),
+    "vllm:request_params_max_tokens": ("The parameter max_tokens.", _COUNTS),
+    "vllm:iteration_tokens_total": ("Tokens computed in a step.", _COUNTS),
+    "quire_step_seconds": ("Time of a step.", _TOKEN_SECONDS),
+}
+
+
+class ServerMetrics:
+    """All the numbers of one server."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)  # memory, descriptors and time of the HTTP process
+        self._labels = labels = {"model_name": model_name, "engine": "0"}
+        names = list(labels)
+        self._gauges = {
+            name: Gauge(name, text, names, registry=registry).labels(**labels) for name, text in _GAUGES.items()
+        }
+        self._counters = {
+            name: Counter(name, text, names, registry=registry).labels(**labels) for name, text in _COUNTERS.items()
+        }
+        self._histograms = {
+            name: Histogram(name, text, names, buckets=buckets, registry=registry).labels(**labels)
+            for name, (text, buckets) in _HISTOGRAMS.items()
+        }
+        text = "Answers that came to an end, by reason."
+        self._finished = Counter("vllm:request_success", text, [*names, "finished_reason"], registry=registry)
+        text = "The cache of keys and values: always 1, with its sizes as labels."
+        cache_labels = ["block_size", "num_gpu_blocks", "engine"]
+        self._cache_config = Gauge("vllm:cache_config_info", text, cache_labels, registry=registry)
+        self._http = Counter("quire_http_requests", "HTTP requests answered.", ["path", "status"], registry=registry)
+        text = "Answers that never came to an end."
+        self._aborted = Counter("quire_answers_not_finished", text, ["why"], registry=registry)
+        # Counters that are there from the start can be told from those that were never asked for.
+        for reason in ("stop", "length"):
+            self._finished.labels(**labels, finished_reason=reason)
+        for why in ("aborted", "failed"):
+            self._aborted.labels(why=why)
+        self._num_blocks = 1
+
+    def text(self) -> bytes:
+        """The page Prometheus reads."""
+        return generate_latest(self.registry)
+
+    def set_cache(self, num_blocks: int, block_size: int) -> None:
+        """What the engine said about its cache when it started."""
+        self._num_blocks = max(1, num_blocks)
+        self._cache_config.clear()
+        self._cache_config.labels(str(block_size), str(num_blocks), "0").set(1)
+
+    # What the engine client tells
+
+    def steps(self, steps: Sequence[StepSummary], num_free_blocks: int) -> None:
+        for step in steps:
+            self._counters["vllm:num_preemptions"].inc(step.num_preempted)
+            self._counters["quire_failed_steps"].inc(step.error is not None)
+            if step.num_scheduled:
+                self._observe("vllm:iteration_tokens_total", step.num_tokens)
+                self._observe("quire_step_seconds", step.seconds)
+        self._gauges["vllm:num_requests_running"].set(steps[-1].num_running)
+        self._gauges["vllm:num_requests_waiting"].set(steps[-1].num_waiting)
+        self._gauges["vllm:kv_cache_usage_perc"].set(1 - num_free_blocks / self._num_blocks)
+
+    def restarted(self) -> None:
+        self._counters["quire_engine_restarts"].inc()
+        for gauge in self._gauges.values():
+            gauge.set(0)
+
+    # What calls tell
+
+    def prompt_started(self, num_tokens: int, num_cached: int) -> None:
+        self._counters["vllm:prompt_tokens"].inc(num_tokens)
+        self._counters["vllm:prefix_cache_queries"].inc(num_tokens)
+        self._counters["vllm:prefix_cache_hits"].inc(num_cached)
+
+    def tokens(self, count: int, seconds: float, is_first: bool) -> None:
+        """An answer gained tokens; `seconds` after its arrival if they are the first, else after those before."""
+        self._counters["vllm:generation_tokens"].inc(count)
+        if is_first:
+            self._observe("vllm:time_to_first_token_seconds", seconds)
+            return
+        for _ in range(count):
+            self._observe("vllm:inter_token_latency_seconds", seconds / count)
+            self._observe("vllm:time_per_output_token_seconds", seconds / count)
+
+    def answer_finished(self, metrics: RequestMetrics, reason: str) -> None:
+        self._finished.labels(**self._labels, finished_reason=reason).inc()
+        if metrics.queue_time is not None and metrics.first_scheduled is not None:
+            self._observe("vllm:request_queue_time_seconds", metrics.queue_time)
+            self._observe("vllm:request_inference_time_seconds", metrics.finished - metrics.first_scheduled)
+            if metrics.first_token is not None:
+                self._observe("vllm:request_prefill_time_seconds", metrics.first_token - metrics.first_scheduled)
+                self._observe("vllm:request_decode_time_seconds", metrics.finished - metrics.first_token)
+        if metrics.time_per_output_token is not None:
+            self._observe("vllm:request_time_per_output_token_seconds", metrics.time_per_output_token)
+
+    def request_finished(
+        self, seconds: float, num_prompt_tokens: int, num_tokens: Sequence[int], n: int, max_tokens: int | None
+    ) -> None:
+        """`num_tokens`: of each of its answers."""
+        self._observe("vllm:e2e_request_latency_seconds", seconds)
+        self._observe("vllm:request_prompt_tokens", num_prompt_tokens)
+        self._observe("vllm:request_generation_tokens", sum(num_tokens))
+        self._observe("vllm:request_max_num_generation_tokens", max(num_tokens))
+        self._observe("vllm:request_params_n", n)
+        if max_tokens is not None:
+            self._observe("vllm:request_params_max_tokens", max_tokens)
+
+    def requests_failed(self, why: str, count: int) -> None:
+        self._aborted.labels(why=why).inc(count)
+
+    # What the HTTP side tells
+
+    def http_request(self, path: str, status: int) -> None:
+        self._http.labels(path=path, status=str(status)).inc()
+
+    def _observe(self, name: str, value: float) -> None:
+        self._histograms[name].observe(value)

@@ -1,0 +1,129 @@
+"""The life of one API call, the same for every API: its body is read and checked, the engine admits it and works on
+it, a writer puts what comes back into the form of the API, streamed or whole, and its end is recorded.
+
+An API is a body (`protocol`), a `Writer`, and the route that `endpoint` makes of the two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterable
+from typing import Any, Generic, TypeVar
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from quire.errors import InvalidRequestError
+from quire.server.engine_call import EngineCall
+from quire.server.errors import ApiError, error_body
+from quire.server.generation import GenerationEvent
+from quire.server.guard.connection import (
+    body_schema,
+    cancel_on_disconnect,
+    convert,
+    ignored_header,
+    name_request,
+    new_id,
+    read_body,
+)
+from quire.server.http_responses import EventStream, JsonResponse, data_event
+from quire.server.protocol.common import ApiRequest
+from quire.server.service import get_service, renamed
+
+RequestT = TypeVar("RequestT", bound=ApiRequest)
+
+
+class Writer(ABC, Generic[RequestT]):
+    """Puts one call's events into the form of an API. `begin`, `chunk` and `finish` write a stream, `whole` the one
+    body for those who wait."""
+
+    def __init__(self, body: RequestT, call: EngineCall, model: str, fingerprint: str) -> None:
+        self.body = body
+        self.call = call
+        self.response_id = call.request.response_id
+        self.model = model
+        """As the client named it."""
+        self.fingerprint = fingerprint
+        self.created = int(time.time())
+        self.ignored: tuple[str, ...] = ()
+        """Fields of the body that this API takes and does nothing with."""
+        params, pooling = call.request.params, call.request.pooling
+        self.is_long = params.logprobs is not None or params.prompt_logprobs is not None or pooling is not None
+        """Writing the whole body may take long: others must not wait for it."""
+
+    def begin(self) -> Iterable[bytes]:
+        """What comes before the first event."""
+        return ()
+
+    def chunk(self, event: GenerationEvent) -> Iterable[bytes]:
+        raise NotImplementedError("this API does not stream")
+
+    def is_long_chunk(self, event: GenerationEvent) -> bool:
+        """Whether writing it takes so long that others must not wait for it."""
+        return False
+
+    def finish(self) -> Iterable[bytes]:
+        """What comes after the last event."""
+        return ()
+
+    def error_event(self, path: str, error: ApiError, request_id: str) -> bytes:
+        """How a stream that began well tells its end; clients of OpenAI raise it."""
+        return data_event(error_body(path, error, request_id))
+
+    @abstractmethod
+    def whole(self, events: list[GenerationEvent]) -> dict[str, Any]:
+        """The body made of all events."""
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        for out in self.begin():
+            yield out
+        async for event in self.call:
+            written = self.chunk(event)
+            for out in await asyncio.to_thread(list, written) if self.is_long_chunk(event) else written:
+                yield out
+        for out in self.finish():
+            yield out
+
+
+def endpoint(kind: type[RequestT], writer: type[Writer[RequestT]], name: str, about: str, tag: str) -> APIRouter:
+    """The route of an API; `name` and `about` are shown in /docs."""
+    router = APIRouter()
+
+    @cancel_on_disconnect
+    async def create(request: Request) -> Response:
+        return await answer(request, kind, writer)
+
+    options: dict[str, Any] = {"name": name, "description": about, "tags": [tag]}
+    router.add_api_route(kind.ENDPOINT, create, methods=["POST"], openapi_extra=body_schema(kind), **options)
+    return router
+
+
+async def answer(request: Request, kind: type[RequestT], writer_kind: type[Writer[RequestT]]) -> Response:
+    """One call from its body to its response."""
+    body = await read_body(request, kind)
+    service = get_service(request)
+    model = service.check_model(body.model)
+    body.check_model_limits(service.ready.hidden_size)
+    request_id = name_request(request, body.chosen_request_id)
+    try:
+        wanted = await convert(request, body.to_generation, new_id(kind.ID_PREFIX), request_id)
+    except InvalidRequestError as error:
+        raise renamed(error, kind.FIELDS) from None
+    call = await service.start(wanted, request.headers)
+    request.state.record = call.record
+    try:
+        writer = writer_kind(body, call, model, service.ready.fingerprint)
+        headers = ignored_header([*request.state.ignored, *call.ignored, *writer.ignored])
+        if wanted.stream:
+            return EventStream(writer.stream(), writer.error_event, call.abort, headers)
+        events = [event async for event in call]
+    except BaseException:
+        call.abort()
+        raise
+
+    def respond() -> Response:
+        return JsonResponse(writer.whole(events), headers=headers)
+
+    return await service.in_thread(respond) if writer.is_long else respond()

@@ -1,0 +1,85 @@
+"""What the chat and completions APIs write in the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, TypeVar
+
+from quire.outputs import Logprob, TokenLogprobs
+from quire.server.http_responses import DONE, data_event
+from quire.server.lifecycle import Writer
+from quire.server.protocol.common import SamplingFields
+
+RequestT = TypeVar("RequestT", bound=SamplingFields)
+
+
+class ChoicesWriter(Writer[RequestT]):
+    """Bodies with a list of choices."""
+
+    OBJECT: ClassVar[str]
+    CHUNK_OBJECT: ClassVar[str]
+    """What a whole body and a chunk of a stream call themselves."""
+
+    def finish(self) -> Iterator[bytes]:
+        options = self.body.stream_options
+        if options is not None and options.include_usage:
+            yield data_event({**self.outline(self.CHUNK_OBJECT), "choices": [], "usage": self.usage()})
+        yield DONE
+
+    def outline(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.response_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+    def chunk_of(self, choice: dict[str, Any], **more: Any) -> bytes:
+        """One choice gained something. The chunk tells the usage so far if every chunk is to tell it, null if the last
+        one will, else nothing."""
+        options = self.body.stream_options
+        if options is not None and (options.continuous_usage_stats or options.include_usage):
+            more["usage"] = self.usage() if options.continuous_usage_stats else None
+        return data_event({**self.outline(self.CHUNK_OBJECT), "choices": [choice], **more})
+
+    def whole_of(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self.outline(self.OBJECT), "choices": choices, "usage": self.usage()}
+
+    def usage(self) -> dict[str, Any]:
+        usage = self.call.usage
+        return {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "total_tokens": usage.total_tokens,
+            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        }
+
+
+def token_name(entry: Logprob, as_ids: bool) -> str:
+    """A token as a response spells it."""
+    return f"token_id:{entry.token_id}" if as_ids else entry.text
+
+
+def logprob_body(entry: TokenLogprobs, as_ids: bool = False) -> dict[str, Any]:
+    """A token with its logprob and those of the most likely ones, as chat and responses have it."""
+    return {**_token_body(entry, as_ids), "top_logprobs": [_token_body(one, as_ids) for one in entry.top]}
+
+
+def _token_body(entry: Logprob, as_ids: bool) -> dict[str, Any]:
+    return {"token": token_name(entry, as_ids), "logprob": entry.logprob, "bytes": list(entry.token_bytes)}
+
+
+def prompt_logprobs_body(
+    entries: tuple[TokenLogprobs | None, ...] | None, num_top: int
+) -> list[dict[str, Any] | None] | None:
+    """vLLM's form: for each position, token ids with logprob, rank and text."""
+    if entries is None:
+        return None
+    return [None if entry is None else _position_body(entry, num_top) for entry in entries]
+
+
+def _position_body(entry: TokenLogprobs, num_top: int) -> dict[str, Any]:
+    found: tuple[Logprob, ...] = (entry, *entry.top[:num_top])
+    return {str(one.token_id): {"logprob": one.logprob, "rank": one.rank, "decoded_token": one.text} for one in found}

@@ -1,0 +1,84 @@
+"""What can be asked about the server: GET /health, /ready, /version, /metrics, /v1/models, and /v1/requests/{id}: what
+happened to a request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from quire import __version__
+from quire.server.errors import ApiError
+from quire.server.http_responses import JsonResponse
+from quire.server.service import GenerationService, get_service
+
+router = APIRouter()
+
+
+@router.get("/health", tags=["operation"])
+async def health(request: Request) -> Response:
+    """200 while there is an engine, 503 while it is being replaced. Needs no key."""
+    client = get_service(request).client
+    return JsonResponse({"status": client.state}, 200 if client.state == "ready" else 503)
+
+
+@router.get("/ready", tags=["operation"])
+async def ready(request: Request) -> Response:
+    """200 if requests make progress: send traffic here or not."""
+    service = get_service(request)
+    client = service.client
+    body: dict[str, Any] = {"ready": client.is_ready and not service.is_draining, "engine": client.state}
+    if client.is_stalled:
+        body["why"] = f"the engine has work and gave no sign of life for {client.seconds_silent:.0f} s"
+    elif service.is_draining:
+        body["why"] = "the server is going down"
+    return JsonResponse(body, 200 if body["ready"] else 503)
+
+
+@router.get("/version", tags=["operation"])
+async def version() -> Response:
+    return JsonResponse({"version": __version__})
+
+
+@router.get("/metrics", tags=["operation"])
+async def metrics(request: Request) -> Response:
+    """Prometheus' text format; names are vLLM's where it has one."""
+    return Response(get_service(request).metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+@router.get("/v1/requests/{request_id:path}", tags=["operation"])
+async def get_request(request: Request, request_id: str) -> Response:
+    """By the id of the response or by x-request-id: where its time went, from the engine's step log (`engine`) as
+    long as that remembers it."""
+    service = get_service(request)
+    record = service.records.find(request_id)
+    if record is None:
+        raise ApiError(404, "there is no request of this id, or it was too long ago", code="not_found")
+    return JsonResponse({**record.describe(), "engine": await service.describe(record.response_id)})
+
+
+@router.get("/v1/models", tags=["OpenAI"])
+async def list_models(request: Request) -> Response:
+    """The models served here."""
+    service = get_service(request)
+    return JsonResponse({"object": "list", "data": [_describe(service, name) for name in service.config.model_names]})
+
+
+@router.get("/v1/models/{model_id:path}", tags=["OpenAI"])
+async def get_model(request: Request, model_id: str) -> Response:
+    """One of the models served here."""
+    service = get_service(request)
+    return JsonResponse(_describe(service, service.check_model(model_id)))
+
+
+def _describe(service: GenerationService, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "quire",
+        "root": service.config.model_names[0],
+        "parent": None,
+        "max_model_len": service.ready.max_model_len,
+    }

@@ -1,0 +1,173 @@
+"""A call for text: tokens of its answers become text, reasoning and tool calls."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+from quire.engine import make_requests
+from quire.frontend.live_request import LiveRequest
+from quire.frontend.reasoning import ReasoningSplitter
+from quire.outputs import Completion, RequestDelta, TokenLogprobs
+from quire.server.answer_reader import AnswerReader
+from quire.server.engine_call import EngineCall
+from quire.server.generation import FinishReason, GenerationEvent, GenerationRequest
+from quire.server.guard.connection import new_id
+from quire.server.prompts import EncodedPrompt
+from quire.step import RequestMetrics, RequestUpdate
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One choice, as far as it has come."""
+
+    prompt: int
+    live: LiveRequest
+    position: int
+    """Which answer of its prompt."""
+    reader: AnswerReader
+    first_token: float | None = None
+    last_token: float = 0.0
+    num_tokens: int = 0
+
+
+class TextCall(EngineCall):
+    """A call whose prompts are answered with text, reasoning and tool calls."""
+
+    def __init__(self, request: GenerationRequest, prompts: Sequence[EncodedPrompt], **surroundings: Any) -> None:
+        self._lives: list[LiveRequest] = []
+        self._answers: dict[str, _Answer] = {}
+        seed = request.params.seed
+        self._seeds = [secrets.randbits(64) if seed is None else seed for _ in prompts]
+        super().__init__(request, prompts, **surroundings)
+
+    def prompt_logprobs(self, number: int) -> tuple[TokenLogprobs | None, ...] | None:
+        return self._lives[number].prompt_logprobs()
+
+    def _prepare(self, number: int, request_id: str) -> Sequence[str]:
+        prompt = self.prompts[number]
+        requests = make_requests(request_id, prompt.token_ids, prompt.params, self._seed(number))
+        live = LiveRequest(
+            request_id,
+            prompt.text,
+            prompt.token_ids,
+            requests,
+            prompt.params,
+            self.tokenizer,
+            prompt.continues,
+            deltas_only=True,
+        )
+        self._lives.append(live)
+        for position, name in enumerate(live.names):
+            self._answers[name] = _Answer(number, live, position, new_reader(prompt, self.request.split))
+        return live.names
+
+    def _seed(self, number: int) -> int:
+        return self._seeds[number]
+
+    def _take(self, update: RequestUpdate) -> None:
+        answer = self._answers[update.request_id]
+        if update.prompt_scores is not None:
+            answer.live.take_prompt_scores(update.prompt_scores)
+        if update.request_id not in self._unfinished:
+            # A stop string ended it before; these are the engine's own counts.
+            if update.metrics is not None:
+                self._metrics.answer_finished(update.metrics, "stop")
+            return
+        if not update.new_token_ids and update.finish_reason is None:
+            return
+        began = time.monotonic()
+        delta = answer.live.advance(answer.position, update, partial(self._end_answer, update.request_id, answer))
+        self._count(answer, delta)
+        if delta.finish_reason is not None:
+            self._unfinished.discard(update.request_id)
+            if update.finish_reason is not None and update.metrics is not None:  # the engine ended it, no stop string
+                self._metrics.answer_finished(update.metrics, delta.finish_reason)
+                self._trace.answered(update.request_id, update.metrics)
+        params = self.request.params
+        if params.best_of is None:
+            is_last = delta.finish_reason is not None
+            stop_reason = answer.live.stop_reason(answer.position) if is_last else None
+            self._read(answer.prompt * params.n + answer.position, answer.reader, delta, stop_reason)
+        elif delta.output is not None:
+            for place, best in enumerate(delta.output.completions):
+                reader = new_reader(self.prompts[answer.prompt], self.request.split)
+                self._read(answer.prompt * params.n + place, reader, best, best.stop_reason)
+        if delta.token_ids:
+            self._trace.text(update.request_id, began, time.monotonic())
+
+    def _end_answer(self, name: str, answer: _Answer) -> RequestMetrics:
+        """A stop string is complete. The engine hears of it; its own counts follow."""
+        self._client.end(name)
+        return RequestMetrics(
+            request_id=name,
+            arrival=self._arrival,
+            first_scheduled=None,
+            first_token=answer.first_token,
+            finished=time.monotonic(),
+            num_prompt_tokens=len(self.prompts[answer.prompt].token_ids),
+            num_output_tokens=answer.num_tokens,
+            cached_tokens=self._cached[answer.prompt] or 0,
+            host_tokens=0,
+            recomputed_tokens=0,
+            preemptions=0,
+        )
+
+    def _count(self, answer: _Answer, delta: RequestDelta) -> None:
+        count = len(delta.token_ids)
+        if not count:
+            return
+        now = time.monotonic()
+        if answer.first_token is None:
+            answer.first_token = now
+            self._metrics.tokens(count, now - self._arrival, True)
+            self.record.timings.setdefault("first_token", round(now - self._arrival, 6))
+        else:
+            self._metrics.tokens(count, now - answer.last_token, False)
+        answer.last_token = now
+        answer.num_tokens += count
+        self.usage.completion_tokens += count
+        if answer.reader.is_reasoning:
+            self.usage.reasoning_tokens += count
+
+    def _read(
+        self, index: int, reader: AnswerReader, found: RequestDelta | Completion, stop_reason: str | int | None
+    ) -> None:
+        """Makes an event of what is new of a choice, or (best_of) of all of it."""
+        pieces = reader.feed(found.text, found.finish_reason is not None)
+        reason = cast(FinishReason | None, found.finish_reason)
+        if reason is not None:
+            # An answer that was cut off says so, calls or not: the last of them may be half of one.
+            reason = "tool_calls" if reader.num_calls and reason == "stop" else reason
+            self.record.finish_reasons.append(reason)
+        self._emit(
+            GenerationEvent(
+                index=index,
+                text=found.text,
+                content=pieces.content,
+                reasoning=pieces.reasoning,
+                tool_calls=pieces.tool_calls,
+                token_ids=found.token_ids,
+                logprobs=found.logprobs or (),
+                finish_reason=reason,
+                stop_reason=stop_reason,
+            )
+        )
+
+    def _count_finished(self) -> None:
+        params, seconds = self.request.params, time.monotonic() - self._arrival
+        counts = [answer.num_tokens for answer in self._answers.values()]
+        self._metrics.request_finished(seconds, self.usage.prompt_tokens, counts, params.n, params.max_tokens)
+
+
+def new_reader(prompt: EncodedPrompt, split: bool) -> AnswerReader:
+    """For one answer to a prompt."""
+    plan = prompt.plan
+    if plan is None or not split:
+        return AnswerReader(None, None, partial(new_id, "call-"))
+    splitter = ReasoningSplitter(prompt.inside_reasoning) if plan.support.thinks else None
+    return AnswerReader(splitter, plan.new_parser(), plan.new_call_id, plan.parallel)
