@@ -24,8 +24,8 @@ class ScheduledRequest(NamedTuple):
     draw the token that follows the last real one and write it to the row; if it is the first guess, draw the one that
     follows that too, and so on.
 
-    While a step with guesses is in flight, `start` of the next ones is what it is if all of them are right; the row
-    on the device knows how many were, and that is where computing begins.
+    A request may be scheduled again before its guesses are checked (`runs_ahead`): then `start` is what it is if all
+    of them are right. The row on the device knows how many were, and computing begins where it stands.
 
     A named tuple rather than a dataclass: one is made for every row of every step.
     """
@@ -39,6 +39,7 @@ class ScheduledRequest(NamedTuple):
     """Appended to the row's block table before computing."""
     guesses: tuple[int, ...] = ()
     """Tokens that may follow the known ones: none but where it samples."""
+    runs_ahead: bool = False
 
 
 class BlockCopy(NamedTuple):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.engine import EngineCore, Request, Scheduler, SchedulerConfig, make_requests
 from quire.engine.invariants import check_invariants
+from quire.engine.scheduler import Guess
 from quire.kernels.ops import Kernels, MoeSpec
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
@@ -20,6 +21,7 @@ from quire.observe.step_log import StepLog
 from quire.runner.kv_cache import KVCache
 from quire.runner.request_rows import RequestRows
 from quire.runner.runner import Runner
+from quire.sampling.draws import Indices
 from quire.sampling_params import SamplingParams
 from quire.step import ScheduledRequest, TokenScore
 
@@ -87,6 +89,7 @@ class Bench:
         prefix_caching: bool = True,
         preempt_every: int = 0,
         depth: int = 1,
+        guess: Guess | None = None,
     ) -> None:
         config = SchedulerConfig(
             num_blocks=num_blocks,
@@ -104,7 +107,7 @@ class Bench:
             layer.values.fill_(float("nan"))
         self.runner = Runner(decoder, cache, RequestRows(max_num_seqs, 1024, block_size, device), block_size)
         self.log = StepLog()
-        self.core = EngineCore(Scheduler(config), self.runner, depth, on_step=self.log.append)
+        self.core = EngineCore(Scheduler(config, guess=guess), self.runner, depth, on_step=self.log.append)
         self._preempt_every = preempt_every
 
     def run(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], **names: Any) -> Transcript:
@@ -127,9 +130,9 @@ class Bench:
     def drive(self, transcript: Transcript) -> None:
         """Runs whatever is in the engine to its end and writes down what comes out."""
 
-        def observe(scheduled: Sequence[ScheduledRequest], logits: Tensor) -> None:
-            for entry, row in zip(scheduled, logits, strict=True):
-                transcript.logits[entry.request_id, entry.start + entry.num_tokens] = row.clone()
+        def observe(scheduled: Sequence[ScheduledRequest], positions: Indices, logits: Tensor) -> None:
+            for entry, position, row in zip(scheduled, positions.tolist(), logits, strict=True):
+                transcript.logits[entry.request_id, position] = row.clone()
 
         self.runner.observe_logits = observe
         scheduler = self.core.scheduler

@@ -145,18 +145,21 @@ def _check_groups(scheduler: Scheduler) -> None:
 
 def _check_counts(scheduler: Scheduler) -> None:
     in_flight: Counter[Request] = Counter()
+    guesses: Counter[Request] = Counter()
     for step, requests in scheduler.in_flight:
         for request, entry in zip(requests, step.scheduled, strict=True):
             in_flight[request] += entry.samples + len(entry.guesses)
+            guesses[request] += len(entry.guesses)
     for name, request in scheduler.table.requests.items():
         committed, computed, tokens = (
             request.num_committed_tokens,
             request.num_computed_tokens,
             request.num_tokens,
         )
-        if request.num_placeholders != in_flight[request]:
+        if request.num_placeholders != in_flight[request] or request.num_guesses != guesses[request]:
             raise InvariantError(
-                f"{name} has {request.num_placeholders} placeholders, {in_flight[request]} samples in flight"
+                f"{name} has {request.num_placeholders} placeholders, {request.num_guesses} of them guesses; in flight "
+                f"are {in_flight[request]} and {guesses[request]}"
             )
         if not 0 <= committed <= computed <= tokens:
             raise InvariantError(f"{name} committed {committed}, computed {computed} of {tokens} tokens")

@@ -70,6 +70,8 @@ class Request:
     """Prompt and answer, as far as the values are known."""
     num_placeholders: int = 0
     """Tokens that steps in flight sample, as many as there are if all guesses in them are right."""
+    num_guesses: int = 0
+    """Guesses among them."""
     num_computed_tokens: int = 0
     """Tokens computed once all submitted steps are done, likewise."""
     num_committed_tokens: int = 0

@@ -29,7 +29,7 @@ class ResultTaker:
         block_size = self._config.block_size
         updates = self._table.updates
         for request, entry in zip(requests, step.scheduled, strict=True):
-            request_id, _, start, num_tokens, samples, _, guesses = entry
+            request_id, _, start, num_tokens, samples, _, guesses, _ = entry
             if errors and request_id in errors:
                 self._fail(request, errors[request_id], now)
                 continue
@@ -55,8 +55,10 @@ class ResultTaker:
                 message = f"the runner returned {len(tokens)} tokens instead of {expected}"
                 self._fail(request, message, now)
                 continue
-            if guesses and owns_row:
-                request.num_computed_tokens -= 1 + len(guesses) - len(tokens)
+            if guesses:
+                request.num_guesses -= len(guesses)
+                if owns_row:
+                    request.num_computed_tokens -= 1 + len(guesses) - len(tokens)
             token_ids, stop_ids = request.token_ids, request.stop_ids
             scores = scores_of.get(request_id, ()) if scores_of else ()
             finish_reason: FinishReason | None = None

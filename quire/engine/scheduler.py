@@ -190,7 +190,10 @@ class Scheduler:
                 new_block_ids = (block_id,)
             if start < request.computed_before:
                 request.recomputed_tokens += 1
-            scheduled.append(_make(ScheduledRequest, (request.request_id, row, start, 1, True, new_block_ids, ())))
+            name = request.request_id
+            scheduled.append(
+                _make(ScheduledRequest, (name, row, start, 1, True, new_block_ids, (), request.num_guesses > 0))
+            )
             requests.append(request)
             request.num_computed_tokens = num_tokens
             request.num_placeholders += 1
@@ -320,6 +323,7 @@ class Scheduler:
                 plan.budget -= len(guesses)
                 request.num_computed_tokens = end
                 request.num_placeholders += len(guesses)
+                request.num_guesses += len(guesses)
 
     def _take_oldest(self, step: Step, result: StepResult) -> list[Request]:
         if not self.in_flight or self.in_flight[0][0] is not step or result.step_id != step.step_id:

@@ -232,6 +232,10 @@ class Kernels(Protocol):
         """How the backend shares out the attention of a step, made on the host where the lengths are known
         (`shape` says how many heads). The runner uploads it and hands it back as `PagedBatch.work`."""
 
+    def shorten_attention_work_(self, work: Mapping[str, Tensor], lag: Tensor) -> None:
+        """Corrects what `attention_work` made where sequences turn out to be shorter than it was told: by int32
+        lag [tables], for each of the tables."""
+
     def attention(self, query: Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec) -> Tensor:
         """Causal attention of query [rows, num_heads, head_dim] over the cached keys and values (those of
         this step are already written); grouped heads; a window counts the query's own position."""

@@ -8,7 +8,7 @@ KEY_TILE, the last tile filled up with zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -129,6 +129,9 @@ class ReferenceKernels:
         self, query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array, shape: HeadShape
     ) -> dict[str, Int32Array]:
         return {}
+
+    def shorten_attention_work_(self, work: Mapping[str, Tensor], lag: Tensor) -> None:
+        assert not work  # there are no lists: attention goes by the batch's lengths
 
     def attention(self, query: Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec) -> Tensor:
         output = torch.empty_like(query)

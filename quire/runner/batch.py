@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from quire.kernels.ops import HeadShape, Kernels, PagedBatch
@@ -14,36 +16,71 @@ from quire.runner.request_rows import RequestRows
 from quire.sampling.upload import Uploader
 from quire.step import ScheduledRequest
 
+Int32Array = npt.NDArray[np.int32]
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class StepShape:
     """What the host knows of a step's scheduled requests, one entry each, in their order."""
 
-    request_rows: npt.NDArray[np.int32]
-    starts: npt.NDArray[np.int32]
-    counts: npt.NDArray[np.int32]
+    request_rows: Int32Array
+    starts: Int32Array
+    """Where those that run ahead begin at the latest, and all others begin."""
+    counts: Int32Array
     samples: npt.NDArray[np.bool_]
+    guesses: tuple[tuple[int, ...], ...]
+    runs_ahead: npt.NDArray[np.bool_]
 
     @classmethod
     def of(cls, scheduled: Sequence[ScheduledRequest]) -> StepShape:
-        _, rows, starts, counts, samples, _, _ = zip(*scheduled, strict=True)
+        _, rows, starts, counts, samples, _, guesses, ahead = zip(*scheduled, strict=True)
         numbers = [np.array(values, np.int32) for values in (rows, starts, counts)]
-        return cls(numbers[0], numbers[1], numbers[2], np.array(samples, np.bool_))
+        flags = [np.array(values, np.bool_) for values in (samples, ahead)]
+        return cls(numbers[0], numbers[1], numbers[2], flags[0], guesses, flags[1])
+
+    @cached_property
+    def has_guesses(self) -> bool:
+        return any(self.guesses)
+
+    @cached_property
+    def is_ahead(self) -> bool:
+        """Whether the host does not know where some request stands."""
+        return bool(self.runs_ahead.any())
 
     @property
     def is_decode(self) -> bool:
         """Whether every request computes one token and samples the next."""
-        return bool((self.counts == 1).all() and self.samples.all())
+        return bool((self.counts == 1).all() and self.samples.all()) and not self.is_ahead
+
+    @cached_property
+    def num_guesses(self) -> Int32Array:
+        if not self.has_guesses:
+            return np.zeros_like(self.counts)
+        return np.array([len(guesses) for guesses in self.guesses], np.int32)
+
+    @cached_property
+    def draw_owners(self) -> npt.NDArray[np.int64]:
+        """Which of the scheduled requests each draw is for: one after its last real token and one after each guess."""
+        owners = np.flatnonzero(self.samples)
+        return owners.repeat(1 + self.num_guesses[owners]) if self.has_guesses else owners
+
+    @cached_property
+    def draw_offsets(self) -> Int32Array:
+        """The how manieth draw of its request each is."""
+        if not self.has_guesses:
+            return np.zeros(len(self.draw_owners), np.int32)
+        return np.concatenate([np.arange(1 + n, dtype=np.int32) for n in self.num_guesses[self.samples]])
 
     @property
     def draw_request_rows(self) -> npt.NDArray[np.int64]:
         """The request row of each token that is drawn."""
-        return self.request_rows[self.samples].astype(np.int64)
+        return self.request_rows[self.draw_owners].astype(np.int64)
 
     @property
     def draw_positions(self) -> npt.NDArray[np.int64]:
-        """Where in its sequence each drawn token will stand."""
-        return (self.starts + self.counts)[self.samples].astype(np.int64)
+        """Where in its sequence each drawn token will stand, at the latest."""
+        ends = self.starts + self.counts - self.num_guesses
+        return (ends[self.draw_owners] + self.draw_offsets).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +98,14 @@ class InputBatch:
     """int32: where in its sequence the drawn token will stand."""
 
 
+def lag_of(shape: StepShape, request_rows: RequestRows, uploader: Uploader) -> Tensor | None:
+    """int32 [requests], on the device: how many guesses were wrong that the host counts as right. None: none."""
+    if not shape.is_ahead:
+        return None
+    rows, starts, ahead = uploader.upload(shape.request_rows, shape.starts, shape.runs_ahead)
+    return torch.where(ahead, starts - request_rows.num_computed_tokens[rows.long()], 0)
+
+
 def build_batch(
     shape: StepShape,
     request_rows: RequestRows,
@@ -68,6 +113,7 @@ def build_batch(
     uploader: Uploader,
     block_size: int,
     heads: HeadShape,
+    lag: Tensor | None,
 ) -> InputBatch:
     """Lays the scheduled requests' tokens one after the other."""
     ends = shape.starts + shape.counts
@@ -76,7 +122,8 @@ def build_batch(
     owners = shape.request_rows.repeat(shape.counts)
     first = (shape.starts - query_start[:-1]).repeat(shape.counts)
     positions = first + np.arange(query_start[-1], dtype=np.int32)
-    draw_indices = (query_start[1:] - 1)[shape.samples]
+    draw_owners = shape.draw_owners
+    draw_indices = (query_start[1:] - 1 - shape.num_guesses)[draw_owners] + shape.draw_offsets
     work = kernels.attention_work(shape.counts, ends, shape.request_rows, heads)
     sent = uploader.upload(
         owners,
@@ -85,10 +132,21 @@ def build_batch(
         ends,
         shape.request_rows,
         draw_indices,
-        shape.request_rows[shape.samples],
-        ends[shape.samples],
+        shape.request_rows[draw_owners],
+        shape.draw_positions.astype(np.int32),
         *work.values(),
     )
+    lists = dict(zip(work, sent[8:], strict=True))
+    if lag is not None:
+        (counts, drawn_by) = uploader.upload(shape.counts.astype(np.int64), draw_owners)
+        sent[1] = sent[1] - lag.repeat_interleave(counts, output_size=len(owners))
+        sent[3] = sent[3] - lag
+        sent[7] = sent[7] - lag[drawn_by]
+        by_row = torch.zeros_like(request_rows.num_computed_tokens)
+        by_row[sent[4].long()] = lag
+        kernels.shorten_attention_work_(lists, by_row)
+    if shape.has_guesses:
+        _write_guesses(shape, request_rows, sent[0], sent[1], query_start, uploader)
     token_ids, places, slots = kernels.gather_inputs(
         sent[0], sent[1], request_rows.token_ids, request_rows.block_tables, block_size
     )
@@ -100,6 +158,39 @@ def build_batch(
         slot_mapping=slots,
         max_query_len=int(shape.counts.max()),
         max_context_len=int(ends.max()),
-        work=dict(zip(work, sent[8:], strict=True)),
+        work=lists,
     )
     return InputBatch(token_ids, places, paged, sent[5].long(), sent[6], sent[7])
+
+
+def _write_guesses(
+    shape: StepShape,
+    request_rows: RequestRows,
+    owners: Tensor,
+    positions: Tensor,
+    query_start: Int32Array,
+    uploader: Uploader,
+) -> None:
+    """Puts guesses behind the tokens they may follow, where they are computed from and looked back at."""
+    guesses = np.array([token for tokens in shape.guesses for token in tokens], np.int64)
+    last = (query_start[1:] - shape.num_guesses).repeat(shape.num_guesses)
+    within = np.concatenate([np.arange(n) for n in shape.num_guesses])
+    index, values = uploader.upload((last + within).astype(np.int64), guesses)
+    request_rows.token_ids[owners[index].long(), positions[index].long()] = values
+
+
+def note_accepted(
+    shape: StepShape, request_rows: RequestRows, batch: InputBatch, drawn: Tensor, uploader: Uploader
+) -> None:
+    """Notes in the request rows how far those that sample have really come: a guess counts if it is the token that was
+    drawn in its place, and all guesses before it count. `drawn` int64 [draws]."""
+    counts = 1 + shape.num_guesses[shape.samples]
+    first = np.cumsum(counts) - counts
+    # By request and draw, the guess that the drawn token must be; -1 behind the last one.
+    guesses = np.full((len(counts), int(counts.max())), -1, np.int64)
+    for row, tokens in enumerate(guess for guess, samples in zip(shape.guesses, shape.samples, strict=True) if samples):
+        guesses[row, : len(tokens)] = tokens
+    draws = np.minimum(first[:, None] + np.arange(guesses.shape[1]), len(drawn) - 1)
+    expected, which, begins = uploader.upload(guesses, draws, first)
+    num_right = (drawn[which] == expected).int().cumprod(1).sum(1, dtype=torch.int32)
+    request_rows.num_computed_tokens[batch.draw_request_rows[begins].long()] = batch.draw_positions[begins] + num_right

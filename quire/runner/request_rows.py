@@ -25,6 +25,8 @@ class RequestRows:
         self.block_tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=device)
         self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.temperatures = torch.zeros(max_num_seqs, dtype=torch.float32, device=device)
+        self.num_computed_tokens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        """Where a request really stands after a step that checked guesses of it; kept for those alone."""
         self._uploader = Uploader(device)
         self._num_blocks = [0] * max_num_seqs
 

@@ -17,21 +17,21 @@ from quire.constrain.masks import Constrainer
 from quire.constrain.step_grammars import StepGrammars
 from quire.kernels.ops import SampleRows
 from quire.models.decoder import Decoder
-from quire.runner.batch import InputBatch, StepShape, build_batch
+from quire.runner.batch import InputBatch, StepShape, build_batch, lag_of, note_accepted
 from quire.runner.device import return_freed_memory
 from quire.runner.graphs import DecodeGraphs, DecodeOutput
 from quire.runner.kv_cache import KVCache
 from quire.runner.pooling import PoolingRows
 from quire.runner.request_rows import RequestRows
 from quire.runner.step_outputs import PendingStep, StepOutputs
-from quire.sampling.draws import Draws
+from quire.sampling.draws import Draws, Indices
 from quire.sampling.logprobs import Logprobs, score_prompt_on_device
 from quire.sampling.sampler import SampledTokens, Sampler
 from quire.sampling.upload import Uploader
 from quire.step import ScheduledRequest, Step
 
-LogitsObserver = Callable[[Sequence[ScheduledRequest], Tensor], None]
-"""Sees the requests that draw a token and their logits before anything is masked; for tests and tools."""
+LogitsObserver = Callable[[Sequence[ScheduledRequest], Indices, Tensor], None]
+"""Sees for each draw its request, its position and its logits before anything is masked; for tests and tools."""
 
 
 class Runner:
@@ -101,8 +101,12 @@ class Runner:
         """Runs the model, draws tokens from its logits, and whatever else is wanted of its hidden states."""
         shape = StepShape.of(step.scheduled)
         decoded = self._run_graph(shape)
-        drawn_for = [scheduled for scheduled in step.scheduled if scheduled.samples]
+        lag = lag_of(shape, self._request_rows, self._uploader)
+        drawn_for = [step.scheduled[owner] for owner in shape.draw_owners.tolist()]
         draws = self._sampler.draws(shape.draw_request_rows, shape.draw_positions, self._request_rows.token_ids)
+        if lag is not None and not self._is_drawn_on_device(draws):
+            # The sampler must know the positions: on a GPU this alone waits for the step before.
+            draws = replace(draws, positions=draws.positions - lag.cpu().numpy()[shape.draw_owners])
         is_plain = self._is_plain(draws)
         if not is_plain:
             self._grammars.start(draws.request_rows)  # masks are computed while the model runs
@@ -112,22 +116,33 @@ class Runner:
             self._sample(outputs, drawn_for, draws, decoded.logits.float())
         else:
             batch = build_batch(
-                shape, self._request_rows, self._decoder.kernels, self._uploader, self._block_size, self._heads
+                shape, self._request_rows, self._decoder.kernels, self._uploader, self._block_size, self._heads, lag
             )
             hidden = self._decoder(batch.token_ids, batch.positions, batch.paged, self._kv_cache.layers)
             if drawn_for:
                 logits = self._decoder.logits(hidden[batch.draw_indices])
                 sample_rows = self._decoder.kernels.sample_rows
                 if is_plain and sample_rows is not None:
-                    outputs.add_tokens(drawn_for, self._draw_plain(sample_rows, batch, logits))
+                    sampled = self._draw_plain(sample_rows, batch, logits)
+                    outputs.add_tokens(drawn_for, sampled)
                 else:
-                    self._sample(outputs, drawn_for, draws, logits.float())
+                    sampled = self._sample(outputs, drawn_for, draws, logits.float())
+                if shape.has_guesses or shape.is_ahead:
+                    note_accepted(shape, self._request_rows, batch, sampled.token_ids, self._uploader)
             self._score_prompts(outputs, step.scheduled, hidden)
             self._pooling.add(outputs, step.scheduled, hidden)
 
     def _is_plain(self, draws: Draws) -> bool:
         """Whether tokens drawn by temperature and seed alone are all that is wanted."""
         return self.observe_logits is None and self._sampler.is_plain(draws) and not self._logprobs.are_wanted(draws)
+
+    def _is_drawn_on_device(self, draws: Draws) -> bool:
+        """Whether draws are plain at whatever positions, which then need not be known on the host."""
+        return (
+            self._decoder.kernels.sample_rows is not None
+            and self._sampler.asks_nothing(draws.request_rows)
+            and self._is_plain(draws)
+        )
 
     def _run_graph(self, shape: StepShape) -> DecodeOutput | None:
         """Computes a decode step in one launch, where that can be done. Graphs keep no hidden states."""
@@ -146,10 +161,10 @@ class Runner:
 
     def _sample(
         self, outputs: StepOutputs, drawn_for: Sequence[ScheduledRequest], draws: Draws, logits: Tensor
-    ) -> None:
+    ) -> SampledTokens:
         """Draws tokens from float32 logits with all that requests ask for, and scores them for those who want that."""
         if self.observe_logits is not None:
-            self.observe_logits(drawn_for, logits)
+            self.observe_logits(drawn_for, draws.positions, logits)
         scored = self._logprobs.keep(logits, draws)
         masks = self._grammars.masks(draws.request_rows)
         if masks is not None:
@@ -159,6 +174,7 @@ class Runner:
         outputs.add_tokens(drawn_for, sampled, None if masks is None else partial(self._grammars.advance, masks))
         if scored is not None:
             outputs.add_scores(drawn_for, scored, scored.score(sampled.token_ids, self._decoder.kernels))
+        return sampled
 
     def _score_prompts(self, outputs: StepOutputs, scheduled: Sequence[ScheduledRequest], hidden: Tensor) -> None:
         decoder, token_ids = self._decoder, self._request_rows.token_ids

@@ -45,10 +45,14 @@ class StepOutputs:
 
         def read(tensors: Sequence[Tensor]) -> None:
             tokens: list[int] = tensors[0][0].tolist()
-            for entry, token in zip(drawn_for, tokens, strict=True):
-                self.tokens[entry.request_id] = (*self.tokens.get(entry.request_id, ()), token)
-            for index, message in sampled.failures(tensors[0]).items():
-                self.errors[drawn_for[index].request_id] = message
+            failures = sampled.failures(tensors[0])
+            for index, (entry, token) in enumerate(zip(drawn_for, tokens, strict=True)):
+                before = self.tokens.get(entry.request_id, ())
+                if before and before[-1] != entry.guesses[len(before) - 1]:
+                    continue  # it was drawn after a guess that is wrong
+                self.tokens[entry.request_id] = (*before, token)
+                if index in failures:
+                    self.errors[entry.request_id] = failures[index]
             if advance_grammars is not None:
                 advanced = advance_grammars(tokens)
                 for entry in drawn_for:
@@ -87,6 +91,8 @@ class StepOutputs:
             read(tensors[begin : begin + count])
             begin += count
         self._readers.clear()  # they know this object; without them it is freed, tensors and all, once it is let go
+        for request_id, scores in self.scores.items():
+            self.scores[request_id] = scores[: len(self.tokens.get(request_id, ()))]
         for request_id in self.errors:
             self.tokens.pop(request_id, None)
             self.pooled.pop(request_id, None)

@@ -118,6 +118,10 @@ class Sampler:
             token_ids,
         )
 
+    def asks_nothing(self, request_rows: Indices) -> bool:
+        """Whether draws of these requests are plain at any position."""
+        return not self._asked[request_rows].any()
+
     def is_plain(self, draws: Draws) -> bool:
         """Whether no draw asks for more than a temperature."""
         return next(self._active(draws), None) is None

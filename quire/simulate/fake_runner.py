@@ -109,11 +109,9 @@ class _Row:
 
     admission: Admission
     token_ids: list[int]
-    """All that are certain: a step may have been told more, if it was sent off before its guesses were checked."""
+    """All that are certain: a step that runs ahead may count on more."""
     block_ids: list[int]
     num_computed: int
-    has_wrong_guesses: bool = False
-    """A guess was wrong, so steps that were sent off before this was known begin further on than it stands."""
     sum_of_states: int = 0
     """Of the tokens computed in this row since its admission."""
     last_state: int = 0
@@ -232,7 +230,7 @@ class FakeRunner:
             if row.admission.request_id != entry.request_id:
                 problems.append(f"row {entry.row} belongs to {row.admission.request_id}")
             late = entry.start - row.num_computed
-            if late < 0 or (late and not row.has_wrong_guesses) or entry.num_tokens <= len(entry.guesses):
+            if late < 0 or (late and not entry.runs_ahead) or entry.num_tokens <= len(entry.guesses):
                 problems.append(f"{entry} does not continue at {row.num_computed}")
             known = row.num_computed + entry.num_tokens - len(entry.guesses)
             if known > len(row.token_ids) or entry.samples != (known == len(row.token_ids)):
@@ -269,7 +267,6 @@ class FakeRunner:
         drawn = [self._draw(row, context, num_known)]
         for position, guess in enumerate(entry.guesses, start=num_known):
             if drawn[-1] != guess:
-                row.has_wrong_guesses = True
                 break
             drawn.append(self._draw(row, context, position + 1))
         row.num_computed = num_known + len(drawn) - 1

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
+import torch
+from torch import Tensor
 
 from quire.kernels.ops import HeadShape, Int32Array
 
@@ -95,3 +99,19 @@ def _prefill_work(
             work[:, field] = values[owner]
     work[:, 0] = first
     return work
+
+
+def shorten_attention_work_(work: Mapping[str, Tensor], lag: Tensor) -> None:
+    """Sequences are shorter than the lists were made for, by lag [tables]. Nothing here waits for the device."""
+    prefill, decode = work.get("prefill"), work.get("decode")
+    if prefill is not None:
+        prefill[:, 4] -= lag[prefill[:, 5].long()]
+    if decode is not None:
+        items = decode[1:].clone()
+        items[:, 4] -= lag[items[:, 5].long()]
+        num_splits = (items[:, 4] + SPLIT - 1) // SPLIT
+        items[:, 6] = torch.minimum(items[:, 6], num_splits)
+        # Splits that begin past the end are no work: they go behind the others, and the count leaves them out.
+        exists = (torch.arange(len(items), device=items.device) < decode[0, 0]) & (items[:, 1] < num_splits)
+        decode[1:] = items[(~exists).int().argsort(stable=True)]
+        decode[0, 0] = exists.sum()

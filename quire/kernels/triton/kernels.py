@@ -28,7 +28,7 @@ from quire.kernels.reference import ReferenceKernels
 from quire.kernels.triton import attention as paged_attention
 from quire.kernels.triton import filters, heads, inputs, repeats, rowwise, sampling, scores
 from quire.kernels.triton import moe as experts_kernels
-from quire.kernels.triton.attention_work import SPLIT, attention_work
+from quire.kernels.triton.attention_work import SPLIT, attention_work, shorten_attention_work_
 from quire.kernels.triton.launch import HAS_GLUON
 from quire.kernels.triton.linear import (
     SMALLEST_BATCH,
@@ -69,6 +69,7 @@ class TritonKernels(ReferenceKernels):
     qkv_to_cache_ = staticmethod(heads.qkv_to_cache_)
     sigmoid_mul = staticmethod(rowwise.sigmoid_mul)
     gather_inputs = staticmethod(inputs.gather_inputs)
+    shorten_attention_work_ = staticmethod(shorten_attention_work_)
     gumbel_argmax = staticmethod(sampling.gumbel_argmax)
     sample_rows = staticmethod(sampling.sample_rows)
     keep_between_ = staticmethod(sampling.keep_between_)

@@ -1,0 +1,105 @@
+"""Steps that check guesses on a real model: the same tokens, logits and scores as without, right or wrong guesses."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from quire.engine.request import Request
+from quire.models.decoder import Decoder
+from quire.sampling_params import SamplingParams
+from tests.random_models import SPECS, Bench, Transcript, random_decoder
+from tests.test_exactness import DTYPES, make_kernels
+
+EVERYTHING = [
+    SamplingParams(temperature=0, max_tokens=30),
+    SamplingParams(temperature=0.8, seed=3, max_tokens=25, logprobs=3),
+    SamplingParams(temperature=0.9, seed=4, max_tokens=40, repetition_penalty=1.3, frequency_penalty=0.4),
+    SamplingParams(temperature=0.7, seed=5, max_tokens=22, top_k=12, top_p=0.9, min_tokens=12, stop_token_ids=(7, 9)),
+    SamplingParams(temperature=0, max_tokens=30, no_repeat_ngram_size=3, logprobs=0, prompt_logprobs=1),
+    SamplingParams(temperature=1.0, seed=6, max_tokens=30, dry_multiplier=0.8, xtc_probability=0.5, n=2),
+    SamplingParams(temperature=0.6, seed=7, max_tokens=18, logit_bias={5: 3.0}, min_p=0.05, stop_token_ids=(3,)),
+]
+
+
+class Guesser:
+    """Knows the answers; every guess is right with some chance, and now and then there are more than are left."""
+
+    def __init__(self, answers: dict[str, list[int]], right: float, seed: int) -> None:
+        self.answers = answers
+        self.right = right
+        self.rng = random.Random(seed)
+        self.num_guesses = 0
+
+    def __call__(self, request: Request, most: int) -> Sequence[int]:
+        first = request.num_tokens - 1 - request.num_prompt_tokens
+        known = self.answers[request.request_id][first : first + self.rng.randint(0, 7)]
+        self.num_guesses += len(known)
+        return [token if self.rng.random() < self.right else self.rng.randrange(97) for token in [*known, 0]]
+
+
+def assert_same(got: Transcript, expected: Transcript) -> None:
+    assert got.tokens == expected.tokens
+    assert got.scores == expected.scores
+    assert got.prompt_scores == expected.prompt_scores
+    for key, logits in expected.logits.items():
+        assert torch.equal(got.logits[key], logits)
+
+
+def prompts() -> list[list[int]]:
+    source = random.Random(11)
+    return [[source.randrange(97) for _ in range(length)] for length in (3, 50, 17, 31, 70, 5, 16)]
+
+
+@pytest.fixture(scope="module", params=list(DTYPES))
+def decoder(request: pytest.FixtureRequest) -> Decoder:
+    dtype = DTYPES[request.param]
+    return random_decoder(SPECS["qwen3"], make_kernels("auto", dtype), dtype)
+
+
+@pytest.fixture(scope="module")
+def expected(decoder: Decoder) -> Transcript:
+    return Bench(decoder).run(prompts(), EVERYTHING)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
+def test_guesses_change_no_bit(decoder: Decoder, expected: Transcript, right: float, depth: int) -> None:
+    guesser = Guesser(expected.tokens, right, depth)
+    bench = Bench(decoder, depth=depth, guess=guesser)
+    got = bench.run(prompts(), EVERYTHING)
+    assert_same(got, expected)
+    assert guesser.num_guesses > 100
+    if right == 1.0 and depth == 1:
+        assert got.steps < expected.steps * 0.6
+    if depth > 1:
+        assert any(entry.runs_ahead for line in bench.log for entry in line.step.scheduled)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"max_batched_tokens": 12, "max_num_seqs": 5}, {"preempt_every": 3}, {"num_blocks": 20, "num_host_blocks": 12}],
+)
+def test_guesses_meet_chunks_preemption_and_scarcity(
+    decoder: Decoder, expected: Transcript, settings: dict[str, int]
+) -> None:
+    bench = Bench(decoder, depth=2, guess=Guesser(expected.tokens, 0.7, 5), **settings)  # type: ignore[arg-type]
+    assert_same(bench.run(prompts(), EVERYTHING), expected)
+
+
+def test_a_grammar_and_guesses_in_one_step_are_refused() -> None:
+    from quire.constrain.step_grammars import StepGrammars
+    from quire.errors import EngineError
+
+    class Constrains:
+        def constrains(self, rows: object) -> bool:
+            return True
+
+    import numpy as np
+
+    grammars = StepGrammars(Constrains())  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="can't check guesses"):
+        grammars.masks(np.array([0, 0, 1]))
