@@ -90,6 +90,7 @@ class Bench:
         preempt_every: int = 0,
         depth: int = 1,
         guess: Guess | None = None,
+        observes: bool = True,
     ) -> None:
         config = SchedulerConfig(
             num_blocks=num_blocks,
@@ -109,6 +110,7 @@ class Bench:
         self.log = StepLog()
         self.core = EngineCore(Scheduler(config, guess=guess), self.runner, depth, on_step=self.log.append)
         self._preempt_every = preempt_every
+        self._observes = observes
 
     def run(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], **names: Any) -> Transcript:
         """All the prompts at once, in this order; request i is called `names["ids"][i]` or just i."""
@@ -134,7 +136,7 @@ class Bench:
             for entry, position, row in zip(scheduled, positions.tolist(), logits, strict=True):
                 transcript.logits[entry.request_id, position] = row.clone()
 
-        self.runner.observe_logits = observe
+        self.runner.observe_logits = observe if self._observes else None
         scheduler = self.core.scheduler
         while self.core.has_work:
             transcript.steps += 1

@@ -149,6 +149,29 @@ def test_the_work_may_be_shared_out_in_any_way() -> None:
     assert torch.equal(attend(query, cache, batch), found[0])
 
 
+@pytest.mark.parametrize("programs", [2, 64, 5000] if ON_GPU else [5000])
+@pytest.mark.parametrize("num_queries", [1, 3, 40] if ON_GPU else [3])
+def test_lists_made_for_longer_sequences_can_be_shortened(num_queries: int, programs: int) -> None:
+    """As when guesses turn out wrong that the host counted as right: the bits of lists made for the true lengths."""
+    shape = HeadShape(4, 2, 64)
+    lengths, lags = [LONG, 60, 512, 513, 1024, 1000], [0, 5, 0, 1, 7, 12]
+    queries = np.full(6, num_queries, np.int32)
+    query, cache, batch = make(lengths, queries.tolist(), shape, torch.float16)
+
+    def lists(context_lens: list[int]) -> dict[str, Tensor]:
+        rows = np.arange(6, dtype=np.int32)
+        made = module.attention_work(queries, np.array(context_lens, np.int32), rows, shape, programs)
+        return {name: torch.from_numpy(values).to(DEVICE) for name, values in made.items()}
+
+    guessed = lists([length + lag for length, lag in zip(lengths, lags, strict=True)])
+    module.shorten_attention_work_(guessed, torch.tensor([*lags, 0], dtype=torch.int32, device=DEVICE))
+    found = [
+        attention(query, cache, batch.block_tables, work, 64, AttentionSpec(shape, 0.125))
+        for work in (guessed, lists(lengths))
+    ]
+    assert torch.equal(found[0], found[1])
+
+
 @drawn
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 5000)), min_size=1, max_size=20),
