@@ -8,7 +8,7 @@ from quire.engine.block_manager import BlockManager
 from quire.engine.config import SchedulerConfig
 from quire.engine.request import Request
 from quire.engine.request_table import RequestTable
-from quire.step import FinishReason, PromptScores, RequestUpdate, Step, StepResult
+from quire.step import PromptScores, RequestUpdate, Step, StepResult
 
 _make = tuple.__new__
 """Makes a named tuple in half the time its own constructor takes: one is made per row and step."""
@@ -25,16 +25,18 @@ class ResultTaker:
     def take(self, step: Step, requests: Sequence[Request], result: StepResult, now: float) -> None:
         """`requests` are those behind the step's entries; what happened to them goes to the table's updates."""
         tokens_of, errors, scores_of, ended = result.tokens, result.errors, result.scores, result.ended
+        prompt_scores = result.prompt_scores
         step_id = step.step_id
         block_size = self._config.block_size
         updates = self._table.updates
-        for request, entry in zip(requests, step.scheduled, strict=True):
-            request_id, _, start, num_tokens, samples, _, guesses, _ = entry
+        for request, (request_id, _, start, num_tokens, samples, _, guesses, _) in zip(
+            requests, step.scheduled, strict=True
+        ):
             if errors and request_id in errors:
                 self._fail(request, errors[request_id], now)
                 continue
-            if result.prompt_scores and request_id in result.prompt_scores:
-                self._note_prompt_scores(request, result.prompt_scores[request_id])
+            if prompt_scores and request_id in prompt_scores:
+                self._note_prompt_scores(request, prompt_scores[request_id])
             if request.finish_reason is not None:
                 continue  # It ended while this was computed: the result is dropped.
             # Not if it has lost the row and blocks that this step wrote to.
@@ -43,48 +45,56 @@ class ResultTaker:
                 if owns_row:
                     self._note_computed(request, start + num_tokens)
                 continue
-            request.num_placeholders -= 1 + len(guesses)
+            request.num_placeholders -= 1
             if request.pooling is not None:
                 if owns_row:
                     self._note_computed(request, start + num_tokens)
                 self._finish_pooled(request, result.pooled.get(request_id), now)
                 continue
             tokens = tokens_of.get(request_id, ())
-            if not 1 <= len(tokens) <= 1 + len(guesses):
+            if len(tokens) != 1 and not 1 <= len(tokens) <= 1 + len(guesses):
                 expected = f"1 to {1 + len(guesses)}" if guesses else "one"
-                message = f"the runner returned {len(tokens)} tokens instead of {expected}"
-                self._fail(request, message, now)
+                self._fail(request, f"the runner returned {len(tokens)} tokens instead of {expected}", now)
                 continue
             if guesses:
-                request.num_guesses -= len(guesses)
-                if owns_row:
-                    request.num_computed_tokens -= 1 + len(guesses) - len(tokens)
-            token_ids, stop_ids = request.token_ids, request.stop_ids
-            scores = scores_of.get(request_id, ()) if scores_of else ()
-            finish_reason: FinishReason | None = None
-            for index, token in enumerate(tokens, start=1):
-                token_ids.append(token)
-                if token in stop_ids and request.num_output_tokens > request.params.min_tokens:
-                    finish_reason, request.stop_token_id = "stop", token
-                    tokens, scores = tokens[:index], scores[:index]
-                    break
-            if finish_reason is None and ended and request_id in ended:
-                finish_reason = "stop"
-            if finish_reason is None and len(token_ids) >= request.max_total_tokens:
-                finish_reason = "length"
+                tokens = self._take_right_guesses(request, len(guesses), tokens, owns_row)
+            token_ids = request.token_ids
             if owns_row:
-                # All but the last token are computed; only they are ever found in the cache.
-                request.num_committed_tokens = computed = len(token_ids) - 1
+                # All tokens but the one that comes now are computed; only such are ever found in the cache.
+                request.num_committed_tokens = computed = len(token_ids)
                 if computed // block_size > request.num_published_blocks:
                     self._blocks.publish(request)
+            token = tokens[-1]
+            token_ids.append(token)
             if request.first_token is None:
                 request.first_token = now
                 if owns_row and request.group_id is not None:
                     self._blocks.publish_partial(request)  # for the other answers to its prompt
-            if finish_reason is not None:
-                self._table.finish(request, finish_reason, now, tokens, scores=scores)
+            scores = scores_of.get(request_id, ())[: len(tokens)] if scores_of else ()
+            if token in request.stop_ids and request.num_output_tokens > request.params.min_tokens:
+                request.stop_token_id = token
+                self._table.finish(request, "stop", now, tokens, scores=scores)
+            elif ended and request_id in ended:
+                self._table.finish(request, "stop", now, tokens, scores=scores)
+            elif len(token_ids) >= request.max_total_tokens:
+                self._table.finish(request, "length", now, tokens, scores=scores)
             else:
                 updates.append(_make(RequestUpdate, (request_id, tokens, None, None, None, None, scores, None, None)))
+
+    def _take_right_guesses(
+        self, request: Request, num_guesses: int, tokens: tuple[int, ...], owns_row: bool
+    ) -> tuple[int, ...]:
+        """Appends the guesses that were right, up to a stop token; returns them and the token that comes after them,
+        which is still to be appended."""
+        request.num_placeholders -= num_guesses
+        request.num_guesses -= num_guesses
+        if owns_row:
+            request.num_computed_tokens -= 1 + num_guesses - len(tokens)
+        for index, token in enumerate(tokens[:-1]):
+            if token in request.stop_ids and request.num_output_tokens >= request.params.min_tokens:
+                return tokens[: index + 1]
+            request.token_ids.append(token)
+        return tokens
 
     def _note_computed(self, request: Request, num_tokens: int) -> None:
         """A request's first `num_tokens` tokens are computed for certain."""

@@ -170,7 +170,7 @@ class Scheduler:
         """First everyone with one token to compute, then longer stretches out of what is left."""
         chunks: list[Request] = []
         block_size = self.config.block_size
-        scheduled, requests = plan.scheduled, plan.requests
+        scheduled, requests, guesses = plan.scheduled, plan.requests, self._guess is not None
         for request in self.table.running.snapshot():
             row = request.row
             if row is None:
@@ -190,10 +190,9 @@ class Scheduler:
                 new_block_ids = (block_id,)
             if start < request.computed_before:
                 request.recomputed_tokens += 1
-            name = request.request_id
-            scheduled.append(
-                _make(ScheduledRequest, (name, row, start, 1, True, new_block_ids, (), request.num_guesses > 0))
-            )
+            ahead = guesses and request.num_guesses > 0
+            entry = (request.request_id, row, start, 1, True, new_block_ids, (), ahead)
+            scheduled.append(_make(ScheduledRequest, entry))
             requests.append(request)
             request.num_computed_tokens = num_tokens
             request.num_placeholders += 1
