@@ -116,7 +116,7 @@ class RequestTable:
         scores: tuple[TokenScore, ...] = (),
         pooled: bytes | None = None,
     ) -> None:
-        """Ends a request, gives up all it holds (but for blocks it is to keep), and notes what is to be told."""
+        """Ends a request, gives up all it holds, and notes what is to be told."""
         row = request.row
         if row is None:
             self.waiting.remove(request)
