@@ -14,16 +14,7 @@ from typing import Any, TextIO, TypeVar
 
 from quire.errors import InvalidRequestError
 from quire.sampling_params import ResolvedTokens, SamplingParams, StructuredOutput
-from quire.step import (
-    Admission,
-    BlockCopy,
-    Finished,
-    Preemption,
-    ScheduledRequest,
-    Step,
-    StepLogEntry,
-    StepResult,
-)
+from quire.step import Admission, BlockCopy, Finished, Preemption, ScheduledRequest, Step, StepLogEntry, StepResult
 
 VERSION = 4
 _DEFAULT_PARAMS = SamplingParams()
