@@ -15,6 +15,8 @@ from quire.config import parse_bytes
 from quire.errors import InvalidRequestError, QuireError
 
 _KEY_VARIABLE = "QUIRE_API_KEY"
+_KEY_HELP = f"A key clients must send. Repeat for several; also from {_KEY_VARIABLE}, separated by commas."
+_CACHE_HELP = "Memory for keys and values: 2GiB, or a fraction of what is free; default 0.25 on a CPU, 0.9 on a GPU."
 
 
 def serve(
@@ -24,13 +26,7 @@ def serve(
     served_model_name: Annotated[
         list[str] | None, Option(metavar="NAME", help="What clients call the model. Repeat for several.")
     ] = None,
-    api_key: Annotated[
-        list[str] | None,
-        Option(
-            metavar="KEY",
-            help=f"A key clients must send. Repeat for several; also from {_KEY_VARIABLE}, separated by commas.",
-        ),
-    ] = None,
+    api_key: Annotated[list[str] | None, Option(metavar="KEY", help=_KEY_HELP)] = None,
     api_key_file: Annotated[Path | None, Option(metavar="FILE", help="Further keys, one per line.")] = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -43,13 +39,7 @@ def serve(
     max_batched_tokens: Annotated[
         int | None, Option(metavar="N", help="Tokens computed in one step; default 512 on a CPU, 8192 on a GPU.")
     ] = None,
-    kv_cache_memory: Annotated[
-        str | None,
-        Option(
-            metavar="M",
-            help="Memory for keys and values: 2GiB, or a fraction of what is free; default 0.25 on a CPU, 0.9 on a GPU.",
-        ),
-    ] = None,
+    kv_cache_memory: Annotated[str | None, Option(metavar="M", help=_CACHE_HELP)] = None,
     host_cache_memory: Annotated[
         str, Option(metavar="M", help="Host memory below the prefix cache, such as 4GiB; 0: none.")
     ] = "0",

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from quire.frontend.reasoning import ReasoningSplitter
-from quire.frontend.tool_calls import CallStart, ContentDelta, Delta, ToolCallParser
+from quire.frontend.tool_calls import CallStart, ContentDelta, ToolCallParser
 from quire.server.generation import ToolCallDelta
-
-
-@dataclass(slots=True)
-class Pieces:
-    """What a piece of text came to."""
-
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 class AnswerReader:
@@ -41,8 +31,9 @@ class AnswerReader:
         """The text so far ends inside the reasoning."""
         return self._splitter is not None and self._splitter.is_reasoning
 
-    def feed(self, text: str, is_last: bool) -> Pieces:
-        """`is_last`: no more text follows, so what was held back comes too."""
+    def feed(self, text: str, is_last: bool) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
+        """The content, reasoning and tool calls in a piece of text. `is_last`: no more follows, so what was held back
+        comes too."""
         reasoning, content = "", text
         if self._splitter is not None:
             reasoning, content = self._splitter.feed(text)
@@ -50,20 +41,15 @@ class AnswerReader:
                 rest = self._splitter.finish()
                 reasoning, content = reasoning + rest.reasoning, content + rest.content
         if self._parser is None:
-            return Pieces(content, reasoning)
+            return content, reasoning, ()
         deltas = self._parser.feed(content) if content else []
         if is_last:
             deltas += self._parser.finish()
-        pieces = self._translate(deltas)
-        pieces.reasoning = reasoning
-        return pieces
-
-    def _translate(self, deltas: Iterable[Delta]) -> Pieces:
-        content: list[str] = []
+        content = ""
         calls: list[ToolCallDelta] = []
         for delta in deltas:
             if isinstance(delta, ContentDelta):
-                content.append(delta.text)
+                content += delta.text
             elif delta.index > 0 and not self._parallel:
                 continue
             elif isinstance(delta, CallStart):
@@ -74,4 +60,4 @@ class AnswerReader:
                 calls.append(ToolCallDelta(last.index, last.id, last.name, last.arguments + delta.text))
             else:
                 calls.append(ToolCallDelta(delta.index, None, None, delta.text))
-        return Pieces("".join(content), tool_calls=tuple(calls))
+        return content, reasoning, tuple(calls)

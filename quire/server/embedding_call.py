@@ -18,9 +18,6 @@ class EmbeddingCall(EngineCall):
     def _prepare(self, number: int, request_id: str) -> Sequence[str]:
         return (request_id,)
 
-    def _seed(self, number: int) -> int:
-        return 0
-
     def _take(self, update: RequestUpdate) -> None:
         if update.finish_reason is None:
             return

@@ -15,6 +15,7 @@ iteration, for what goes wrong later (engine lost, deadline). A call must be end
 from __future__ import annotations
 
 import asyncio
+import secrets
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -49,7 +50,6 @@ class EngineCall(ABC):
         self,
         request: GenerationRequest,
         prompts: Sequence[EncodedPrompt],
-        *,
         tokenizer: Tokenizer,
         client: EngineClient,
         config: ServerConfig,
@@ -74,6 +74,9 @@ class EngineCall(ABC):
         self._queue_seconds = config.queue_seconds
         self._max_buffered = config.max_buffered_tokens if request.stream else None
         self._arrival = time.monotonic()
+        seed = request.params.seed
+        self._seeds = [secrets.randbits(64) if seed is None else seed for _ in prompts]
+        """For the answers to each prompt."""
         if len(prompts) == 1:
             self._request_ids = [request.response_id]
         else:
@@ -101,10 +104,6 @@ class EngineCall(ABC):
     @abstractmethod
     def _prepare(self, number: int, request_id: str) -> Sequence[str]:
         """Makes ready for the answers to a prompt; returns their names."""
-
-    @abstractmethod
-    def _seed(self, number: int) -> int:
-        """For the answers to a prompt."""
 
     @abstractmethod
     def _take(self, update: RequestUpdate) -> None:
@@ -205,15 +204,10 @@ class EngineCall(ABC):
         try:
             while self._waiting and not self._is_over and len(self._unfinished) - len(self._waiting) < self.AT_ONCE:
                 number = self._waiting[0]
-                prompt, request_id = self.prompts[number], self._request_ids[number]
+                prompt, request_id, seed = self.prompts[number], self._request_ids[number], self._seeds[number]
+                params, pooling = encode_params(prompt.params), self.request.pooling
                 message = AddRequest(
-                    request_id,
-                    prompt.token_ids,
-                    encode_params(prompt.params),
-                    self._seed(number),
-                    prompt.resolved,
-                    self._queue_seconds,
-                    self.request.pooling,
+                    request_id, prompt.token_ids, params, seed, prompt.resolved, self._queue_seconds, pooling
                 )
                 self._client.add(message, self._names[number], self)
                 self._waiting.popleft()

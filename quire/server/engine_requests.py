@@ -128,14 +128,9 @@ class EngineRequests:
         os.close(self.wake_fd)
 
     def _add(self, message: AddRequest, params: SamplingParams, grammar: Grammar | None, now: float) -> None:
+        eos = self._engine.eos_token_ids
         requests = make_requests(
-            message.request_id,
-            message.prompt_token_ids,
-            params,
-            message.seed,
-            self._engine.eos_token_ids,
-            message.resolved,
-            message.pooling,
+            message.request_id, message.prompt_token_ids, params, message.seed, eos, message.resolved, message.pooling
         )
         added: list[str] = []
         try:

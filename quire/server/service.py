@@ -83,7 +83,10 @@ class GenerationService:
     async def start(self, request: GenerationRequest, headers: Mapping[str, str]) -> EngineCall:
         """Checks, tokenizes, admits and hands over; returns when the engine has taken it. `headers` are those of the
         HTTP request, which may name the trace that this is part of."""
-        self.check_open()
+        if self.is_draining:
+            raise ApiError(503, "the server is going down", code="shutting_down", retry_after=10.0)
+        if self.client.state != "ready":
+            raise unavailable()
         num_answers = request.num_answers
         if request.pooling is None and num_answers > self.config.max_answers:
             each = num_answers // len(request.prompts)
@@ -96,16 +99,8 @@ class GenerationService:
         try:
             prompts = await self._encode(request)
             ticket.add_tokens(sum(len(prompt.token_ids) for prompt in prompts))
-            call = kind(
-                request,
-                prompts,
-                tokenizer=self.tokenizer,
-                client=self.client,
-                config=self.config,
-                metrics=self.metrics,
-                ticket=ticket,
-                trace=self._begin_trace(request, headers),
-            )
+            trace = self._begin_trace(request, headers)
+            call = kind(request, prompts, self.tokenizer, self.client, self.config, self.metrics, ticket, trace)
             self.records.add(call.record)
         except BaseException:
             ticket.release()
@@ -142,13 +137,6 @@ class GenerationService:
             if params.max_tokens is not None:
                 attributes["gen_ai.request.max_tokens"] = params.max_tokens
         return self.tracing.begin(time.monotonic(), attributes, headers)
-
-    def check_open(self) -> None:
-        """Raises ApiError 503 if nothing can be started now."""
-        if self.is_draining:
-            raise ApiError(503, "the server is going down", code="shutting_down", retry_after=10.0)
-        if self.client.state != "ready":
-            raise unavailable()
 
     async def _encode(self, request: GenerationRequest) -> list[EncodedPrompt]:
         deadline = min(request.params.deadline or self.config.request_seconds, self.config.request_seconds)

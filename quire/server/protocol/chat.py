@@ -10,32 +10,25 @@ from pydantic import Field
 from quire.errors import InvalidRequestError
 from quire.frontend.tool_calls.tools import MAX_TOOLS
 from quire.server.generation import ChatPrompt, GenerationRequest, NamedTool, ToolChoice
-from quire.server.protocol.common import (
-    MAX_MESSAGES,
-    MAX_TOP_LOGPROBS,
-    UNSUPPORTED_EVERYWHERE,
-    Body,
-    SamplingFields,
-    present,
-)
+from quire.server.protocol import common
 
 
-class FunctionName(Body):
+class FunctionName(common.Body):
     name: str
 
 
-class NamedToolChoice(Body):
+class NamedToolChoice(common.Body):
     type: Literal["function"]
     function: FunctionName
 
 
-class ChatCompletionRequest(SamplingFields):
+class ChatCompletionRequest(common.SamplingFields):
     """POST /v1/chat/completions"""
 
     ENDPOINT: ClassVar[str] = "/v1/chat/completions"
     ID_PREFIX: ClassVar[str] = "chatcmpl-"
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
-        **UNSUPPORTED_EVERYWHERE,
+        **common.UNSUPPORTED_EVERYWHERE,
         "audio": "the model writes text only",
         "functions": "use tools",
         "function_call": "use tool_choice",
@@ -48,13 +41,13 @@ class ChatCompletionRequest(SamplingFields):
         "suffix": "the model continues texts, it does not fill gaps",
     }
 
-    messages: list[dict[str, Any]] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: list[dict[str, Any]] = Field(min_length=1, max_length=common.MAX_MESSAGES)
     modalities: list[Literal["text"]] | None = Field(None, min_length=1, max_length=1)
     """Text is all the model writes."""
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=0, le=common.MAX_TOP_LOGPROBS)
     tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -107,7 +100,7 @@ class ChatCompletionRequest(SamplingFields):
             parallel_tool_calls=self.parallel_tool_calls is not False,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             fields=fields,
-            notes=present(user=self.user, safety_identifier=self.safety_identifier, metadata=self.metadata),
+            notes=common.present(user=self.user, safety_identifier=self.safety_identifier, metadata=self.metadata),
         )
 
     def _max_tokens(self) -> int | None:
