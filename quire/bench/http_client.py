@@ -162,7 +162,7 @@ class _Connection:
                 whole = await self._reader.readexactly(int(self._headers["content-length"]))
             yield whole
         else:
-            while piece := await self._any():
+            while piece := await asyncio.wait_for(self._reader.read(_READ_SIZE), self._timeout):
                 yield piece
             return
         self.is_reusable = self._keeps_alive
@@ -175,10 +175,6 @@ class _Connection:
             while await self._reader.readuntil(b"\r\n") != b"\r\n":  # trailers
                 pass
             return b""
-
-    async def _any(self) -> bytes:
-        async with asyncio.timeout(self._timeout):
-            return await self._reader.read(_READ_SIZE)
 
 
 def _message(text: str) -> str:

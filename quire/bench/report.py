@@ -89,15 +89,10 @@ class Report:
         return "\n".join(lines) + "\n"
 
     def json(self) -> str:
-        tables = [
-            {
-                "title": table.title,
-                "note": table.note,
-                "columns": table.columns,
-                "rows": [[_json_cell(cell) for cell in row] for row in table.rows],
-            }
-            for table in self.tables
-        ]
+        tables = []
+        for table in self.tables:
+            rows = [[_json_cell(cell) for cell in row] for row in table.rows]
+            tables.append({"title": table.title, "note": table.note, "columns": table.columns, "rows": rows})
         whole = {"title": self.title, "facts": dict(self.facts), **self.figures, "tables": tables}
         return json.dumps(whole, indent=1, ensure_ascii=False)
 

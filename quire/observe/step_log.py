@@ -17,6 +17,14 @@ from quire.sampling_params import ResolvedTokens, SamplingParams, StructuredOutp
 from quire.step import Admission, BlockCopy, Finished, Preemption, ScheduledRequest, Step, StepLogEntry, StepResult
 
 VERSION = 4
+_RECORDS: Mapping[str, Callable[..., Any]] = {
+    "scheduled": ScheduledRequest,
+    "admitted": Admission,
+    "preempted": Preemption,
+    "finished": Finished,
+    "copies": BlockCopy,
+}
+"""What a step has tuples of."""
 _DEFAULT_PARAMS = SamplingParams()
 _T = TypeVar("_T")
 
@@ -101,19 +109,12 @@ def read_step_log(path: Path) -> list[StepLogEntry]:
 
 def encode_entry(entry: StepLogEntry) -> str:
     """One line of the file, without its end."""
-    step = {
-        field.name: getattr(entry.step, field.name)
-        for field in dataclasses.fields(entry.step)
-        if field.name not in ("scheduled", "copies", "admitted", "preempted", "finished")
-    }
-    step["scheduled"] = [item._asdict() for item in entry.step.scheduled]
-    step["admitted"] = [_encode_admission(item) for item in entry.step.admitted]
-    step["preempted"] = [dataclasses.asdict(item) for item in entry.step.preempted]
-    step["finished"] = [dataclasses.asdict(item) for item in entry.step.finished]
-    step["copies"] = [item._asdict() for item in entry.step.copies]
+    step = _fields(entry.step) | {name: [_fields(one) for one in getattr(entry.step, name)] for name in _RECORDS}
+    for item in step["admitted"]:
+        item["params"] = encode_params(item["params"])
+        item["resolved"] = _fields(item["resolved"])
     result = None if entry.result is None else _encode_result(entry.result)
-    line = {"version": VERSION, "step": step, "result": result, "error": entry.error}
-    line["committed"] = entry.committed
+    line = {"version": VERSION, "step": step, "result": result, "error": entry.error, "committed": entry.committed}
     return json.dumps(line, separators=(",", ":"))
 
 
@@ -124,31 +125,21 @@ def decode_entry(line: str) -> StepLogEntry:
         version = data.get("version") if isinstance(data, dict) else None
         raise ValueError(f"not a step log of version {VERSION} (found {version!r})")
     step = dict(data["step"])
-    for name, kind in (
-        ("scheduled", ScheduledRequest),
-        ("preempted", Preemption),
-        ("finished", Finished),
-        ("copies", BlockCopy),
-    ):
+    for item in step["admitted"]:
+        item["params"] = decode_params(item["params"])
+        item["resolved"] = _build(ResolvedTokens, item["resolved"])
+    for name, kind in _RECORDS.items():
         step[name] = tuple(_build(kind, item) for item in step[name])
-    step["admitted"] = tuple(_decode_admission(item) for item in step["admitted"])
     result = None if data["result"] is None else _decode_result(data["result"])
     return StepLogEntry(Step(**step), result, data["error"], data["committed"])
 
 
-def _encode_admission(admission: Admission) -> dict[str, Any]:
-    item = {field.name: getattr(admission, field.name) for field in dataclasses.fields(admission)}
-    item["params"] = encode_params(admission.params)
-    item["resolved"] = dataclasses.asdict(admission.resolved)
-    return item
-
-
 def encode_params(params: SamplingParams) -> dict[str, Any]:
     """The parameters that differ from their defaults, in plain types; without logits processors: those are code."""
-    given = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+    given = _fields(params)
     del given["logits_processors"]
     if params.structured is not None:
-        given["structured"] = dataclasses.asdict(params.structured)
+        given["structured"] = _fields(params.structured)
     return {name: value for name, value in given.items() if value != getattr(_DEFAULT_PARAMS, name)}
 
 
@@ -158,11 +149,6 @@ def decode_params(fields: Mapping[str, Any]) -> SamplingParams:
     if "structured" in given:
         given["structured"] = _build(StructuredOutput, given["structured"])
     return _build(SamplingParams, given)
-
-
-def _decode_admission(item: dict[str, Any]) -> Admission:
-    resolved = _build(ResolvedTokens, item["resolved"])
-    return _build(Admission, {**item, "params": decode_params(item["params"]), "resolved": resolved})
 
 
 def _encode_result(result: StepResult) -> dict[str, Any]:
@@ -181,6 +167,11 @@ def _decode_result(item: dict[str, Any]) -> StepResult:
         errors=item["errors"],
         ended=frozenset(item["ended"]),
     )
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    """Of a dataclass or a named tuple."""
+    return {name: getattr(record, name) for name in getattr(record, "_fields", None) or record.__dataclass_fields__}
 
 
 def _build(kind: Callable[..., _T], fields: dict[str, Any]) -> _T:

@@ -111,10 +111,6 @@ class EngineClient:
     def is_stalled(self) -> bool:
         return self.seconds_silent > self._config.stall_seconds
 
-    @property
-    def is_ready(self) -> bool:
-        return self.state == "ready" and not self.is_stalled
-
     # Requests
 
     def add(self, message: messages.AddRequest, names: Sequence[str], listener: Listener) -> None:
@@ -222,9 +218,15 @@ class EngineClient:
     async def _read(self, link: EngineLink) -> str:
         while True:
             event = await link.receive()
+            self._last_heard = time.monotonic()
             if isinstance(event, messages.Fatal):
                 return event.message
-            self._take(event)
+            if isinstance(event, messages.Updates):
+                self._take_updates(event)
+            elif isinstance(event, messages.Described):
+                future = self._tickets.get(event.ticket)
+                if future is not None and not future.done():
+                    future.set_result(event.record)
 
     async def _watch(self, link: EngineLink) -> str:
         while True:
@@ -233,15 +235,6 @@ class EngineClient:
                 silent = self.seconds_silent
                 await link.kill_hung()
                 return f"it had work and gave no sign of life for {silent:.0f} s; its stacks are above"
-
-    def _take(self, event: messages.Event) -> None:
-        self._last_heard = time.monotonic()
-        if isinstance(event, messages.Described):
-            future = self._tickets.get(event.ticket)
-            if future is not None and not future.done():
-                future.set_result(event.record)
-        elif isinstance(event, messages.Updates):
-            self._take_updates(event)
 
     def _take_updates(self, event: messages.Updates) -> None:
         for request_id in event.accepted:

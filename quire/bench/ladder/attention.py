@@ -29,9 +29,8 @@ def compare_attention(llm: LLM, settings: ClimbSettings, clock: Clock) -> Table:
     """One layer's attention over a whole prompt."""
     decoder = llm.engine.decoder
     heads, device = decoder.spec.heads, decoder.device
-    backends: list[Kernels] = [ReferenceKernels()]
-    if decoder.kernels.name != "reference":
-        backends.append(decoder.kernels)
+    both: tuple[Kernels, ...] = (ReferenceKernels(), decoder.kernels)
+    backends = list({kernels.name: kernels for kernels in both}.values())  # the model may run on the reference
     rows: list[Row] = []
     for tokens in settings.attention_lengths:
         ways = attention_ways(decoder, backends, tokens)

@@ -68,14 +68,10 @@ class RequestContext:
         }
         record: RequestRecord | None = state.get("record")
         if record is not None:
-            fields |= {
-                "id": record.response_id,
-                "state": record.state,
-                "prompt_tokens": record.prompt_tokens,
-                "cached_tokens": record.cached_tokens,
-                "completion_tokens": record.completion_tokens,
-                "first_token": record.timings.get("first_token"),
-            }
+            fields["id"] = record.response_id
+            for name in ("state", "prompt_tokens", "cached_tokens", "completion_tokens"):
+                fields[name] = getattr(record, name)
+            fields["first_token"] = record.timings.get("first_token")
         error: ApiError | None = state.get("error")
         if error is not None:
             fields["error"] = error.message

@@ -137,28 +137,18 @@ class CountTokensRequest(common.Body):
         if self.system:
             messages.append({"role": "system", "content": _text(self.system)})
         for message in self.messages:
-            blocks = (
-                [TextBlock(type="text", text=message.content)] if isinstance(message.content, str) else message.content
-            )
+            content = message.content
+            blocks = [TextBlock(type="text", text=content)] if isinstance(content, str) else content
             messages += _assistant(blocks) if message.role == "assistant" else _user(blocks)
         if len(messages) == bool(self.system):
             raise InvalidRequestError("messages", "say nothing")
         kwargs = None if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
         prefilled = self.messages[-1].role == "assistant"
-        shown = () if isinstance(self.tool_choice, NoChoice) else self.tools or ()
-        return ChatPrompt(
-            messages,
-            [
-                common.function_tool(
-                    name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
-                )
-                for tool in shown
-            ]
-            or None,
-            template_kwargs=kwargs,
-            add_generation_prompt=not prefilled,
-            continue_final_message=prefilled,
-        )
+        tools = []
+        for one in () if isinstance(self.tool_choice, NoChoice) else self.tools or ():
+            about = {"name": one.name, "description": one.description, "parameters": one.input_schema}
+            tools.append(common.function_tool(**about, strict=one.strict))
+        return ChatPrompt(messages, tools or None, None, kwargs, not prefilled, continue_final_message=prefilled)
 
 
 class MessagesRequest(CountTokensRequest, common.ApiRequest):  # type: ignore[misc]  # here a model must be named

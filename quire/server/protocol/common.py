@@ -260,11 +260,11 @@ class SamplingFields(ApiRequest):
             forms["response_format"] = form
         if self.structured_outputs is not None:
             forms["structured_outputs"] = self.structured_outputs.structured()
-        for name, part in _GUIDED.items():
+        for kind, part in _GUIDED.items():
+            name = f"guided_{kind}"
             value = getattr(self, name)
             if value is not None:
-                given = {part: tuple(value) if isinstance(value, list) else value}
-                forms[name] = structured_output(name, **given)
+                forms[name] = structured_output(name, **{part: tuple(value) if isinstance(value, list) else value})
         if not forms:
             return None, {}
         field, *others = forms
@@ -287,13 +287,8 @@ class SamplingFields(ApiRequest):
         return SamplingParams(**(given | more))
 
 
-_GUIDED = {
-    "guided_json": "json_schema",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-}
-"""vLLM's former way to ask for structure."""
+_GUIDED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+"""vLLM's former way to ask for structure: `guided_json` and so on."""
 _SAME = SamplingFields.model_fields.keys() & SamplingParams.__dataclass_fields__.keys() - {"logit_bias"}
 """Fields that are sampling parameters of the same name."""
 

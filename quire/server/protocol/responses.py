@@ -173,16 +173,12 @@ class ResponsesRequest(common.ApiRequest):
             structured=self._structured(),
         )
         effort = self.reasoning.effort if self.reasoning is not None else None
+        kwargs = None if effort is None else {"reasoning_effort": effort}
+        tools = [common.function_tool(**tool.model_dump(include=TOOL_FIELDS)) for tool in self.tools or ()]
         return GenerationRequest(
             response_id=response_id,
             request_id=request_id,
-            prompts=(
-                ChatPrompt(
-                    self._messages(),
-                    [common.function_tool(**tool.model_dump(include=TOOL_FIELDS)) for tool in self.tools or ()] or None,
-                    template_kwargs=None if effort is None else {"reasoning_effort": effort},
-                ),
-            ),
+            prompts=(ChatPrompt(self._messages(), tools or None, template_kwargs=kwargs),),
             params=params,
             endpoint=self.ENDPOINT,
             stream=bool(self.stream),
