@@ -209,9 +209,9 @@ def test_an_answer_is_taken_apart() -> None:
     reader = AnswerReader(ReasoningSplitter(), HermesParser(), lambda: next(names))
     text = '<think>\nhm</think>\nSure. <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     pieces = [reader.feed(character, False) for character in text] + [reader.feed("", True)]
-    assert "".join(piece.reasoning for piece in pieces) == "hm"
-    assert "".join(piece.content for piece in pieces) == "Sure."
-    calls = [call for piece in pieces for call in piece.tool_calls]
+    assert "".join(reasoning for _, reasoning, _ in pieces) == "hm"
+    assert "".join(content for content, _, _ in pieces) == "Sure."
+    calls = [call for _, _, calls in pieces for call in calls]
     assert (calls[0].id, calls[0].name) == ("call-1", "f")
     assert "".join(call.arguments for call in calls) == '{"a": 1}'
     assert reader.num_calls == 1
@@ -223,16 +223,16 @@ def test_one_call_is_told_if_one_is_wanted() -> None:
     for parallel, expected in ((True, ["f", "f"]), (False, ["f"])):
         reader = AnswerReader(None, HermesParser(), lambda: "id", parallel)
         pieces = [reader.feed(character, False) for character in f"{call}\n{call} Done."] + [reader.feed("", True)]
-        calls = [one for piece in pieces for one in piece.tool_calls]
+        calls = [one for _, _, calls in pieces for one in calls]
         assert [one.name for one in calls if one.name is not None] == expected
         assert "".join(one.arguments for one in calls) == '{"a": 1}' * len(expected)
-        assert "".join(piece.content for piece in pieces).strip() == "Done."
+        assert "".join(content for content, _, _ in pieces).strip() == "Done."
         assert reader.num_calls == len(expected)
     tool = {"type": "function", "function": {"name": "f"}}
     plan = ToolSupport(make_tokenizer(QWEN)).plan([{"role": "user", "content": "Hi"}], [tool], parallel=False)
     prompt = EncodedPrompt((1,), None, False, SamplingParams(), ResolvedTokens(), plan)
-    pieces = [new_reader(prompt, split=True).feed(f"{call}\n{call}", True)]
-    assert [one.name for one in pieces[0].tool_calls] == ["f"]
+    _, _, found = new_reader(prompt, split=True).feed(f"{call}\n{call}", True)
+    assert [one.name for one in found] == ["f"]
 
 
 def test_special_tokens_are_added_to_a_text_unless_not_wanted() -> None:

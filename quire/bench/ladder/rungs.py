@@ -86,12 +86,10 @@ def find_rungs(
     plain = engines.get(kernels="reference", prefix_caching=False, max_num_seqs=max_num_seqs).engine.decoder
     fused = engine(6, "fused kernels")
     is_fused = fused.kernels != plain.kernels.name
+    no_graphs = _no_graphs(engines, is_fused)
+    no_fused = "the C++ kernels could not be built here; install a C++ compiler (g++ or clang++)"
     if engines.device.type == "cuda":
         no_fused = "no kernels but the plain torch ones run on this GPU in this build"
-        no_graphs = "" if is_fused else "needs the fused kernels, which don't run here"
-    else:
-        no_fused = "the C++ kernels could not be built here; install a C++ compiler (g++ or clang++)"
-        no_graphs = f"needs a CUDA GPU; this run is on the {engines.device.type}"
     no_pipeline = "needs a GPU: on a CPU preparing a step and computing one are the same cores' work"
     return [
         loop(1, "naive loop", lambda job, _: generate_naive(plain, job.token_ids, job.max_tokens)),
@@ -107,6 +105,12 @@ def find_rungs(
         else Rung(9, "pipelined steps", missing=no_pipeline),
         Rung(10, "speculation", missing="this build has no drafters"),
     ]
+
+
+def _no_graphs(engines: Engines, is_fused: bool) -> str:
+    if engines.device.type != "cuda":
+        return f"needs a CUDA GPU; this run is on the {engines.device.type}"
+    return "" if is_fused else "needs the fused kernels, which don't run here"
 
 
 def _run_loop(generate: Callable[[Job, list[int]], list[int]], jobs: Sequence[Job], clock: Clock) -> RungRun:
