@@ -91,10 +91,9 @@ class HttpClient:
                 raise HttpError(f"{path}: HTTP {status}: {_message(text)}", status)
             async for piece in connection.body():
                 yield piece
-        except EOFError as error:
-            raise HttpError(f"{self._host}:{self._port}{path}: the server closed the connection") from error
-        except (OSError, TimeoutError, ValueError, asyncio.LimitOverrunError) as error:
-            what = str(error) or type(error).__name__
+        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
+            closed = "the server closed the connection" if isinstance(error, EOFError) else ""
+            what = closed or str(error) or type(error).__name__
             raise HttpError(f"{self._host}:{self._port}{path}: {what}") from error
         finally:
             if connection is not None:

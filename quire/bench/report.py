@@ -134,12 +134,8 @@ def number_text(value: float) -> str:
     """Three significant digits, and no exponents."""
     if value == 0:
         return "0"
-    magnitude = abs(value)
-    if magnitude >= 100:
-        return f"{value:,.0f}"
-    if magnitude >= 10:
-        return f"{value:.1f}"
-    return f"{value:.2f}" if magnitude >= 1 else f"{value:.3f}"
+    decimals = sum(abs(value) < bound for bound in (100, 10, 1))
+    return f"{value:,.{decimals}f}"
 
 
 def _json_cell(cell: Cell) -> dict[str, Any]:

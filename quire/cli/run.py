@@ -167,9 +167,8 @@ def _collect_prompts(given: list[str], file: Path | None) -> list[str]:
         texts = [piped] if piped else []
     if not texts:
         raise InvalidRequestError("PROMPT", 'nothing to answer. Try: quire run "Why is the sky blue?"')
-    for text in texts:
-        if not text.strip():
-            raise InvalidRequestError("PROMPT", "is empty")
+    if not all(text.strip() for text in texts):
+        raise InvalidRequestError("PROMPT", "is empty")
     return texts
 
 

@@ -1,6 +1,7 @@
 """Every step with its result, in order: a bounded ring in memory and, on request, a file of JSON lines.
 
-The file's schema is described in docs/step_log.md; `read_step_log` gives back the values that were written.
+The file's schema is described in docs/step_log.md; `read_step_log` gives back the values that were written. For whoever
+counts (metrics) and logs, a step is told in a few numbers (`StepSummary`).
 """
 
 from __future__ import annotations
@@ -8,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, NamedTuple, TextIO, TypeVar
 
 from quire.errors import InvalidRequestError
 from quire.sampling_params import ResolvedTokens, SamplingParams, StructuredOutput
@@ -181,3 +182,40 @@ def _build(kind: Callable[..., _T], fields: dict[str, Any]) -> _T:
 
 def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+class StepSummary(NamedTuple):
+    """What one step was, for counters and logs."""
+
+    step_id: int
+    now: float
+    num_scheduled: int
+    num_tokens: int
+    num_waiting: int
+    num_running: int
+    num_free_blocks: int
+    num_preempted: int
+    seconds: float
+    """From its being scheduled to its results' arrival."""
+    error: str | None = None
+
+
+def summarize(entry: StepLogEntry) -> StepSummary:
+    step = entry.step
+    return StepSummary(
+        step_id=step.step_id,
+        now=step.now,
+        num_scheduled=len(step.scheduled),
+        num_tokens=step.num_tokens,
+        num_waiting=step.num_waiting,
+        num_running=step.num_running,
+        num_free_blocks=step.num_free_blocks,
+        num_preempted=len(step.preempted),
+        seconds=entry.committed - step.now,
+        error=entry.error,
+    )
+
+
+def describe_steps(steps: Iterable[StepSummary]) -> str:
+    """For the log."""
+    return json.dumps([step._asdict() for step in steps])

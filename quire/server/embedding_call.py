@@ -22,7 +22,7 @@ class EmbeddingCall(EngineCall):
         if update.finish_reason is None:
             return
         if update.pooled is None:
-            self._fail(failure(update))
+            self.fail(failure(update))
             return
         self._unfinished.discard(update.request_id)
         if update.metrics is not None:

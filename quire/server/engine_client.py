@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 from quire.errors import QuireError
 from quire.observe.prometheus import ServerMetrics
-from quire.observe.step_summary import StepSummary, describe_steps
+from quire.observe.step_log import StepSummary, describe_steps
 from quire.server import messages
 from quire.server.config import ServerConfig
 from quire.server.engine_link import EngineLink
@@ -43,16 +43,14 @@ class Listener(Protocol):
 
     def update(self, update: RequestUpdate) -> None: ...
 
-    def lost(self, error: ApiError) -> None:
-        """The engine is gone, and the request with it."""
+    def fail(self, error: ApiError) -> None:
+        """The engine is gone, and the request with it, or an update could not be taken."""
 
 
 class EngineClient:
     """One engine, whichever process it runs in at the moment."""
 
-    def __init__(
-        self, config: ServerConfig, metrics: ServerMetrics | None = None, on_failure: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, config: ServerConfig, metrics: ServerMetrics, on_failure: Callable[[], None]) -> None:
         """`on_failure` is called when the engine could not be started again and again."""
         self._config = config
         self._metrics = metrics
@@ -151,8 +149,6 @@ class EngineClient:
         finally:
             del self._tickets[ticket]
 
-    # Inside
-
     def _live_link(self) -> EngineLink:
         if self._link is None or self.state != "ready":
             raise unavailable()
@@ -179,13 +175,11 @@ class EngineClient:
             self._last_steps.clear()
             self._lose_all(unavailable("the engine failed while computing this request; it is being restarted"))
             await self._link.stop()
-            if self._metrics is not None:
-                self._metrics.restarted()
+            self._metrics.restarted()
             if not await self._restart():
                 self.state = "failed"
                 logger.error("the engine could not be started %d times; giving up", _MOST_FAILED_STARTS)
-                if self._on_failure is not None:
-                    self._on_failure()
+                self._on_failure()
                 return
 
     async def _restart(self) -> bool:
@@ -264,11 +258,10 @@ class EngineClient:
                 # A fault in one request's text must not stop the others'.
                 logger.error("request %s failed on its way back", owner)
                 self.abort([owner])
-                listener.lost(to_api_error(error))
+                listener.fail(to_api_error(error))
         if event.steps:
             self._last_steps.extend(event.steps)
-            if self._metrics is not None:
-                self._metrics.steps(event.steps, event.num_free_blocks)
+            self._metrics.steps(event.steps, event.num_free_blocks)
 
     def _lose_all(self, error: ApiError) -> None:
         listeners = list(self._listeners.values())
@@ -279,7 +272,7 @@ class EngineClient:
             if not future.done():
                 future.set_result(None)
         for listener in dict.fromkeys(listeners):
-            listener.lost(error)
+            listener.fail(error)
 
 
 def unavailable(message: str = "the engine is being restarted; try again in a moment") -> ApiError:

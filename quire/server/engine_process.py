@@ -34,7 +34,7 @@ from quire.errors import EngineError, QuireError
 from quire.frontend.progress import ModelBars
 from quire.models.sources import resolve
 from quire.observe.request_records import describe_request
-from quire.observe.step_summary import StepSummary, describe_steps, summarize
+from quire.observe.step_log import StepSummary, describe_steps, summarize
 from quire.runner.device import pick_device
 from quire.server import messages
 from quire.server.engine_requests import EngineRequests

@@ -21,7 +21,7 @@ from quire.server.errors import ApiError, error_body
 from quire.server.generation import GenerationEvent
 from quire.server.guard import connection
 from quire.server.http_responses import EventStream, JsonResponse, data_event
-from quire.server.protocol.common import ApiRequest
+from quire.server.protocol.common import ApiRequest, SamplingFields
 from quire.server.service import get_service, renamed
 
 RequestT = TypeVar("RequestT", bound=ApiRequest)
@@ -98,7 +98,7 @@ async def answer(request: Request, kind: type[RequestT], writer_kind: type[Write
     service = get_service(request)
     model = service.check_model(body.model)
     body.check_model_limits(service.ready.hidden_size)
-    request_id = connection.name_request(request, body.chosen_request_id)
+    request_id = connection.name_request(request, body.request_id if isinstance(body, SamplingFields) else None)
     try:
         wanted = await connection.convert(request, body.to_generation, connection.new_id(kind.ID_PREFIX), request_id)
     except InvalidRequestError as error:

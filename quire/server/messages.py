@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from quire.observe.step_summary import StepSummary
+from quire.observe.step_log import StepSummary
 from quire.sampling_params import ResolvedTokens
 from quire.step import FinishReason, Pooling, RequestUpdate
 

@@ -24,7 +24,7 @@ from quire.server.errors import ApiError
 from quire.server.generation import GenerationRequest
 from quire.server.guard.admission import Admission
 from quire.server.messages import Ready
-from quire.server.prompts import EncodedPrompt, EngineLimits, PromptEncoder
+from quire.server.prompts import EncodedPrompt, PromptEncoder
 from quire.server.text_call import TextCall
 
 _T = TypeVar("_T")
@@ -141,14 +141,13 @@ class GenerationService:
     async def _encode(self, request: GenerationRequest) -> list[EncodedPrompt]:
         deadline = min(request.params.deadline or self.config.request_seconds, self.config.request_seconds)
         request = replace(request, params=replace(request.params, deadline=deadline))
-        limits = EngineLimits(self.ready.max_model_len, self.ready.vocab_size)
         several = len(request.prompts) > 1
 
         def encode(numbers: range) -> list[EncodedPrompt]:
             encoded = []
             for number in numbers:
                 try:
-                    encoded.append(self.encoder.encode(request, request.prompts[number], limits))
+                    encoded.append(self.encoder.encode(request, request.prompts[number], self.ready))
                 except InvalidRequestError as error:
                     raise renamed(error, request.fields, number if several else None) from None
             return encoded

@@ -19,8 +19,6 @@ from quire.server.guard.connection import request_id_of
 
 logger = logging.getLogger("quire.server.access")
 
-_CLOSE = (b"connection", b"close")
-
 
 class RequestContext:
     """Outermost: gives a request its id, catches what nobody caught, and logs how it went."""
@@ -56,8 +54,7 @@ class RequestContext:
 
     def _log(self, scope: Scope, status: int, seconds: float) -> None:
         state = scope["state"]
-        route = scope.get("route")
-        path: str = getattr(route, "path", "") or "other"  # of known routes only, so that there are few
+        path: str = getattr(scope.get("route"), "path", "") or "other"  # of known routes only, so that there are few
         self._metrics.http_request(path, status)
         fields: dict[str, Any] = {
             "request_id": state["request_id"],
@@ -117,7 +114,7 @@ class BodyLimits:
         async def closing_send(message: Message) -> None:
             if message["type"] == "http.response.start" and not is_read:
                 # Whatever is still to come of the body is not worth reading.
-                message["headers"] = [*message["headers"], _CLOSE]
+                message["headers"] = [*message["headers"], (b"connection", b"close")]
             await send(message)
 
         try:

@@ -68,30 +68,20 @@ class ChatCompletionRequest(common.SamplingFields):
             raise InvalidRequestError("top_logprobs", "needs logprobs to be true")
         self.check_stream()
         structured, fields = self.structured()
-        params = self.sampling_params(
-            max_tokens=self._max_tokens(),
-            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            structured=structured,
-        )
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        params = self.sampling_params(max_tokens=self._max_tokens(), logprobs=logprobs, structured=structured)
         if self.max_completion_tokens is not None:
             fields["max_tokens"] = "max_completion_tokens"
         kwargs = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             kwargs.setdefault("reasoning_effort", self.reasoning_effort)
             fields["chat_template_kwargs.reasoning_effort"] = "reasoning_effort"
+        begins, continues = self.add_generation_prompt, self.continue_final_message
+        prompt = ChatPrompt(self.messages, self.tools, self.documents, kwargs or None, begins, continues)
         return GenerationRequest(
             response_id=response_id,
             request_id=request_id,
-            prompts=(
-                ChatPrompt(
-                    self.messages,
-                    self.tools,
-                    self.documents,
-                    kwargs or None,
-                    self.add_generation_prompt,
-                    self.continue_final_message,
-                ),
-            ),
+            prompts=(prompt,),
             params=params,
             endpoint=self.ENDPOINT,
             stream=bool(self.stream),

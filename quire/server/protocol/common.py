@@ -81,11 +81,6 @@ class ApiRequest(Body):
     def check_model_limits(self, hidden_size: int) -> None:
         """Raises InvalidRequestError for what the model can't do."""
 
-    @property
-    def chosen_request_id(self) -> str | None:
-        """The name that the body itself gives its request."""
-        return None
-
 
 def present(**values: Any) -> dict[str, Any]:
     """Those that are not None."""
@@ -193,6 +188,7 @@ class SamplingFields(ApiRequest):
     response_format: ResponseFormat | None = None
     user: str | None = Field(None, max_length=1024)
     request_id: str | None = Field(None, min_length=1, max_length=128)
+    """The name that the body itself gives its request."""
 
     n: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0)
@@ -239,10 +235,6 @@ class SamplingFields(ApiRequest):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
-
-    @property
-    def chosen_request_id(self) -> str | None:
-        return self.request_id
 
     def check_stream(self) -> None:
         """Raises InvalidRequestError for what needs a stream and for what can't be streamed."""
