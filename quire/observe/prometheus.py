@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
@@ -57,14 +58,11 @@ class ServerMetrics:
         ProcessCollector(registry=registry)  # memory, descriptors and time of the HTTP process
         self._labels = labels = {"model_name": model_name, "engine": "0"}
         names = list(labels)
-        self._gauges = {
-            name: Gauge(name, text, names, registry=registry).labels(**labels) for name, text in _GAUGES.items()
-        }
-        self._counters = {
-            name: Counter(name, text, names, registry=registry).labels(**labels) for name, text in _COUNTERS.items()
-        }
+        common: dict[str, Any] = {"labelnames": names, "registry": registry}
+        self._gauges = {name: Gauge(name, text, **common).labels(**labels) for name, text in _GAUGES.items()}
+        self._counters = {name: Counter(name, text, **common).labels(**labels) for name, text in _COUNTERS.items()}
         self._histograms = {
-            name: Histogram(name, text, names, buckets=buckets, registry=registry).labels(**labels)
+            name: Histogram(name, text, buckets=buckets, **common).labels(**labels)
             for name, (text, buckets) in _HISTOGRAMS.items()
         }
         text = "Answers that came to an end, by reason."

@@ -114,7 +114,11 @@ def encode_entry(entry: StepLogEntry) -> str:
     for item in step["admitted"]:
         item["params"] = encode_params(item["params"])
         item["resolved"] = _fields(item["resolved"])
-    result = None if entry.result is None else _encode_result(entry.result)
+    result: dict[str, Any] | None = None
+    if entry.result is not None:
+        done = entry.result
+        result = {"step_id": done.step_id, "tokens": dict(done.tokens), "errors": dict(done.errors)}
+        result["ended"] = sorted(done.ended)
     line = {"version": VERSION, "step": step, "result": result, "error": entry.error, "committed": entry.committed}
     return json.dumps(line, separators=(",", ":"))
 
@@ -150,15 +154,6 @@ def decode_params(fields: Mapping[str, Any]) -> SamplingParams:
     if "structured" in given:
         given["structured"] = _build(StructuredOutput, given["structured"])
     return _build(SamplingParams, given)
-
-
-def _encode_result(result: StepResult) -> dict[str, Any]:
-    return {
-        "step_id": result.step_id,
-        "tokens": {request_id: list(tokens) for request_id, tokens in result.tokens.items()},
-        "errors": dict(result.errors),
-        "ended": sorted(result.ended),
-    }
 
 
 def _decode_result(item: dict[str, Any]) -> StepResult:

@@ -92,8 +92,7 @@ class PromptEncoder:
         """A chat's tokens alone, for counting."""
         for text in _texts(prompt.messages):
             self.check_size("messages", text)
-        plan = self.tools.plan(prompt.messages, prompt.tools)
-        return self._render(prompt, plan)
+        return self._render(prompt, self.tools.plan(prompt.messages, prompt.tools))
 
     def _encode_chat(self, request: GenerationRequest, prompt: ChatPrompt, limits: Ready) -> EncodedPrompt:
         for text in _texts(prompt.messages):
@@ -129,9 +128,8 @@ class PromptEncoder:
         if prompt.documents and "documents" not in template.source:
             raise InvalidRequestError("documents", "this model's chat template has no place for them")
         if prompt.continue_final_message and prompt.add_generation_prompt:
-            raise InvalidRequestError(
-                "continue_final_message", "begins no new message: set add_generation_prompt to false"
-            )
+            message = "begins no new message: set add_generation_prompt to false"
+            raise InvalidRequestError("continue_final_message", message)
         options: dict[str, Any] = {
             "tools": plan.template_tools,
             "documents": prompt.documents,

@@ -181,7 +181,6 @@ def _bind(config: ServerConfig) -> socket.socket:
         listener.bind((config.host, config.port))
     except OSError as error:
         listener.close()
-        raise QuireError(
-            f"can't listen on {config.host}:{config.port}: {error.strerror}; choose another with --host and --port"
-        ) from None
+        where = f"{config.host}:{config.port}"
+        raise QuireError(f"can't listen on {where}: {error.strerror}; choose another with --host and --port") from None
     return listener

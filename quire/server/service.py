@@ -75,9 +75,8 @@ class GenerationService:
         if name not in self.config.model_names:
             names = ", ".join(self.config.model_names)
             shown = name if len(name) <= 100 else name[:100] + "…"
-            raise ApiError(
-                404, f"model: {shown!r} is not served here; there is: {names}", field="model", code="model_not_found"
-            )
+            message = f"model: {shown!r} is not served here; there is: {names}"
+            raise ApiError(404, message, field="model", code="model_not_found")
         return name
 
     async def start(self, request: GenerationRequest, headers: Mapping[str, str]) -> EngineCall:

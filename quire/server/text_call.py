@@ -122,10 +122,8 @@ class TextCall(EngineCall):
         if answer.reader.is_reasoning:
             self.usage.reasoning_tokens += count
 
-    def _read(
-        self, index: int, reader: AnswerReader, found: RequestDelta | Completion, stop_reason: str | int | None
-    ) -> None:
-        """Makes an event of what is new of a choice, or (best_of) of all of it."""
+    def _read(self, index: int, reader: AnswerReader, found: RequestDelta | Completion, why: str | int | None) -> None:
+        """Makes an event of what is new of a choice, or (best_of) of all of it. `why` it stopped, if it did."""
         pieces = reader.feed(found.text, found.finish_reason is not None)  # content, reasoning, tool calls
         reason = cast(FinishReason | None, found.finish_reason)
         if reason is not None:
@@ -133,7 +131,7 @@ class TextCall(EngineCall):
             reason = "tool_calls" if reader.num_calls and reason == "stop" else reason
             self.record.finish_reasons.append(reason)
         logprobs = found.logprobs or ()
-        self._emit(GenerationEvent(index, found.text, *pieces, found.token_ids, logprobs, reason, stop_reason))
+        self._emit(GenerationEvent(index, found.text, *pieces, found.token_ids, logprobs, reason, why))
 
     def _count_finished(self) -> None:
         params, seconds = self.request.params, time.monotonic() - self._arrival

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 
 from quire.bench.jobs import Job
 from quire.bench.ladder.engines import Engines
@@ -59,9 +59,7 @@ class Rung:
         return f"{self.number} {self.name}"
 
 
-def find_rungs(
-    engines: Engines, jobs: Sequence[Job], max_num_seqs: int, clock: Clock = time.perf_counter
-) -> list[Rung]:
+def find_rungs(engines: Engines, jobs: Sequence[Job], max_num_seqs: int, clock: Clock = perf_counter) -> list[Rung]:
     """All rungs, in order, ready to run `jobs`, at most `max_num_seqs` at once where the rung can do several."""
 
     def loop(number: int, name: str, generate: Callable[[Job, list[int]], list[int]]) -> Rung:

@@ -107,7 +107,11 @@ class BodyLimits:
                 size = len(message.get("body", b""))
                 received += size
                 self._total += size
-                self._check(received)
+                if received > self._max_bytes:
+                    raise self._too_large(received)
+                if self._total > self._max_total:
+                    why = "too many large requests at a time; try again"
+                    raise ApiError(503, why, code="too_busy", retry_after=1.0)
                 is_read = not message.get("more_body", False)
             return message
 
@@ -125,13 +129,6 @@ class BodyLimits:
         finally:
             self._total -= received
 
-    def _check(self, received: int) -> None:
-        if received > self._max_bytes:
-            raise self._too_large(received)
-        if self._total > self._max_total:
-            raise ApiError(503, "too many large requests at a time; try again", code="too_busy", retry_after=1.0)
-
     def _too_large(self, size: int) -> ApiError:
-        return ApiError(
-            413, f"the body has {size} bytes or more; at most {self._max_bytes} are accepted (--max-body-size)"
-        )
+        most = f"at most {self._max_bytes} are accepted (--max-body-size)"
+        return ApiError(413, f"the body has {size} bytes or more; {most}")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from quire.errors import InvalidRequestError
-from quire.sampling_params import SamplingParams, StructuredOutput
+from quire.sampling_params import SamplingParams
 from quire.server.generation import ChatPrompt, GenerationRequest, NamedTool, ToolChoice
 from quire.server.protocol import common
 from quire.server.protocol.unions import LIST, TEXT, TEXT_OR_LIST, by_type, kind
@@ -165,12 +165,14 @@ class ResponsesRequest(common.ApiRequest):
             raise InvalidRequestError("top_logprobs", f"needs {LOGPROBS!r} in include")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options", "needs stream to be true")
+        wanted = self.text.format if self.text is not None else None
+        schema = wanted.schema_ if wanted is not None and wanted.type == "json_schema" else None
         params = SamplingParams(
             max_tokens=self.max_output_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
-            structured=self._structured(),
+            structured=None if wanted is None else common.json_output(wanted.type, schema, "text.format.schema"),
         )
         effort = self.reasoning.effort if self.reasoning is not None else None
         kwargs = None if effort is None else {"reasoning_effort": effort}
@@ -190,13 +192,6 @@ class ResponsesRequest(common.ApiRequest):
             notes=common.present(user=self.user, safety_identifier=self.safety_identifier, metadata=self.metadata),
         )
 
-    def _structured(self) -> StructuredOutput | None:
-        wanted = self.text.format if self.text is not None else None
-        if wanted is None:
-            return None
-        schema = wanted.schema_ if wanted.type == "json_schema" else None
-        return common.json_output(wanted.type, schema, "text.format.schema")
-
     def _tool_choice(self) -> ToolChoice:
         if isinstance(self.tool_choice, FunctionChoice):
             return NamedTool(self.tool_choice.name)
@@ -208,15 +203,11 @@ class ResponsesRequest(common.ApiRequest):
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
-        if isinstance(self.input, str):
-            if not self.input.strip():
-                raise InvalidRequestError("input", "is empty")
-            messages.append({"role": "user", "content": self.input})
-        elif not self.input:
+        if not (self.input.strip() if isinstance(self.input, str) else self.input):
             raise InvalidRequestError("input", "is empty")
-        else:
-            messages += _from_items(self.input)
-        return messages
+        if isinstance(self.input, str):
+            return [*messages, {"role": "user", "content": self.input}]
+        return messages + _from_items(self.input)
 
 
 def _from_items(items: Sequence[Item]) -> list[dict[str, Any]]:
