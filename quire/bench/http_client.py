@@ -91,10 +91,9 @@ class HttpClient:
                 raise HttpError(f"{path}: HTTP {status}: {_message(text)}", status)
             async for piece in connection.body():
                 yield piece
-        except EOFError as error:
-            raise HttpError(f"{self._host}:{self._port}{path}: the server closed the connection") from error
-        except (OSError, TimeoutError, ValueError, asyncio.LimitOverrunError) as error:
-            what = str(error) or type(error).__name__
+        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
+            closed = "the server closed the connection" if isinstance(error, EOFError) else ""
+            what = closed or str(error) or type(error).__name__
             raise HttpError(f"{self._host}:{self._port}{path}: {what}") from error
         finally:
             if connection is not None:
@@ -162,7 +161,7 @@ class _Connection:
                 whole = await self._reader.readexactly(int(self._headers["content-length"]))
             yield whole
         else:
-            while piece := await self._any():
+            while piece := await asyncio.wait_for(self._reader.read(_READ_SIZE), self._timeout):
                 yield piece
             return
         self.is_reusable = self._keeps_alive
@@ -175,10 +174,6 @@ class _Connection:
             while await self._reader.readuntil(b"\r\n") != b"\r\n":  # trailers
                 pass
             return b""
-
-    async def _any(self) -> bytes:
-        async with asyncio.timeout(self._timeout):
-            return await self._reader.read(_READ_SIZE)
 
 
 def _message(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import platform
@@ -23,6 +24,9 @@ def report_facts(device: torch.device | None = None, program: str = "quire") -> 
     another process computes."""
     memory = format_bytes(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     threads = versions = gpu = ""
+    load = "unknown"
+    with contextlib.suppress(OSError):
+        load = f"{os.getloadavg()[0]:.1f}"
     if device is not None:
         import torch
 
@@ -34,7 +38,7 @@ def report_facts(device: torch.device | None = None, program: str = "quire") -> 
         "machine": f"{_processor()}, {os.cpu_count()} cores, {threads}{memory} memory{gpu}, {platform.system()}",
         "versions": f"quire {__version__}, {versions}Python {platform.python_version()}",
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "load average before": _load_average(),
+        "load average before": load,
     }
 
 
@@ -50,13 +54,6 @@ def command_line(arguments: Sequence[str], program: str = "quire") -> str:
         elif argument.partition("=")[0] not in left_out:
             kept.append(argument)
     return f"{program} {shlex.join(kept)}".strip()
-
-
-def _load_average() -> str:
-    try:
-        return f"{os.getloadavg()[0]:.1f}"
-    except OSError:
-        return "unknown"
 
 
 def _processor() -> str:

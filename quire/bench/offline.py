@@ -48,10 +48,8 @@ def token_source(llm: LLM, seed: int = 0) -> TokenSource:
 
 def run_together(llm: LLM, jobs: Sequence[Job], salt: str | None = None) -> list[RequestOutput]:
     """All jobs in one call. With a new `salt` nothing is found in the prefix cache: a cold start."""
-    params = [
-        SamplingParams(temperature=0, max_tokens=job.max_tokens, ignore_eos=True, cache_salt=salt) for job in jobs
-    ]
-    outputs = llm.generate([job.token_ids for job in jobs], params, progress=False)
+    each = [SamplingParams(temperature=0, max_tokens=job.max_tokens, ignore_eos=True, cache_salt=salt) for job in jobs]
+    outputs = llm.generate([job.token_ids for job in jobs], each, progress=False)
     for output in outputs:
         if output.error is not None:
             raise EngineError(f"a request of the benchmark failed: {output.error}")

@@ -137,15 +137,13 @@ class Vllm:
         dtype = str(setting.dtype).removeprefix("torch.")
         path = str(resolve(setting.model).path)
         # Not the nine tenths of the GPU it would take by itself: Quire is to fit beside it.
-        self._model = vllm.LLM(
-            model=path, dtype=dtype, max_model_len=setting.max_model_len, gpu_memory_utilization=0.45
-        )
+        self._llm = vllm.LLM(model=path, dtype=dtype, max_model_len=setting.max_model_len, gpu_memory_utilization=0.45)
         self.name = f"vLLM {vllm.__version__}, all at once"
 
     def run(self, jobs: Sequence[Job]) -> list[tuple[int, ...]]:
         params = [self._vllm.SamplingParams(temperature=0, max_tokens=job.max_tokens, ignore_eos=True) for job in jobs]
         prompts = [{"prompt_token_ids": list(job.token_ids)} for job in jobs]
-        outputs = self._model.generate(prompts, params, use_tqdm=False)
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
         return [tuple(output.outputs[0].token_ids) for output in outputs]
 
 

@@ -89,15 +89,10 @@ class Report:
         return "\n".join(lines) + "\n"
 
     def json(self) -> str:
-        tables = [
-            {
-                "title": table.title,
-                "note": table.note,
-                "columns": table.columns,
-                "rows": [[_json_cell(cell) for cell in row] for row in table.rows],
-            }
-            for table in self.tables
-        ]
+        tables = []
+        for table in self.tables:
+            rows = [[_json_cell(cell) for cell in row] for row in table.rows]
+            tables.append({"title": table.title, "note": table.note, "columns": table.columns, "rows": rows})
         whole = {"title": self.title, "facts": dict(self.facts), **self.figures, "tables": tables}
         return json.dumps(whole, indent=1, ensure_ascii=False)
 
@@ -139,12 +134,8 @@ def number_text(value: float) -> str:
     """Three significant digits, and no exponents."""
     if value == 0:
         return "0"
-    magnitude = abs(value)
-    if magnitude >= 100:
-        return f"{value:,.0f}"
-    if magnitude >= 10:
-        return f"{value:.1f}"
-    return f"{value:.2f}" if magnitude >= 1 else f"{value:.3f}"
+    decimals = sum(abs(value) < bound for bound in (100, 10, 1))
+    return f"{value:,.{decimals}f}"
 
 
 def _json_cell(cell: Cell) -> dict[str, Any]:

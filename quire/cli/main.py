@@ -9,8 +9,7 @@ import typer
 
 from quire.cli import bench
 from quire.cli.chat import chat
-from quire.cli.models import models
-from quire.cli.pull import pull
+from quire.cli.models import models, pull
 from quire.cli.run import run
 from quire.cli.serve import serve
 from quire.engine.gc_pauses import full_collections_put_off

@@ -1,9 +1,14 @@
-"""`quire models`: what is on this machine."""
+"""`quire models` and `quire pull`: the models on this machine, and how one gets there."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from rich.console import Console
 from rich.table import Table
+from typer import Argument
+
+from quire.frontend.progress import ModelBars
 
 
 def models() -> None:
@@ -23,3 +28,19 @@ def models() -> None:
     missing = [alias for alias in ALIASES if alias not in {model.name for model in found}]
     if missing:
         print(f"Not here yet: {', '.join(missing)}. Fetch with: quire pull {missing[0]}")
+
+
+def pull(
+    model: Annotated[str, Argument(metavar="MODEL", help="An alias (smollm2) or a Hugging Face id (org/name).")],
+) -> None:
+    """Fetch a model, so that it runs without network later.
+
+    \b
+    quire pull smollm2
+    quire pull Qwen/Qwen3-0.6B
+    """
+    from quire.models.sources import resolve
+
+    with ModelBars(model) as bars:
+        source = resolve(model, progress=bars("download"))
+    print(f"{model}: {source.path} ({source.origin})")

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
+from typer import Option
 
 DEFAULT_MODEL = "smollm2"
 
 Model = Annotated[
     str,
-    typer.Option(
+    Option(
         "--model", "-m", metavar="M", help="An alias (smollm2), a folder, a .gguf file or a Hugging Face id (org/name)."
     ),
 ]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", metavar="N", help="At most this many new tokens.")]
-Temperature = Annotated[
-    float, typer.Option(metavar="T", help="0 always takes the most likely token; higher is more varied.")
-]
-TopK = Annotated[int, typer.Option(metavar="K", help="Choose among the K most likely tokens; 0: all.")]
-TopP = Annotated[float, typer.Option(metavar="P", help="Choose among the tokens that make up probability P.")]
-Seed = Annotated[
-    int, typer.Option(metavar="S", help="The same prompt and seed always give the same answer; try another.")
-]
-Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda[:i]", help="Where to compute.")]
+MaxTokens = Annotated[int, Option("--max-tokens", "-n", metavar="N", help="At most this many new tokens.")]
+Temperature = Annotated[float, Option(metavar="T", help="0 always takes the most likely token; higher is more varied.")]
+TopK = Annotated[int, Option(metavar="K", help="Choose among the K most likely tokens; 0: all.")]
+TopP = Annotated[float, Option(metavar="P", help="Choose among the tokens that make up probability P.")]
+Seed = Annotated[int, Option(metavar="S", help="The same prompt and seed always give the same answer; try another.")]
+Device = Annotated[str, Option(metavar="auto|cpu|cuda[:i]", help="Where to compute.")]
 Dtype = Annotated[
-    str, typer.Option(metavar="auto|float32|bfloat16|float16", help="Number format; auto: the fastest on the device.")
+    str, Option(metavar="auto|float32|bfloat16|float16", help="Number format; auto: the fastest on the device.")
 ]
-System = Annotated[str | None, typer.Option(metavar="TEXT", help="A system message for chat models.")]
+System = Annotated[str | None, Option(metavar="TEXT", help="A system message for chat models.")]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from quire.cli import options
 from quire.cli.terminal import AnswerPrinter, say
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def run(
-    prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="What to answer.")] = None,
+    prompts: Annotated[list[str] | None, Argument(metavar="[PROMPT]...", help="What to answer.")] = None,
     model: options.Model = options.DEFAULT_MODEL,
     max_tokens: options.MaxTokens = 256,
     temperature: options.Temperature = 0.7,
@@ -35,15 +35,13 @@ def run(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     system: options.System = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")] = False,
-    file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Take further prompts from a file, one per line.")
-    ] = None,
+    raw: Annotated[bool, Option("--raw", help="Continue the text as it is, without a chat template.")] = False,
+    file: Annotated[Path | None, Option(metavar="FILE", help="Take further prompts from a file, one per line.")] = None,
     priority: Annotated[
         list[int] | None,
-        typer.Option(metavar="P", help="Lower goes first. Once for all prompts, or once per prompt in their order."),
+        Option(metavar="P", help="Lower goes first. Once for all prompts, or once per prompt in their order."),
     ] = None,
-    json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt.")] = False,
+    json_lines: Annotated[bool, Option("--json", help="Print one JSON object per prompt.")] = False,
 ) -> None:
     """Answer one or more prompts. Several are computed as one batch.
 
@@ -167,9 +165,8 @@ def _collect_prompts(given: list[str], file: Path | None) -> list[str]:
         texts = [piped] if piped else []
     if not texts:
         raise InvalidRequestError("PROMPT", 'nothing to answer. Try: quire run "Why is the sky blue?"')
-    for text in texts:
-        if not text.strip():
-            raise InvalidRequestError("PROMPT", "is empty")
+    if not all(text.strip() for text in texts):
+        raise InvalidRequestError("PROMPT", "is empty")
     return texts
 
 

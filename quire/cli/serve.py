@@ -5,47 +5,72 @@ from __future__ import annotations
 import importlib
 import os
 from pathlib import Path
+from typing import Annotated
 
 import typer
+from typer import Option
 
 from quire.cli import options
-from quire.cli import serve_options as server_options
 from quire.config import parse_bytes
 from quire.errors import InvalidRequestError, QuireError
+
+_KEY_VARIABLE = "QUIRE_API_KEY"
+_KEY_HELP = f"A key clients must send. Repeat for several; also from {_KEY_VARIABLE}, separated by commas."
+_CACHE_HELP = "Memory for keys and values: 2GiB, or a fraction of what is free; default 0.25 on a CPU, 0.9 on a GPU."
 
 
 def serve(
     model: options.Model = options.DEFAULT_MODEL,
-    host: server_options.Host = "127.0.0.1",
-    port: server_options.Port = 8000,
-    served_model_name: server_options.ServedModelName = None,
-    api_key: server_options.ApiKey = None,
-    api_key_file: server_options.ApiKeyFile = None,
+    host: Annotated[str, Option(metavar="H", help="Address to listen on; 0.0.0.0 is all.")] = "127.0.0.1",
+    port: Annotated[int, Option(metavar="P", help="Port to listen on; 0 takes a free one.")] = 8000,
+    served_model_name: Annotated[
+        list[str] | None, Option(metavar="NAME", help="What clients call the model. Repeat for several.")
+    ] = None,
+    api_key: Annotated[list[str] | None, Option(metavar="KEY", help=_KEY_HELP)] = None,
+    api_key_file: Annotated[Path | None, Option(metavar="FILE", help="Further keys, one per line.")] = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
-    max_model_len: server_options.MaxModelLen = None,
-    max_num_seqs: server_options.MaxNumSeqs = None,
-    max_batched_tokens: server_options.MaxBatchedTokens = None,
-    kv_cache_memory: server_options.KvCacheMemory = None,
-    host_cache_memory: server_options.HostCacheMemory = "0",
-    prefix_caching: server_options.PrefixCaching = True,
-    policy: server_options.Policy = "fcfs",
-    step_log: server_options.StepLog = None,
-    max_queued_requests: server_options.MaxQueuedRequests = 256,
-    max_queued_tokens: server_options.MaxQueuedTokens = 1_000_000,
-    request_timeout: server_options.RequestTimeout = 600.0,
-    queue_timeout: server_options.QueueTimeout = 120.0,
-    drain_timeout: server_options.DrainTimeout = 60.0,
-    stall_timeout: server_options.StallTimeout = 30.0,
-    hang_timeout: server_options.HangTimeout = 120.0,
-    max_body_size: server_options.MaxBodySize = "4MiB",
-    cors_origin: server_options.CorsOrigin = None,
-    allowed_host: server_options.AllowedHost = None,
-    tls_cert: server_options.TlsCert = None,
-    tls_key: server_options.TlsKey = None,
-    otlp_traces_endpoint: server_options.OtlpTracesEndpoint = None,
-    log_format: server_options.LogFormat = "human",
-    log_level: server_options.LogLevel = "info",
+    max_model_len: Annotated[
+        int | None, Option(metavar="N", help="Longest sequence, prompt and answer; default: the model's own.")
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, Option(metavar="N", help="Answers computed at once; default 64 on a CPU, 256 on a GPU.")
+    ] = None,
+    max_batched_tokens: Annotated[
+        int | None, Option(metavar="N", help="Tokens computed in one step; default 512 on a CPU, 8192 on a GPU.")
+    ] = None,
+    kv_cache_memory: Annotated[str | None, Option(metavar="M", help=_CACHE_HELP)] = None,
+    host_cache_memory: Annotated[
+        str, Option(metavar="M", help="Host memory below the prefix cache, such as 4GiB; 0: none.")
+    ] = "0",
+    prefix_caching: Annotated[bool, Option(help="Share the computed blocks of equal prefixes.")] = True,
+    policy: Annotated[str, Option(metavar="fcfs|priority", help="Who goes first.")] = "fcfs",
+    step_log: Annotated[Path | None, Option(metavar="FILE", help="Write every step to this file.")] = None,
+    max_queued_requests: Annotated[
+        int, Option(metavar="N", help="Answers that may wait; beyond, clients get 429.")
+    ] = 256,
+    max_queued_tokens: Annotated[int, Option(metavar="N", help="Prompt tokens that may wait.")] = 1_000_000,
+    request_timeout: Annotated[float, Option(metavar="S", help="Seconds a request may take.")] = 600.0,
+    queue_timeout: Annotated[float, Option(metavar="S", help="Seconds a request may wait to begin.")] = 120.0,
+    drain_timeout: Annotated[float, Option(metavar="S", help="Seconds requests get after SIGTERM.")] = 60.0,
+    stall_timeout: Annotated[float, Option(metavar="S", help="Seconds without progress before /ready says no.")] = 30.0,
+    hang_timeout: Annotated[
+        float, Option(metavar="S", help="Seconds without progress before the engine is restarted.")
+    ] = 120.0,
+    max_body_size: Annotated[str, Option(metavar="M", help="Largest request body.")] = "4MiB",
+    cors_origin: Annotated[
+        list[str] | None, Option(metavar="URL", help="Let web pages of this origin in. Repeat for several.")
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None, Option(metavar="NAME", help="Serve only this Host header. Repeat for several.")
+    ] = None,
+    tls_cert: Annotated[Path | None, Option(metavar="FILE", help="Certificate (PEM): serve HTTPS.")] = None,
+    tls_key: Annotated[Path | None, Option(metavar="FILE", help="The certificate's key (PEM).")] = None,
+    otlp_traces_endpoint: Annotated[
+        str | None, Option(metavar="URL", help="Send spans of requests there: http://localhost:4318/v1/traces.")
+    ] = None,
+    log_format: Annotated[str, Option(metavar="human|json", help="How the log is written.")] = "human",
+    log_level: Annotated[str, Option(metavar="debug|info|warning|error", help="What is logged.")] = "info",
 ) -> None:
     """Serve a model over HTTP, for clients of OpenAI's and Anthropic's APIs.
 
@@ -106,7 +131,7 @@ def _check_installed() -> None:
 
 
 def _keys(given: list[str], file: Path | None) -> tuple[str, ...]:
-    variable = os.environ.get(server_options.KEY_VARIABLE, "")
+    variable = os.environ.get(_KEY_VARIABLE, "")
     keys = [*given, *filter(None, (key.strip() for key in variable.split(",")))]
     if file is not None:
         try:

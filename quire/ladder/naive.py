@@ -9,10 +9,7 @@ from quire.models.decoder import Decoder
 
 
 def generate_naive(
-    decoder: Decoder,
-    prompt: Sequence[int],
-    max_new_tokens: int,
-    on_token: Callable[[int], None] | None = None,
+    decoder: Decoder, prompt: Sequence[int], max_new_tokens: int, on_token: Callable[[int], None] | None = None
 ) -> list[int]:
     """A greedy answer of `max_new_tokens` tokens; `on_token` gets each as it comes.
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
-from quire.observe.step_summary import StepSummary
+from quire.observe.step_log import StepSummary
 from quire.step import RequestMetrics
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -57,14 +58,11 @@ class ServerMetrics:
         ProcessCollector(registry=registry)  # memory, descriptors and time of the HTTP process
         self._labels = labels = {"model_name": model_name, "engine": "0"}
         names = list(labels)
-        self._gauges = {
-            name: Gauge(name, text, names, registry=registry).labels(**labels) for name, text in _GAUGES.items()
-        }
-        self._counters = {
-            name: Counter(name, text, names, registry=registry).labels(**labels) for name, text in _COUNTERS.items()
-        }
+        common: dict[str, Any] = {"labelnames": names, "registry": registry}
+        self._gauges = {name: Gauge(name, text, **common).labels(**labels) for name, text in _GAUGES.items()}
+        self._counters = {name: Counter(name, text, **common).labels(**labels) for name, text in _COUNTERS.items()}
         self._histograms = {
-            name: Histogram(name, text, names, buckets=buckets, registry=registry).labels(**labels)
+            name: Histogram(name, text, buckets=buckets, **common).labels(**labels)
             for name, (text, buckets) in _HISTOGRAMS.items()
         }
         text = "Answers that came to an end, by reason."

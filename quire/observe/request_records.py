@@ -9,25 +9,31 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from quire.engine import SchedulerConfig, Step
-from quire.step import Admission, StepLogEntry
+from quire.engine import SchedulerConfig
+from quire.step import StepLogEntry
 
 _MOST_STEPS = 1000
 """Steps looked at for company: the engine waits while one is described."""
 _MOST_COMPANIONS = 50
 
 
-def describe_request(
-    entries: Sequence[StepLogEntry], request_id: str, config: SchedulerConfig
-) -> dict[str, Any] | None:
+def describe_request(log: Sequence[StepLogEntry], request_id: str, config: SchedulerConfig) -> dict[str, Any] | None:
     """What the log says about a request and its answers (`request_id/0`, …); None if it is not there."""
     trails: dict[str, _Trail] = {}
-    for entry in entries:
+    for entry in log:
         step = entry.step
         for admission in step.admitted:
             if _belongs(admission.request_id, request_id):
                 trail = trails.setdefault(admission.request_id, _Trail(admission.arrival, admission.num_prompt_tokens))
-                trail.admit(step, admission)
+                trail.admissions.append(
+                    {
+                        "step": step.step_id,
+                        "time": round(step.now - admission.arrival, 6),
+                        "row": admission.row,
+                        "cached_tokens": admission.num_cached_tokens,
+                        "host_tokens": admission.num_host_tokens,
+                    }
+                )
         for preemption in step.preempted:
             if preemption.request_id in trails:
                 what = {"step": step.step_id, "kind": preemption.kind, "why": preemption.why}
@@ -39,7 +45,7 @@ def describe_request(
         if trails:
             _follow(entry, trails)
     for trail in trails.values():
-        trail.explain_wait(entries, config)
+        trail.explain_wait(log, config)
     if not trails:
         return None
     return {"request_id": request_id, "answers": [trail.describe(name) for name, trail in sorted(trails.items())]}
@@ -61,17 +67,6 @@ class _Trail:
     first_token: float | None = None
     failure: str | None = None
     companions: Counter[str] = field(default_factory=Counter)
-
-    def admit(self, step: Step, admission: Admission) -> None:
-        self.admissions.append(
-            {
-                "step": step.step_id,
-                "time": round(step.now - admission.arrival, 6),
-                "row": admission.row,
-                "cached_tokens": admission.num_cached_tokens,
-                "host_tokens": admission.num_host_tokens,
-            }
-        )
 
     def explain_wait(self, entries: Sequence[StepLogEntry], config: SchedulerConfig) -> None:
         """What it waited for in the steps between its arrival and its first admission."""

@@ -1,6 +1,7 @@
 """Every step with its result, in order: a bounded ring in memory and, on request, a file of JSON lines.
 
-The file's schema is described in docs/step_log.md; `read_step_log` gives back the values that were written.
+The file's schema is described in docs/step_log.md; `read_step_log` gives back the values that were written. For whoever
+counts (metrics) and logs, a step is told in a few numbers (`StepSummary`).
 """
 
 from __future__ import annotations
@@ -8,24 +9,23 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, NamedTuple, TextIO, TypeVar
 
 from quire.errors import InvalidRequestError
 from quire.sampling_params import ResolvedTokens, SamplingParams, StructuredOutput
-from quire.step import (
-    Admission,
-    BlockCopy,
-    Finished,
-    Preemption,
-    ScheduledRequest,
-    Step,
-    StepLogEntry,
-    StepResult,
-)
+from quire.step import Admission, BlockCopy, Finished, Preemption, ScheduledRequest, Step, StepLogEntry, StepResult
 
 VERSION = 4
+_RECORDS: Mapping[str, Callable[..., Any]] = {
+    "scheduled": ScheduledRequest,
+    "admitted": Admission,
+    "preempted": Preemption,
+    "finished": Finished,
+    "copies": BlockCopy,
+}
+"""What a step has tuples of."""
 _DEFAULT_PARAMS = SamplingParams()
 _T = TypeVar("_T")
 
@@ -110,19 +110,16 @@ def read_step_log(path: Path) -> list[StepLogEntry]:
 
 def encode_entry(entry: StepLogEntry) -> str:
     """One line of the file, without its end."""
-    step = {
-        field.name: getattr(entry.step, field.name)
-        for field in dataclasses.fields(entry.step)
-        if field.name not in ("scheduled", "copies", "admitted", "preempted", "finished")
-    }
-    step["scheduled"] = [item._asdict() for item in entry.step.scheduled]
-    step["admitted"] = [_encode_admission(item) for item in entry.step.admitted]
-    step["preempted"] = [dataclasses.asdict(item) for item in entry.step.preempted]
-    step["finished"] = [dataclasses.asdict(item) for item in entry.step.finished]
-    step["copies"] = [item._asdict() for item in entry.step.copies]
-    result = None if entry.result is None else _encode_result(entry.result)
-    line = {"version": VERSION, "step": step, "result": result, "error": entry.error}
-    line["committed"] = entry.committed
+    step = _fields(entry.step) | {name: [_fields(one) for one in getattr(entry.step, name)] for name in _RECORDS}
+    for item in step["admitted"]:
+        item["params"] = encode_params(item["params"])
+        item["resolved"] = _fields(item["resolved"])
+    result: dict[str, Any] | None = None
+    if entry.result is not None:
+        done = entry.result
+        result = {"step_id": done.step_id, "tokens": dict(done.tokens), "errors": dict(done.errors)}
+        result["ended"] = sorted(done.ended)
+    line = {"version": VERSION, "step": step, "result": result, "error": entry.error, "committed": entry.committed}
     return json.dumps(line, separators=(",", ":"))
 
 
@@ -133,31 +130,21 @@ def decode_entry(line: str) -> StepLogEntry:
         version = data.get("version") if isinstance(data, dict) else None
         raise ValueError(f"not a step log of version {VERSION} (found {version!r})")
     step = dict(data["step"])
-    for name, kind in (
-        ("scheduled", ScheduledRequest),
-        ("preempted", Preemption),
-        ("finished", Finished),
-        ("copies", BlockCopy),
-    ):
+    for item in step["admitted"]:
+        item["params"] = decode_params(item["params"])
+        item["resolved"] = _build(ResolvedTokens, item["resolved"])
+    for name, kind in _RECORDS.items():
         step[name] = tuple(_build(kind, item) for item in step[name])
-    step["admitted"] = tuple(_decode_admission(item) for item in step["admitted"])
     result = None if data["result"] is None else _decode_result(data["result"])
     return StepLogEntry(Step(**step), result, data["error"], data["committed"])
 
 
-def _encode_admission(admission: Admission) -> dict[str, Any]:
-    item = {field.name: getattr(admission, field.name) for field in dataclasses.fields(admission)}
-    item["params"] = encode_params(admission.params)
-    item["resolved"] = dataclasses.asdict(admission.resolved)
-    return item
-
-
 def encode_params(params: SamplingParams) -> dict[str, Any]:
     """The parameters that differ from their defaults, in plain types; without logits processors: those are code."""
-    given = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+    given = _fields(params)
     del given["logits_processors"]
     if params.structured is not None:
-        given["structured"] = dataclasses.asdict(params.structured)
+        given["structured"] = _fields(params.structured)
     return {name: value for name, value in given.items() if value != getattr(_DEFAULT_PARAMS, name)}
 
 
@@ -169,20 +156,6 @@ def decode_params(fields: Mapping[str, Any]) -> SamplingParams:
     return _build(SamplingParams, given)
 
 
-def _decode_admission(item: dict[str, Any]) -> Admission:
-    resolved = _build(ResolvedTokens, item["resolved"])
-    return _build(Admission, {**item, "params": decode_params(item["params"]), "resolved": resolved})
-
-
-def _encode_result(result: StepResult) -> dict[str, Any]:
-    return {
-        "step_id": result.step_id,
-        "tokens": {request_id: list(tokens) for request_id, tokens in result.tokens.items()},
-        "errors": dict(result.errors),
-        "ended": sorted(result.ended),
-    }
-
-
 def _decode_result(item: dict[str, Any]) -> StepResult:
     return StepResult(
         step_id=item["step_id"],
@@ -192,6 +165,11 @@ def _decode_result(item: dict[str, Any]) -> StepResult:
     )
 
 
+def _fields(record: Any) -> dict[str, Any]:
+    """Of a dataclass or a named tuple."""
+    return {name: getattr(record, name) for name in getattr(record, "_fields", None) or record.__dataclass_fields__}
+
+
 def _build(kind: Callable[..., _T], fields: dict[str, Any]) -> _T:
     """Lists become tuples again: no record holds a list."""
     return kind(**{key: _tuples(value) for key, value in fields.items()})
@@ -199,3 +177,40 @@ def _build(kind: Callable[..., _T], fields: dict[str, Any]) -> _T:
 
 def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+class StepSummary(NamedTuple):
+    """What one step was, for counters and logs."""
+
+    step_id: int
+    now: float
+    num_scheduled: int
+    num_tokens: int
+    num_waiting: int
+    num_running: int
+    num_free_blocks: int
+    num_preempted: int
+    seconds: float
+    """From its being scheduled to its results' arrival."""
+    error: str | None = None
+
+
+def summarize(entry: StepLogEntry) -> StepSummary:
+    step = entry.step
+    return StepSummary(
+        step_id=step.step_id,
+        now=step.now,
+        num_scheduled=len(step.scheduled),
+        num_tokens=step.num_tokens,
+        num_waiting=step.num_waiting,
+        num_running=step.num_running,
+        num_free_blocks=step.num_free_blocks,
+        num_preempted=len(step.preempted),
+        seconds=entry.committed - step.now,
+        error=entry.error,
+    )
+
+
+def describe_steps(steps: Iterable[StepSummary]) -> str:
+    """For the log."""
+    return json.dumps([step._asdict() for step in steps])

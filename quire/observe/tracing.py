@@ -167,13 +167,9 @@ class _RequestTrace(Trace):
     def _latencies(self, now: float) -> dict[str, float]:
         """Of the answer that was first, under vLLM's names."""
         found = {"gen_ai.latency.e2e": now - self._arrival}
+        spans = [span for answer in self._answers.values() for span in answer.spans(self._arrival, now)]
         for part, key in (("queue", "time_in_queue"), ("first_token", "time_to_first_token")):
-            ends = [
-                end
-                for answer in self._answers.values()
-                for name, _, end in answer.spans(self._arrival, now)
-                if name == part
-            ]
+            ends = [end for name, _, end in spans if name == part]
             if ends:
                 found[f"gen_ai.latency.{key}"] = min(ends) - self._arrival
         return found

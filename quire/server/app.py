@@ -16,9 +16,7 @@ from quire.server.guard.limits import BodyLimits, RequestContext
 from quire.server.routes import anthropic, chat, completions, embeddings, information, responses, tokenize
 from quire.server.service import GenerationService
 
-ROUTERS = tuple(
-    module.router for module in (chat, completions, responses, anthropic, embeddings, tokenize, information)
-)
+ROUTERS = tuple(one.router for one in (chat, completions, responses, anthropic, embeddings, tokenize, information))
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "Something is wrong with the request; the message says what."},
     "5XX": {"description": "The server could not do it; the log says why, under the request id."},

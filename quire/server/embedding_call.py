@@ -18,14 +18,11 @@ class EmbeddingCall(EngineCall):
     def _prepare(self, number: int, request_id: str) -> Sequence[str]:
         return (request_id,)
 
-    def _seed(self, number: int) -> int:
-        return 0
-
     def _take(self, update: RequestUpdate) -> None:
         if update.finish_reason is None:
             return
         if update.pooled is None:
-            self._fail(failure(update))
+            self.fail(failure(update))
             return
         self._unfinished.discard(update.request_id)
         if update.metrics is not None:

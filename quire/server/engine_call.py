@@ -15,6 +15,7 @@ iteration, for what goes wrong later (engine lost, deadline). A call must be end
 from __future__ import annotations
 
 import asyncio
+import secrets
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -49,7 +50,6 @@ class EngineCall(ABC):
         self,
         request: GenerationRequest,
         prompts: Sequence[EncodedPrompt],
-        *,
         tokenizer: Tokenizer,
         client: EngineClient,
         config: ServerConfig,
@@ -74,19 +74,18 @@ class EngineCall(ABC):
         self._queue_seconds = config.queue_seconds
         self._max_buffered = config.max_buffered_tokens if request.stream else None
         self._arrival = time.monotonic()
+        seed = request.params.seed
+        self._seeds = [secrets.randbits(64) if seed is None else seed for _ in prompts]
+        """For the answers to each prompt."""
+        self._request_ids = [f"{request.response_id}.{number}" for number in range(len(prompts))]
         if len(prompts) == 1:
             self._request_ids = [request.response_id]
-        else:
-            self._request_ids = [f"{request.response_id}.{number}" for number in range(len(prompts))]
         self._waiting = deque(range(len(prompts)))
         """Prompts the engine was not given yet."""
         self._undecided: set[str] = set()
         """Requests the engine has neither accepted nor refused."""
-        self._prompt_of: dict[str, int] = {}
-        """By the name of an answer."""
         self._names = [self._prepare(number, name) for number, name in enumerate(self._request_ids)]
-        for number, names in enumerate(self._names):
-            self._prompt_of.update(dict.fromkeys(names, number))
+        self._prompt_of = {name: number for number, names in enumerate(self._names) for name in names}
         self._unfinished = set(self._prompt_of)
         self._started: set[str] = set()
         self._cached: list[int | None] = [None] * len(prompts)
@@ -101,10 +100,6 @@ class EngineCall(ABC):
     @abstractmethod
     def _prepare(self, number: int, request_id: str) -> Sequence[str]:
         """Makes ready for the answers to a prompt; returns their names."""
-
-    @abstractmethod
-    def _seed(self, number: int) -> int:
-        """For the answers to a prompt."""
 
     @abstractmethod
     def _take(self, update: RequestUpdate) -> None:
@@ -159,7 +154,7 @@ class EngineCall(ABC):
 
     def refused(self, refusal: Refused) -> None:
         if refusal.kind == "internal":
-            self._fail(ApiError(500, refusal.message))
+            self.fail(ApiError(500, refusal.message))
             return
         message, field = refusal.message, refusal.field
         plan = self.prompts[0].plan
@@ -168,7 +163,7 @@ class EngineCall(ABC):
         if field is not None and field in self.request.fields:
             message = self.request.fields[field] + message.removeprefix(field)
             field = self.request.fields[field]
-        self._fail(ApiError(400, message, field=field, code="invalid_value"))
+        self.fail(ApiError(400, message, field=field, code="invalid_value"))
 
     def started(self, name: str, cached_tokens: int) -> None:
         if name in self._started:
@@ -186,53 +181,43 @@ class EngineCall(ABC):
 
     def update(self, update: RequestUpdate) -> None:
         if update.request_id in self._unfinished and update.finish_reason in ("error", "deadline", "abort"):
-            self._fail(failure(update))
+            self.fail(failure(update))
             return
         self._take(update)
         self._hand_over()
         if not self._unfinished and not self._is_over:
             self._end("finished")
         elif self._max_buffered is not None and self._num_buffered > self._max_buffered:
-            self._fail(ApiError(408, "the stream was not read for too long", code="slow_reader"))
+            self.fail(ApiError(408, "the stream was not read for too long", code="slow_reader"))
 
-    def lost(self, error: ApiError) -> None:
-        self._fail(error)
-
-    # Inside
-
-    def _hand_over(self) -> None:
-        """Gives the engine the next prompts, as many as it may have at a time."""
-        try:
-            while self._waiting and not self._is_over and len(self._unfinished) - len(self._waiting) < self.AT_ONCE:
-                number = self._waiting[0]
-                prompt, request_id = self.prompts[number], self._request_ids[number]
-                message = AddRequest(
-                    request_id,
-                    prompt.token_ids,
-                    encode_params(prompt.params),
-                    self._seed(number),
-                    prompt.resolved,
-                    self._queue_seconds,
-                    self.request.pooling,
-                )
-                self._client.add(message, self._names[number], self)
-                self._waiting.popleft()
-                self._undecided.add(request_id)
-        except ApiError as error:  # the engine is gone, be it in the middle of the call
-            self._fail(error)
-
-    def _emit(self, event: GenerationEvent) -> None:
-        self._events.append(event)
-        self._num_buffered += len(event.token_ids)
-        self._notify()
-
-    def _fail(self, error: ApiError) -> None:
+    def fail(self, error: ApiError) -> None:
         if self._is_over:
             return
         self._error = error
         self.record.error = error.message
         self._events.clear()
         self._end("failed")
+
+    def _hand_over(self) -> None:
+        """Gives the engine the next prompts, as many as it may have at a time."""
+        try:
+            while self._waiting and not self._is_over and len(self._unfinished) - len(self._waiting) < self.AT_ONCE:
+                number = self._waiting[0]
+                prompt, request_id, seed = self.prompts[number], self._request_ids[number], self._seeds[number]
+                params, pooling = encode_params(prompt.params), self.request.pooling
+                message = AddRequest(
+                    request_id, prompt.token_ids, params, seed, prompt.resolved, self._queue_seconds, pooling
+                )
+                self._client.add(message, self._names[number], self)
+                self._waiting.popleft()
+                self._undecided.add(request_id)
+        except ApiError as error:  # the engine is gone, be it in the middle of the call
+            self.fail(error)
+
+    def _emit(self, event: GenerationEvent) -> None:
+        self._events.append(event)
+        self._num_buffered += len(event.token_ids)
+        self._notify()
 
     def _end(self, state: str) -> None:
         self._is_over = True

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 from quire.errors import QuireError
 from quire.observe.prometheus import ServerMetrics
-from quire.observe.step_summary import StepSummary, describe_steps
+from quire.observe.step_log import StepSummary, describe_steps
 from quire.server import messages
 from quire.server.config import ServerConfig
 from quire.server.engine_link import EngineLink
@@ -43,16 +43,14 @@ class Listener(Protocol):
 
     def update(self, update: RequestUpdate) -> None: ...
 
-    def lost(self, error: ApiError) -> None:
-        """The engine is gone, and the request with it."""
+    def fail(self, error: ApiError) -> None:
+        """The engine is gone, and the request with it, or an update could not be taken."""
 
 
 class EngineClient:
     """One engine, whichever process it runs in at the moment."""
 
-    def __init__(
-        self, config: ServerConfig, metrics: ServerMetrics | None = None, on_failure: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, config: ServerConfig, metrics: ServerMetrics, on_failure: Callable[[], None]) -> None:
         """`on_failure` is called when the engine could not be started again and again."""
         self._config = config
         self._metrics = metrics
@@ -111,10 +109,6 @@ class EngineClient:
     def is_stalled(self) -> bool:
         return self.seconds_silent > self._config.stall_seconds
 
-    @property
-    def is_ready(self) -> bool:
-        return self.state == "ready" and not self.is_stalled
-
     # Requests
 
     def add(self, message: messages.AddRequest, names: Sequence[str], listener: Listener) -> None:
@@ -155,8 +149,6 @@ class EngineClient:
         finally:
             del self._tickets[ticket]
 
-    # Inside
-
     def _live_link(self) -> EngineLink:
         if self._link is None or self.state != "ready":
             raise unavailable()
@@ -183,13 +175,11 @@ class EngineClient:
             self._last_steps.clear()
             self._lose_all(unavailable("the engine failed while computing this request; it is being restarted"))
             await self._link.stop()
-            if self._metrics is not None:
-                self._metrics.restarted()
+            self._metrics.restarted()
             if not await self._restart():
                 self.state = "failed"
                 logger.error("the engine could not be started %d times; giving up", _MOST_FAILED_STARTS)
-                if self._on_failure is not None:
-                    self._on_failure()
+                self._on_failure()
                 return
 
     async def _restart(self) -> bool:
@@ -222,9 +212,15 @@ class EngineClient:
     async def _read(self, link: EngineLink) -> str:
         while True:
             event = await link.receive()
+            self._last_heard = time.monotonic()
             if isinstance(event, messages.Fatal):
                 return event.message
-            self._take(event)
+            if isinstance(event, messages.Updates):
+                self._take_updates(event)
+            elif isinstance(event, messages.Described):
+                future = self._tickets.get(event.ticket)
+                if future is not None and not future.done():
+                    future.set_result(event.record)
 
     async def _watch(self, link: EngineLink) -> str:
         while True:
@@ -233,15 +229,6 @@ class EngineClient:
                 silent = self.seconds_silent
                 await link.kill_hung()
                 return f"it had work and gave no sign of life for {silent:.0f} s; its stacks are above"
-
-    def _take(self, event: messages.Event) -> None:
-        self._last_heard = time.monotonic()
-        if isinstance(event, messages.Described):
-            future = self._tickets.get(event.ticket)
-            if future is not None and not future.done():
-                future.set_result(event.record)
-        elif isinstance(event, messages.Updates):
-            self._take_updates(event)
 
     def _take_updates(self, event: messages.Updates) -> None:
         for request_id in event.accepted:
@@ -271,11 +258,10 @@ class EngineClient:
                 # A fault in one request's text must not stop the others'.
                 logger.error("request %s failed on its way back", owner)
                 self.abort([owner])
-                listener.lost(to_api_error(error))
+                listener.fail(to_api_error(error))
         if event.steps:
             self._last_steps.extend(event.steps)
-            if self._metrics is not None:
-                self._metrics.steps(event.steps, event.num_free_blocks)
+            self._metrics.steps(event.steps, event.num_free_blocks)
 
     def _lose_all(self, error: ApiError) -> None:
         listeners = list(self._listeners.values())
@@ -286,7 +272,7 @@ class EngineClient:
             if not future.done():
                 future.set_result(None)
         for listener in dict.fromkeys(listeners):
-            listener.lost(error)
+            listener.fail(error)
 
 
 def unavailable(message: str = "the engine is being restarted; try again in a moment") -> ApiError:

@@ -48,9 +48,9 @@ class EngineLink:
         self._commands.set_hwm(0)  # bounded by admission: as many as there are requests
         self._events = zmq.asyncio.Context.shadow(self._context).socket(zmq.PULL)
         self._events.set_hwm(1000)
-        commands_address, events_address = (f"ipc://{self._folder}/{name}" for name in ("commands", "events"))
-        self._commands.bind(commands_address)
-        self._events.bind(events_address)
+        commands, events = (f"ipc://{self._folder}/{name}" for name in ("commands", "events"))
+        self._commands.bind(commands)
+        self._events.bind(events)
         paths = [str(Path(quire.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -62,14 +62,7 @@ class EngineLink:
         )
         stdin = self._process.stdin
         assert stdin is not None
-        first = EngineProcessConfig(
-            model=config.model,
-            options=config.engine,
-            commands_address=commands_address,
-            events_address=events_address,
-            log_format=config.log_format,
-            log_level=config.log_level,
-        )
+        first = EngineProcessConfig(config.model, config.engine, commands, events, config.log_format, config.log_level)
         stdin.write(msgspec.json.encode(first) + b"\n")
         with contextlib.suppress(ConnectionError):  # it is gone already, which shows below
             await stdin.drain()

@@ -34,7 +34,7 @@ from quire.errors import EngineError, QuireError
 from quire.frontend.progress import ModelBars
 from quire.models.sources import resolve
 from quire.observe.request_records import describe_request
-from quire.observe.step_summary import StepSummary, describe_steps, summarize
+from quire.observe.step_log import StepSummary, describe_steps, summarize
 from quire.runner.device import pick_device
 from quire.server import messages
 from quire.server.engine_requests import EngineRequests
@@ -57,8 +57,6 @@ _SILENCE = 1000
 """Milliseconds without work or commands, after which nobody is expected for as long as garbage is collected."""
 _MAX_COMMANDS = 256
 """Taken in between two steps, so that a flood of them can't keep a step waiting."""
-
-Builder = Callable[..., Engine]
 
 
 class EngineLoop:
@@ -110,7 +108,7 @@ class EngineLoop:
                 requests.poll(now)
                 updates = core.step(now)
                 requests.forget(updates)
-                self._send_updates(requests, [self._without_details(u) if u.error else u for u in updates], engine)
+                self._send_updates(requests, updates, engine)
                 if self._failures >= _FAILURES_IN_A_ROW:
                     raise EngineError(f"{self._failures} steps failed one after the other")
         finally:
@@ -147,18 +145,17 @@ class EngineLoop:
 
     def _send_updates(self, requests: EngineRequests, updates: list[RequestUpdate], engine: Engine) -> None:
         out = self._out
-        out.updates = [*requests.take_updates(), *updates]
-        out.accepted, out.refused = requests.take_verdicts()
+        out.updates, out.accepted, out.refused = requests.take()
+        for update in updates:
+            # Why a step failed is for the log: it may hold anything.
+            hidden = update.error and update.request_id in self._failed_names
+            out.updates.append(update._replace(error=_STEP_FAILED) if hidden else update)
         if not (out.updates or out.accepted or out.refused or out.steps or requests.is_compiling):
             return
         out.num_free_blocks = engine.core.scheduler.blocks.pool.num_free
         self.send(out)
         self._out = messages.Updates()
         self._failed_names.clear()
-
-    def _without_details(self, update: RequestUpdate) -> RequestUpdate:
-        """Why a step failed is for the log: it may hold anything."""
-        return update._replace(error=_STEP_FAILED) if update.request_id in self._failed_names else update
 
 
 def engine_config(options: dict[str, Any]) -> EngineConfig:
@@ -170,7 +167,7 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
     return config
 
 
-def main(build: Builder = build_engine) -> int:
+def main(build: Callable[..., Engine] = build_engine) -> int:
     """Runs the process; `build` makes the engine (tests make it break)."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # where it hangs, if it hangs

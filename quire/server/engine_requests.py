@@ -17,7 +17,7 @@ from quire.errors import InvalidRequestError, QuireError
 from quire.observe.step_log import decode_params
 from quire.sampling_params import SamplingParams
 from quire.server.messages import AddRequest, Refused
-from quire.step import FinishReason, RequestMetrics, RequestUpdate
+from quire.step import FinishReason, RequestUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +75,7 @@ class EngineRequests:
         """Ends an answer; its metrics are the last to be told of it."""
         if name not in self._core.scheduler.table.requests:
             return  # it came to an end of its own meanwhile
-        metrics = self._core.end(name, reason, now)
-        self._note_end(name, reason, metrics)
+        self._end(name, reason, now)
 
     def poll(self, now: float) -> None:
         """Adds what has been compiled and ends what has waited too long."""
@@ -97,8 +96,7 @@ class EngineRequests:
             if request.first_scheduled is None and request.finish_reason is None:
                 if deadline > now:
                     return
-                metrics = self._core.end(name, "deadline", now)
-                self._note_end(name, "deadline", metrics, "waited too long in the queue")
+                self._end(name, "deadline", now, "waited too long in the queue")
             self._queued.pop(name, None)
 
     @property
@@ -112,14 +110,11 @@ class EngineRequests:
                 self._grammars.pop(update.request_id, None)
                 self._queued.pop(update.request_id, None)
 
-    def take_updates(self) -> list[RequestUpdate]:
-        updates, self._updates = self._updates, []
-        return updates
-
-    def take_verdicts(self) -> tuple[list[str], list[Refused]]:
-        verdicts = self._accepted, self._refused
-        self._accepted, self._refused = [], []
-        return verdicts
+    def take(self) -> tuple[list[RequestUpdate], list[str], list[Refused]]:
+        """Answers that were ended here, and requests that were accepted or refused, since the last time."""
+        taken = self._updates, self._accepted, self._refused
+        self._updates, self._accepted, self._refused = [], [], []
+        return taken
 
     def close(self) -> None:
         self._compiling.clear()
@@ -128,14 +123,9 @@ class EngineRequests:
         os.close(self.wake_fd)
 
     def _add(self, message: AddRequest, params: SamplingParams, grammar: Grammar | None, now: float) -> None:
+        eos = self._engine.eos_token_ids
         requests = make_requests(
-            message.request_id,
-            message.prompt_token_ids,
-            params,
-            message.seed,
-            self._engine.eos_token_ids,
-            message.resolved,
-            message.pooling,
+            message.request_id, message.prompt_token_ids, params, message.seed, eos, message.resolved, message.pooling
         )
         added: list[str] = []
         try:
@@ -162,7 +152,7 @@ class EngineRequests:
         logger.error("request %s could not be added", message.request_id, exc_info=error)
         self._refused.append(Refused(message.request_id, "the engine could not take it", None, "internal"))
 
-    def _note_end(self, name: str, reason: FinishReason, metrics: RequestMetrics, error: str | None = None) -> None:
-        self._grammars.pop(name, None)
-        self._queued.pop(name, None)
-        self._updates.append(RequestUpdate(name, (), reason, error=error, metrics=metrics))
+    def _end(self, name: str, reason: FinishReason, now: float, error: str | None = None) -> None:
+        update = RequestUpdate(name, (), reason, error=error, metrics=self._core.end(name, reason, now))
+        self._updates.append(update)
+        self.forget([update])

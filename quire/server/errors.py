@@ -80,7 +80,11 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, RequestValidationError):  # of a path or query
         return from_validation(error.errors())
     if isinstance(error, HTTPException):
-        return _from_http(error)
+        if error.status_code == 404:
+            return ApiError(404, "there is nothing at this address; /docs lists what there is", code="not_found")
+        if error.status_code == 405:
+            return ApiError(405, "this address does not take this method; /docs lists what it takes")
+        return ApiError(error.status_code, _shortened(str(error.detail)))
     if isinstance(error, QuireError) and not isinstance(error, EngineError):
         return ApiError(500, "the server could not handle this request; its log says why, under the request id")
     logger.error("unexpected error in a request", exc_info=error)
@@ -120,15 +124,8 @@ def error_body(path: str, error: ApiError, request_id: str) -> dict[str, Any]:
     if path.startswith("/v1/messages"):
         kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.type == "server_error" else error.type)
         return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
-    return {
-        "error": {
-            "message": error.message,
-            "type": error.type,
-            "param": error.field,
-            "code": error.code,
-            "request_id": request_id,
-        }
-    }
+    fields = {"message": error.message, "type": error.type, "param": error.field, "code": error.code}
+    return {"error": {**fields, "request_id": request_id}}
 
 
 def error_response(scope: Scope, error: ApiError) -> JSONResponse:
@@ -147,14 +144,6 @@ def install(app: FastAPI) -> None:
 
     for kind in (ApiError, QuireError, ValidationError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, handle)
-
-
-def _from_http(error: HTTPException) -> ApiError:
-    if error.status_code == 404:
-        return ApiError(404, "there is nothing at this address; /docs lists what there is", code="not_found")
-    if error.status_code == 405:
-        return ApiError(405, "this address does not take this method; /docs lists what it takes")
-    return ApiError(error.status_code, _shortened(str(error.detail)))
 
 
 def _shortened(text: str) -> str:

@@ -19,17 +19,9 @@ from quire.errors import InvalidRequestError
 from quire.server.engine_call import EngineCall
 from quire.server.errors import ApiError, error_body
 from quire.server.generation import GenerationEvent
-from quire.server.guard.connection import (
-    body_schema,
-    cancel_on_disconnect,
-    convert,
-    ignored_header,
-    name_request,
-    new_id,
-    read_body,
-)
+from quire.server.guard import connection
 from quire.server.http_responses import EventStream, JsonResponse, data_event
-from quire.server.protocol.common import ApiRequest
+from quire.server.protocol.common import ApiRequest, SamplingFields
 from quire.server.service import get_service, renamed
 
 RequestT = TypeVar("RequestT", bound=ApiRequest)
@@ -91,31 +83,31 @@ def endpoint(kind: type[RequestT], writer: type[Writer[RequestT]], name: str, ab
     """The route of an API; `name` and `about` are shown in /docs."""
     router = APIRouter()
 
-    @cancel_on_disconnect
+    @connection.cancel_on_disconnect
     async def create(request: Request) -> Response:
         return await answer(request, kind, writer)
 
     options: dict[str, Any] = {"name": name, "description": about, "tags": [tag]}
-    router.add_api_route(kind.ENDPOINT, create, methods=["POST"], openapi_extra=body_schema(kind), **options)
+    router.add_api_route(kind.ENDPOINT, create, methods=["POST"], openapi_extra=connection.body_schema(kind), **options)
     return router
 
 
 async def answer(request: Request, kind: type[RequestT], writer_kind: type[Writer[RequestT]]) -> Response:
     """One call from its body to its response."""
-    body = await read_body(request, kind)
+    body = await connection.read_body(request, kind)
     service = get_service(request)
     model = service.check_model(body.model)
     body.check_model_limits(service.ready.hidden_size)
-    request_id = name_request(request, body.chosen_request_id)
+    request_id = connection.name_request(request, body.request_id if isinstance(body, SamplingFields) else None)
     try:
-        wanted = await convert(request, body.to_generation, new_id(kind.ID_PREFIX), request_id)
+        wanted = await connection.convert(request, body.to_generation, connection.new_id(kind.ID_PREFIX), request_id)
     except InvalidRequestError as error:
         raise renamed(error, kind.FIELDS) from None
     call = await service.start(wanted, request.headers)
     request.state.record = call.record
     try:
         writer = writer_kind(body, call, model, service.ready.fingerprint)
-        headers = ignored_header([*request.state.ignored, *call.ignored, *writer.ignored])
+        headers = connection.ignored_header([*request.state.ignored, *call.ignored, *writer.ignored])
         if wanted.stream:
             return EventStream(writer.stream(), writer.error_event, call.abort, headers)
         events = [event async for event in call]

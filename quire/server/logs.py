@@ -8,7 +8,6 @@ import sys
 import time
 from typing import Any, Literal
 
-LogFormat = Literal["human", "json"]
 LOG_FORMATS = ("human", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 

@@ -11,14 +11,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from quire.observe.step_summary import StepSummary
+from quire.observe.step_log import StepSummary
 from quire.sampling_params import ResolvedTokens
 from quire.step import FinishReason, Pooling, RequestUpdate
 
 ErrorKind = Literal["invalid", "internal"]
-
-
-# Down: what the engine is asked
 
 
 class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
@@ -61,9 +58,7 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
 
 
 Command = AddRequest | Abort | End | Describe | Shutdown
-
-
-# Up: what the engine says
+"""What goes down: all that the engine is asked."""
 
 
 class Ready(msgspec.Struct, tag="ready", omit_defaults=True):
@@ -124,6 +119,7 @@ class Fatal(msgspec.Struct, tag="fatal"):
 
 
 Event = Ready | Updates | Described | Fatal
+"""What comes up: all that the engine says."""
 
 
 class EngineProcessConfig(msgspec.Struct):

@@ -19,6 +19,7 @@ from quire.frontend.tool_calls import ToolPlan, ToolSupport
 from quire.sampling_params import ResolvedTokens, SamplingParams
 from quire.server.errors import ContextLengthError
 from quire.server.generation import ChatPrompt, GenerationRequest, NamedTool, Prompt, TextPrompt
+from quire.server.messages import Ready
 
 MAX_CHARS = 1024 * 1024
 """Of a text that has to be tokenized to know how long it is."""
@@ -27,14 +28,6 @@ _PROBE = 8
 _SLACK = 64
 """The beginning of a text may have a few tokens more than the whole has there."""
 _MOST_TEMPLATE_KWARGS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """What the engine can take."""
-
-    max_model_len: int
-    vocab_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +60,7 @@ class PromptEncoder:
         lengths = (len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.vocab_size))
         self._longest_token = max(lengths, default=1)
 
-    def encode(self, request: GenerationRequest, prompt: Prompt, limits: EngineLimits) -> EncodedPrompt:
+    def encode(self, request: GenerationRequest, prompt: Prompt, limits: Ready) -> EncodedPrompt:
         """Raises InvalidRequestError for what can't be answered."""
         params = request.params
         params.check_token_ids(limits.vocab_size)
@@ -75,7 +68,6 @@ class PromptEncoder:
         if truncate == 0:
             raise InvalidRequestError("truncate_prompt_tokens", "must be -1 or at least 1: nothing would be left")
         field = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
-        encoded: EncodedPrompt
         if isinstance(prompt, ChatPrompt):
             encoded = self._encode_chat(request, prompt, limits)
         elif isinstance(prompt, TextPrompt):
@@ -100,10 +92,9 @@ class PromptEncoder:
         """A chat's tokens alone, for counting."""
         for text in _texts(prompt.messages):
             self.check_size("messages", text)
-        plan = self.tools.plan(prompt.messages, prompt.tools)
-        return self._render(prompt, plan)
+        return self._render(prompt, self.tools.plan(prompt.messages, prompt.tools))
 
-    def _encode_chat(self, request: GenerationRequest, prompt: ChatPrompt, limits: EngineLimits) -> EncodedPrompt:
+    def _encode_chat(self, request: GenerationRequest, prompt: ChatPrompt, limits: Ready) -> EncodedPrompt:
         for text in _texts(prompt.messages):
             self._check_length("messages", text, limits, request.truncate_prompt_tokens is not None)
         choice = request.tool_choice
@@ -137,9 +128,8 @@ class PromptEncoder:
         if prompt.documents and "documents" not in template.source:
             raise InvalidRequestError("documents", "this model's chat template has no place for them")
         if prompt.continue_final_message and prompt.add_generation_prompt:
-            raise InvalidRequestError(
-                "continue_final_message", "begins no new message: set add_generation_prompt to false"
-            )
+            message = "begins no new message: set add_generation_prompt to false"
+            raise InvalidRequestError("continue_final_message", message)
         options: dict[str, Any] = {
             "tools": plan.template_tools,
             "documents": prompt.documents,
@@ -176,7 +166,7 @@ class PromptEncoder:
         if len(text) > MAX_CHARS:
             raise InvalidRequestError(field, f"has {len(text)} characters; at most {MAX_CHARS} are accepted")
 
-    def _check_length(self, field: str, text: str, limits: EngineLimits, will_be_cut: bool) -> None:
+    def _check_length(self, field: str, text: str, limits: Ready, will_be_cut: bool) -> None:
         """What is certainly too long for the context is not worth tokenizing in full."""
         if will_be_cut:
             self.check_size(field, text)

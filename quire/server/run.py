@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 _LAST_WORDS = 0.5
 """Seconds for clients to be told that the server ends."""
 _GC_THRESHOLDS = (50_000, 20, 50)
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def serve(config: ServerConfig) -> int:
@@ -65,7 +64,7 @@ class _Run:
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
-        for one in _SIGNALS:
+        for one in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(one, self._stop, one)
         try:
             started = await self._start()
@@ -182,7 +181,6 @@ def _bind(config: ServerConfig) -> socket.socket:
         listener.bind((config.host, config.port))
     except OSError as error:
         listener.close()
-        raise QuireError(
-            f"can't listen on {config.host}:{config.port}: {error.strerror}; choose another with --host and --port"
-        ) from None
+        where = f"{config.host}:{config.port}"
+        raise QuireError(f"can't listen on {where}: {error.strerror}; choose another with --host and --port") from None
     return listener

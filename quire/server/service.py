@@ -24,7 +24,7 @@ from quire.server.errors import ApiError
 from quire.server.generation import GenerationRequest
 from quire.server.guard.admission import Admission
 from quire.server.messages import Ready
-from quire.server.prompts import EncodedPrompt, EngineLimits, PromptEncoder
+from quire.server.prompts import EncodedPrompt, PromptEncoder
 from quire.server.text_call import TextCall
 
 _T = TypeVar("_T")
@@ -75,15 +75,17 @@ class GenerationService:
         if name not in self.config.model_names:
             names = ", ".join(self.config.model_names)
             shown = name if len(name) <= 100 else name[:100] + "…"
-            raise ApiError(
-                404, f"model: {shown!r} is not served here; there is: {names}", field="model", code="model_not_found"
-            )
+            message = f"model: {shown!r} is not served here; there is: {names}"
+            raise ApiError(404, message, field="model", code="model_not_found")
         return name
 
     async def start(self, request: GenerationRequest, headers: Mapping[str, str]) -> EngineCall:
         """Checks, tokenizes, admits and hands over; returns when the engine has taken it. `headers` are those of the
         HTTP request, which may name the trace that this is part of."""
-        self.check_open()
+        if self.is_draining:
+            raise ApiError(503, "the server is going down", code="shutting_down", retry_after=10.0)
+        if self.client.state != "ready":
+            raise unavailable()
         num_answers = request.num_answers
         if request.pooling is None and num_answers > self.config.max_answers:
             each = num_answers // len(request.prompts)
@@ -96,16 +98,8 @@ class GenerationService:
         try:
             prompts = await self._encode(request)
             ticket.add_tokens(sum(len(prompt.token_ids) for prompt in prompts))
-            call = kind(
-                request,
-                prompts,
-                tokenizer=self.tokenizer,
-                client=self.client,
-                config=self.config,
-                metrics=self.metrics,
-                ticket=ticket,
-                trace=self._begin_trace(request, headers),
-            )
+            trace = self._begin_trace(request, headers)
+            call = kind(request, prompts, self.tokenizer, self.client, self.config, self.metrics, ticket, trace)
             self.records.add(call.record)
         except BaseException:
             ticket.release()
@@ -143,24 +137,16 @@ class GenerationService:
                 attributes["gen_ai.request.max_tokens"] = params.max_tokens
         return self.tracing.begin(time.monotonic(), attributes, headers)
 
-    def check_open(self) -> None:
-        """Raises ApiError 503 if nothing can be started now."""
-        if self.is_draining:
-            raise ApiError(503, "the server is going down", code="shutting_down", retry_after=10.0)
-        if self.client.state != "ready":
-            raise unavailable()
-
     async def _encode(self, request: GenerationRequest) -> list[EncodedPrompt]:
         deadline = min(request.params.deadline or self.config.request_seconds, self.config.request_seconds)
         request = replace(request, params=replace(request.params, deadline=deadline))
-        limits = EngineLimits(self.ready.max_model_len, self.ready.vocab_size)
         several = len(request.prompts) > 1
 
         def encode(numbers: range) -> list[EncodedPrompt]:
             encoded = []
             for number in numbers:
                 try:
-                    encoded.append(self.encoder.encode(request, request.prompts[number], limits))
+                    encoded.append(self.encoder.encode(request, request.prompts[number], self.ready))
                 except InvalidRequestError as error:
                     raise renamed(error, request.fields, number if several else None) from None
             return encoded

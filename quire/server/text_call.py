@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from quire.frontend.reasoning import ReasoningSplitter
 from quire.outputs import Completion, RequestDelta, TokenLogprobs
 from quire.server.answer_reader import AnswerReader
 from quire.server.engine_call import EngineCall
-from quire.server.generation import FinishReason, GenerationEvent, GenerationRequest
+from quire.server.generation import FinishReason, GenerationEvent
 from quire.server.guard.connection import new_id
 from quire.server.prompts import EncodedPrompt
 from quire.step import RequestMetrics, RequestUpdate
@@ -38,36 +37,25 @@ class _Answer:
 class TextCall(EngineCall):
     """A call whose prompts are answered with text, reasoning and tool calls."""
 
-    def __init__(self, request: GenerationRequest, prompts: Sequence[EncodedPrompt], **surroundings: Any) -> None:
+    def __init__(self, *args: Any) -> None:
         self._lives: list[LiveRequest] = []
         self._answers: dict[str, _Answer] = {}
-        seed = request.params.seed
-        self._seeds = [secrets.randbits(64) if seed is None else seed for _ in prompts]
-        super().__init__(request, prompts, **surroundings)
+        super().__init__(*args)
 
     def prompt_logprobs(self, number: int) -> tuple[TokenLogprobs | None, ...] | None:
         return self._lives[number].prompt_logprobs()
 
     def _prepare(self, number: int, request_id: str) -> Sequence[str]:
         prompt = self.prompts[number]
-        requests = make_requests(request_id, prompt.token_ids, prompt.params, self._seed(number))
+        ids, params = prompt.token_ids, prompt.params
+        requests = make_requests(request_id, ids, params, self._seeds[number])
         live = LiveRequest(
-            request_id,
-            prompt.text,
-            prompt.token_ids,
-            requests,
-            prompt.params,
-            self.tokenizer,
-            prompt.continues,
-            deltas_only=True,
+            request_id, prompt.text, ids, requests, params, self.tokenizer, prompt.continues, deltas_only=True
         )
         self._lives.append(live)
         for position, name in enumerate(live.names):
             self._answers[name] = _Answer(number, live, position, new_reader(prompt, self.request.split))
         return live.names
-
-    def _seed(self, number: int) -> int:
-        return self._seeds[number]
 
     def _take(self, update: RequestUpdate) -> None:
         answer = self._answers[update.request_id]
@@ -134,29 +122,16 @@ class TextCall(EngineCall):
         if answer.reader.is_reasoning:
             self.usage.reasoning_tokens += count
 
-    def _read(
-        self, index: int, reader: AnswerReader, found: RequestDelta | Completion, stop_reason: str | int | None
-    ) -> None:
-        """Makes an event of what is new of a choice, or (best_of) of all of it."""
-        pieces = reader.feed(found.text, found.finish_reason is not None)
+    def _read(self, index: int, reader: AnswerReader, found: RequestDelta | Completion, why: str | int | None) -> None:
+        """Makes an event of what is new of a choice, or (best_of) of all of it. `why` it stopped, if it did."""
+        pieces = reader.feed(found.text, found.finish_reason is not None)  # content, reasoning, tool calls
         reason = cast(FinishReason | None, found.finish_reason)
         if reason is not None:
             # An answer that was cut off says so, calls or not: the last of them may be half of one.
             reason = "tool_calls" if reader.num_calls and reason == "stop" else reason
             self.record.finish_reasons.append(reason)
-        self._emit(
-            GenerationEvent(
-                index=index,
-                text=found.text,
-                content=pieces.content,
-                reasoning=pieces.reasoning,
-                tool_calls=pieces.tool_calls,
-                token_ids=found.token_ids,
-                logprobs=found.logprobs or (),
-                finish_reason=reason,
-                stop_reason=stop_reason,
-            )
-        )
+        logprobs = found.logprobs or ()
+        self._emit(GenerationEvent(index, found.text, *pieces, found.token_ids, logprobs, reason, why))
 
     def _count_finished(self) -> None:
         params, seconds = self.request.params, time.monotonic() - self._arrival

@@ -45,7 +45,7 @@ class Engine(EngineClient):
     that the next prompt finds it dead. With many lives the texts to embed before that get their vectors."""
 
     def __init__(self, config: ServerConfig, vocab_size: int, moment: Moment, lives: int) -> None:
-        super().__init__(config)
+        super().__init__(config, ServerMetrics("tiny"), lambda: None)
         self.ready = Ready(vocab_size, 8, 256, 64, 64, 16, "fcfs", "fp")
         self.state = "ready"
         self._link = self  # type: ignore[assignment]

@@ -32,8 +32,8 @@ from quire.server.errors import ApiError, error_body, field_name, install, to_ap
 from quire.server.guard.admission import Admission
 from quire.server.guard.connection import convert, ignored_header, parse_body, request_id_of
 from quire.server.guard.limits import BodyLimits, RequestContext
-from quire.server.messages import AddRequest, Updates, decode_command, decode_event, encode
-from quire.server.prompts import EncodedPrompt, EngineLimits, PromptEncoder
+from quire.server.messages import AddRequest, Ready, Updates, decode_command, decode_event, encode
+from quire.server.prompts import EncodedPrompt, PromptEncoder
 from quire.server.protocol.common import Body
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.text_call import new_reader
@@ -195,7 +195,7 @@ class TestErrors:
 
 
 def test_messages_survive_the_wire() -> None:
-    metrics = RequestMetrics("a", 1.0, 1.5, 2.0, 3.0, 4, 5, 0, 0, 0, 0, 0)
+    metrics = RequestMetrics("a", 1.0, 1.5, 2.0, 3.0, 4, 5, 0, 0, 0, 0)
     scores = (TokenScore(7, -0.5, 1, ((7, -0.5), (8, -1.5))),)
     update = RequestUpdate("a", (7,), "stop", 7, None, metrics, scores, PromptScores(1, scores), b"\x00\x01")
     event = Updates(updates=[update], accepted=["a"], cached={"a": 16})
@@ -209,9 +209,9 @@ def test_an_answer_is_taken_apart() -> None:
     reader = AnswerReader(ReasoningSplitter(), HermesParser(), lambda: next(names))
     text = '<think>\nhm</think>\nSure. <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     pieces = [reader.feed(character, False) for character in text] + [reader.feed("", True)]
-    assert "".join(piece.reasoning for piece in pieces) == "hm"
-    assert "".join(piece.content for piece in pieces) == "Sure."
-    calls = [call for piece in pieces for call in piece.tool_calls]
+    assert "".join(reasoning for _, reasoning, _ in pieces) == "hm"
+    assert "".join(content for content, _, _ in pieces) == "Sure."
+    calls = [call for _, _, calls in pieces for call in calls]
     assert (calls[0].id, calls[0].name) == ("call-1", "f")
     assert "".join(call.arguments for call in calls) == '{"a": 1}'
     assert reader.num_calls == 1
@@ -223,27 +223,28 @@ def test_one_call_is_told_if_one_is_wanted() -> None:
     for parallel, expected in ((True, ["f", "f"]), (False, ["f"])):
         reader = AnswerReader(None, HermesParser(), lambda: "id", parallel)
         pieces = [reader.feed(character, False) for character in f"{call}\n{call} Done."] + [reader.feed("", True)]
-        calls = [one for piece in pieces for one in piece.tool_calls]
+        calls = [one for _, _, calls in pieces for one in calls]
         assert [one.name for one in calls if one.name is not None] == expected
         assert "".join(one.arguments for one in calls) == '{"a": 1}' * len(expected)
-        assert "".join(piece.content for piece in pieces).strip() == "Done."
+        assert "".join(content for content, _, _ in pieces).strip() == "Done."
         assert reader.num_calls == len(expected)
     tool = {"type": "function", "function": {"name": "f"}}
     plan = ToolSupport(make_tokenizer(QWEN)).plan([{"role": "user", "content": "Hi"}], [tool], parallel=False)
     prompt = EncodedPrompt((1,), None, False, SamplingParams(), ResolvedTokens(), plan)
-    pieces = [new_reader(prompt, split=True).feed(f"{call}\n{call}", True)]
-    assert [one.name for one in pieces[0].tool_calls] == ["f"]
+    _, _, found = new_reader(prompt, split=True).feed(f"{call}\n{call}", True)
+    assert [one.name for one in found] == ["f"]
 
 
 def test_special_tokens_are_added_to_a_text_unless_not_wanted() -> None:
     metadata = byte_level_metadata(train_byte_level("qwen2"), "qwen2") | {"tokenizer.ggml.add_bos_token": True}
     tokenizer = Tokenizer(read_gguf_tokenizer(metadata))
     encoder = PromptEncoder(tokenizer)
+    limits = Ready(tokenizer.vocab_size, 8, 100, 64, 64, 16, "fcfs", "fp")
     prompts = []
     for wanted in (True, False):
         body = CompletionRequest.model_validate({"prompt": "one two", "add_special_tokens": wanted})
         request = body.to_generation("a", "b")
-        prompts.append(encoder.encode(request, request.prompts[0], EngineLimits(100, tokenizer.vocab_size)).token_ids)
+        prompts.append(encoder.encode(request, request.prompts[0], limits).token_ids)
     assert prompts[0] == (metadata["tokenizer.ggml.bos_token_id"], *prompts[1])
 
 
@@ -257,7 +258,7 @@ def test_logprobs_are_spelt_once_for_those_who_read_deltas(small_model: str, del
     live = LiveRequest("a", None, (1, 2), requests, params, tokenizer, True, deltas_only)
     scores = (TokenScore(2, -0.5, 1, ((2, -0.5),)),)
     live.take_prompt_scores(PromptScores(1, scores))
-    metrics = RequestMetrics("a", 1.0, 1.5, 2.0, 3.0, 4, 5, 0, 0, 0, 0, 0)
+    metrics = RequestMetrics("a", 1.0, 1.5, 2.0, 3.0, 4, 5, 0, 0, 0, 0)
     delta = live.advance(0, RequestUpdate("a", (2,), "length", None, None, metrics, scores), lambda: metrics)
     assert delta.logprobs[0].logprob == -0.5
     assert delta.output is not None

@@ -42,11 +42,12 @@ async def traced(model: str, **fields: Any) -> AsyncIterator[tuple[httpx.AsyncCl
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    engine = EngineClient(config)
+    metrics = ServerMetrics(model)
+    engine = EngineClient(config, metrics, lambda: None)
     ready = await engine.start()
     try:
         tokenizer = open_tokenizer(resolve(model))
-        service = GenerationService(config, tokenizer, engine, ready, ServerMetrics(model), Tracing(provider))
+        service = GenerationService(config, tokenizer, engine, ready, metrics, Tracing(provider))
         transport = httpx.ASGITransport(create_app(service))
         async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=30) as client:
             yield client, exporter

@@ -29,13 +29,12 @@ def compare_attention(llm: LLM, settings: ClimbSettings, clock: Clock) -> Table:
     """One layer's attention over a whole prompt."""
     decoder = llm.engine.decoder
     heads, device = decoder.spec.heads, decoder.device
-    backends: list[Kernels] = [ReferenceKernels()]
-    if decoder.kernels.name != "reference":
-        backends.append(decoder.kernels)
+    both: tuple[Kernels, ...] = (ReferenceKernels(), decoder.kernels)
+    backends = list({kernels.name: kernels for kernels in both}.values())  # the model may run on the reference
     rows: list[Row] = []
     for tokens in settings.attention_lengths:
         ways = attention_ways(decoder, backends, tokens)
-        rows += _measure_length(decoder, ways, tokens, settings.repeats, clock)
+        rows += _measure(decoder, ways, tokens, settings.repeats, clock)
     note = (
         f"One layer of {heads.num_heads} heads ({heads.num_kv_heads} for keys and values) of {heads.head_dim}, "
         f"{settings.repeats} repeats after a first run. The kernels find their batch laid out, as an engine does once "
@@ -47,9 +46,7 @@ def compare_attention(llm: LLM, settings: ClimbSettings, clock: Clock) -> Table:
 
 
 @torch.inference_mode()
-def _measure_length(
-    decoder: Decoder, ways: Mapping[str, Attend], tokens: int, repeats: int, clock: Clock
-) -> Iterable[Row]:
+def _measure(decoder: Decoder, ways: Mapping[str, Attend], tokens: int, repeats: int, clock: Clock) -> Iterable[Row]:
     heads, device = decoder.spec.heads, decoder.device
     generator = torch.Generator().manual_seed(tokens)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 from quire.llm import LLM
 from quire.models.load import open_model
@@ -34,7 +34,8 @@ class Engines:
         self, *, kernels: str = "auto", prefix_caching: bool = False, max_num_seqs: int, cuda_graphs: bool = False
     ) -> LLM:
         """The engine with these settings."""
-        key = (kernels, prefix_caching, max_num_seqs, cuda_graphs)
+        options: dict[str, Any] = {"kernels": kernels, "prefix_caching": prefix_caching, "cuda_graphs": cuda_graphs}
+        key = (max_num_seqs, *options.values())
         if key not in self._open:
             # Room for every row at full length, twice: the second half keeps prefixes that nobody uses.
             blocks = 2 * max_num_seqs * -(-self.max_model_len // _BLOCK_SIZE) + 2
@@ -42,14 +43,12 @@ class Engines:
                 self.model,
                 device=str(self.device),
                 dtype=self.dtype_name,
-                kernels=kernels,
-                prefix_caching=prefix_caching,
                 max_num_seqs=max_num_seqs,
-                cuda_graphs=cuda_graphs,
                 max_model_len=self.max_model_len,
                 max_batched_tokens=max(512, max_num_seqs),
                 block_size=_BLOCK_SIZE,
                 kv_cache_memory=blocks * bytes_per_block(self.spec, _BLOCK_SIZE, self.dtype),
+                **options,
             )
         return self._open[key]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 
 from quire.bench.jobs import Job
 from quire.bench.ladder.engines import Engines
@@ -59,9 +59,7 @@ class Rung:
         return f"{self.number} {self.name}"
 
 
-def find_rungs(
-    engines: Engines, jobs: Sequence[Job], max_num_seqs: int, clock: Clock = time.perf_counter
-) -> list[Rung]:
+def find_rungs(engines: Engines, jobs: Sequence[Job], max_num_seqs: int, clock: Clock = perf_counter) -> list[Rung]:
     """All rungs, in order, ready to run `jobs`, at most `max_num_seqs` at once where the rung can do several."""
 
     def loop(number: int, name: str, generate: Callable[[Job, list[int]], list[int]]) -> Rung:
@@ -79,24 +77,25 @@ def find_rungs(
 
         return Rung(number, name, run, llm.engine.decoder.kernels.name)
 
+    def cached(job: Job, sizes: list[int]) -> list[int]:
+        ids, note = job.token_ids, lambda cache: sizes.append(cache.num_bytes)
+        return generate_with_kv_cache(plain, ids, job.max_tokens, on_cache=note)
+
     plain = engines.get(kernels="reference", prefix_caching=False, max_num_seqs=max_num_seqs).engine.decoder
     fused = engine(6, "fused kernels")
-    is_fused = fused.kernels != "reference"
+    is_fused = fused.kernels != plain.kernels.name
     no_graphs = _no_graphs(engines, is_fused)
+    no_fused = "the C++ kernels could not be built here; install a C++ compiler (g++ or clang++)"
+    if engines.device.type == "cuda":
+        no_fused = "no kernels but the plain torch ones run on this GPU in this build"
     no_pipeline = "needs a GPU: on a CPU preparing a step and computing one are the same cores' work"
     return [
         loop(1, "naive loop", lambda job, _: generate_naive(plain, job.token_ids, job.max_tokens)),
-        loop(
-            2,
-            "contiguous KV cache",
-            lambda job, sizes: generate_with_kv_cache(
-                plain, job.token_ids, job.max_tokens, on_cache=lambda cache: sizes.append(cache.num_bytes)
-            ),
-        ),
+        loop(2, "contiguous KV cache", cached),
         engine(3, "paged cache", together=False, kernels="reference", prefix_caching=False),
         engine(4, "continuous batching", kernels="reference", prefix_caching=False),
         engine(5, "prefix cache", kernels="reference"),
-        fused if is_fused else Rung(6, fused.name, missing=_no_fused_kernels(engines)),
+        fused if is_fused else Rung(6, fused.name, missing=no_fused),
         Rung(7, "quantised weights", missing="this build expands quantised weights when it loads them"),
         Rung(8, "CUDA graphs", missing=no_graphs) if no_graphs else engine(8, "CUDA graphs", graphs=True),
         engine(9, "pipelined steps", graphs=not no_graphs, depth=2)
@@ -104,12 +103,6 @@ def find_rungs(
         else Rung(9, "pipelined steps", missing=no_pipeline),
         Rung(10, "speculation", missing="this build has no drafters"),
     ]
-
-
-def _no_fused_kernels(engines: Engines) -> str:
-    if engines.device.type == "cuda":
-        return "no kernels but the plain torch ones run on this GPU in this build"
-    return "the C++ kernels could not be built here; install a C++ compiler (g++ or clang++)"
 
 
 def _no_graphs(engines: Engines, is_fused: bool) -> str:

@@ -157,8 +157,7 @@ async def measure(
         on_done()
         return result
 
-    started = time.monotonic()
-    due = started
+    due = started = time.monotonic()
     tasks = []
     async with asyncio.TaskGroup() as group:
         for body, pause in zip(bodies, load.pauses(len(bodies)), strict=True):

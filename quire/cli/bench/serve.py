@@ -102,17 +102,9 @@ def serve(
         raise InvalidRequestError("--dataset-path", "says which file --dataset-name custom reads")
     else:
         jobs = file_jobs(dataset_path, num_prompts, custom_output_len)
+    extra = _json_object(extra_body)
     load = Load(
-        backend=backend,
-        endpoint=endpoint,
-        model=model,
-        request_rate=request_rate,
-        burstiness=burstiness,
-        max_concurrency=max_concurrency,
-        ignore_eos=ignore_eos,
-        temperature=temperature,
-        extra_body=_json_object(extra_body),
-        seed=seed,
+        backend, endpoint, model, request_rate, burstiness, max_concurrency, ignore_eos, temperature, extra, seed
     )
     metrics = Metrics.parse(goodput or (), percentile_metrics, metric_percentiles)
     if save_detailed and result_file is None:

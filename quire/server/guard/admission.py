@@ -24,9 +24,8 @@ class Ticket:
 
     def add_tokens(self, num_tokens: int) -> None:
         """The prompts are known: they wait from now on. Raises if there is no room for them."""
-        self._admission.check_tokens(num_tokens)
+        self._admission.add_tokens(num_tokens)
         self._num_tokens += num_tokens
-        self._admission.num_tokens += num_tokens
 
     def begun(self, num_tokens: int) -> None:
         """So many of its prompt tokens wait no longer."""
@@ -66,9 +65,10 @@ class Admission:
         self.num_answers += num_answers
         return Ticket(self, num_answers)
 
-    def check_tokens(self, num_tokens: int) -> None:
+    def add_tokens(self, num_tokens: int) -> None:
         if self.num_tokens and self.num_tokens + num_tokens > self._most_tokens:
             raise self._full(f"{self.num_tokens} prompt tokens are waiting (at most {self._most_tokens})")
+        self.num_tokens += num_tokens
 
     def leave(self, num_answers: int) -> None:
         self.num_answers -= num_answers

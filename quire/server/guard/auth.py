@@ -18,10 +18,10 @@ class ApiKeys:
     """Compares a key with all there are, in the same time whether and where it matches."""
 
     def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [_digest(key.strip().encode()) for key in keys]
+        self._digests = [hashlib.sha256(key.strip().encode()).digest() for key in keys]
 
     def __contains__(self, key: bytes) -> bool:
-        digest = _digest(key)
+        digest = hashlib.sha256(key).digest()
         found = False
         for one in self._digests:
             found |= hmac.compare_digest(one, digest)
@@ -80,7 +80,3 @@ def _key_of(scope: Scope) -> bytes | None:
         elif name == b"x-api-key":
             return bytes(value.strip())
     return None
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()

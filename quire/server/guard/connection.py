@@ -46,8 +46,7 @@ def name_request(request: Request, request_id: str | None) -> str:
     """A body may name its request too; x-request-id goes first."""
     if request_id is not None and "x-request-id" not in request.headers and _REQUEST_ID.fullmatch(request_id):
         request.state.request_id = request_id
-    name: str = request.state.request_id
-    return name
+    return str(request.state.request_id)
 
 
 def new_id(prefix: str) -> str:

@@ -19,8 +19,6 @@ from quire.server.guard.connection import request_id_of
 
 logger = logging.getLogger("quire.server.access")
 
-_CLOSE = (b"connection", b"close")
-
 
 class RequestContext:
     """Outermost: gives a request its id, catches what nobody caught, and logs how it went."""
@@ -56,8 +54,7 @@ class RequestContext:
 
     def _log(self, scope: Scope, status: int, seconds: float) -> None:
         state = scope["state"]
-        route = scope.get("route")
-        path: str = getattr(route, "path", "") or "other"  # of known routes only, so that there are few
+        path: str = getattr(scope.get("route"), "path", "") or "other"  # of known routes only, so that there are few
         self._metrics.http_request(path, status)
         fields: dict[str, Any] = {
             "request_id": state["request_id"],
@@ -68,14 +65,10 @@ class RequestContext:
         }
         record: RequestRecord | None = state.get("record")
         if record is not None:
-            fields |= {
-                "id": record.response_id,
-                "state": record.state,
-                "prompt_tokens": record.prompt_tokens,
-                "cached_tokens": record.cached_tokens,
-                "completion_tokens": record.completion_tokens,
-                "first_token": record.timings.get("first_token"),
-            }
+            fields["id"] = record.response_id
+            for name in ("state", "prompt_tokens", "cached_tokens", "completion_tokens"):
+                fields[name] = getattr(record, name)
+            fields["first_token"] = record.timings.get("first_token")
         error: ApiError | None = state.get("error")
         if error is not None:
             fields["error"] = error.message
@@ -114,14 +107,18 @@ class BodyLimits:
                 size = len(message.get("body", b""))
                 received += size
                 self._total += size
-                self._check(received)
+                if received > self._max_bytes:
+                    raise self._too_large(received)
+                if self._total > self._max_total:
+                    why = "too many large requests at a time; try again"
+                    raise ApiError(503, why, code="too_busy", retry_after=1.0)
                 is_read = not message.get("more_body", False)
             return message
 
         async def closing_send(message: Message) -> None:
             if message["type"] == "http.response.start" and not is_read:
                 # Whatever is still to come of the body is not worth reading.
-                message["headers"] = [*message["headers"], _CLOSE]
+                message["headers"] = [*message["headers"], (b"connection", b"close")]
             await send(message)
 
         try:
@@ -132,13 +129,6 @@ class BodyLimits:
         finally:
             self._total -= received
 
-    def _check(self, received: int) -> None:
-        if received > self._max_bytes:
-            raise self._too_large(received)
-        if self._total > self._max_total:
-            raise ApiError(503, "too many large requests at a time; try again", code="too_busy", retry_after=1.0)
-
     def _too_large(self, size: int) -> ApiError:
-        return ApiError(
-            413, f"the body has {size} bytes or more; at most {self._max_bytes} are accepted (--max-body-size)"
-        )
+        most = f"at most {self._max_bytes} are accepted (--max-body-size)"
+        return ApiError(413, f"the body has {size} bytes or more; {most}")

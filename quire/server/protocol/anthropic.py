@@ -11,20 +11,11 @@ from pydantic import Field
 from quire.errors import InvalidRequestError
 from quire.sampling_params import SamplingParams
 from quire.server.generation import ChatPrompt, GenerationRequest, NamedTool, ToolChoice
-from quire.server.protocol.common import (
-    MAX_MESSAGES,
-    NO_TEMPLATES,
-    ApiRequest,
-    Body,
-    function_call,
-    function_tool,
-    present,
-    structured_output,
-)
+from quire.server.protocol import common
 from quire.server.protocol.unions import LIST, TEXT, TEXT_OR_LIST, by_type, kind
 
 
-class TextBlock(Body):
+class TextBlock(common.Body):
     type: Literal["text"]
     text: str
 
@@ -32,27 +23,27 @@ class TextBlock(Body):
 TextContent = Annotated[Annotated[str, TEXT] | Annotated[list[TextBlock], LIST], TEXT_OR_LIST]
 
 
-class ToolUseBlock(Body):
+class ToolUseBlock(common.Body):
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
 
 
-class ToolResultBlock(Body):
+class ToolResultBlock(common.Body):
     type: Literal["tool_result"]
     tool_use_id: str
     content: TextContent = ""
     is_error: bool = False
 
 
-class ThinkingBlock(Body):
+class ThinkingBlock(common.Body):
     type: Literal["thinking"]
     thinking: str
     signature: str = ""
 
 
-class RedactedThinkingBlock(Body):
+class RedactedThinkingBlock(common.Body):
     type: Literal["redacted_thinking"]
     data: str
 
@@ -67,12 +58,12 @@ Block = Annotated[
 ]
 
 
-class Message(Body):
+class Message(common.Body):
     role: Literal["user", "assistant"]
     content: Annotated[Annotated[str, TEXT] | Annotated[list[Block], LIST], TEXT_OR_LIST]
 
 
-class Tool(Body):
+class Tool(common.Body):
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
@@ -80,18 +71,18 @@ class Tool(Body):
     strict: bool | None = None
 
 
-class OpenChoice(Body):
+class OpenChoice(common.Body):
     type: Literal["auto", "any"]
     disable_parallel_tool_use: bool = False
 
 
-class NamedChoice(Body):
+class NamedChoice(common.Body):
     type: Literal["tool"]
     name: str
     disable_parallel_tool_use: bool = False
 
 
-class NoChoice(Body):
+class NoChoice(common.Body):
     type: Literal["none"]
 
 
@@ -104,37 +95,37 @@ Choosing = Annotated[
 ]
 
 
-class Thinking(Body):
+class Thinking(common.Body):
     """How long it thinks is the model's affair: a budget is among the fields that are ignored."""
 
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-class OutputFormat(Body):
+class OutputFormat(common.Body):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Body):
+class OutputConfig(common.Body):
     format: OutputFormat | None = None
 
 
-class Metadata(Body):
+class Metadata(common.Body):
     user_id: str | None = Field(None, max_length=1024)
 
 
-class CountTokensRequest(Body):
+class CountTokensRequest(common.Body):
     """POST /v1/messages/count_tokens"""
 
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
         "container": "there are no containers",
         "mcp_servers": "the server calls no other servers",
         "context_management": "the conversation is used as it is sent",
-        "chat_template": NO_TEMPLATES,
+        "chat_template": common.NO_TEMPLATES,
     }
 
     model: str
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: list[Message] = Field(min_length=1, max_length=common.MAX_MESSAGES)
     system: TextContent | None = None
     tools: list[Tool] | None = None
     tool_choice: Choosing | None = None
@@ -146,31 +137,21 @@ class CountTokensRequest(Body):
         if self.system:
             messages.append({"role": "system", "content": _text(self.system)})
         for message in self.messages:
-            blocks = (
-                [TextBlock(type="text", text=message.content)] if isinstance(message.content, str) else message.content
-            )
+            content = message.content
+            blocks = [TextBlock(type="text", text=content)] if isinstance(content, str) else content
             messages += _assistant(blocks) if message.role == "assistant" else _user(blocks)
         if len(messages) == bool(self.system):
             raise InvalidRequestError("messages", "say nothing")
         kwargs = None if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
         prefilled = self.messages[-1].role == "assistant"
-        shown = () if isinstance(self.tool_choice, NoChoice) else self.tools or ()
-        return ChatPrompt(
-            messages,
-            [
-                function_tool(
-                    name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
-                )
-                for tool in shown
-            ]
-            or None,
-            template_kwargs=kwargs,
-            add_generation_prompt=not prefilled,
-            continue_final_message=prefilled,
-        )
+        tools = []
+        for one in () if isinstance(self.tool_choice, NoChoice) else self.tools or ():
+            about = {"name": one.name, "description": one.description, "parameters": one.input_schema}
+            tools.append(common.function_tool(**about, strict=one.strict))
+        return ChatPrompt(messages, tools or None, None, kwargs, not prefilled, continue_final_message=prefilled)
 
 
-class MessagesRequest(CountTokensRequest, ApiRequest):  # type: ignore[misc]  # here a model must be named
+class MessagesRequest(CountTokensRequest, common.ApiRequest):  # type: ignore[misc]  # here a model must be named
     """POST /v1/messages"""
 
     ENDPOINT: ClassVar[str] = "/v1/messages"
@@ -199,7 +180,7 @@ class MessagesRequest(CountTokensRequest, ApiRequest):  # type: ignore[misc]  # 
         structured = None
         if self.output_config is not None and self.output_config.format is not None:
             schema = self.output_config.format.schema_
-            structured = structured_output("output_config.format.schema", json_schema=schema)
+            structured = common.structured_output("output_config.format.schema", json_schema=schema)
         params = SamplingParams(
             max_tokens=self.max_tokens,
             stop=tuple(self.stop_sequences or ()),
@@ -220,7 +201,7 @@ class MessagesRequest(CountTokensRequest, ApiRequest):  # type: ignore[misc]  # 
             tool_choice=choice,
             parallel_tool_calls=parallel,
             fields=self.FIELDS,
-            notes=present(user=self.metadata.user_id if self.metadata is not None else None),
+            notes=common.present(user=self.metadata.user_id if self.metadata is not None else None),
         )
 
     def _tool_choice(self) -> tuple[ToolChoice, bool]:
@@ -265,7 +246,7 @@ def _assistant(blocks: Sequence[Block]) -> list[dict[str, Any]]:
         elif isinstance(block, ThinkingBlock):
             message["reasoning_content"] = message.get("reasoning_content", "") + block.thinking
         elif isinstance(block, ToolUseBlock):
-            call = function_call(block.id, block.name, json.dumps(block.input))
+            call = common.function_call(block.id, block.name, json.dumps(block.input))
             message.setdefault("tool_calls", []).append(call)
         elif isinstance(block, ToolResultBlock):
             raise InvalidRequestError("messages.content.type", "'tool_result' is for the user's messages")

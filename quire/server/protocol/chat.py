@@ -10,32 +10,25 @@ from pydantic import Field
 from quire.errors import InvalidRequestError
 from quire.frontend.tool_calls.tools import MAX_TOOLS
 from quire.server.generation import ChatPrompt, GenerationRequest, NamedTool, ToolChoice
-from quire.server.protocol.common import (
-    MAX_MESSAGES,
-    MAX_TOP_LOGPROBS,
-    UNSUPPORTED_EVERYWHERE,
-    Body,
-    SamplingFields,
-    present,
-)
+from quire.server.protocol import common
 
 
-class FunctionName(Body):
+class FunctionName(common.Body):
     name: str
 
 
-class NamedToolChoice(Body):
+class NamedToolChoice(common.Body):
     type: Literal["function"]
     function: FunctionName
 
 
-class ChatCompletionRequest(SamplingFields):
+class ChatCompletionRequest(common.SamplingFields):
     """POST /v1/chat/completions"""
 
     ENDPOINT: ClassVar[str] = "/v1/chat/completions"
     ID_PREFIX: ClassVar[str] = "chatcmpl-"
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
-        **UNSUPPORTED_EVERYWHERE,
+        **common.UNSUPPORTED_EVERYWHERE,
         "audio": "the model writes text only",
         "functions": "use tools",
         "function_call": "use tool_choice",
@@ -48,13 +41,13 @@ class ChatCompletionRequest(SamplingFields):
         "suffix": "the model continues texts, it does not fill gaps",
     }
 
-    messages: list[dict[str, Any]] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: list[dict[str, Any]] = Field(min_length=1, max_length=common.MAX_MESSAGES)
     modalities: list[Literal["text"]] | None = Field(None, min_length=1, max_length=1)
     """Text is all the model writes."""
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=0, le=common.MAX_TOP_LOGPROBS)
     tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -75,30 +68,20 @@ class ChatCompletionRequest(SamplingFields):
             raise InvalidRequestError("top_logprobs", "needs logprobs to be true")
         self.check_stream()
         structured, fields = self.structured()
-        params = self.sampling_params(
-            max_tokens=self._max_tokens(),
-            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            structured=structured,
-        )
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        params = self.sampling_params(max_tokens=self._max_tokens(), logprobs=logprobs, structured=structured)
         if self.max_completion_tokens is not None:
             fields["max_tokens"] = "max_completion_tokens"
         kwargs = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             kwargs.setdefault("reasoning_effort", self.reasoning_effort)
             fields["chat_template_kwargs.reasoning_effort"] = "reasoning_effort"
+        begins, continues = self.add_generation_prompt, self.continue_final_message
+        prompt = ChatPrompt(self.messages, self.tools, self.documents, kwargs or None, begins, continues)
         return GenerationRequest(
             response_id=response_id,
             request_id=request_id,
-            prompts=(
-                ChatPrompt(
-                    self.messages,
-                    self.tools,
-                    self.documents,
-                    kwargs or None,
-                    self.add_generation_prompt,
-                    self.continue_final_message,
-                ),
-            ),
+            prompts=(prompt,),
             params=params,
             endpoint=self.ENDPOINT,
             stream=bool(self.stream),
@@ -107,7 +90,7 @@ class ChatCompletionRequest(SamplingFields):
             parallel_tool_calls=self.parallel_tool_calls is not False,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             fields=fields,
-            notes=present(user=self.user, safety_identifier=self.safety_identifier, metadata=self.metadata),
+            notes=common.present(user=self.user, safety_identifier=self.safety_identifier, metadata=self.metadata),
         )
 
     def _max_tokens(self) -> int | None:

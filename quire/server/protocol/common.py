@@ -81,11 +81,6 @@ class ApiRequest(Body):
     def check_model_limits(self, hidden_size: int) -> None:
         """Raises InvalidRequestError for what the model can't do."""
 
-    @property
-    def chosen_request_id(self) -> str | None:
-        """The name that the body itself gives its request."""
-        return None
-
 
 def present(**values: Any) -> dict[str, Any]:
     """Those that are not None."""
@@ -193,6 +188,7 @@ class SamplingFields(ApiRequest):
     response_format: ResponseFormat | None = None
     user: str | None = Field(None, max_length=1024)
     request_id: str | None = Field(None, min_length=1, max_length=128)
+    """The name that the body itself gives its request."""
 
     n: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0)
@@ -240,10 +236,6 @@ class SamplingFields(ApiRequest):
     guided_grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
 
-    @property
-    def chosen_request_id(self) -> str | None:
-        return self.request_id
-
     def check_stream(self) -> None:
         """Raises InvalidRequestError for what needs a stream and for what can't be streamed."""
         if self.stream_options is not None and not self.stream:
@@ -260,11 +252,11 @@ class SamplingFields(ApiRequest):
             forms["response_format"] = form
         if self.structured_outputs is not None:
             forms["structured_outputs"] = self.structured_outputs.structured()
-        for name, part in _GUIDED.items():
+        for kind, part in _GUIDED.items():
+            name = f"guided_{kind}"
             value = getattr(self, name)
             if value is not None:
-                given = {part: tuple(value) if isinstance(value, list) else value}
-                forms[name] = structured_output(name, **given)
+                forms[name] = structured_output(name, **{part: tuple(value) if isinstance(value, list) else value})
         if not forms:
             return None, {}
         field, *others = forms
@@ -287,13 +279,8 @@ class SamplingFields(ApiRequest):
         return SamplingParams(**(given | more))
 
 
-_GUIDED = {
-    "guided_json": "json_schema",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-}
-"""vLLM's former way to ask for structure."""
+_GUIDED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+"""vLLM's former way to ask for structure: `guided_json` and so on."""
 _SAME = SamplingFields.model_fields.keys() & SamplingParams.__dataclass_fields__.keys() - {"logit_bias"}
 """Fields that are sampling parameters of the same name."""
 

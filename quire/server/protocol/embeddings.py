@@ -63,7 +63,7 @@ class EmbeddingsRequest(ApiRequest):
     priority: int = 0
 
     def to_generation(self, response_id: str, request_id: str) -> GenerationRequest:
-        params = SamplingParams(max_tokens=1, temperature=0, cache_salt=self.cache_salt, priority=self.priority)
+        params = SamplingParams(max_tokens=1, temperature=0, seed=0, cache_salt=self.cache_salt, priority=self.priority)
         return GenerationRequest(
             response_id=response_id,
             request_id=request_id,

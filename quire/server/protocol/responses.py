@@ -8,20 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from quire.errors import InvalidRequestError
-from quire.sampling_params import SamplingParams, StructuredOutput
+from quire.sampling_params import SamplingParams
 from quire.server.generation import ChatPrompt, GenerationRequest, NamedTool, ToolChoice
-from quire.server.protocol.common import (
-    MAX_MESSAGES,
-    MAX_TOP_LOGPROBS,
-    NO_TEMPLATES,
-    ApiRequest,
-    Body,
-    JsonSchemaFormat,
-    function_call,
-    function_tool,
-    json_output,
-    present,
-)
+from quire.server.protocol import common
 from quire.server.protocol.unions import LIST, TEXT, TEXT_OR_LIST, by_type, kind
 
 LOGPROBS = "message.output_text.logprobs"
@@ -29,12 +18,12 @@ TOOL_FIELDS = {"name", "description", "parameters", "strict"}
 """Of a tool, those that the model is shown and the response repeats."""
 
 
-class TextPart(Body):
+class TextPart(common.Body):
     type: Literal["input_text", "output_text"]
     text: str
 
 
-class RefusalPart(Body):
+class RefusalPart(common.Body):
     type: Literal["refusal"]
     refusal: str
 
@@ -47,31 +36,31 @@ Part = Annotated[
 ]
 
 
-class MessageItem(Body):
+class MessageItem(common.Body):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Annotated[Annotated[str, TEXT] | Annotated[list[Part], LIST], TEXT_OR_LIST]
 
 
-class FunctionCallItem(Body):
+class FunctionCallItem(common.Body):
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
 
 
-class FunctionCallOutputItem(Body):
+class FunctionCallOutputItem(common.Body):
     type: Literal["function_call_output"]
     call_id: str
     output: Annotated[Annotated[str, TEXT] | Annotated[list[TextPart], LIST], TEXT_OR_LIST]
 
 
-class ReasoningText(Body):
+class ReasoningText(common.Body):
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
-class ReasoningItem(Body):
+class ReasoningItem(common.Body):
     type: Literal["reasoning"]
     summary: list[ReasoningText] = Field(default_factory=list)
     content: list[ReasoningText] | None = None
@@ -86,7 +75,7 @@ Item = Annotated[
 ]
 
 
-class FunctionTool(Body):
+class FunctionTool(common.Body):
     type: Literal["function"]
     name: str
     description: str | None = None
@@ -94,30 +83,30 @@ class FunctionTool(Body):
     strict: bool | None = None
 
 
-class FunctionChoice(Body):
+class FunctionChoice(common.Body):
     type: Literal["function"]
     name: str
 
 
-class TextFormat(JsonSchemaFormat):
+class TextFormat(common.JsonSchemaFormat):
     type: Literal["text", "json_object", "json_schema"] = "text"
 
 
-class TextConfig(Body):
+class TextConfig(common.Body):
     format: TextFormat | None = None
 
 
-class Reasoning(Body):
+class Reasoning(common.Body):
     """The reasoning itself is returned: a wish for a summary is among the fields that are ignored."""
 
     effort: str | None = Field(None, max_length=32)
 
 
-class ResponsesStreamOptions(Body):
+class ResponsesStreamOptions(common.Body):
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponsesRequest(ApiRequest):
+class ResponsesRequest(common.ApiRequest):
     """POST /v1/responses"""
 
     ENDPOINT: ClassVar[str] = "/v1/responses"
@@ -137,15 +126,17 @@ class ResponsesRequest(ApiRequest):
         "previous_response_id": "nothing is stored: send the whole conversation as input",
         "prompt": "nothing is stored: send the text as input",
         "max_tool_calls": "no tools run here: calls are returned to you",
-        "chat_template": NO_TEMPLATES,
+        "chat_template": common.NO_TEMPLATES,
     }
 
-    input: Annotated[Annotated[str, TEXT] | Annotated[list[Item], Field(max_length=MAX_MESSAGES), LIST], TEXT_OR_LIST]
+    input: Annotated[
+        Annotated[str, TEXT] | Annotated[list[Item], Field(max_length=common.MAX_MESSAGES), LIST], TEXT_OR_LIST
+    ]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=0, le=common.MAX_TOP_LOGPROBS)
     include: list[str] | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["auto", "none", "required"] | FunctionChoice | None = None
@@ -174,24 +165,22 @@ class ResponsesRequest(ApiRequest):
             raise InvalidRequestError("top_logprobs", f"needs {LOGPROBS!r} in include")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options", "needs stream to be true")
+        wanted = self.text.format if self.text is not None else None
+        schema = wanted.schema_ if wanted is not None and wanted.type == "json_schema" else None
         params = SamplingParams(
             max_tokens=self.max_output_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
-            structured=self._structured(),
+            structured=None if wanted is None else common.json_output(wanted.type, schema, "text.format.schema"),
         )
         effort = self.reasoning.effort if self.reasoning is not None else None
+        kwargs = None if effort is None else {"reasoning_effort": effort}
+        tools = [common.function_tool(**tool.model_dump(include=TOOL_FIELDS)) for tool in self.tools or ()]
         return GenerationRequest(
             response_id=response_id,
             request_id=request_id,
-            prompts=(
-                ChatPrompt(
-                    self._messages(),
-                    [function_tool(**tool.model_dump(include=TOOL_FIELDS)) for tool in self.tools or ()] or None,
-                    template_kwargs=None if effort is None else {"reasoning_effort": effort},
-                ),
-            ),
+            prompts=(ChatPrompt(self._messages(), tools or None, template_kwargs=kwargs),),
             params=params,
             endpoint=self.ENDPOINT,
             stream=bool(self.stream),
@@ -200,15 +189,8 @@ class ResponsesRequest(ApiRequest):
             parallel_tool_calls=self.parallel_tool_calls is not False,
             truncate_prompt_tokens=-1 if self.truncation == "auto" else None,
             fields=self.FIELDS,
-            notes=present(user=self.user, safety_identifier=self.safety_identifier, metadata=self.metadata),
+            notes=common.present(user=self.user, safety_identifier=self.safety_identifier, metadata=self.metadata),
         )
-
-    def _structured(self) -> StructuredOutput | None:
-        wanted = self.text.format if self.text is not None else None
-        if wanted is None:
-            return None
-        schema = wanted.schema_ if wanted.type == "json_schema" else None
-        return json_output(wanted.type, schema, "text.format.schema")
 
     def _tool_choice(self) -> ToolChoice:
         if isinstance(self.tool_choice, FunctionChoice):
@@ -221,15 +203,11 @@ class ResponsesRequest(ApiRequest):
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
-        if isinstance(self.input, str):
-            if not self.input.strip():
-                raise InvalidRequestError("input", "is empty")
-            messages.append({"role": "user", "content": self.input})
-        elif not self.input:
+        if not (self.input.strip() if isinstance(self.input, str) else self.input):
             raise InvalidRequestError("input", "is empty")
-        else:
-            messages += _from_items(self.input)
-        return messages
+        if isinstance(self.input, str):
+            return [*messages, {"role": "user", "content": self.input}]
+        return messages + _from_items(self.input)
 
 
 def _from_items(items: Sequence[Item]) -> list[dict[str, Any]]:
@@ -253,7 +231,7 @@ def _from_items(items: Sequence[Item]) -> list[dict[str, Any]]:
         elif isinstance(item, ReasoningItem):
             turn["reasoning_content"] = "".join(part.text for part in item.content or item.summary)
         else:
-            turn.setdefault("tool_calls", []).append(function_call(item.call_id, item.name, item.arguments))
+            turn.setdefault("tool_calls", []).append(common.function_call(item.call_id, item.name, item.arguments))
     return messages
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from quire.server.errors import ApiError, error_body
-from quire.server.generation import FinishReason, GenerationEvent, ToolCallDelta, Usage, whole_choices
+from quire.server.generation import FinishReason, GenerationEvent, Usage, whole_choices
 from quire.server.http_responses import named_event
 from quire.server.lifecycle import Writer, endpoint
 from quire.server.protocol.anthropic import MessagesRequest
@@ -113,20 +113,17 @@ class ContentBlocks:
             yield from self._open("text", {"type": "text", "text": ""})
             yield self._delta({"type": "text_delta", "text": event.content})
         for call in event.tool_calls:
-            yield from self._take_call(call)
+            if call.name is not None:
+                yield from self.close()
+                block: dict[str, Any] = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+                yield from self._open("tool_use", block)
+            if call.arguments:
+                yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
 
     def close(self) -> Iterator[bytes]:
         if self._kind is not None:
             yield _event("content_block_stop", index=self._index)
             self._kind = None
-
-    def _take_call(self, call: ToolCallDelta) -> Iterator[bytes]:
-        if call.name is not None:
-            yield from self.close()
-            block: dict[str, Any] = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-            yield from self._open("tool_use", block)
-        if call.arguments:
-            yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
 
     def _open(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
         if self._kind == kind:

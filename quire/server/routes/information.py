@@ -28,12 +28,13 @@ async def ready(request: Request) -> Response:
     """200 if requests make progress: send traffic here or not."""
     service = get_service(request)
     client = service.client
-    body: dict[str, Any] = {"ready": client.is_ready and not service.is_draining, "engine": client.state}
+    is_ready = client.state == "ready" and not client.is_stalled and not service.is_draining
+    body: dict[str, Any] = {"ready": is_ready, "engine": client.state}
     if client.is_stalled:
         body["why"] = f"the engine has work and gave no sign of life for {client.seconds_silent:.0f} s"
     elif service.is_draining:
         body["why"] = "the server is going down"
-    return JsonResponse(body, 200 if body["ready"] else 503)
+    return JsonResponse(body, 200 if is_ready else 503)
 
 
 @router.get("/version", tags=["operation"])

@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.outputs import TokenLogprobs
 from quire.server.errors import ApiError, error_body
-from quire.server.generation import FinishReason, GenerationEvent, ToolCallDelta, Usage
+from quire.server.generation import FinishReason, GenerationEvent, Usage
 from quire.server.guard.connection import new_id
 from quire.server.http_responses import named_event
 from quire.server.lifecycle import Writer, endpoint
@@ -132,22 +132,19 @@ class OutputItems:
         if event.reasoning or event.content or event.tool_calls:
             self._logprobs = []
         for call in event.tool_calls:
-            yield from self._take_call(call)
+            if call.name is not None:
+                yield from self._close("completed")
+                item = {"type": "function_call", "id": new_id("fc_"), "call_id": call.id, "name": call.name}
+                yield from self._open({**item, "arguments": ""})
+            if call.arguments:
+                self._pieces.append(call.arguments)
+                yield self._event("response.function_call_arguments.delta", delta=call.arguments)
 
     def finish(self, reason: FinishReason) -> Iterator[Event]:
         """An answer that says nothing is a message without text."""
         if not self.items:
             yield from self._add_text("message", "output_text", "")
         yield from self._close(_status(reason))
-
-    def _take_call(self, call: ToolCallDelta) -> Iterator[Event]:
-        if call.name is not None:
-            yield from self._close("completed")
-            item = {"type": "function_call", "id": new_id("fc_"), "call_id": call.id, "name": call.name}
-            yield from self._open({**item, "arguments": ""})
-        if call.arguments:
-            self._pieces.append(call.arguments)
-            yield self._event("response.function_call_arguments.delta", delta=call.arguments)
 
     def _add_text(self, kind: str, part: str, text: str) -> Iterator[Event]:
         if not self._is_open or self.items[-1]["type"] != kind:

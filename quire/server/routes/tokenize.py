@@ -56,14 +56,8 @@ async def tokenize(request: Request) -> Response:
         service.encoder.check_size("prompt", body.prompt)
         ids = await service.in_thread(service.tokenizer.encode, body.prompt, body.add_special_tokens)
     else:
-        prompt = ChatPrompt(
-            body.messages or [],
-            body.tools,
-            None,
-            body.chat_template_kwargs,
-            body.add_generation_prompt,
-            body.continue_final_message,
-        )
+        begins, continues = body.add_generation_prompt, body.continue_final_message
+        prompt = ChatPrompt(body.messages or [], body.tools, None, body.chat_template_kwargs, begins, continues)
         ids = await service.in_thread(service.encoder.encode_chat, prompt)
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": service.ready.max_model_len, "tokens": ids}
     if body.return_token_strs:
