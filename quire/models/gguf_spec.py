@@ -103,10 +103,7 @@ def _read_moe(fields: Fields, family: Family) -> MoeSpec | None:
 
 
 def _read_rope(
-    fields: Fields,
-    tensor_names: Collection[str],
-    read_rope_factors: Callable[[], tuple[float, ...]],
-    max_position: int,
+    fields: Fields, tensor_names: Collection[str], read_rope_factors: Callable[[], tuple[float, ...]], max_position: int
 ) -> RopeSpec:
     theta = fields.number("rope.freq_base", 10_000.0, low=1e-6)
     if "rope_freqs.weight" in tensor_names:

@@ -112,12 +112,7 @@ def ignored_names(spec: ModelSpec, present: Collection[str]) -> set[str]:
 
 
 def _layer_pieces(
-    layer: LayerSpec,
-    prefix: str,
-    to: str,
-    names: _LayerNames,
-    interleaved: bool = False,
-    packed_experts: bool = False,
+    layer: LayerSpec, prefix: str, to: str, names: _LayerNames, interleaved: bool = False, packed_experts: bool = False
 ) -> Iterator[Piece]:
     yield Piece(f"{prefix}{names.attention_norm}.weight", f"{to}attention_norm")
     yield Piece(f"{prefix}{names.mlp_norm}.weight", f"{to}mlp_norm")

@@ -108,10 +108,7 @@ def _structured(lines: Sequence[str]) -> StructuredOutput:
 
 def _calls(shape: CallShape, tools: Sequence[Tool], parallel: bool) -> list[str]:
     more = f" ({_text(shape.between)} call){{0,{MAX_CALLS - 1}}}" if parallel and shape.several else ""
-    lines = [
-        f"calls: {_text(shape.before)} call{more} {_text(shape.after)}",
-        f"call: {_alternatives('call', tools)}",
-    ]
+    lines = [f"calls: {_text(shape.before)} call{more} {_text(shape.after)}", f"call: {_alternatives('call', tools)}"]
     for index, tool in enumerate(tools):
         begin = _text(shape.begin.replace("NAME", tool.name))
         lines.append(f"call_{index}: {begin} {_schema(tool)} {_text(shape.end)}")
