@@ -41,10 +41,3 @@ class BoundedCache(Generic[K, V]):
             while len(self._entries) > self._max_entries or self._bytes > self._max_bytes:
                 _, (_, freed) = self._entries.popitem(last=False)
                 self._bytes -= freed
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    @property
-    def num_bytes(self) -> int:
-        return self._bytes

@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from quire.constrain import limits
 from quire.constrain.cache import BoundedCache
 from quire.constrain.checker import GrammarChecker, Verdict
-from quire.constrain.guidance import (
-    TokenTable,
-    build_tokenizer,
-    error_of,
-    field_of,
-    new_matcher,
-    run_with_stack,
-    to_guidance,
-)
+from quire.constrain.guidance import build_tokenizer, error_of, field_of, new_matcher, run_with_stack, to_guidance
 from quire.errors import InvalidRequestError
 from quire.sampling_params import StructuredOutput
 
@@ -58,8 +50,7 @@ class Vocabulary:
         def encode(text: str) -> list[int]:
             return tokenizer.encode_plain(text, continues=True)
 
-        table = TokenTable(self.tokens, self.special_token_ids, self.eos_token_ids, encode)
-        self.guidance = build_tokenizer(table, self.eos_token_ids)
+        self.guidance = build_tokenizer(self.tokens, self.special_token_ids, self.eos_token_ids, encode)
 
 
 class Grammar:

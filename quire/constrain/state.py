@@ -54,12 +54,3 @@ class GrammarState:
         self.matcher = self.grammar.private_matcher()
         self.matcher.consume_tokens(self._tokens)
         return True
-
-    def clone(self) -> GrammarState:
-        """For a fork of the answer."""
-        copy = object.__new__(GrammarState)
-        copy.grammar = self.grammar
-        copy._tokens = list(self._tokens)
-        copy._is_private = False  # the two share an automaton from here on
-        copy.matcher = self.matcher.deep_copy()
-        return copy

@@ -9,15 +9,9 @@ from typing import Any
 import jinja2
 
 from quire.errors import InvalidRequestError, TemplateError
+from quire.frontend import template_sandbox as sandbox
 from quire.frontend.control_tokens import ControlTokens, Placeholders, holds
 from quire.frontend.messages import check_list, check_messages, plain_data
-from quire.frontend.template_sandbox import (
-    MAX_CHARS,
-    BoundedEnvironment,
-    TemplateLimitError,
-    TemplateRefusalError,
-    limited,
-)
 from quire.frontend.tokenizer import Tokenizer
 
 _MAX_SOURCE = 1024 * 1024
@@ -43,7 +37,7 @@ class ChatTemplate:
         self._knows_developer = "developer" in source
         self._kept: tuple[Tokenizer, ControlTokens] | None = None
         try:
-            self._template = BoundedEnvironment(clock).from_string(source)
+            self._template = sandbox.BoundedEnvironment(clock).from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(f"the chat template, line {error.lineno}: {error.message}") from None
         except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
@@ -129,21 +123,14 @@ class ChatTemplate:
 
     def _render(self, request: Mapping[str, Any], add_generation_prompt: bool) -> str:
         variables = {**self._named_tokens, **request, "add_generation_prompt": add_generation_prompt}
-        pieces: list[str] = []
-        size = 0
         try:
-            with limited():
-                for piece in self._template.generate(variables):
-                    size += len(piece)
-                    if size > MAX_CHARS:
-                        raise TemplateLimitError(f"makes a prompt of more than {MAX_CHARS} characters")
-                    pieces.append(piece)
-        except TemplateRefusalError as error:
+            with sandbox.limited():
+                return sandbox.concat(self._template.generate(variables), "prompt")
+        except sandbox.TemplateRefusalError as error:
             raise TemplateError(f"the chat template refused the messages: {error}") from None
-        except TemplateLimitError as error:
+        except sandbox.TemplateLimitError as error:
             raise TemplateError(f"the chat template was stopped: it {error}") from None
         except RecursionError:
             raise TemplateError("the chat template was stopped: it calls itself too deeply") from None
         except Exception as error:  # a template can fail in any way its expressions can
             raise TemplateError(f"the chat template failed: {type(error).__name__}: {error}") from None
-        return "".join(pieces)

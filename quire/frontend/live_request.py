@@ -38,15 +38,15 @@ class _Answer:
 
     def read(self, update: RequestUpdate) -> tuple[int, str]:
         """Takes tokens in until a stop string is complete: how many, and the text that is certain now."""
-        text = ""
-        count = 0
-        for token_id in update.new_token_ids:
-            count += 1
+        text, count = "", 0
+        for count, token_id in enumerate(update.new_token_ids, start=1):
             self.token_ids.append(token_id)
             is_last = count == len(update.new_token_ids)
             if is_last and update.stop_token_id is not None and not self.params.include_stop_str_in_output:
                 break
-            text += self._match(self.detokenizer.push(token_id))
+            piece = self.detokenizer.push(token_id)
+            may_stop = len(self.token_ids) > self.params.min_tokens
+            text += piece if self.matcher is None else self.matcher.push(piece, may_stop)
             if self.stop_string is not None:
                 break
         self.scores += update.scores[:count]
@@ -57,11 +57,6 @@ class _Answer:
         if text:
             self.pieces.append(text)
         return count, text
-
-    def _match(self, text: str) -> str:
-        if self.matcher is None:
-            return text
-        return self.matcher.push(text, may_stop=len(self.token_ids) > self.params.min_tokens)
 
 
 class LiveRequest:

@@ -68,9 +68,9 @@ def limited() -> Iterator[None]:
         _budget.reset(token)
 
 
-def _check_chars(count: int) -> None:
+def _check_chars(count: int, what: str = "text") -> None:
     if count > MAX_CHARS:
-        raise TemplateLimitError(f"makes a text of more than {MAX_CHARS} characters")
+        raise TemplateLimitError(f"makes a {what} of more than {MAX_CHARS} characters")
 
 
 def _check_items(count: int) -> None:
@@ -106,13 +106,13 @@ def _join_text(*parts: Any) -> str:
     return "".join(texts)
 
 
-def _concat(parts: Iterable[str]) -> str:
-    """Joins the output of a macro or a captured block."""
+def concat(parts: Iterable[str], what: str = "text") -> str:
+    """Joins the output of the template, a macro or a captured block."""
     kept: list[str] = []
     total = 0
     for part in parts:
         total += len(part)
-        _check_chars(total)
+        _check_chars(total, what)
         kept.append(part)
     return "".join(kept)
 
@@ -131,13 +131,14 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+def _range(*args: int) -> range:
+    numbers = range(*args)
+    _check_items(len(numbers))
+    return numbers
+
+
 def _raise_exception(message: object) -> None:
     raise TemplateRefusalError(str(message))
-
-
-def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    """`dict()` for templates, which get no hold of the class itself."""
-    return dict(*args, **kwargs)
 
 
 def _check_width(width: int) -> None:
@@ -197,24 +198,26 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """Where chat templates are compiled and run; render inside `limited()`."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
-    concat = staticmethod(_concat)
+    concat = staticmethod(concat)
     join_text = staticmethod(_join_text)
 
     def __init__(self, clock: Callable[[], datetime]) -> None:
+        extensions = [_GenerationBlock, loopcontrols]
         super().__init__(
+            # The optimiser runs parts of a template while compiling it.
+            optimized=False,
             trim_blocks=True,
             lstrip_blocks=True,
-            optimized=False,  # the optimiser runs parts of a template while compiling it
             finalize=_measured,
-            extensions=[_GenerationBlock, loopcontrols],
+            extensions=extensions,
         )
         self._clock = clock
         for name, function in list(self.filters.items()):
             self.filters[name] = _guarded_filter(name, function)
         self.filters["tojson"] = _tojson
         self.globals = {
-            "range": self._range,
-            "dict": _dict,
+            "range": _range,
+            "dict": lambda *args, **kwargs: dict(*args, **kwargs),  # noqa: PLW0108 - the class itself is not for templates
             "namespace": _PlainNamespace,
             "raise_exception": _raise_exception,
             "strftime_now": self._strftime_now,
@@ -260,11 +263,6 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         counted = _Counted().visit(super()._parse(source, name, filename))
         assert isinstance(counted, nodes.Template)
         return counted
-
-    def _range(self, *args: int) -> range:
-        numbers = range(*args)
-        _check_items(len(numbers))
-        return numbers
 
     def _strftime_now(self, format: str) -> str:
         # The C library pads fields to a width given in the format.
