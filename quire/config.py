@@ -3,6 +3,7 @@ elsewhere (`runner/memory.py`) and never written back."""
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,15 @@ class EngineConfig:
             self.max_batched_tokens or default.max_batched_tokens,
             default.kv_cache_memory if self.kv_cache_memory is None else self.kv_cache_memory,
         )
+
+
+def cache_dir() -> Path:
+    """`$QUIRE_HOME`, else `$XDG_CACHE_HOME/quire`, else `~/.cache/quire`."""
+    home = os.environ.get("QUIRE_HOME")
+    if home:
+        return Path(home).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "quire"
 
 
 def parse_bytes(field: str, value: int | str, low: int = 0) -> int:
