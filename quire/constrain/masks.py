@@ -31,9 +31,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.constrain.grammar import GrammarCompiler, Vocabulary
+from quire.constrain.grammar import GrammarCompiler, GrammarState, Vocabulary
 from quire.constrain.guidance import import_llguidance
-from quire.constrain.state import GrammarState
 from quire.errors import QuireError
 from quire.sampling.draws import Indices
 from quire.sampling.upload import Uploader
@@ -137,7 +136,7 @@ class Constrainer:
         states = self._states_of(request_rows)
         if states:
             assert self._worker is not None
-            self._started = _Started(states, self._worker.start(states))
+            self._started = _Started(states, self._worker.thread.submit(self._worker.compute, states))
 
     def masks(self, request_rows: Indices) -> GrammarMasks | None:
         """The masks of `request_rows`; None if none of them has a grammar. Waits for those that were started."""
@@ -189,7 +188,7 @@ class Constrainer:
         """Ends the threads."""
         self._settle()
         if self._worker is not None:
-            self._worker.close()
+            self._worker.thread.shutdown()
 
     def _states_of(self, request_rows: Indices) -> dict[int, GrammarState]:
         constrained = request_rows[self._is_constrained[request_rows]].tolist()
@@ -220,15 +219,9 @@ class _MaskWorker:
         threads = min(_MAX_THREADS, os.cpu_count() or 1)
         self._executor: llguidance.LLExecutor = import_llguidance().LLExecutor(num_threads=threads)
         # One thread waits for llguidance's own ones, so that the caller need not.
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="quire-masks")
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="quire-masks")
 
-    def start(self, states: Mapping[int, GrammarState]) -> Future[dict[int, str]]:
-        return self._thread.submit(self._compute, states)
-
-    def close(self) -> None:
-        self._thread.shutdown()
-
-    def _compute(self, states: Mapping[int, GrammarState]) -> dict[int, str]:
+    def compute(self, states: Mapping[int, GrammarState]) -> dict[int, str]:
         """Fills the rows' words; returns the rows that can't go on, and why."""
         self._fill(states)
         # Whoever stumbled over an automaton that others filled up gets one of its own and tries again.

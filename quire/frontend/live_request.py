@@ -107,16 +107,9 @@ class LiveRequest:
             update = update._replace(finish_reason="stop", error=None)
         if update.finish_reason is not None:
             self._completions[index] = self._complete(index, answer, update)
-        wanted = self._params.logprobs is not None
-        delta = RequestDelta(
-            request_id=self.request_id,
-            index=index,
-            text=text,
-            token_ids=update.new_token_ids[:count],
-            logprobs=tuple(map(self._spell, update.scores[:count])) if wanted else (),
-            finish_reason=update.finish_reason,
-            output=self._output(),
-        )
+        token_ids, reason = update.new_token_ids[:count], update.finish_reason
+        logprobs = () if self._params.logprobs is None else tuple(map(self._spell, update.scores[:count]))
+        delta = RequestDelta(self.request_id, index, text, token_ids, logprobs, reason, self._output())
         if self.unread is not None:
             self.unread.append(delta)
         return delta

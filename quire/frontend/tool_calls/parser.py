@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.frontend.marks import WHITE, open_end
+from quire.frontend.reasoning import WHITE, open_end
 from quire.frontend.tool_calls.json_reader import CallObject, skip_space
 
 
