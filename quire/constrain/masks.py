@@ -24,7 +24,7 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     import llguidance
 
 Words = npt.NDArray[np.int32]
-
-
 _MAX_THREADS = 4
 
 
@@ -90,7 +88,8 @@ class Constrainer:
         self._epochs = np.zeros(max_num_seqs, dtype=np.int64)
         """Counts a row's admissions and departures, so that a late token finds its request or nobody."""
         self._worker: _MaskWorker | None = None
-        self._started: _Started | None = None
+        self._started: tuple[dict[int, GrammarState], Future[dict[int, str]]] | None = None
+        """Masks in the making: of which states, and what will be wrong with them."""
 
     def admit(
         self,
@@ -136,7 +135,7 @@ class Constrainer:
         states = self._states_of(request_rows)
         if states:
             assert self._worker is not None
-            self._started = _Started(states, self._worker.thread.submit(self._worker.compute, states))
+            self._started = states, self._worker.thread.submit(self._worker.compute, states)
 
     def masks(self, request_rows: Indices) -> GrammarMasks | None:
         """The masks of `request_rows`; None if none of them has a grammar. Waits for those that were started."""
@@ -147,11 +146,11 @@ class Constrainer:
         words = np.full((len(request_rows), self._num_words), -1, dtype=np.int32)
         states = self._states_of(request_rows)
         if states:
-            if self._started is None or self._started.states != states:
+            if self._started is None or self._started[0] != states:
                 self.start(request_rows)
             assert self._started is not None
             assert self._worker is not None
-            errors |= self._started.errors.result()
+            errors |= self._started[1].result()
             self._started = None
             computed = np.fromiter((row in states for row in request_rows.tolist()), np.bool_, len(request_rows))
             words[computed] = self._worker.words[request_rows[computed]]
@@ -197,15 +196,8 @@ class Constrainer:
     def _settle(self) -> None:
         """Waits for masks that nobody took, as after an error in the model: they use the same memory."""
         if self._started is not None:
-            self._started.errors.exception()
+            self._started[1].exception()
             self._started = None
-
-
-class _Started(NamedTuple):
-    """Masks in the making."""
-
-    states: dict[int, GrammarState]
-    errors: Future[dict[int, str]]
 
 
 class _MaskWorker:
