@@ -134,8 +134,7 @@ def _best(beams: list[Beam], count: int) -> list[Beam]:
 
 
 class LiveBeams:
-    """A search while it runs. Feed it the updates of its requests (`names`) until `is_done`; then there are `beams`, or an
-    `error`."""
+    """Feed it the updates of its requests (`names`) until `is_done`; then there are `beams`, or an `error`."""
 
     def __init__(
         self, core: EngineCore, search_id: str, prompt: Sequence[int], params: BeamSearchParams, now: float

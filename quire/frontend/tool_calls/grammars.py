@@ -32,7 +32,7 @@ class CallShape:
 
 def forced_calls(shape: CallShape, tools: Sequence[Tool], parallel: bool, inside_reasoning: bool) -> StructuredOutput:
     """At least one call, and nothing else (but the rest of the reasoning that the prompt has begun)."""
-    return _grammar(["calls"], [*_calls(shape, tools, parallel)], inside_reasoning)
+    return _grammar(["calls"], _calls(shape, tools, parallel), inside_reasoning)
 
 
 def calls_or_answer(
@@ -121,8 +121,7 @@ def _alternatives(prefix: str, tools: Sequence[Tool]) -> str:
 
 def _schema(tool: Tool) -> str:
     # Narrower than the schema where that says nothing, so what comes is valid, and small models find an end.
-    schema = {"type": "object", "properties": {}, "additionalProperties": False, **tool.parameters}
-    return _json(schema)
+    return _json({"type": "object", "properties": {}, "additionalProperties": False, **tool.parameters})
 
 
 def _json_rule(structured: StructuredOutput) -> str:
