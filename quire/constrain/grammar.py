@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from quire.constrain import limits
-from quire.constrain.cache import BoundedCache
 from quire.constrain.checker import GrammarChecker, Verdict
 from quire.constrain.guidance import build_tokenizer, error_of, field_of, new_matcher, run_with_stack, to_guidance
 from quire.errors import InvalidRequestError
@@ -18,6 +18,9 @@ from quire.sampling_params import StructuredOutput
 
 if TYPE_CHECKING:
     import llguidance
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 
 
 class TokenizerLike(Protocol):
@@ -142,6 +145,39 @@ class GrammarState:
         self.matcher = self.grammar.private_matcher()
         self.matcher.consume_tokens(self._tokens)
         return True
+
+
+class BoundedCache(Generic[K, V]):
+    """A cache with two bounds: how many entries, and how many bytes they stand for. The least recently used go first.
+    Safe to share between threads."""
+
+    def __init__(self, max_entries: int, max_bytes: int) -> None:
+        self._max_entries = max_entries
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: K) -> V | None:
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                return None
+            self._entries.move_to_end(key)
+            return entry[0]
+
+    def put(self, key: K, value: V, num_bytes: int) -> None:
+        """Something larger than the whole cache is not kept."""
+        with self._lock:
+            old = self._entries.pop(key, None)
+            self._bytes -= old[1] if old is not None else 0
+            if num_bytes > self._max_bytes:
+                return
+            self._entries[key] = (value, num_bytes)
+            self._bytes += num_bytes
+            while len(self._entries) > self._max_entries or self._bytes > self._max_bytes:
+                _, (_, freed) = self._entries.popitem(last=False)
+                self._bytes -= freed
 
 
 class GrammarCompiler:

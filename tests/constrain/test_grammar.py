@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from quire.constrain import GrammarCompiler, GrammarState, limits
-from quire.constrain.cache import BoundedCache
+from quire.constrain.grammar import BoundedCache
 from quire.errors import InvalidRequestError
 from quire.frontend.tokenizer import Tokenizer
 from quire.sampling_params import StructuredOutput
