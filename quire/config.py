@@ -3,6 +3,7 @@ elsewhere (`runner/memory.py`) and never written back."""
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,11 @@ from typing import Literal
 from quire.errors import InvalidRequestError
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_CHOICES = {
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "kernels": ("auto", "reference", "cpu", "triton"),
+    "policy": ("fcfs", "priority"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +68,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise InvalidRequestError("device", f"must be auto, cpu, cuda or cuda:N, not {self.device!r}")
-        _check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
-        _check_choice("kernels", self.kernels, ("auto", "reference", "cpu", "triton"))
-        _check_choice("policy", self.policy, ("fcfs", "priority"))
+        for field, choices in _CHOICES.items():
+            if (value := getattr(self, field)) not in choices:
+                raise InvalidRequestError(field, f"must be one of {', '.join(choices)}, not {value!r}")
         for field in ("max_num_seqs", "max_batched_tokens", "block_size", "max_model_len"):
             value = getattr(self, field)
             if value is None and field != "block_size":
@@ -86,6 +92,15 @@ class EngineConfig:
             self.max_batched_tokens or default.max_batched_tokens,
             default.kv_cache_memory if self.kv_cache_memory is None else self.kv_cache_memory,
         )
+
+
+def cache_dir() -> Path:
+    """`$QUIRE_HOME`, else `$XDG_CACHE_HOME/quire`, else `~/.cache/quire`."""
+    home = os.environ.get("QUIRE_HOME")
+    if home:
+        return Path(home).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "quire"
 
 
 def parse_bytes(field: str, value: int | str, low: int = 0) -> int:
@@ -110,8 +125,3 @@ def format_bytes(count: int) -> str:
             return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.2f} GiB"
-
-
-def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise InvalidRequestError(field, f"must be one of {', '.join(choices)}, not {value!r}")

@@ -17,10 +17,9 @@ from quire.config import EngineConfig
 from quire.engine import RequestMetrics, RequestUpdate, make_requests
 from quire.engine.gc_pauses import full_collections_put_off
 from quire.errors import InvalidRequestError, QuireError
-from quire.frontend.beam_search import BeamSearchOutput, BeamSearchParams, check_choices
+from quire.frontend.beam_search import BeamSearchOutput, BeamSearchParams, LiveBeams, check_choices
 from quire.frontend.chat_template import ChatTemplate
 from quire.frontend.detokenizer import IncrementalDetokenizer
-from quire.frontend.live_beams import LiveBeams
 from quire.frontend.live_request import LiveRequest
 from quire.frontend.progress import GenerationBar, ModelBars
 from quire.frontend.resolve import resolve_tokens

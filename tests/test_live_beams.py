@@ -12,8 +12,7 @@ import torch
 from quire.engine.invariants import check_invariants
 from quire.engine.request import make_requests
 from quire.errors import CapacityError, InvalidRequestError
-from quire.frontend.beam_search import Beam, BeamSearchParams, Continuations
-from quire.frontend.live_beams import LiveBeams
+from quire.frontend.beam_search import Beam, BeamSearchParams, Continuations, LiveBeams
 from quire.kernels.reference import ReferenceKernels
 from quire.models.decoder import Decoder
 from quire.sampling_params import SamplingParams

@@ -5,7 +5,6 @@ refused. The runner's `Constrainer` (in `masks`, which needs torch) keeps one `G
 computes masks while the model runs. The grammar engine is llguidance, an optional dependency.
 """
 
-from quire.constrain.grammar import Grammar, GrammarCompiler
-from quire.constrain.state import GrammarState
+from quire.constrain.grammar import Grammar, GrammarCompiler, GrammarState
 
 __all__ = ["Grammar", "GrammarCompiler", "GrammarState"]

@@ -18,7 +18,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from quire.constrain import limits
-from quire.constrain.guidance import TokenTable, build_tokenizer, error_of, new_matcher, run_with_stack
+from quire.constrain.guidance import build_tokenizer, error_of, new_matcher, run_with_stack
 
 if TYPE_CHECKING:
     import llguidance
@@ -36,11 +36,9 @@ def main() -> None:
     def encode(text: str) -> list[int]:  # the model's own tokenizer is not needed to tell good from bad
         return tokenizer.greedy_tokenize(text)
 
-    table = TokenTable(tokens, vocabulary["special"], vocabulary["eos"], encode)
-    tokenizer = build_tokenizer(table, vocabulary["eos"])
+    tokenizer = build_tokenizer(tokens, vocabulary["special"], vocabulary["eos"], encode)
     for line in sys.stdin:
-        verdict = _try_in_fork(tokenizer, json.loads(line)["grammar"])
-        print(json.dumps(verdict), flush=True)
+        print(json.dumps(_try_in_fork(tokenizer, json.loads(line)["grammar"])), flush=True)
 
 
 def _try_in_fork(tokenizer: llguidance.LLTokenizer, grammar: str) -> dict[str, Any]:

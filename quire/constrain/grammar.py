@@ -1,30 +1,26 @@
-"""From a request's `structured` parameter to a compiled grammar, checked, cached and shared."""
+"""From a request's `structured` parameter to a compiled grammar, checked, cached and shared; and where an answer stands
+in one."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from quire.constrain import limits
-from quire.constrain.cache import BoundedCache
 from quire.constrain.checker import GrammarChecker, Verdict
-from quire.constrain.guidance import (
-    TokenTable,
-    build_tokenizer,
-    error_of,
-    field_of,
-    new_matcher,
-    run_with_stack,
-    to_guidance,
-)
+from quire.constrain.guidance import build_tokenizer, error_of, field_of, new_matcher, run_with_stack, to_guidance
 from quire.errors import InvalidRequestError
 from quire.sampling_params import StructuredOutput
 
 if TYPE_CHECKING:
     import llguidance
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 
 
 class TokenizerLike(Protocol):
@@ -58,8 +54,7 @@ class Vocabulary:
         def encode(text: str) -> list[int]:
             return tokenizer.encode_plain(text, continues=True)
 
-        table = TokenTable(self.tokens, self.special_token_ids, self.eos_token_ids, encode)
-        self.guidance = build_tokenizer(table, self.eos_token_ids)
+        self.guidance = build_tokenizer(self.tokens, self.special_token_ids, self.eos_token_ids, encode)
 
 
 class Grammar:
@@ -102,6 +97,87 @@ class Grammar:
         matchers: list[llguidance.LLMatcher] = []
         run_with_stack(limits.ENGINE_STACK, lambda: matchers.append(new_matcher(self.vocabulary.guidance, self._text)))
         return matchers[0]
+
+
+class GrammarState:
+    """One answer's place in its grammar: which tokens it has, and so which may come next.
+
+    Not safe to share between threads; states of one grammar are independent of each other.
+    """
+
+    def __init__(self, grammar: Grammar, token_ids: Sequence[int] = ()) -> None:
+        """`token_ids` is the answer so far, for a request that comes back after a preemption."""
+        self.grammar = grammar
+        self._tokens: list[int] = []
+        self._is_private = False
+        self.matcher = grammar.matcher()
+        for token_id in token_ids:
+            self.advance(token_id)
+
+    @property
+    def error(self) -> str:
+        """What went wrong; empty if nothing did."""
+        return error_of(self.matcher)
+
+    @property
+    def is_finished(self) -> bool:
+        """Nothing can follow: the text is complete, or its end token has come."""
+        return self.matcher.is_stopped() and not self.matcher.is_error()
+
+    @property
+    def may_end(self) -> bool:
+        """The text so far is a whole one."""
+        return self.matcher.is_accepting()
+
+    def advance(self, token_id: int) -> bool:
+        """Takes the next token; False, for good, if the grammar does not allow it."""
+        self._tokens.append(token_id)
+        return self.matcher.consume_token(token_id) or (self.start_over() and not self.matcher.is_error())
+
+    def start_over(self) -> bool:
+        """After an error: takes all tokens again with an automaton of its own, which only its own text can fill.
+
+        False if that was done before, so that the error is its own.
+        """
+        if self._is_private:
+            return False
+        self._is_private = True
+        self.matcher = self.grammar.private_matcher()
+        self.matcher.consume_tokens(self._tokens)
+        return True
+
+
+class BoundedCache(Generic[K, V]):
+    """A cache with two bounds: how many entries, and how many bytes they stand for. The least recently used go first.
+    Safe to share between threads."""
+
+    def __init__(self, max_entries: int, max_bytes: int) -> None:
+        self._max_entries = max_entries
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: K) -> V | None:
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                return None
+            self._entries.move_to_end(key)
+            return entry[0]
+
+    def put(self, key: K, value: V, num_bytes: int) -> None:
+        """Something larger than the whole cache is not kept."""
+        with self._lock:
+            old = self._entries.pop(key, None)
+            self._bytes -= old[1] if old is not None else 0
+            if num_bytes > self._max_bytes:
+                return
+            self._entries[key] = (value, num_bytes)
+            self._bytes += num_bytes
+            while len(self._entries) > self._max_entries or self._bytes > self._max_bytes:
+                _, (_, freed) = self._entries.popitem(last=False)
+                self._bytes -= freed
 
 
 class GrammarCompiler:

@@ -39,15 +39,8 @@ def import_llguidance() -> Any:
 
 def new_matcher(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
     """A matcher at the beginning of a text; it says itself whether the grammar was an error."""
-    limited = import_llguidance().LLParserLimits(
-        max_items_in_row=limits.ITEMS_IN_ROW,
-        initial_lexer_fuel=limits.INITIAL_LEXER_FUEL,
-        step_lexer_fuel=limits.STEP_LEXER_FUEL,
-        step_max_items=limits.STEP_ITEMS,
-        max_lexer_states=limits.LEXER_STATES,
-        max_grammar_size=limits.GRAMMAR_SYMBOLS,
-        verbose_errors=False,  # the verbose ones hold the whole grammar and the answer so far
-    )
+    # Verbose errors hold the whole grammar and the answer so far.
+    limited = import_llguidance().LLParserLimits(**limits.PARSER_LIMITS, verbose_errors=False)
     matcher: llguidance.LLMatcher = import_llguidance().LLMatcher(tokenizer, grammar, log_level=0, limits=limited)
     return matcher
 
@@ -70,7 +63,7 @@ def run_with_stack(num_bytes: int, function: Callable[[], None]) -> None:
     thread.join()
 
 
-class TokenTable:
+class _TokenTable:
     """The vocabulary as llguidance wants it: the bytes of every token, and a way to cut text into tokens.
 
     `encode` is asked for text that the grammar leaves no choice about: the answer then holds the tokens the
@@ -83,12 +76,12 @@ class TokenTable:
         self,
         tokens: Sequence[bytes],
         special_token_ids: Sequence[int],
-        eos_token_ids: Sequence[int],
+        eos_token_id: int,
         encode: Callable[[str], list[int]],
     ) -> None:
         self.tokens = tokens
         self.special_token_ids = special_token_ids
-        self.eos_token_id = eos_token_ids[0]
+        self.eos_token_id = eos_token_id
         self.bos_token_id = None
         self._encode = encode
 
@@ -96,8 +89,12 @@ class TokenTable:
         return self._encode(text if isinstance(text, str) else text.decode())
 
 
-def build_tokenizer(table: TokenTable, eos_token_ids: Sequence[int]) -> llguidance.LLTokenizer:
-    tokenizer: llguidance.LLTokenizer = import_llguidance().LLTokenizer(table, eos_token=list(eos_token_ids))
+def build_tokenizer(
+    tokens: Sequence[bytes], special: Sequence[int], ends: Sequence[int], encode: Callable[[str], list[int]]
+) -> llguidance.LLTokenizer:
+    """For a vocabulary with these special tokens and ends of answers."""
+    table = _TokenTable(tokens, special, ends[0], encode)
+    tokenizer: llguidance.LLTokenizer = import_llguidance().LLTokenizer(table, eos_token=list(ends))
     return tokenizer
 
 
@@ -112,7 +109,9 @@ def to_guidance(structured: StructuredOutput) -> str:
     if structured.regex is not None:
         text: str = matcher.grammar_from_regex(_encodable("regex", structured.regex))
     elif structured.choice is not None:
-        text = matcher.grammar_from_lark(_choice_lark(structured.choice))
+        # One terminal rather than one rule per choice: a plain automaton, and many times quicker to compile.
+        quoted = (json.dumps(_encodable("choice", one), ensure_ascii=False) for one in structured.choice)
+        text = matcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(quoted))
     else:
         assert structured.grammar is not None
         if _RULE_TEMPERATURE.search(structured.grammar):
@@ -152,12 +151,6 @@ def _clean_json(schema: str) -> str:
     if isinstance(value, dict) and not isinstance(value.get("x-guidance", {}), dict):
         raise InvalidRequestError("structured.json_schema", "x-guidance must be a JSON object")
     return json.dumps(value)
-
-
-def _choice_lark(choices: Sequence[str]) -> str:
-    # One terminal rather than one rule per choice: a plain automaton, and many times quicker to compile.
-    quoted = (json.dumps(_encodable("choice", text), ensure_ascii=False) for text in choices)
-    return "start: CHOICE\nCHOICE: " + " | ".join(quoted)
 
 
 def _encodable(field: str, text: str) -> str:

@@ -29,11 +29,13 @@ VERDICT_BYTES = 32 * MIB
 """Verdicts remembered, with the texts they are about: a grammar is tried out once, good or bad."""
 
 # llguidance counts its work instead of its time, so these hold at every step of every request.
-LEXER_STATES = 20_000
-"""States of the automaton that is built as text comes, about 1 KiB each, shared by a grammar's requests."""
-STEP_LEXER_FUEL = 200_000
-"""About 15 ms of one core for one mask, met only by automata that keep growing."""
-STEP_ITEMS = 50_000
-ITEMS_IN_ROW = 2_000
-GRAMMAR_SYMBOLS = 500_000
-INITIAL_LEXER_FUEL = 1_000_000
+PARSER_LIMITS = {
+    # States of the automaton that is built as text comes, about 1 KiB each, shared by a grammar's requests.
+    "max_lexer_states": 20_000,
+    # About 15 ms of one core for one mask, met only by automata that keep growing.
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_items_in_row": 2_000,
+    "max_grammar_size": 500_000,
+    "initial_lexer_fuel": 1_000_000,
+}

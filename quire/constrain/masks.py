@@ -24,16 +24,15 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.constrain.grammar import GrammarCompiler, Vocabulary
+from quire.constrain.grammar import GrammarCompiler, GrammarState, Vocabulary
 from quire.constrain.guidance import import_llguidance
-from quire.constrain.state import GrammarState
 from quire.errors import QuireError
 from quire.sampling.draws import Indices
 from quire.sampling.upload import Uploader
@@ -43,8 +42,6 @@ if TYPE_CHECKING:
     import llguidance
 
 Words = npt.NDArray[np.int32]
-
-
 _MAX_THREADS = 4
 
 
@@ -91,7 +88,8 @@ class Constrainer:
         self._epochs = np.zeros(max_num_seqs, dtype=np.int64)
         """Counts a row's admissions and departures, so that a late token finds its request or nobody."""
         self._worker: _MaskWorker | None = None
-        self._started: _Started | None = None
+        self._started: tuple[dict[int, GrammarState], Future[dict[int, str]]] | None = None
+        """Masks in the making: of which states, and what will be wrong with them."""
 
     def admit(
         self,
@@ -137,7 +135,7 @@ class Constrainer:
         states = self._states_of(request_rows)
         if states:
             assert self._worker is not None
-            self._started = _Started(states, self._worker.start(states))
+            self._started = states, self._worker.thread.submit(self._worker.compute, states)
 
     def masks(self, request_rows: Indices) -> GrammarMasks | None:
         """The masks of `request_rows`; None if none of them has a grammar. Waits for those that were started."""
@@ -148,11 +146,11 @@ class Constrainer:
         words = np.full((len(request_rows), self._num_words), -1, dtype=np.int32)
         states = self._states_of(request_rows)
         if states:
-            if self._started is None or self._started.states != states:
+            if self._started is None or self._started[0] != states:
                 self.start(request_rows)
             assert self._started is not None
             assert self._worker is not None
-            errors |= self._started.errors.result()
+            errors |= self._started[1].result()
             self._started = None
             computed = np.fromiter((row in states for row in request_rows.tolist()), np.bool_, len(request_rows))
             words[computed] = self._worker.words[request_rows[computed]]
@@ -189,7 +187,7 @@ class Constrainer:
         """Ends the threads."""
         self._settle()
         if self._worker is not None:
-            self._worker.close()
+            self._worker.thread.shutdown()
 
     def _states_of(self, request_rows: Indices) -> dict[int, GrammarState]:
         constrained = request_rows[self._is_constrained[request_rows]].tolist()
@@ -198,15 +196,8 @@ class Constrainer:
     def _settle(self) -> None:
         """Waits for masks that nobody took, as after an error in the model: they use the same memory."""
         if self._started is not None:
-            self._started.errors.exception()
+            self._started[1].exception()
             self._started = None
-
-
-class _Started(NamedTuple):
-    """Masks in the making."""
-
-    states: dict[int, GrammarState]
-    errors: Future[dict[int, str]]
 
 
 class _MaskWorker:
@@ -220,15 +211,9 @@ class _MaskWorker:
         threads = min(_MAX_THREADS, os.cpu_count() or 1)
         self._executor: llguidance.LLExecutor = import_llguidance().LLExecutor(num_threads=threads)
         # One thread waits for llguidance's own ones, so that the caller need not.
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="quire-masks")
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="quire-masks")
 
-    def start(self, states: Mapping[int, GrammarState]) -> Future[dict[int, str]]:
-        return self._thread.submit(self._compute, states)
-
-    def close(self) -> None:
-        self._thread.shutdown()
-
-    def _compute(self, states: Mapping[int, GrammarState]) -> dict[int, str]:
+    def compute(self, states: Mapping[int, GrammarState]) -> dict[int, str]:
         """Fills the rows' words; returns the rows that can't go on, and why."""
         self._fill(states)
         # Whoever stumbled over an automaton that others filled up gets one of its own and tries again.

@@ -14,7 +14,7 @@ import numpy as np
 from quire.constrain.masks import Advanced, Constrainer, GrammarMasks
 from quire.errors import EngineError
 from quire.sampling.draws import Indices
-from quire.step import Admission, Step
+from quire.step import Step
 
 
 class SubmittedStep(Protocol):
@@ -46,7 +46,14 @@ class StepGrammars:
                 if row is not None:
                     self.constrainer.drop(row)
         for admission in step.admitted:
-            self._admit(admission)
+            params = admission.params
+            if params.structured is None:
+                continue
+            if self.constrainer is None:
+                raise EngineError("structured: this runner was made without grammars")
+            ends = params.end_token_ids(admission.eos_token_ids) if params.min_tokens else ()
+            answer = admission.token_ids[admission.num_prompt_tokens :]
+            self.constrainer.admit(admission.row, params.structured, answer, ends)
 
     def start(self, request_rows: Indices) -> None:
         """Begins with the masks of these draws, if they don't wait for tokens of the step before."""
@@ -82,13 +89,3 @@ class StepGrammars:
         if self._last is not None:
             self._last.result()
             self._last = None
-
-    def _admit(self, admission: Admission) -> None:
-        params = admission.params
-        if params.structured is None:
-            return
-        if self.constrainer is None:
-            raise EngineError("structured: this runner was made without grammars")
-        ends = params.end_token_ids(admission.eos_token_ids) if params.min_tokens else ()
-        answer = admission.token_ids[admission.num_prompt_tokens :]
-        self.constrainer.admit(admission.row, params.structured, answer, ends)

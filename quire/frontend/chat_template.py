@@ -4,25 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jinja2
 
 from quire.errors import InvalidRequestError, TemplateError
+from quire.frontend import template_sandbox as sandbox
 from quire.frontend.control_tokens import ControlTokens, Placeholders, holds
 from quire.frontend.messages import check_list, check_messages, plain_data
-from quire.frontend.template_sandbox import (
-    MAX_CHARS,
-    BoundedEnvironment,
-    TemplateLimitError,
-    TemplateRefusalError,
-    limited,
-)
 from quire.frontend.tokenizer import Tokenizer
 
 _MAX_SOURCE = 1024 * 1024
 # The fields of an assistant's message that the model wrote token by token.
 _OWN_WORDS = ("content", "reasoning_content")
+
+
+class ChatOptions(TypedDict, total=False):
+    """What a template may be given beside the messages."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    documents: Sequence[Mapping[str, Any]] | None
+    add_generation_prompt: bool
+    """Whether the prompt ends with the beginning of an answer; it does if nothing is said."""
+    template_kwargs: Mapping[str, Any] | None
 
 
 class ChatTemplate:
@@ -43,7 +47,7 @@ class ChatTemplate:
         self._knows_developer = "developer" in source
         self._kept: tuple[Tokenizer, ControlTokens] | None = None
         try:
-            self._template = BoundedEnvironment(clock).from_string(source)
+            self._template = sandbox.BoundedEnvironment(clock).from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(f"the chat template, line {error.lineno}: {error.message}") from None
         except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
@@ -60,33 +64,18 @@ class ChatTemplate:
             )
         return cls(source, tokenizer.named_tokens)
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> str:
         """The prompt as text. To look at: never encode it with special tokens allowed; see `encode_chat`."""
-        return self._render(self._check(messages, tools, documents, template_kwargs), add_generation_prompt)
+        return self._render(self._check(messages, options), options)
 
     def encode_chat(
-        self,
-        tokenizer: Tokenizer,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        template_kwargs: Mapping[str, Any] | None = None,
+        self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
     ) -> list[int]:
         """The prompt as token ids, in which every control token is the template's own."""
-        request = self._check(messages, tools, documents, template_kwargs)
+        request = self._check(messages, options)
         control = self._control_tokens(tokenizer)
         if not holds(request, control.pattern):
-            rendered = self._render(request, add_generation_prompt)
+            rendered = self._render(request, options)
             return tokenizer.encode(rendered, add_special_tokens=False, allow_special=True)
         placeholders = Placeholders(control, request, self.source)
         hidden = {name: placeholders.hide(value, control.pattern) for name, value in request.items()}
@@ -94,7 +83,7 @@ class ChatTemplate:
             for name in _OWN_WORDS if message["role"] == "assistant" else ():
                 if name in message:
                     hidden["messages"][index][name] = placeholders.hide(message[name], control.special_pattern)
-        rendered = self._render(hidden, add_generation_prompt)
+        rendered = self._render(hidden, options)
         # Stretches with placeholders are encoded as plain text, everything between two of them in one go.
         ids: list[int] = []
         done = 0
@@ -113,13 +102,13 @@ class ChatTemplate:
             kept = self._kept = (tokenizer, ControlTokens(tokenizer.added_tokens.values(), self.source))
         return kept[1]
 
-    def _check(self, messages: object, tools: object, documents: object, template_kwargs: object) -> dict[str, Any]:
+    def _check(self, messages: object, options: ChatOptions) -> dict[str, Any]:
         request = {
             "messages": check_messages(messages, self._knows_developer),
-            "tools": check_list(tools, "tools"),
-            "documents": check_list(documents, "documents"),
+            "tools": check_list(options.get("tools"), "tools"),
+            "documents": check_list(options.get("documents"), "documents"),
         }
-        extra = plain_data(template_kwargs or {}, "chat_template_kwargs")
+        extra = plain_data(options.get("template_kwargs") or {}, "chat_template_kwargs")
         if not isinstance(extra, dict):
             raise InvalidRequestError("chat_template_kwargs", "must be an object")
         for name in extra:
@@ -127,23 +116,17 @@ class ChatTemplate:
                 raise InvalidRequestError(f"chat_template_kwargs.{name}", "is set by Quire itself")
         return request | extra
 
-    def _render(self, request: Mapping[str, Any], add_generation_prompt: bool) -> str:
-        variables = {**self._named_tokens, **request, "add_generation_prompt": add_generation_prompt}
-        pieces: list[str] = []
-        size = 0
+    def _render(self, request: Mapping[str, Any], options: ChatOptions) -> str:
+        begins_answer = options.get("add_generation_prompt", True)
+        variables = {**self._named_tokens, **request, "add_generation_prompt": begins_answer}
         try:
-            with limited():
-                for piece in self._template.generate(variables):
-                    size += len(piece)
-                    if size > MAX_CHARS:
-                        raise TemplateLimitError(f"makes a prompt of more than {MAX_CHARS} characters")
-                    pieces.append(piece)
-        except TemplateRefusalError as error:
+            with sandbox.limited():
+                return sandbox.concat(self._template.generate(variables), "prompt")
+        except sandbox.TemplateRefusalError as error:
             raise TemplateError(f"the chat template refused the messages: {error}") from None
-        except TemplateLimitError as error:
+        except sandbox.TemplateLimitError as error:
             raise TemplateError(f"the chat template was stopped: it {error}") from None
         except RecursionError:
             raise TemplateError("the chat template was stopped: it calls itself too deeply") from None
         except Exception as error:  # a template can fail in any way its expressions can
             raise TemplateError(f"the chat template failed: {type(error).__name__}: {error}") from None
-        return "".join(pieces)

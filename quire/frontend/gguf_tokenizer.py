@@ -138,10 +138,9 @@ def _byte_level(fields: Fields, tokens: Sequence[str]) -> tuple[tokenizers.Token
     name = fields.string("pre")
     pre = _PRE_TOKENIZERS.get(name)
     if pre is None:
-        raise UnsupportedModelError(
-            f"tokenizer.ggml.pre is {name!r}, a pre-tokenizer Quire does not know; "
-            f"it knows {', '.join(sorted(_PRE_TOKENIZERS))}"
-        )
+        known = ", ".join(sorted(_PRE_TOKENIZERS))
+        message = f"tokenizer.ggml.pre is {name!r}, a pre-tokenizer Quire does not know; it knows {known}"
+        raise UnsupportedModelError(message)
     merges = []
     for index, merge in enumerate(fields.list_of("merges", str)):
         left, space, right = merge.partition(" ")

@@ -38,15 +38,15 @@ class _Answer:
 
     def read(self, update: RequestUpdate) -> tuple[int, str]:
         """Takes tokens in until a stop string is complete: how many, and the text that is certain now."""
-        text = ""
-        count = 0
-        for token_id in update.new_token_ids:
-            count += 1
+        text, count = "", 0
+        for count, token_id in enumerate(update.new_token_ids, start=1):
             self.token_ids.append(token_id)
             is_last = count == len(update.new_token_ids)
             if is_last and update.stop_token_id is not None and not self.params.include_stop_str_in_output:
                 break
-            text += self._match(self.detokenizer.push(token_id))
+            piece = self.detokenizer.push(token_id)
+            may_stop = len(self.token_ids) > self.params.min_tokens
+            text += piece if self.matcher is None else self.matcher.push(piece, may_stop)
             if self.stop_string is not None:
                 break
         self.scores += update.scores[:count]
@@ -57,11 +57,6 @@ class _Answer:
         if text:
             self.pieces.append(text)
         return count, text
-
-    def _match(self, text: str) -> str:
-        if self.matcher is None:
-            return text
-        return self.matcher.push(text, may_stop=len(self.token_ids) > self.params.min_tokens)
 
 
 class LiveRequest:
@@ -112,16 +107,9 @@ class LiveRequest:
             update = update._replace(finish_reason="stop", error=None)
         if update.finish_reason is not None:
             self._completions[index] = self._complete(index, answer, update)
-        wanted = self._params.logprobs is not None
-        delta = RequestDelta(
-            request_id=self.request_id,
-            index=index,
-            text=text,
-            token_ids=update.new_token_ids[:count],
-            logprobs=tuple(map(self._spell, update.scores[:count])) if wanted else (),
-            finish_reason=update.finish_reason,
-            output=self._output(),
-        )
+        token_ids, reason = update.new_token_ids[:count], update.finish_reason
+        logprobs = () if self._params.logprobs is None else tuple(map(self._spell, update.scores[:count]))
+        delta = RequestDelta(self.request_id, index, text, token_ids, logprobs, reason, self._output())
         if self.unread is not None:
             self.unread.append(delta)
         return delta

@@ -7,19 +7,9 @@ import time
 from collections.abc import Iterable
 from typing import Self
 
+from rich import progress as rich_progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TaskID,
-    TaskProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import MofNCompleteColumn, ProgressColumn, TextColumn
 
 from quire.models.download import Progress as Report
 from quire.outputs import RequestDelta
@@ -31,14 +21,9 @@ class _Bars:
     """A rich progress display that goes away when it is done, and shows nothing when nobody looks."""
 
     def __init__(self, *columns: ProgressColumn) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            *columns,
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            transient=True,
-            disable=not sys.stderr.isatty(),
+        first, last = (TextColumn("{task.description}"), rich_progress.BarColumn()), rich_progress.TimeRemainingColumn()
+        self._progress = rich_progress.Progress(
+            *first, *columns, last, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
         )
 
     def __enter__(self) -> Self:
@@ -56,11 +41,12 @@ class ModelBars(_Bars):
     """Bars for downloads and loading; calling it with `download` or `load` gives the function to report to."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(TaskProgressColumn(), DownloadColumn(), TransferSpeedColumn())
+        kinds = rich_progress.TaskProgressColumn, rich_progress.DownloadColumn, rich_progress.TransferSpeedColumn
+        super().__init__(*(kind() for kind in kinds))
         self._name = name
 
     def __call__(self, activity: str) -> Report:
-        task: TaskID | None = None
+        task: rich_progress.TaskID | None = None
 
         def report(done: int, total: int | None) -> None:
             nonlocal task

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from quire.frontend.marks import WHITE, open_end
 from quire.frontend.tokenizer import Tokenizer
 
 BEGIN = "<think>"
 END = "</think>"
+WHITE = " \t\r\n"
 _TAIL = 8
 """Tokens at a prompt's end that are looked at for an opening tag."""
 
@@ -104,6 +104,14 @@ class ReasoningSplitter:
         self._space = []
         self._state = "closed"
         return found + len(END)
+
+
+def open_end(text: str, start: int, mark: str) -> int:
+    """Where in `text[start:]` an end begins that `mark` may begin with; the text's length if nowhere."""
+    for position in range(max(start, len(text) - len(mark) + 1), len(text)):
+        if mark.startswith(text[position:]):
+            return position
+    return len(text)
 
 
 def thinks(template_source: str) -> bool:

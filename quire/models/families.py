@@ -107,10 +107,8 @@ def _qwen2(config: Fields, spec: ModelSpec) -> ModelSpec:
 
 def _qwen2_moe(config: Fields, spec: ModelSpec) -> ModelSpec:
     last_window_layer = config.integer("max_window_layers", 28, low=0)
-    default = [
-        "sliding_attention" if i % 2 == 0 and i < last_window_layer else "full_attention"
-        for i in range(spec.num_layers)
-    ]
+    windows = [i % 2 == 0 and i < last_window_layer for i in range(spec.num_layers)]
+    default = ["sliding_attention" if window else "full_attention" for window in windows]
     shared = config.integer("shared_expert_intermediate_size", 5632)
     spec = _with_sparse_layers(config, _with_window_types(config, spec, default), shared)
     return spec.with_layers(qkv_bias=config.boolean("qkv_bias", True))
@@ -197,10 +195,8 @@ def check_spec(spec: ModelSpec, file: str) -> None:
             raise ModelFormatError(f"{file}: {message}")
 
     heads = spec.heads
-    require(
-        heads.num_heads % heads.num_kv_heads == 0,
-        f"{heads.num_heads} attention heads can't share {heads.num_kv_heads} key-value heads evenly",
-    )
+    queries, keys = heads.num_heads, heads.num_kv_heads
+    require(queries % keys == 0, f"{queries} attention heads can't share {keys} key-value heads evenly")
     require(heads.head_dim % 2 == 0, f"head_dim is {heads.head_dim}, but rope needs an even number")
     for layer in spec.layers:
         if layer.rope is not None and layer.rope.kind == "factors":
@@ -314,11 +310,10 @@ def _with_window_types(config: Fields, spec: ModelSpec, default: list[str], wind
     kinds = config.list_of("layer_types", str, default)
     if len(kinds) != spec.num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise config.error("layer_types", f"{spec.num_layers} of full_attention or sliding_attention", kinds)
-    windows = (window if kind == "sliding_attention" else None for kind in kinds)
-    layers = (
-        replace(layer, attention=replace(layer.attention, sliding_window=own))
-        for layer, own in zip(spec.layers, windows, strict=True)
-    )
+    layers = []
+    for layer, kind in zip(spec.layers, kinds, strict=True):
+        own = window if kind == "sliding_attention" else None
+        layers.append(replace(layer, attention=replace(layer.attention, sliding_window=own)))
     return replace(spec, layers=tuple(layers))
 
 
@@ -343,7 +338,7 @@ def _with_sparse_layers(config: Fields, spec: ModelSpec, shared: int = 0) -> Mod
 
 def _read_eos(config: Fields, generation_config: Path) -> tuple[int, ...]:
     """The model's end tokens; generation_config.json knows chat models' further ones."""
-    found: list[int] = []
+    found: dict[int, None] = {}
     sources = [config]
     if generation_config.is_file():
         sources.append(Fields(read_json(generation_config, MAX_CONFIG_BYTES), str(generation_config)))
@@ -354,6 +349,5 @@ def _read_eos(config: Fields, generation_config: Path) -> tuple[int, ...]:
                 continue
             if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
                 raise source.error("eos_token_id", "a token id or a list of them", value)
-            if token_id not in found:
-                found.append(token_id)
+            found[token_id] = None
     return tuple(found)

@@ -114,10 +114,12 @@ def _read_part(path: Path) -> GgufFile:
         raise ModelFormatError(f"{path}: general.alignment: expected a power of two, got {quote(alignment)}")
     data_start = -(-header_end // alignment) * alignment
     tensors: dict[str, TensorInfo] = {}
-    for entry in entries:
-        if entry.name in tensors:
-            raise ModelFormatError(f"{path}: tensor {quote(entry.name)} is there twice")
-        tensors[entry.name] = _check_tensor(path, entry, alignment, data_start, size)
+    for name, shape, type_id, offset in entries:
+        if name in tensors:
+            raise ModelFormatError(f"{path}: tensor {quote(name)} is there twice")
+        if offset % alignment:
+            raise tensor_error(path, name, f"an offset aligned to {alignment}", f"misaligned {offset}")
+        tensors[name] = _check_tensor(path, name, shape, type_id, data_start + offset, size)
     _check_overlaps(path, tensors)
     return GgufFile(path, version, metadata, tensors, {path: stamp})
 
@@ -146,62 +148,45 @@ def _read_metadata(reader: _HeaderReader, num_pairs: int) -> dict[str, object]:
     return metadata
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    name: str
-    shape: tuple[int, ...]
-    type_id: int
-    offset: int
-
-
-def _read_tensor_entry(reader: _HeaderReader) -> _Entry:
+def _read_tensor_entry(reader: _HeaderReader) -> tuple[str, tuple[int, ...], int, int]:
+    """A tensor's name, shape, number of its type and offset."""
     name = reader.string("a tensor's name", MAX_NAME_BYTES)
     num_dimensions = reader.u32("the number of dimensions")
     if num_dimensions > MAX_DIMENSIONS:
-        got = f"{num_dimensions} dimensions"
-        reader.fail(f"tensor {quote(name)}: expected at most {MAX_DIMENSIONS} dimensions, got {got}")
+        expected = f"expected at most {MAX_DIMENSIONS} dimensions, got {num_dimensions} dimensions"
+        reader.fail(f"tensor {quote(name)}: {expected}")
     # The file counts the row's length first; torch counts it last.
     shape = tuple(reader.u64("a dimension") for _ in range(num_dimensions))[::-1]
-    return _Entry(name, shape, reader.u32("a tensor's type"), reader.u64("a tensor's offset"))
+    return name, shape, reader.u32("a tensor's type"), reader.u64("a tensor's offset")
 
 
-def _check_tensor(path: Path, entry: _Entry, alignment: int, data_start: int, size: int) -> TensorInfo:
-    name, shape = entry.name, entry.shape
-    if entry.type_id in OTHER_TYPES:
+def _check_tensor(path: Path, name: str, shape: tuple[int, ...], type_id: int, start: int, size: int) -> TensorInfo:
+    if type_id in OTHER_TYPES:
         raise UnsupportedModelError(
-            f"{path}: tensor {quote(name)} is stored as {OTHER_TYPES[entry.type_id]}; Quire loads "
+            f"{path}: tensor {quote(name)} is stored as {OTHER_TYPES[type_id]}; Quire loads "
             f"{', '.join(TYPE_NAMES.values())}: use a version of the model in one of those"
         )
-    dtype = TYPE_NAMES.get(entry.type_id)
+    dtype = TYPE_NAMES.get(type_id)
     if dtype is None:
-        raise tensor_error(path, name, f"a type among {', '.join(TYPE_NAMES.values())}", f"number {entry.type_id}")
+        raise tensor_error(path, name, f"a type among {', '.join(TYPE_NAMES.values())}", f"number {type_id}")
     check_shape(path, name, shape)
     layout = FORMATS[dtype]
     row = shape[-1] if shape else 1
     if row % layout.num_elements:
         raise tensor_error(path, name, f"rows of a multiple of {layout.num_elements} for {dtype}", str(row))
     num_bytes = layout.nbytes(shape)
-    if entry.offset % alignment:
-        raise tensor_error(path, name, f"an offset aligned to {alignment}", f"misaligned {entry.offset}")
-    start = data_start + entry.offset
     if start + num_bytes > size:
-        raise tensor_error(
-            path,
-            name,
-            f"its {num_bytes} bytes within the file of {size} bytes",
-            f"data from byte {start} to {start + num_bytes}: a truncated file or a wrong offset or shape",
-        )
+        got = f"data from byte {start} to {start + num_bytes}: a truncated file or a wrong offset or shape"
+        raise tensor_error(path, name, f"its {num_bytes} bytes within the file of {size} bytes", got)
     return TensorInfo(name, shape, dtype, path, num_bytes, start)
 
 
 def _check_overlaps(path: Path, tensors: dict[str, TensorInfo]) -> None:
-    ordered = sorted(tensors.values(), key=lambda info: info.offset)
-    for before, info in pairwise(ordered):
+    for before, info in pairwise(sorted(tensors.values(), key=lambda info: info.offset)):
         end = before.offset + before.num_bytes
         if info.offset < end:
-            raise tensor_error(
-                path, info.name, f"data from byte {end} on", f"{info.offset}: overlaps {quote(before.name)}"
-            )
+            got = f"{info.offset}: overlaps {quote(before.name)}"
+            raise tensor_error(path, info.name, f"data from byte {end} on", got)
 
 
 class _HeaderReader:

@@ -56,6 +56,8 @@ def read_gguf_spec(
         )
         for i in range(num_layers)
     )
+    ids = {key: f"tokenizer.ggml.{key}_token_id" for key in ("bos", "eos", "eot", "eom")}
+    bos, *ends = (general.integer(key, low=0) if key in general else None for key in ids.values())
     spec = ModelSpec(
         family=family.name,
         vocab_size=fields.integer("vocab_size", num_tokens),
@@ -64,16 +66,8 @@ def read_gguf_spec(
         layers=layers,
         max_position=max_position,
         tie_embeddings="output.weight" not in tensor_names,
-        eos_token_ids=tuple(
-            dict.fromkeys(
-                general.integer(f"tokenizer.ggml.{key}_token_id", low=0)
-                for key in ("eos", "eot", "eom")
-                if f"tokenizer.ggml.{key}_token_id" in general
-            )
-        ),
-        bos_token_id=(
-            general.integer("tokenizer.ggml.bos_token_id", low=0) if "tokenizer.ggml.bos_token_id" in general else None
-        ),
+        eos_token_ids=tuple(dict.fromkeys(token_id for token_id in ends if token_id is not None)),
+        bos_token_id=bos,
     )
     check_spec(spec, file)
     return spec
@@ -103,10 +97,7 @@ def _read_moe(fields: Fields, family: Family) -> MoeSpec | None:
 
 
 def _read_rope(
-    fields: Fields,
-    tensor_names: Collection[str],
-    read_rope_factors: Callable[[], tuple[float, ...]],
-    max_position: int,
+    fields: Fields, tensor_names: Collection[str], read_rope_factors: Callable[[], tuple[float, ...]], max_position: int
 ) -> RopeSpec:
     theta = fields.number("rope.freq_base", 10_000.0, low=1e-6)
     if "rope_freqs.weight" in tensor_names:

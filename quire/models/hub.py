@@ -16,15 +16,8 @@ from quire.errors import ModelNotFoundError, QuireError, UnsupportedModelError
 from quire.models.download import Progress
 from quire.models.files import weight_kinds
 
-NEEDED_FILES = [
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "chat_template*",
-    "special_tokens_map.json",
-    "*.safetensors",
-    "*.safetensors.index.json",
-]
+NEEDED_FILES = ["config.json", "generation_config.json", "tokenizer*", "chat_template*", "special_tokens_map.json"]
+NEEDED_FILES += ["*.safetensors", "*.safetensors.index.json"]
 # Weights in other layouts beside the ones we read: `original/…` and the like, and Mistral's own format.
 UNNEEDED_FILES = ["*/*", "consolidated*"]
 
@@ -89,15 +82,8 @@ def _snapshot(hub_id: HubId, allow: list[str], ignore: list[str], offline: bool,
 
     def download(local_files_only: bool) -> Path:
         options: dict[str, Any] = {"tqdm_class": _bar_class(progress)} if progress is not None else {}
-        folder = snapshot_download(
-            hub_id.repo,
-            revision=hub_id.revision,
-            allow_patterns=allow,
-            ignore_patterns=ignore,
-            local_files_only=local_files_only,
-            **options,
-        )
-        return Path(folder)
+        options |= {"allow_patterns": allow, "ignore_patterns": ignore, "local_files_only": local_files_only}
+        return Path(snapshot_download(hub_id.repo, revision=hub_id.revision, **options))
 
     try:
         return download(offline)

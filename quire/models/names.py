@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from quire.kernels.ops import MoeSpec
@@ -40,52 +40,33 @@ class Piece:
         return tuple(shape if self.expert is None else shape[1:])
 
 
-@dataclass(frozen=True, slots=True)
-class _LayerNames:
-    """A layer's tensor names below the layer's prefix, by default Hugging Face's; `weight` and `bias` are appended."""
-
-    experts: MoeNames
-    attention_norm: str = "input_layernorm"
-    query: str = "self_attn.q_proj"
-    key: str = "self_attn.k_proj"
-    value: str = "self_attn.v_proj"
-    output: str = "self_attn.o_proj"
-    query_norm: str = "self_attn.q_norm"
-    key_norm: str = "self_attn.k_norm"
-    mlp_norm: str = "post_attention_layernorm"
-    mlp: tuple[str, str, str] = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-    shared: tuple[str, str, str] = (
-        "mlp.shared_expert.gate_proj",
-        "mlp.shared_expert.up_proj",
-        "mlp.shared_expert.down_proj",
-    )
-    shared_router: str = "mlp.shared_expert_gate"
-
-
-_GGUF_LAYER = _LayerNames(
-    experts=MoeNames("ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"),
-    attention_norm="attn_norm",
-    query="attn_q",
-    key="attn_k",
-    value="attn_v",
-    output="attn_output",
-    query_norm="attn_q_norm",
-    key_norm="attn_k_norm",
-    mlp_norm="ffn_norm",
-    mlp=("ffn_gate", "ffn_up", "ffn_down"),
-    shared=("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"),
-    shared_router="ffn_gate_inp_shexp",
-)
+_LAYER_NAMES = {
+    "attention_norm": ("input_layernorm", "attn_norm"),
+    "query": ("self_attn.q_proj", "attn_q"),
+    "key": ("self_attn.k_proj", "attn_k"),
+    "value": ("self_attn.v_proj", "attn_v"),
+    "output": ("self_attn.o_proj", "attn_output"),
+    "query_norm": ("self_attn.q_norm", "attn_q_norm"),
+    "key_norm": ("self_attn.k_norm", "attn_k_norm"),
+    "mlp_norm": ("post_attention_layernorm", "ffn_norm"),
+    "mlp": ("mlp.{}_proj", "ffn_{}"),
+    "shared": ("mlp.shared_expert.{}_proj", "ffn_{}_shexp"),
+    "shared_router": ("mlp.shared_expert_gate", "ffn_gate_inp_shexp"),
+}
+"""A layer's tensor names below its prefix, Hugging Face's and GGUF's, to which `weight` and `bias` are appended;
+`{}` is gate, up or down."""
+_HUGGINGFACE, _GGUF = ({part: pair[i] for part, pair in _LAYER_NAMES.items()} for i in range(2))
+_GGUF_EXPERTS = MoeNames("ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 
 
 def huggingface_pieces(spec: ModelSpec, present: Collection[str]) -> Iterator[Piece]:
     """`present` are the names in the checkpoint: experts come one by one or stacked."""
-    names = _LayerNames(family_named(spec.family).moe_names)
+    experts = family_named(spec.family).moe_names
     yield Piece("model.embed_tokens.weight", "embedding")
     for i, layer in enumerate(spec.layers):
         prefix = f"model.layers.{i}."
-        is_packed = f"{prefix}{names.experts.packed_gate_up}" in present
-        yield from _layer_pieces(layer, prefix, f"layers.{i}.", names, packed_experts=is_packed)
+        is_packed = f"{prefix}{experts.packed_gate_up}" in present
+        yield from _layer_pieces(layer, prefix, f"layers.{i}.", _HUGGINGFACE, experts, is_packed=is_packed)
     yield Piece("model.norm.weight", "final_norm")
     if not spec.tie_embeddings:
         yield Piece("lm_head.weight", "head")
@@ -95,7 +76,7 @@ def gguf_pieces(spec: ModelSpec) -> Iterator[Piece]:
     interleaved = family_named(spec.family).gguf_interleaved_rope
     yield Piece("token_embd.weight", "embedding")
     for i, layer in enumerate(spec.layers):
-        yield from _layer_pieces(layer, f"blk.{i}.", f"layers.{i}.", _GGUF_LAYER, interleaved)
+        yield from _layer_pieces(layer, f"blk.{i}.", f"layers.{i}.", _GGUF, _GGUF_EXPERTS, interleaved)
     yield Piece("output_norm.weight", "final_norm")
     if not spec.tie_embeddings:
         yield Piece("output.weight", "head")
@@ -112,54 +93,46 @@ def ignored_names(spec: ModelSpec, present: Collection[str]) -> set[str]:
 
 
 def _layer_pieces(
-    layer: LayerSpec,
-    prefix: str,
-    to: str,
-    names: _LayerNames,
-    interleaved: bool = False,
-    packed_experts: bool = False,
-) -> Iterator[Piece]:
-    yield Piece(f"{prefix}{names.attention_norm}.weight", f"{to}attention_norm")
-    yield Piece(f"{prefix}{names.mlp_norm}.weight", f"{to}mlp_norm")
+    layer: LayerSpec, prefix: str, to: str, below: Mapping[str, str], experts: MoeNames, interleaved: bool = False,
+    is_packed: bool = False,
+) -> Iterator[Piece]:  # fmt: skip
+    names = {part: prefix + name for part, name in below.items()}
+    yield Piece(f"{names['attention_norm']}.weight", f"{to}attention_norm")
+    yield Piece(f"{names['mlp_norm']}.weight", f"{to}mlp_norm")
     if layer.qk_norm:
-        yield Piece(f"{prefix}{names.query_norm}.weight", f"{to}attention.query_norm")
-        yield Piece(f"{prefix}{names.key_norm}.weight", f"{to}attention.key_norm")
+        yield Piece(f"{names['query_norm']}.weight", f"{to}attention.query_norm")
+        yield Piece(f"{names['key_norm']}.weight", f"{to}attention.key_norm")
     heads = layer.attention.heads
-    for part, (name, rotated) in enumerate(
-        ((names.query, heads.num_heads), (names.key, heads.num_kv_heads), (names.value, 0))
-    ):
+    for part, (name, rotated) in enumerate((("query", heads.num_heads), ("key", heads.num_kv_heads), ("value", 0))):
         reorder = rotated if interleaved else 0
-        yield from _linear_pieces(f"{prefix}{name}", f"{to}attention.qkv", layer.qkv_bias, part, reorder)
-    yield from _linear_pieces(f"{prefix}{names.output}", f"{to}attention.output", layer.output_bias)
+        yield from _linear_pieces(names[name], f"{to}attention.qkv", layer.qkv_bias, part, reorder)
+    yield from _linear_pieces(names["output"], f"{to}attention.output", layer.output_bias)
     if isinstance(layer.mlp, MlpSpec):
-        yield from _mlp_pieces(prefix, f"{to}mlp.", names.mlp, layer.mlp.bias)
-    else:
-        yield from _expert_pieces(layer.mlp, prefix, f"{to}mlp.", names, packed_experts)
+        yield from _mlp_pieces(names["mlp"], f"{to}mlp.", layer.mlp.bias)
+        return
+    yield from _expert_pieces(layer.mlp, prefix, f"{to}mlp.", experts, is_packed)
+    if layer.mlp.shared_intermediate_size:
+        yield from _mlp_pieces(names["shared"], f"{to}mlp.shared.", False)
+        yield Piece(f"{names['shared_router']}.weight", f"{to}mlp.shared_gate.weight")
 
 
-def _mlp_pieces(prefix: str, to: str, names: tuple[str, str, str], bias: bool) -> Iterator[Piece]:
-    gate, up, down = names
-    yield from _linear_pieces(f"{prefix}{gate}", f"{to}gate_up", bias, 0)
-    yield from _linear_pieces(f"{prefix}{up}", f"{to}gate_up", bias, 1)
-    yield from _linear_pieces(f"{prefix}{down}", f"{to}down", bias)
+def _mlp_pieces(name: str, to: str, bias: bool) -> Iterator[Piece]:
+    for kind, parameter, part in (("gate", "gate_up", 0), ("up", "gate_up", 1), ("down", "down", None)):
+        yield from _linear_pieces(name.format(kind), f"{to}{parameter}", bias, part)
 
 
-def _expert_pieces(moe: MoeSpec, prefix: str, to: str, names: _LayerNames, is_packed: bool) -> Iterator[Piece]:
-    experts = names.experts
+def _expert_pieces(moe: MoeSpec, prefix: str, to: str, experts: MoeNames, is_packed: bool) -> Iterator[Piece]:
     yield Piece(f"{prefix}{experts.router}.weight", f"{to}router.weight")
     if is_packed:
         yield Piece(f"{prefix}{experts.packed_gate_up}", f"{to}gate_up")
         yield Piece(f"{prefix}{experts.packed_down}", f"{to}down")
-    else:
-        one_by_one = "{expert}" in experts.gate
-        for expert in range(moe.num_experts) if one_by_one else (None,):
-            gate, up, down = (name.format(expert=expert) for name in (experts.gate, experts.up, experts.down))
-            yield Piece(f"{prefix}{gate}.weight", f"{to}gate_up", 0, expert)
-            yield Piece(f"{prefix}{up}.weight", f"{to}gate_up", 1, expert)
-            yield Piece(f"{prefix}{down}.weight", f"{to}down", None, expert)
-    if moe.shared_intermediate_size:
-        yield from _mlp_pieces(prefix, f"{to}shared.", names.shared, False)
-        yield Piece(f"{prefix}{names.shared_router}.weight", f"{to}shared_gate.weight")
+        return
+    one_by_one = "{expert}" in experts.gate
+    for expert in range(moe.num_experts) if one_by_one else (None,):
+        gate, up, down = (name.format(expert=expert) for name in (experts.gate, experts.up, experts.down))
+        yield Piece(f"{prefix}{gate}.weight", f"{to}gate_up", 0, expert)
+        yield Piece(f"{prefix}{up}.weight", f"{to}gate_up", 1, expert)
+        yield Piece(f"{prefix}{down}.weight", f"{to}down", None, expert)
 
 
 def _linear_pieces(

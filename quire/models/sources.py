@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from quire.config import cache_dir
 from quire.errors import ModelNotFoundError, UnsupportedModelError
-from quire.models.download import ALIASES, Progress, alias_path, cache_dir, fetch_alias, is_cached
+from quire.models.download import ALIASES, Progress, alias_path, fetch_alias, is_cached
 from quire.models.files import no_weights_error, weight_kinds
 from quire.models.hub import fetch_from_hub, parse_hub_id
 

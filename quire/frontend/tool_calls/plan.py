@@ -23,7 +23,7 @@ Choice = Literal["auto", "none", "required"]
 
 def detect_format(template_source: str) -> FormatName | None:
     """The format a chat template teaches; None if it shows tools in one that is not known here."""
-    if not template_needs.knows_tools(template_source):
+    if not template_needs.mentions(template_source, "tools"):
         return "hermes"  # the one `describe_tools` teaches
     if mistral.MARK in template_source:
         return "mistral"
@@ -42,14 +42,11 @@ class ToolSupport:
         self._plain = templates.get("default", "")
         self._source = templates.get("tool_use") or self._plain
         self.format = detect_format(self._source)
-        special = {
-            tokenizer.added_tokens[i].content for i in tokenizer.special_token_ids if i in tokenizer.added_tokens
-        }
-        self._special = special
+        self._special = {token.content for token in tokenizer.added_tokens.values() if token.special}
         marks = {"hermes": hermes.BEGIN, "llama3": llama3.MARK, "mistral": mistral.MARK}
         self.mark = "" if self.format is None else marks[self.format]
         """What announces a call in this model's text."""
-        self.mark_is_special = self.mark in special
+        self.mark_is_special = self.mark in self._special
         """Special tokens are left out of an answer's text and can't be written under a grammar."""
         self.needs_special_mark = self.mark_is_special and self.format != "llama3"
         """A call can't be without its mark; Llama's may be."""
@@ -58,7 +55,7 @@ class ToolSupport:
         self._needs = {
             source: template_needs.find_needs(source, named)
             for source in {self._plain, self._source}
-            if template_needs.knows_calls(source)
+            if template_needs.mentions(source, "tool_calls")
         }
 
     def plan(
@@ -86,7 +83,7 @@ class ToolSupport:
             return ToolPlan(self, messages, None, (), forced=False, parallel=parallel)
         if self.format is None:
             raise InvalidRequestError("tools", "this model's chat template writes calls in a format not known here")
-        if not template_needs.knows_tools(source):
+        if not template_needs.mentions(source, "tools"):
             messages, tools = template_needs.describe_tools(messages, tools or ()), None
         elif source in self._needs and tools:
             tools = self._needs[source].suit_tools(tools)

@@ -16,7 +16,7 @@ import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
+from typing import Any, Literal
 
 from quire.errors import QuireError
 from quire.frontend.chat_template import ChatTemplate
@@ -26,8 +26,6 @@ from quire.frontend.tool_calls import hermes
 ID_LENGTH = 9
 ALPHANUMERIC = string.ascii_letters + string.digits
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
-_KNOWS_TOOLS = re.compile(r"\btools\b")
-_KNOWS_CALLS = re.compile(r"\btool_calls\b")
 
 Message = Mapping[str, Any]
 
@@ -102,7 +100,7 @@ def _name_results(messages: Sequence[Message]) -> list[Message]:
         for call in message.get("tool_calls") or ():
             names[_id_of(call)] = call.get("function", call)["name"]
         if message["role"] == "tool" and not message.get("name"):
-            name = names.get(_text_or_none(message.get("tool_call_id")))
+            name = names.get(_id_of(message, "tool_call_id"))
             message = message if name is None else {**message, "name": name}
         named.append(message)
     return named
@@ -157,22 +155,14 @@ def _fill(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {**tool, "function": described}
 
 
-def _id_of(call: Mapping[str, Any]) -> str | None:
-    return _text_or_none(call.get("id"))
-
-
-def _text_or_none(value: object) -> str | None:
+def _id_of(holder: Mapping[str, Any], key: str = "id") -> str | None:
+    value = holder.get(key)
     return value if isinstance(value, str) else None
 
 
-def knows_tools(template_source: str) -> bool:
-    """Whether a template shows the model its tools."""
-    return _KNOWS_TOOLS.search(template_source) is not None
-
-
-def knows_calls(template_source: str) -> bool:
-    """Whether a template shows earlier calls and their results."""
-    return _KNOWS_CALLS.search(template_source) is not None
+def mentions(template_source: str, variable: Literal["tools", "tool_calls"]) -> bool:
+    """Whether a template shows the model its tools, or earlier calls and their results."""
+    return re.search(rf"\b{variable}\b", template_source) is not None
 
 
 def describe_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:

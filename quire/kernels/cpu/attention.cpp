@@ -55,10 +55,7 @@ void write_out(const Rows<T>& rows, const State& state) {
     const float* sums = state.output + r * dim;
     const float total = sum_lanes(load(state.total + r * LANES));
     T* out = rows.out(r);
-    for (int64_t i = 0; i < head_dim; i += LANES) {
-      Vec v = load(sums + i) / total;
-      head_dim - i >= LANES ? store(out + i, v) : store_some(out + i, v, head_dim - i);
-    }
+    for (int64_t i = 0; i < head_dim; i += LANES) write(out + i, load(sums + i) / total, head_dim - i);
   }
 }
 

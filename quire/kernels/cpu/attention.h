@@ -109,11 +109,8 @@ struct Rows {
   }
 };
 
-inline Vec store_rounded(float* weights, Vec v) {
-  store(weights, v);
-  return v;
-}
-inline Vec store_rounded(bf16* weights, Vec v) {
+template <class WEIGHT>
+inline Vec store_rounded(WEIGHT* weights, Vec v) {
   store(weights, v);
   return load(weights);
 }

@@ -77,7 +77,7 @@ class VectorWalk {
     int64_t i = 0;
     for (; i + LANES <= call_.head_dim; i += LANES) store(target + i, load(source + i));
     if (i < call_.head_dim) {
-      store(target + i, load_some(source + i, call_.head_dim - i));
+      store(target + i, read(source + i, call_.head_dim - i));
       i += LANES;
     }
     for (; i < dim_; i += LANES) store(target + i, Vec{});

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from quire.config import cache_dir
 from quire.errors import DeviceError
 
 _SOURCE_FOLDER = Path(__file__).parent
@@ -41,7 +42,7 @@ def load_library(architecture: str = "native") -> ctypes.CDLL:
     # The link names torch's own OpenMP library, so both run on one pool of threads.
     link = [str(threads_library)] if threads_library else ["-lgomp"]
     flags = [*_FLAGS, f"-march={architecture}"]
-    path = _library_folder() / f"cpu-{_fingerprint(compiler, flags, link)}.so"
+    path = cache_dir() / "kernels" / f"cpu-{_fingerprint(compiler, flags, link)}.so"
     if not path.exists():
         _compile([*compiler, *flags, *map(str, sources), *link], path)
     try:
@@ -67,14 +68,6 @@ def _loaded_openmp() -> Path | None:
         return None
     found = re.findall(r"(/\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so[.\d]*)", maps)
     return Path(found[0]) if found else None
-
-
-def _library_folder() -> Path:
-    """`$QUIRE_HOME`, or `quire` in the user's cache folder; kernels go into a folder of their own there."""
-    home = os.environ.get("QUIRE_HOME")
-    cache = os.environ.get("XDG_CACHE_HOME")
-    base = Path(home) if home else (Path(cache) if cache else Path.home() / ".cache") / "quire"
-    return base / "kernels"
 
 
 def _fingerprint(compiler: list[str], flags: list[str], link: list[str]) -> str:

@@ -144,13 +144,11 @@ struct UnpackRows {
     shape.weight = packed;
     shape.columns = columns;
     shape.depth = depth;
-    parallel_shares(num_threads, rows, depth, [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) {
-        int64_t panel = ids[row] / PANEL, width = shape.width(panel);
-        const T* source = shape.panel_data(panel) + ids[row] % PANEL * STEP<T>;
-        for (int64_t k = 0; k < depth; k += STEP<T>)
-          std::memcpy(static_cast<void*>(out + row * depth + k), source + k * width, sizeof(T) * STEP<T>);
-      }
+    parallel_shares(num_threads, rows, depth, [&](int64_t row) {
+      int64_t panel = ids[row] / PANEL, width = shape.width(panel);
+      const T* source = shape.panel_data(panel) + ids[row] % PANEL * STEP<T>;
+      for (int64_t k = 0; k < depth; k += STEP<T>)
+        std::memcpy(static_cast<void*>(out + row * depth + k), source + k * width, sizeof(T) * STEP<T>);
     });
   }
 };

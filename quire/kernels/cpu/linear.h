@@ -36,10 +36,9 @@ struct Linear {
     int64_t first = panel * PANEL, count = width(panel);
     T* target = out + row * columns + first;
     for (int64_t i = 0; i < count; i += LANES) {
-      int64_t some = count - i < LANES ? count - i : LANES;
       Vec v = load(sums + i);
-      if (bias) v = v + (some == LANES ? load(bias + first + i) : load_some(bias + first + i, some));
-      some == LANES ? store(target + i, v) : store_some(target + i, v, some);
+      if (bias) v = v + read(bias + first + i, count - i);
+      write(target + i, v, count - i);
     }
   }
 };

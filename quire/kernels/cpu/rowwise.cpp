@@ -14,16 +14,6 @@ inline void for_vectors(int64_t size, Body body) {
   if (i < size) body(i, int(size - i));
 }
 
-template <class T>
-inline Vec read(const T* p, int count) {
-  return count == LANES ? load(p) : load_some(p, count);
-}
-
-template <class T>
-inline void write(T* p, Vec v, int count) {
-  count == LANES ? store(p, v) : store_some(p, v, count);
-}
-
 // Four running sums side by side, so that one addition needn't wait for the last.
 template <class T>
 float sum_of_squares(const T* x, int64_t size) {
@@ -62,9 +52,8 @@ struct RmsNorm {
   int num_threads;
 
   void run() const {
-    parallel_shares(num_threads, rows, size, [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row)
-        norm_row(x + row / inner * stride + row % inner * size, weight, out + row * size, size, eps);
+    parallel_shares(num_threads, rows, size, [&](int64_t row) {
+      norm_row(x + row / inner * stride + row % inner * size, weight, out + row * size, size, eps);
     });
   }
 };
@@ -78,14 +67,11 @@ struct AddRmsNorm {
   int num_threads;
 
   void run() const {
-    parallel_shares(num_threads, rows, size, [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) {
-        const T *a = x + row * size, *b = residual + row * size;
-        T* sum = total + row * size;
-        for_vectors(size,
-                    [&](int64_t i, int count) { write(sum + i, read(a + i, count) + read(b + i, count), count); });
-        norm_row(sum, weight, out + row * size, size, eps);
-      }
+    parallel_shares(num_threads, rows, size, [&](int64_t row) {
+      const T *a = x + row * size, *b = residual + row * size;
+      T* sum = total + row * size;
+      for_vectors(size, [&](int64_t i, int count) { write(sum + i, read(a + i, count) + read(b + i, count), count); });
+      norm_row(sum, weight, out + row * size, size, eps);
     });
   }
 };
@@ -101,11 +87,10 @@ struct Rope {
   int num_threads;
 
   void run() const {
-    parallel_shares(num_threads, rows, heads * head_dim, [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row)
-        for (int64_t head = 0; head < heads; ++head)
-          turn(x + row * stride + head * head_dim, cos_sin + positions[row] * head_dim,
-               out + (row * heads + head) * head_dim);
+    parallel_shares(num_threads, rows, heads * head_dim, [&](int64_t row) {
+      for (int64_t head = 0; head < heads; ++head)
+        turn(x + row * stride + head * head_dim, cos_sin + positions[row] * head_dim,
+             out + (row * heads + head) * head_dim);
     });
   }
 
@@ -130,15 +115,13 @@ struct SiluMul {
   int num_threads;
 
   void run() const {
-    parallel_shares(num_threads, rows, 2 * size, [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) {
-        const T *gate = gate_up + row * stride, *up = gate + size;
-        for_vectors(size, [&](int64_t i, int count) {
-          Vec x = read(gate + i, count);
-          Vec activated = round_to<T>(x / (1.0f + exp(-x)));
-          write(out + row * size + i, activated * read(up + i, count), count);
-        });
-      }
+    parallel_shares(num_threads, rows, 2 * size, [&](int64_t row) {
+      const T *gate = gate_up + row * stride, *up = gate + size;
+      for_vectors(size, [&](int64_t i, int count) {
+        Vec x = read(gate + i, count);
+        Vec activated = round_to<T>(x / (1.0f + exp(-x)));
+        write(out + row * size + i, activated * read(up + i, count), count);
+      });
     });
   }
 };
@@ -155,15 +138,13 @@ struct WriteKv {
   int num_threads;
 
   void run() const {
-    parallel_shares(num_threads, rows, heads * head_bytes, [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) {
-        if (slots[row] < 0) continue;  // padding
-        int64_t block = slots[row] / block_size, offset = slots[row] % block_size;
-        for (int64_t head = 0; head < heads; ++head) {
-          int64_t target = ((block * heads + head) * block_size + offset) * head_bytes;
-          std::memcpy(key_cache + target, keys + row * keys_stride + head * head_bytes, size_t(head_bytes));
-          std::memcpy(value_cache + target, values + row * values_stride + head * head_bytes, size_t(head_bytes));
-        }
+    parallel_shares(num_threads, rows, heads * head_bytes, [&](int64_t row) {
+      if (slots[row] < 0) return;  // padding
+      int64_t block = slots[row] / block_size, offset = slots[row] % block_size;
+      for (int64_t head = 0; head < heads; ++head) {
+        int64_t target = ((block * heads + head) * block_size + offset) * head_bytes;
+        std::memcpy(key_cache + target, keys + row * keys_stride + head * head_bytes, size_t(head_bytes));
+        std::memcpy(value_cache + target, values + row * values_stride + head * head_bytes, size_t(head_bytes));
       }
     });
   }

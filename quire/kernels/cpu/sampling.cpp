@@ -114,14 +114,12 @@ struct GumbelArgmax {
   int num_threads;
 
   void run() const {
-    parallel_shares(num_threads, rows, size, [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) {
-        const float* own = logits + row * stride;
-        Best best = temperature[row] > 0 ? draw(own, size, temperature[row], keys[2 * row], keys[2 * row + 1])
-                                         : greedy(own, size);
-        flags[row] = best.flags();
-        out[row] = flags[row] ? 0 : best.id;
-      }
+    parallel_shares(num_threads, rows, size, [&](int64_t row) {
+      const float* own = logits + row * stride;
+      Best best = temperature[row] > 0 ? draw(own, size, temperature[row], keys[2 * row], keys[2 * row + 1])
+                                       : greedy(own, size);
+      flags[row] = best.flags();
+      out[row] = flags[row] ? 0 : best.id;
     });
   }
 };
@@ -172,15 +170,12 @@ struct TopValues {
   int num_threads;
 
   void run() const {
-    parallel_shares(num_threads, rows, size, [&](int64_t begin, int64_t end) {
+    parallel_shares(num_threads, rows, size, [&](int64_t row) {
       static thread_local Scratch scratch;
       const int64_t capacity = 4 * k + 4 * LANES;
-      float* buffer = scratch.get<float>(size_t(capacity) + LANES);
-      for (int64_t row = begin; row < end; ++row) {
-        Largest largest(buffer, capacity, k);
-        for (int64_t i = 0; i < size; i += LANES) largest.add(read_scores(x + row * stride + i, size - i));
-        largest.write(out + row * k);
-      }
+      Largest largest(scratch.get<float>(size_t(capacity) + LANES), capacity, k);
+      for (int64_t i = 0; i < size; i += LANES) largest.add(read_scores(x + row * stride + i, size - i));
+      largest.write(out + row * k);
     });
   }
 };
@@ -193,18 +188,14 @@ struct KeepBetween {
   int num_threads;
 
   void run() const {
-    parallel_shares(num_threads, rows, size, [&](int64_t begin, int64_t end) {
-      const Vec never = splat(-INFINITE);
-      for (int64_t row = begin; row < end; ++row) {
-        float* own = x + row * stride;
-        const Vec lowest = splat(low[row]), highest = splat(high[row]);
-        for (int64_t i = 0; i < size; i += LANES) {
-          const int64_t count = size - i;
-          Vec v = read_scores(own + i, count);
-          v = v < lowest ? never : v;
-          v = v > highest ? never : v;
-          count >= LANES ? store(own + i, v) : store_some(own + i, v, count);
-        }
+    parallel_shares(num_threads, rows, size, [&](int64_t row) {
+      float* own = x + row * stride;
+      const Vec never = splat(-INFINITE), lowest = splat(low[row]), highest = splat(high[row]);
+      for (int64_t i = 0; i < size; i += LANES) {
+        Vec v = read_scores(own + i, size - i);
+        v = v < lowest ? never : v;
+        v = v > highest ? never : v;
+        write(own + i, v, size - i);
       }
     });
   }

@@ -113,16 +113,18 @@ inline void store(bf16* p, Vec v) {
 #endif
 }
 
-// `count` < LANES elements: zeros come in for the rest, nothing is read or written past them.
+// LANES elements, or `count` if that is less: zeros come in for the rest, nothing is read or written past them.
 template <class T>
-inline Vec load_some(const T* p, int64_t count) {
+inline Vec read(const T* p, int64_t count) {
+  if (count >= LANES) return load(p);
   T padded[LANES] = {};
   std::memcpy(padded, p, size_t(count) * sizeof(T));
   return load(padded);
 }
 
 template <class T>
-inline void store_some(T* p, Vec v, int64_t count) {
+inline void write(T* p, Vec v, int64_t count) {
+  if (count >= LANES) return store(p, v);
   T padded[LANES];
   store(padded, v);
   std::memcpy(p, padded, size_t(count) * sizeof(T));

@@ -26,7 +26,7 @@ inline void parallel(int num_threads, Body& body) {
                 &body, unsigned(num_threads), 0);
 }
 
-// Calls body(begin, end) over contiguous shares of 0..count, on one thread when the work is too small to share.
+// Calls body(i) for 0..count, contiguous shares on each thread; on one thread when the work is too small to share.
 template <class Body>
 inline void parallel_shares(int num_threads, int64_t count, int64_t work_each, Body body) {
   constexpr int64_t WORTH_A_THREAD = 16384;
@@ -34,7 +34,8 @@ inline void parallel_shares(int num_threads, int64_t count, int64_t work_each, B
   if (useful < num_threads) num_threads = useful < 1 ? 1 : int(useful);
   if (count < num_threads) num_threads = int(count);
   auto share = [&](int thread, int threads) {
-    body(count * thread / threads, count * (thread + 1) / threads);
+    const int64_t end = count * (thread + 1) / threads;
+    for (int64_t i = count * thread / threads; i < end; ++i) body(i);
   };
   parallel(num_threads, share);
 }

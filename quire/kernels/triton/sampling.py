@@ -181,9 +181,9 @@ def gumbel_argmax(logits: Tensor, temperature: Tensor, keys: Tensor) -> tuple[Te
     """`Kernels.gumbel_argmax`, of logits in bfloat16 or float16 too."""
     logits = as_rows(logits)
     rows, vocab_size = logits.shape
-    best, best_ids = _partial_results(logits)
-    chunks = best.shape[1]
-    out, flags = _results(logits)
+    chunks = triton.cdiv(vocab_size, CHUNK)
+    best, best_ids = _results(logits, torch.float32, rows, chunks)
+    out, flags = _results(logits, torch.int64, rows)
     if rows:
         _scan_kernel[(rows, chunks)](
             logits, temperature, keys.contiguous(), best, best_ids, row_stride(logits),
@@ -216,10 +216,10 @@ def sample_rows(
         raise ValueError("A row's token ids must lie side by side.")
     logits = as_rows(logits)
     rows, vocab_size = logits.shape
-    best, best_ids = _partial_results(logits)
-    chunks = best.shape[1]
+    chunks = triton.cdiv(vocab_size, CHUNK)
+    best, best_ids = _results(logits, torch.float32, rows, chunks)
     if out is None or flags is None:
-        own_out, own_flags = _results(logits)
+        own_out, own_flags = _results(logits, torch.int64, rows)
         out, flags = own_out if out is None else out, own_flags if flags is None else flags
     if rows:
         _scan_rows_kernel[(rows, chunks)](
@@ -244,14 +244,6 @@ def keep_between_(x: Tensor, low: Tensor, high: Tensor) -> None:
         )
 
 
-def _partial_results(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for what the chunks of a row find."""
-    shape = (logits.shape[0], triton.cdiv(logits.shape[1], CHUNK))
-    best = torch.empty(shape, dtype=torch.float32, device=logits.device)
-    return best, torch.empty(shape, dtype=torch.int32, device=logits.device)
-
-
-def _results(logits: Tensor) -> tuple[Tensor, Tensor]:
-    rows = logits.shape[0]
-    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    return out, torch.empty(rows, dtype=torch.int32, device=logits.device)
+def _results(logits: Tensor, dtype: torch.dtype, *shape: int) -> tuple[Tensor, Tensor]:
+    """Room for scores or ids, and for int32 ids or flags beside them."""
+    return logits.new_empty(shape, dtype=dtype), logits.new_empty(shape, dtype=torch.int32)
