@@ -186,7 +186,8 @@ def test_n_answers_equal_n_requests_with_their_seeds(length: int, dtype: str) ->
     together = Bench(decoder).run([prompt], [SamplingParams(seed=2**64 - 2, n=5, max_tokens=20)], ids=["r"])
     seeds = [(2**64 - 2 + i) % 2**64 for i in range(5)]
     singles = solo(decoder, [prompt] * 5, [SamplingParams(seed=seed, max_tokens=20) for seed in seeds])
-    assert together.cached_tokens == 4 * (length - 1)
+    # All but the last token; of a last block that is full, none: it is not copied.
+    assert together.cached_tokens == 4 * (length - 1 if length % 16 else length - 16)
     assert [together.tokens[f"r/{i}"] for i in range(5)] == [singles.tokens[str(i)] for i in range(5)]
     assert len({tuple(tokens) for tokens in together.tokens.values()}) == 5
     for i in range(5):

@@ -51,8 +51,7 @@ class SchedulerConfig:
             )
         if self.num_host_blocks and not self.prefix_caching:
             raise InvalidRequestError(
-                "num_host_blocks",
-                "the host tier lies below the prefix cache: turn prefix_caching on or set this to 0",
+                "num_host_blocks", "the host tier lies below the prefix cache: turn prefix_caching on or set this to 0"
             )
 
     @property

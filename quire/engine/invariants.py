@@ -151,11 +151,7 @@ def _check_counts(scheduler: Scheduler) -> None:
             in_flight[request] += entry.samples + len(entry.guesses)
             guesses[request] += len(entry.guesses)
     for name, request in scheduler.table.requests.items():
-        committed, computed, tokens = (
-            request.num_committed_tokens,
-            request.num_computed_tokens,
-            request.num_tokens,
-        )
+        committed, computed, tokens = (request.num_committed_tokens, request.num_computed_tokens, request.num_tokens)
         if request.num_placeholders != in_flight[request] or request.num_guesses != guesses[request]:
             raise InvariantError(
                 f"{name} has {request.num_placeholders} placeholders, {request.num_guesses} of them guesses; in flight "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from quire.engine.block_key import BlockKey
 from quire.engine.block_pool import Block
@@ -107,8 +107,7 @@ class Request:
         self.prompt_token_ids = tuple(self.prompt_token_ids)
         self.token_ids = list(self.prompt_token_ids)
         self.priority = self.params.priority
-        stops = self.params.stop_token_ids
-        self.stop_ids = frozenset(stops if self.params.ignore_eos else (*self.eos_token_ids, *stops))
+        self.stop_ids = frozenset(self.params.end_token_ids(self.eos_token_ids))
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -142,19 +141,7 @@ class Request:
     def metrics(self) -> RequestMetrics:
         """Its counts and times; only a finished request has them all."""
         assert self.finished is not None
-        return RequestMetrics(
-            request_id=self.request_id,
-            arrival=self.arrival,
-            first_scheduled=self.first_scheduled,
-            first_token=self.first_token,
-            finished=self.finished,
-            num_prompt_tokens=self.num_prompt_tokens,
-            num_output_tokens=self.num_output_tokens,
-            cached_tokens=self.cached_tokens,
-            host_tokens=self.host_tokens,
-            recomputed_tokens=self.recomputed_tokens,
-            preemptions=self.preemptions,
-        )
+        return RequestMetrics(**{field.name: getattr(self, field.name) for field in fields(RequestMetrics)})
 
 
 def make_requests(

@@ -132,29 +132,10 @@ class RequestTable:
         request.error = error
         request.finished = now
         metrics = request.metrics()
-        self.finished.append(
-            Finished(
-                request_id=request.request_id,
-                row=row,
-                reason=reason,
-                arrival=request.arrival,
-                time=now,
-                num_prompt_tokens=metrics.num_prompt_tokens,
-                num_output_tokens=metrics.num_output_tokens,
-            )
-        )
-        self.updates.append(
-            RequestUpdate(
-                request_id=request.request_id,
-                new_token_ids=new_token_ids,
-                finish_reason=reason,
-                stop_token_id=request.stop_token_id,
-                error=error,
-                metrics=metrics,
-                scores=scores,
-                pooled=pooled,
-            )
-        )
+        name, sizes = request.request_id, (metrics.num_prompt_tokens, metrics.num_output_tokens)
+        self.finished.append(Finished(name, row, reason, request.arrival, now, *sizes))
+        update = RequestUpdate(name, new_token_ids, reason, request.stop_token_id, error, metrics, scores)
+        self.updates.append(update._replace(pooled=pooled))
 
     def _forget(self, request: Request) -> None:
         del self.requests[request.request_id]

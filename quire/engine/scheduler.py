@@ -22,15 +22,7 @@ from quire.engine.request import Request
 from quire.engine.request_table import RequestTable
 from quire.engine.results import ResultTaker
 from quire.errors import EngineError, InvalidRequestError, QuireError
-from quire.step import (
-    Admission,
-    FinishReason,
-    RequestMetrics,
-    RequestUpdate,
-    ScheduledRequest,
-    Step,
-    StepResult,
-)
+from quire.step import Admission, FinishReason, RequestMetrics, RequestUpdate, ScheduledRequest, Step, StepResult
 
 _make = tuple.__new__
 """Makes a named tuple in half the time its own constructor takes: one is made per row and step."""

@@ -13,7 +13,7 @@ from quire.step import Admission, Finished, Preemption, RequestMetrics, Schedule
 class _Live:
     """What the log has said so far about a request that was admitted."""
 
-    first_scheduled: float
+    first_scheduled: float | None
     first_token: float | None = None
     cached_tokens: int = 0
     host_tokens: int = 0
@@ -79,21 +79,21 @@ class EngineMetrics:
     def _observe_finished(self, finished: Finished) -> None:
         self.counters.finished[finished.reason] += 1
         self.counters.output_tokens += finished.num_output_tokens
-        live = self._live.pop(finished.request_id, None)
+        live = self._live.pop(finished.request_id, None) or _Live(first_scheduled=None)
         self.finished.append(
             RequestMetrics(
                 request_id=finished.request_id,
                 arrival=finished.arrival,
-                first_scheduled=None if live is None else live.first_scheduled,
+                first_scheduled=live.first_scheduled,
                 # A first token that came after the request's end was dropped.
-                first_token=None if live is None or not finished.num_output_tokens else live.first_token,
+                first_token=live.first_token if finished.num_output_tokens else None,
                 finished=finished.time,
                 num_prompt_tokens=finished.num_prompt_tokens,
                 num_output_tokens=finished.num_output_tokens,
-                cached_tokens=0 if live is None else live.cached_tokens,
-                host_tokens=0 if live is None else live.host_tokens,
-                recomputed_tokens=0 if live is None else live.recomputed_tokens,
-                preemptions=0 if live is None else live.preemptions,
+                cached_tokens=live.cached_tokens,
+                host_tokens=live.host_tokens,
+                recomputed_tokens=live.recomputed_tokens,
+                preemptions=live.preemptions,
             )
         )
 

@@ -146,7 +146,11 @@ def build_batch(
         by_row[sent[4].long()] = lag
         kernels.shorten_attention_work_(lists, by_row)
     if shape.has_guesses:
-        _write_guesses(shape, request_rows, sent[0], sent[1], query_start, uploader)
+        # Behind the tokens they may follow: there they are computed from, and looked back at.
+        is_guess = np.arange(query_start[-1]) >= (query_start[1:] - shape.num_guesses).repeat(shape.counts)
+        guesses = np.array([token for tokens in shape.guesses for token in tokens], np.int64)
+        index, values = uploader.upload(np.flatnonzero(is_guess), guesses)
+        request_rows.token_ids[sent[0][index].long(), sent[1][index].long()] = values
     token_ids, places, slots = kernels.gather_inputs(
         sent[0], sent[1], request_rows.token_ids, request_rows.block_tables, block_size
     )
@@ -161,22 +165,6 @@ def build_batch(
         work=lists,
     )
     return InputBatch(token_ids, places, paged, sent[5].long(), sent[6], sent[7])
-
-
-def _write_guesses(
-    shape: StepShape,
-    request_rows: RequestRows,
-    owners: Tensor,
-    positions: Tensor,
-    query_start: Int32Array,
-    uploader: Uploader,
-) -> None:
-    """Puts guesses behind the tokens they may follow, where they are computed from and looked back at."""
-    guesses = np.array([token for tokens in shape.guesses for token in tokens], np.int64)
-    last = (query_start[1:] - shape.num_guesses).repeat(shape.num_guesses)
-    within = np.concatenate([np.arange(n) for n in shape.num_guesses])
-    index, values = uploader.upload((last + within).astype(np.int64), guesses)
-    request_rows.token_ids[owners[index].long(), positions[index].long()] = values
 
 
 def note_accepted(

@@ -97,13 +97,7 @@ class StepOutputs:
             self.tokens.pop(request_id, None)
             self.pooled.pop(request_id, None)
         return StepResult(
-            self._step_id,
-            self.tokens,
-            self.errors,
-            self.scores,
-            self.prompt_scores,
-            frozenset(self.ended),
-            self.pooled,
+            self._step_id, self.tokens, self.errors, self.scores, self.prompt_scores, frozenset(self.ended), self.pooled
         )
 
 

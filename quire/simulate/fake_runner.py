@@ -32,19 +32,13 @@ def salt_number(params: SamplingParams) -> int:
 
 
 def choose_token(
-    state: int,
-    seed: int,
-    position: int,
-    vocab_size: int,
-    params: SamplingParams,
-    eos: Sequence[int],
-    num_output: int,
+    state: int, seed: int, position: int, vocab_size: int, params: SamplingParams, eos: Sequence[int], num_output: int
 ) -> int:
     """The token that follows, as a sampler would: a function of state, seed and position, with end and stop
     tokens masked below `min_tokens`."""
     allowed: Sequence[int] = range(vocab_size)
     if num_output < params.min_tokens:
-        stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos)}
+        stops = params.end_token_ids(tuple(eos))
         allowed = [token for token in allowed if token not in stops] or allowed
     return allowed[hash((state, seed, position)) % len(allowed)]
 
@@ -76,18 +70,13 @@ def solo_prompt_scores(prompt: Sequence[int], params: SamplingParams) -> list[To
 
 
 def solo_run(
-    prompt: Sequence[int],
-    params: SamplingParams,
-    seed: int,
-    eos: Sequence[int],
-    vocab_size: int,
-    max_model_len: int,
+    prompt: Sequence[int], params: SamplingParams, seed: int, eos: Sequence[int], vocab_size: int, max_model_len: int
 ) -> tuple[list[int], str]:
     """A request all by itself, without any engine: its answer and why it ended."""
     limit = max_model_len
     if params.max_tokens is not None:
         limit = min(limit, len(prompt) + params.max_tokens)
-    stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos)}
+    stops = params.end_token_ids(tuple(eos))
     salt = salt_number(params)
     states: list[int] = []
     tokens = list(prompt)

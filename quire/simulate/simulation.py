@@ -174,8 +174,7 @@ class Simulation:
         complete = update.finish_reason in ("stop", "length")
         right = (tokens, update.finish_reason) == (expected, reason) if complete else tokens == expected[: len(tokens)]
         self._require(
-            right,
-            f"{update.request_id} ended by {update.finish_reason} with {tokens}, alone {reason} {expected}",
+            right, f"{update.request_id} ended by {update.finish_reason} with {tokens}, alone {reason} {expected}"
         )
         if complete:
             self._check_prompt_scores(request)
@@ -223,8 +222,8 @@ class Simulation:
         check_invariants(self.scheduler)
         pool = self.scheduler.blocks.pool
         self._require(pool.num_free == len(pool.blocks) - 1, f"{pool.num_free} blocks are free at the end")
-        told = sorted(self.ended, key=_by_name_and_time)
-        logged = sorted(self.metrics.finished, key=_by_name_and_time)
+        told = sorted(self.ended, key=str)
+        logged = sorted(self.metrics.finished, key=str)
         only_logged = [item for item in logged if item not in told]
         only_told = [item for item in told if item not in logged]
         self._require(told == logged, f"the log says {only_logged}, the updates say {only_told}")
@@ -247,16 +246,6 @@ class Simulation:
     def _require(self, condition: bool, message: str) -> None:
         if not condition:
             raise SimulationError(message)
-
-
-def _by_name_and_time(metrics: RequestMetrics) -> tuple[str, float, float, int, int]:
-    return (
-        metrics.request_id,
-        metrics.arrival,
-        metrics.finished,
-        metrics.num_prompt_tokens,
-        metrics.num_output_tokens,
-    )
 
 
 def replay_command(seed: int) -> str:
@@ -304,8 +293,5 @@ def _play(seeds: Sequence[int], verbose: bool) -> int:
             return 1
         if time.monotonic() - shown > 5 or count == len(seeds):
             shown = time.monotonic()
-            print(
-                f"{count} of {len(seeds)} seeds, {steps} steps, {count / (shown - began):.0f} seeds/s",
-                flush=True,
-            )
+            print(f"{count} of {len(seeds)} seeds, {steps} steps, {count / (shown - began):.0f} seeds/s", flush=True)
     return 0

@@ -30,13 +30,7 @@ from quire.kernels.triton import filters, heads, inputs, repeats, rowwise, sampl
 from quire.kernels.triton import moe as experts_kernels
 from quire.kernels.triton.attention_work import SPLIT, attention_work, shorten_attention_work_
 from quire.kernels.triton.launch import HAS_GLUON
-from quire.kernels.triton.linear import (
-    SMALLEST_BATCH,
-    VOCABULARY_SIZE,
-    is_quicker_than_cublas,
-    linear,
-    room_for,
-)
+from quire.kernels.triton.linear import SMALLEST_BATCH, VOCABULARY_SIZE, is_quicker_than_cublas, linear, room_for
 from quire.kernels.triton.small_batches import are_exact
 from quire.kernels.weights import Weight
 
