@@ -91,7 +91,8 @@ class EngineCore:
         pipe is full or there was nothing to submit. Returns what became of the requests."""
         if not self.has_work:
             return []
-        self._raise_contradiction()
+        if self._contradiction is not None:
+            raise InvariantError(_explain(self._contradiction)) from self._contradiction
         submitted = len(self._in_flight) < self.depth and self._submit(now)
         if self._in_flight and (not submitted or len(self._in_flight) >= self.depth):
             self._commit_oldest(now)
@@ -154,10 +155,6 @@ class EngineCore:
         except Exception as error:  # whatever the check stumbles over is as wrong as what it looks for
             self._contradiction = error
             logger.critical("%s", _explain(error))
-
-    def _raise_contradiction(self) -> None:
-        if self._contradiction is not None:
-            raise InvariantError(_explain(self._contradiction)) from self._contradiction
 
     @staticmethod
     def _drain(pending: Pending) -> None:

@@ -138,11 +138,8 @@ class Runner:
 
     def _is_drawn_on_device(self, draws: Draws) -> bool:
         """Whether draws are plain at whatever positions, which then need not be known on the host."""
-        return (
-            self._decoder.kernels.sample_rows is not None
-            and self._sampler.asks_nothing(draws.request_rows)
-            and self._is_plain(draws)
-        )
+        is_always_plain = self._sampler.asks_nothing(draws.request_rows) and self._is_plain(draws)
+        return is_always_plain and self._decoder.kernels.sample_rows is not None
 
     def _run_graph(self, shape: StepShape) -> DecodeOutput | None:
         """Computes a decode step in one launch, where that can be done. Graphs keep no hidden states."""

@@ -127,9 +127,9 @@ class Simulation:
         """Aborts, preemptions, changes of priority and followers, at any moment."""
         scenario, rng = self.scenario, self.rng
         for chance, act in (
-            (scenario.abort_chance, self._abort_one),
+            (scenario.abort_chance, lambda name: self.core.abort([rng.choice([name, name.split("/")[0]])], self.now)),
             (scenario.preempt_chance, self.scheduler.preempt),
-            (scenario.reprioritize_chance, self._reprioritize),
+            (scenario.reprioritize_chance, lambda name: self.scheduler.set_priority(name, rng.randint(-2, 2))),
         ):
             names = sorted(self.scheduler.table.requests)
             if names and rng.random() < chance:
@@ -151,12 +151,6 @@ class Simulation:
             token if rng.random() < scenario.right_chance else rng.randrange(scenario.vocab_size)
             for token in [*right, 0][:most]
         ]
-
-    def _abort_one(self, name: str) -> None:
-        self.core.abort([self.rng.choice([name, name.split("/")[0]])], self.now)
-
-    def _reprioritize(self, name: str) -> None:
-        self.scheduler.set_priority(name, self.rng.randint(-2, 2))
 
     def _receive(self, update: RequestUpdate) -> None:
         self._require(update.request_id in self.live, f"{update.request_id} was updated after its end")
@@ -191,15 +185,9 @@ class Simulation:
         if request.pooling is not None:
             return [], "stop"
         if request not in self.solo_runs:
-            config = self.scenario.config
-            self.solo_runs[request] = solo_run(
-                request.prompt_token_ids,
-                request.params,
-                request.seed,
-                request.eos_token_ids,
-                self.scenario.vocab_size,
-                config.max_model_len,
-            )
+            limits = self.scenario.vocab_size, self.scenario.config.max_model_len
+            prompt, params = request.prompt_token_ids, request.params
+            self.solo_runs[request] = solo_run(prompt, params, request.seed, request.eos_token_ids, *limits)
         return self.solo_runs[request]
 
     def _check_pooled(self, request: Request, found: bytes | None) -> None:
@@ -248,20 +236,14 @@ class Simulation:
             raise SimulationError(message)
 
 
-def replay_command(seed: int) -> str:
-    """How to see a seed again."""
-    return f"python -m quire.simulate --seed {seed}"
-
-
 def run_seed(seed: int, verbose: bool = False) -> int:
     """Plays one seed; raises SimulationError with the command that replays it if anything is wrong."""
     simulation = Simulation(make_scenario(seed), verbose)
     try:
         return simulation.run()
     except Exception as error:
-        raise SimulationError(
-            f"seed {seed}: {type(error).__name__}: {error}\nreplay: {replay_command(seed)}"
-        ) from error
+        replay = f"python -m quire.simulate --seed {seed}"
+        raise SimulationError(f"seed {seed}: {type(error).__name__}: {error}\nreplay: {replay}") from error
 
 
 def main(arguments: list[str] | None = None) -> int:
