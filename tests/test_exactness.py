@@ -21,6 +21,7 @@ from quire.kernels.select import select_kernels
 from quire.models.decoder import Decoder
 from quire.models.load import load_decoder, open_model
 from quire.sampling_params import SamplingParams
+from tests.long_runs import short_or_long
 from tests.random_models import SPECS, Bench, Transcript, random_decoder
 
 CPU = torch.device("cpu")
@@ -217,6 +218,7 @@ def test_what_goes_on_from_a_partly_filled_block_equals_requests_of_their_own(fa
     assert [admitted[str(i)] for i in range(9)] == [0, 16, 16, 16, 16, 32, 32, 48, 49]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_real_model_is_exact(dtype: str, smollm2_gguf: Path) -> None:
     """SmolLM2: batches, chunks, prefix hits, preemption, swapping and hardly any memory."""
@@ -225,7 +227,8 @@ def test_the_real_model_is_exact(dtype: str, smollm2_gguf: Path) -> None:
     source = random.Random(2)
     shared = [source.randrange(3, 49_152) for _ in range(40)]
     prompts = [shared[:common] + [source.randrange(3, 49_152) for _ in range(length)] for common, length in LENGTHS]
-    params = [SamplingParams(temperature=i % 3 * 0.5, seed=i, max_tokens=10) for i in range(len(prompts))]
+    new_tokens = short_or_long(4, 10)
+    params = [SamplingParams(temperature=i % 3 * 0.5, seed=i, max_tokens=new_tokens) for i in range(len(prompts))]
     expected = solo(decoder, prompts, params)
     for name in ("one batch", "chunks of 7", "swapped every third step", "hardly any memory and a host tier"):
         assert_same(Bench(decoder, **SCENARIOS[name]).run(prompts, params), expected)

@@ -27,7 +27,8 @@ LAYERS = (
     ("simulate",),
     ("frontend",),
     ("assemble", "llm", "__init__"),
-    ("bench", "benchmark", "bench_serve", "ladder"),
+    ("ladder",),
+    ("bench",),
     ("server",),
     ("cli", "__main__"),
 )

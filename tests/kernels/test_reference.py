@@ -67,7 +67,7 @@ def test_linear_of_no_rows_is_empty() -> None:
 def test_linear_rows_do_not_depend_on_their_company(dtype: torch.dtype, size: int, out: int) -> None:
     x, weight = random(300, size).to(dtype), Weight.dense(random(out, size, seed=1).to(dtype))
     whole = kernels.linear(x, weight)
-    for rows in (1, 2, 3, 8, 16, 17, 33, 64, 255):
+    for rows in (1, 3, 16, 17, 33, 255):
         assert torch.equal(kernels.linear(x[:rows], weight), whole[:rows])
         assert torch.equal(kernels.linear(x[300 - rows :], weight), whole[300 - rows :])
 

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from quire import LLM, SamplingParams
+from tests.long_runs import short_or_long
 from tests.server.harness import ENGINE, Server
 
 WORDS = ["the", "a", "sea", "sky", "red", "blue", "one", "two", "three", "king", "queen", "ran", "saw", "old", "new"]
@@ -78,8 +79,9 @@ async def online(client: httpx.AsyncClient, request: dict[str, Any]) -> list[lis
     return tokens
 
 
-def test_sixty_four_mixed_requests_at_once(server: Server, llm: LLM) -> None:
-    requests = mixed_requests(64)
+@pytest.mark.soak
+def test_many_mixed_requests_at_once(server: Server, llm: LLM) -> None:
+    requests = mixed_requests(short_or_long(28, 64))  # each of the extras four times
     expected = [offline(llm, request) for request in requests]
 
     async def run() -> list[list[list[int]]]:

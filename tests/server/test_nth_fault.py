@@ -59,20 +59,21 @@ def batch(server: Server) -> Outcome:
 
 def stream(server: Server) -> Outcome:
     tokens: list[int] = []
+    is_done = False
     try:
         with server.client() as client, client.stream("POST", COMPLETIONS, json={**SMALL, "stream": True}) as response:
             assert response.status_code == 200
-            for line in response.iter_lines():
+            for line in response.iter_lines():  # to the last byte: a write after the end may fail too
                 if line == "data: [DONE]":
-                    return [tokens]
-                if line:
+                    is_done = True
+                elif line:
                     event = json.loads(line.removeprefix("data: "))
                     if "error" in event:
                         break
                     tokens += event["choices"][0]["token_ids"]
     except httpx.TransportError:
-        pass
-    return [ERROR]
+        return [ERROR]
+    return [tokens if is_done else ERROR]
 
 
 def every_command(server: Server) -> Outcome:
