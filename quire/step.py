@@ -119,6 +119,8 @@ class Step:
     """Blocks nobody references after this step was scheduled, cached ones included."""
     num_waiting: int = 0
     num_running: int = 0
+    num_decodes: int = 0
+    """So many of `scheduled`, the first ones, compute one token each, sample the next and check no guesses."""
 
     @property
     def is_empty(self) -> bool:

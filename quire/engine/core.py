@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -136,7 +137,8 @@ class EngineCore:
         """Ends the requests of a failed step and of those behind it; everyone else goes on."""
         self._in_flight.popleft()
         while self._in_flight:
-            self._drain(self._in_flight.popleft()[1])
+            with contextlib.suppress(Exception):  # its result no longer matters, but nothing of it may run on
+                self._in_flight.popleft()[1].result()
         now = self._clock() if self._clock is not None else now
         message = _describe(error)
         # A fault somebody foresaw, or Ctrl-C, explains itself; anything else is a bug, and its trace is needed.
@@ -155,14 +157,6 @@ class EngineCore:
         except Exception as error:  # whatever the check stumbles over is as wrong as what it looks for
             self._contradiction = error
             logger.critical("%s", _explain(error))
-
-    @staticmethod
-    def _drain(pending: Pending) -> None:
-        """Waits for a step whose result no longer matters, so that nothing of it runs on."""
-        try:
-            pending.result()
-        except Exception:
-            return
 
 
 def _describe(error: BaseException) -> str:

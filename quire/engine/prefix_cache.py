@@ -30,15 +30,19 @@ class PrefixCache:
     ) -> None:
         """Appends the missing keys of a sequence's first `num_blocks` blocks: each block is hashed once."""
         size = self.block_size
-        while len(keys) < num_blocks:
-            index = len(keys)
-            parent = keys[-1] if keys else None
-            keys.append(self.key(parent, token_ids[index * size : (index + 1) * size], extra_keys))
+        for first in range(len(keys) * size, num_blocks * size, size):
+            tokens = tuple(token_ids[first : first + size])
+            if keys:  # as `key` does it: this is done for every block
+                keys.append(BlockKey(self._digest(keys[-1].digest, tokens, ()), tokens, keys[-1], ()))
+            else:
+                keys.append(self.key(None, tokens, extra_keys))
 
     def key(self, parent: BlockKey | None, token_ids: Sequence[int], extra_keys: tuple[str, ...]) -> BlockKey:
         """The identity of a block that holds these tokens after its parent's."""
-        tokens, extra = tuple(token_ids), () if parent is not None else extra_keys
-        return BlockKey(self._digest(b"" if parent is None else parent.digest, tokens, extra), tokens, parent, extra)
+        tokens = tuple(token_ids)
+        if parent is None:
+            return BlockKey(self._digest(b"", tokens, extra_keys), tokens, None, extra_keys)
+        return BlockKey(self._digest(parent.digest, tokens, ()), tokens, parent, ())
 
     def find(self, key: BlockKey) -> Block | None:
         """The block that holds exactly this prefix."""
@@ -70,14 +74,14 @@ class PrefixCache:
     def publish(self, key: BlockKey, block: Block) -> bool:
         """Offers a block under its key. The first one stays: block tables in use are never rewritten, so a
         second copy of the same prefix simply isn't found. A block that was offered partly filled is offered anew."""
-        if block.key is not None and self.is_partial(block.key):
+        if block.key is not None:
+            assert self.is_partial(block.key), f"block {block.block_id} holds another prefix already"
             self.remove(block)
         if key.digest in self._blocks:
             return False
-        assert block.key is None, f"block {block.block_id} holds another prefix already"
         self._blocks[key.digest] = block
         block.key = key
-        if self.is_partial(key):
+        if len(key.token_ids) < self.block_size:
             self._partial.setdefault(_place(key.parent, key.extra_keys), []).append(block)
         return True
 

@@ -45,6 +45,7 @@ class _StepPlan:
     computing_groups: set[str] = field(default_factory=set)
     """Groups of answers to one prompt that one of them is computing: the others wait for it."""
     preempting: bool = False
+    num_decodes: int = 0
 
 
 class Scheduler:
@@ -121,6 +122,7 @@ class Scheduler:
             num_free_blocks=self.blocks.pool.num_free,
             num_waiting=len(table.waiting),
             num_running=len(table.running),
+            num_decodes=plan.num_decodes,
         )
         if not step.is_empty:
             self._num_steps += 1
@@ -163,6 +165,7 @@ class Scheduler:
         chunks: list[Request] = []
         block_size = self.config.block_size
         scheduled, requests, guesses = plan.scheduled, plan.requests, self._guess is not None
+        append = scheduled.append
         for request in self.table.running.snapshot():
             row = request.row
             if row is None:
@@ -183,12 +186,12 @@ class Scheduler:
             if start < request.computed_before:
                 request.recomputed_tokens += 1
             ahead = guesses and request.num_guesses > 0
-            entry = (request.request_id, row, start, 1, True, new_block_ids, (), ahead)
-            scheduled.append(_make(ScheduledRequest, entry))
+            append(_make(ScheduledRequest, (request.request_id, row, start, 1, True, new_block_ids, (), ahead)))
             requests.append(request)
             request.num_computed_tokens = num_tokens
             request.num_placeholders += 1
         plan.budget -= len(scheduled)
+        plan.num_decodes = len(scheduled)
         for request in chunks:
             if plan.budget and request.row is not None:
                 self._schedule_chunk(request, plan, ())
@@ -311,6 +314,7 @@ class Scheduler:
                 plan.scheduled[index] = entry._replace(
                     num_tokens=entry.num_tokens + len(guesses), new_block_ids=new_block_ids, guesses=guesses
                 )
+                plan.num_decodes = min(plan.num_decodes, index)
                 plan.budget -= len(guesses)
                 request.num_computed_tokens = end
                 request.num_placeholders += len(guesses)

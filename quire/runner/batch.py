@@ -11,12 +11,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import HeadShape, Kernels, PagedBatch
+from quire.kernels.ops import HeadShape, Int32Array, Kernels, PagedBatch
 from quire.runner.request_rows import RequestRows
 from quire.sampling.upload import Uploader
 from quire.step import ScheduledRequest
-
-Int32Array = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)

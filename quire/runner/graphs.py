@@ -127,7 +127,8 @@ class DecodeGraphs:
 
     def _compute(self, size: int) -> None:
         rows, positions, next_positions = self._inputs[: 3 * self._largest].view(3, -1)[:, :size].unbind()
-        work = self._inputs[3 * self._largest :].view(-1, 8)[: 1 + self._max_work(size)]
+        most_work = max(min(_MAX_WORK, size * -(-self._max_context_len // self._split)), 512)
+        work = self._inputs[3 * self._largest :].view(-1, 8)[: 1 + most_work]
         token_ids, places, slots = self._kernels.gather_inputs(
             rows, positions, self._rows.token_ids, self._rows.block_tables, self._block_size
         )
@@ -152,9 +153,6 @@ class DecodeGraphs:
             self._rows.token_ids,
             *self._sampled[:, :size],
         )
-
-    def _max_work(self, size: int) -> int:
-        return max(min(_MAX_WORK, size * -(-self._max_context_len // self._split)), 512)
 
     def _padded(self, values: npt.NDArray[np.int32], filler: int) -> npt.NDArray[np.int32]:
         result = np.full(self._largest, filler, np.int32)

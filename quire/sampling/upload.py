@@ -43,7 +43,7 @@ class Uploader:
         tensors = []
         for values, begin in zip(arrays, begins, strict=False):
             if values.dtype not in views:
-                views[values.dtype] = sent.view(_torch_dtype(values.dtype))
+                views[values.dtype] = sent.view(torch.from_numpy(np.empty(0, values.dtype)).dtype)
             first = begin // values.itemsize
             flat = views[values.dtype][first : first + values.size]
             tensors.append(flat if values.ndim == 1 else flat.view(values.shape))
@@ -89,10 +89,6 @@ def _begins(arrays: Sequence[Array]) -> list[int]:
     for values in arrays:
         begins.append(begins[-1] + -(-values.nbytes // _ALIGNMENT) * _ALIGNMENT)
     return begins
-
-
-def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
 def _as_tensor(values: Array) -> Tensor:

@@ -213,6 +213,8 @@ class FakeRunner:
             problems.append(f"computes {step.num_tokens} tokens")
         if len({entry.row for entry in step.scheduled}) != len(step.scheduled):
             problems.append("schedules a row twice")
+        if any((e.num_tokens, e.samples, e.guesses) != (1, True, ()) for e in step.scheduled[: step.num_decodes]):
+            problems.append(f"has fewer than {step.num_decodes} decodes")
         written: set[int] = set()
         for entry in step.scheduled:
             row = self._rows[entry.row]
