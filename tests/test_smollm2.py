@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from quire import LLM, SamplingParams
+from tests.long_runs import short_or_long
 
 PROMPTS = [
     "The capital of France is",
@@ -49,8 +50,9 @@ def reference(smollm2_gguf: Path) -> Any:
     return model.eval()
 
 
+@pytest.mark.soak
 def test_twenty_greedy_continuations_are_those_of_transformers(llm: LLM, reference: Any) -> None:
-    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=short_or_long(32, 64), ignore_eos=True)
     for output in llm.generate(PROMPTS, params):
         tokens = [*output.prompt_token_ids, *output.token_ids]
         with torch.inference_mode():
@@ -58,7 +60,7 @@ def test_twenty_greedy_continuations_are_those_of_transformers(llm: LLM, referen
         # Each token is transformers' own choice after all before it, so the whole answer is.
         choices = logits[len(output.prompt_token_ids) - 1 : -1].argmax(-1)
         assert choices.tolist() == list(output.token_ids), output.prompt
-        assert len(output.token_ids) == 64
+        assert len(output.token_ids) == params.max_tokens
 
 
 def test_bfloat16_says_the_same_on_clear_questions(smollm2_gguf: Path, llm: LLM) -> None:

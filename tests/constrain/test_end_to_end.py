@@ -53,8 +53,8 @@ def count_finished(outputs: Sequence[RequestOutput], wanted: Sequence[Structured
 
 @pytest.mark.soak
 def test_many_random_schemas(llm: LLM) -> None:
-    wanted = [StructuredOutput(json_schema=schema) for schema in random_schemas(seed=7, count=short_or_long(48, 200))]
-    assert count_finished(answers(llm, wanted), wanted) >= 0.85 * len(wanted)
+    wanted = [StructuredOutput(json_schema=schema) for schema in random_schemas(seed=7, count=short_or_long(24, 200))]
+    assert count_finished(answers(llm, wanted), wanted) >= short_or_long(16, 180)  # some are cut at `max_tokens`
 
 
 def test_regexes_choices_and_any_json(llm: LLM) -> None:

@@ -65,11 +65,11 @@ def test_linear_of_no_rows_is_empty() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("size", "out"), [(576, 960), (1536, 576), (33, 50), (96, 7)])
 def test_linear_rows_do_not_depend_on_their_company(dtype: torch.dtype, size: int, out: int) -> None:
-    x, weight = random(300, size).to(dtype), Weight.dense(random(out, size, seed=1).to(dtype))
+    x, weight = random(100, size).to(dtype), Weight.dense(random(out, size, seed=1).to(dtype))
     whole = kernels.linear(x, weight)
-    for rows in (1, 3, 16, 17, 33, 255):
+    for rows in (1, 3, 16, 17, 33, 70):
         assert torch.equal(kernels.linear(x[:rows], weight), whole[:rows])
-        assert torch.equal(kernels.linear(x[300 - rows :], weight), whole[300 - rows :])
+        assert torch.equal(kernels.linear(x[100 - rows :], weight), whole[100 - rows :])
 
 
 @settings(max_examples=30)

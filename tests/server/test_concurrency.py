@@ -81,7 +81,7 @@ async def online(client: httpx.AsyncClient, request: dict[str, Any]) -> list[lis
 
 @pytest.mark.soak
 def test_many_mixed_requests_at_once(server: Server, llm: LLM) -> None:
-    requests = mixed_requests(short_or_long(28, 64))  # each of the extras four times
+    requests = mixed_requests(short_or_long(14, 64))  # each of the extras twice
     expected = [offline(llm, request) for request in requests]
 
     async def run() -> list[list[list[int]]]:

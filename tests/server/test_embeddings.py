@@ -86,8 +86,8 @@ def test_more_texts_than_are_computed_at_once(server: Server) -> None:
 def test_embeddings_and_answers_share_the_engine(server: Server) -> None:
     expected = embed(server, TEXTS)
     with ThreadPoolExecutor(8) as pool:
-        canaries = [pool.submit(server.canary) for _ in range(4)]
-        runs = [pool.submit(embed, server, TEXTS) for _ in range(4)]
+        canaries = [pool.submit(server.canary) for _ in range(2)]
+        runs = [pool.submit(embed, server, TEXTS) for _ in range(2)]
         assert all(run.result() == expected for run in runs)
         assert all(one.result() == server.baseline for one in canaries)
 
