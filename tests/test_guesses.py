@@ -88,18 +88,3 @@ def test_guesses_meet_chunks_preemption_and_scarcity(
 ) -> None:
     bench = Bench(decoder, depth=2, guess=Guesser(expected.tokens, 0.7, 5), **settings)  # type: ignore[arg-type]
     assert_same(bench.run(prompts(), EVERYTHING), expected)
-
-
-def test_a_grammar_and_guesses_in_one_step_are_refused() -> None:
-    from quire.constrain.step_grammars import StepGrammars
-    from quire.errors import EngineError
-
-    class Constrains:
-        def constrains(self, rows: object) -> bool:
-            return True
-
-    import numpy as np
-
-    grammars = StepGrammars(Constrains())  # type: ignore[arg-type]
-    with pytest.raises(EngineError, match="can't check guesses"):
-        grammars.masks(np.array([0, 0, 1]))

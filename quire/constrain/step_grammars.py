@@ -64,8 +64,6 @@ class StepGrammars:
         """The masks of draws that are due now; None if none of them has a grammar."""
         if self.constrainer is None or not self.constrainer.constrains(request_rows):
             return None
-        if len(np.unique(request_rows)) < len(request_rows):
-            raise EngineError("structured: a step with grammars can't check guesses")
         self._read_last()
         self._is_drawing = True
         return self.constrainer.masks(request_rows)

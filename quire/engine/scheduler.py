@@ -292,7 +292,8 @@ class Scheduler:
         unused, and blocks of which every running request could still take one."""
         pool, block_size = self.blocks.pool, self.config.block_size
         for index, (request, entry) in enumerate(zip(plan.requests, plan.scheduled, strict=True)):
-            if not entry.samples or request.pooling is not None:
+            # A grammar knows what may follow the answer so far, not what may follow a guess.
+            if not entry.samples or request.pooling is not None or request.params.structured is not None:
                 continue
             room = len(request.block_table) * block_size - request.num_computed_tokens
             room += max(0, pool.num_free - len(self.table.running)) * block_size
