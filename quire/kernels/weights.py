@@ -72,7 +72,7 @@ class Weight:
     def experts(self) -> tuple[Weight, ...]:
         """The matrices of a stack."""
         return tuple(
-            Weight(self.shape[1:], tuple(Part(p.format, tuple(t[i] for t in p.tensors), p.rows) for p in self.parts))
+            type(self)(self.shape[1:], tuple(Part(p.format, tuple(t[i] for t in p.tensors), p.rows) for p in self.parts))
             for i in range(self.shape[0])
         )
 
@@ -88,5 +88,5 @@ class Weight:
         """Its parts as weights of their own, each with its share of a bias."""
         rows = [part.rows for part in self.parts]
         biases = [None] * len(rows) if bias is None else bias.split_with_sizes(rows)
-        weights = (Weight((*self.shape[:-2], part.rows, self.shape[-1]), (part,)) for part in self.parts)
+        weights = (type(self)((*self.shape[:-2], part.rows, self.shape[-1]), (part,)) for part in self.parts)
         return list(zip(weights, biases, strict=True))

@@ -54,6 +54,11 @@ template <int C, int A, int B>
 inline void tile_product() {
   __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
+// The same for bytes with int32 sums: A is signed, B unsigned.
+template <int C, int A, int B>
+inline void tile_product_signed_unsigned() {
+  __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
 inline void tile_release() { __asm__ volatile("tilerelease" ::); }
 
 }  // namespace quire

@@ -53,7 +53,9 @@ void write_out(const Rows<T>& rows, const State& state) {
   const int64_t dim = rows.call.padded_dim(), head_dim = rows.call.head_dim;
   for (int64_t r = 0; r < rows.task.rows; ++r) {
     const float* sums = state.output + r * dim;
-    const float total = sum_lanes(load(state.total + r * LANES));
+    Vec totals[PER_SUM];
+    for (int v = 0; v < PER_SUM; ++v) totals[v] = load(state.total + r * SUM_LANES + v * LANES);
+    const float total = sum_lanes(fold_vectors(totals));
     T* out = rows.out(r);
     for (int64_t i = 0; i < head_dim; i += LANES) write(out + i, load(sums + i) / total, head_dim - i);
   }

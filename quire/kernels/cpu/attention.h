@@ -38,19 +38,19 @@ struct Task {
   int64_t sequence, kv_head, first, rows;
 };
 
-// The state of a task's rows: sums of weights times values, sums of weights (one per lane), maxima. Weights are
+// The state of a task's rows: sums of weights times values, sums of weights (in SUM_LANES parts), maxima. Weights are
 // powers of two of scores that were multiplied with log2(e).
 struct State {
-  float *output, *total, *highest;  // [rows][padded_dim], [rows][LANES], [rows]
+  float *output, *total, *highest;  // [rows][padded_dim], [rows][SUM_LANES], [rows]
 
-  static int64_t floats(int64_t padded_dim) { return TASK_ROWS * (padded_dim + LANES + 1); }
+  static int64_t floats(int64_t padded_dim) { return TASK_ROWS * (padded_dim + SUM_LANES + 1); }
   static State at(float* memory, int64_t padded_dim) {
     float* total = memory + TASK_ROWS * padded_dim;
-    return {memory, total, total + TASK_ROWS * LANES};
+    return {memory, total, total + TASK_ROWS * SUM_LANES};
   }
   void clear(int64_t rows, int64_t padded_dim) {
     std::fill(output, output + rows * padded_dim, 0.0f);
-    std::fill(total, total + rows * LANES, 0.0f);
+    std::fill(total, total + rows * SUM_LANES, 0.0f);
     std::fill(highest, highest + rows, NOTHING);
   }
   // Adds a later split's state of the same rows; a split in which a row saw nothing leaves it untouched.
@@ -62,7 +62,7 @@ struct State {
       Vec other = exp2_of_negative(splat(later.highest[r] - top));
       highest[r] = top;
       auto add = [&](float* sum, const float* more) { store(sum, fma(load(more), other, load(sum) * mine)); };
-      add(total + r * LANES, later.total + r * LANES);
+      for (int64_t i = r * SUM_LANES; i < (r + 1) * SUM_LANES; i += LANES) add(total + i, later.total + i);
       for (int64_t i = r * padded_dim; i < (r + 1) * padded_dim; i += LANES) add(output + i, later.output + i);
     }
   }
@@ -145,12 +145,12 @@ inline float scores_to_weights(const float* scores, WEIGHT* weights, int64_t til
   }
   for (int v = 0; v < VECTORS; ++v) top = maximum(top, s[v]);
   const float new_highest = max_lanes(top);
-  Vec sum = {};
+  Vec sums[PER_SUM] = {};
   for (int v = 0; v < VECTORS; ++v)
-    sum = sum + store_rounded(weights + v * LANES, exp2_of_negative(s[v] - new_highest));
+    sums[v % PER_SUM] += store_rounded(weights + v * LANES, exp2_of_negative(s[v] - new_highest));
   const Vec factor = exp2_of_negative(splat(highest - new_highest));
   highest = new_highest;
-  store(total, fma(load(total), factor, sum));
+  for (int v = 0; v < PER_SUM; ++v) store(total + v * LANES, fma(load(total + v * LANES), factor, sums[v]));
   return factor[0];
 }
 

@@ -189,7 +189,7 @@ class AmxWalk {
         continue;
       }
       float factor = scores_to_weights(scores + r * KEY_TILE, target, begin, visible, call_.scale, state.highest[row],
-                                       state.total + row * LANES);
+                                       state.total + row * SUM_LANES);
       float* output = state.output + row * dim_;
       if (factor != 1.0f)
         for (int64_t i = 0; i < dim_; i += LANES) store(output + i, load(output + i) * factor);

@@ -65,7 +65,7 @@ class VectorWalk {
       if (from >= to) continue;
       scores(query_ + r * dim_);
       float factor = scores_to_weights(weights_, weights_, tile.origin, visible, call_.scale, state.highest[r],
-                                       state.total + r * LANES);
+                                       state.total + r * SUM_LANES);
       add_values(state.output + r * dim_, factor, from - tile.origin, to - tile.origin);
     }
   }
@@ -88,9 +88,11 @@ class VectorWalk {
       Vec sums[LANES];
       for (int j = 0; j < LANES; ++j) {
         const float* row = keys_ + (key + j) * dim_;
-        Vec sum = {};
-        for (int64_t i = 0; i < dim_; i += LANES) sum = fma(load(query + i), load(row + i), sum);
-        sums[j] = sum;
+        Vec sum[PER_SUM] = {};
+        for (int64_t i = 0; i < dim_; i += SUM_LANES)
+          for (int v = 0; v < PER_SUM; ++v)
+            sum[v] = fma(load(query + i + v * LANES), load(row + i + v * LANES), sum[v]);
+        sums[j] = fold_vectors(sum);
       }
       fold<LANES>(sums);
       store(weights_ + key, sums[0]);

@@ -26,7 +26,11 @@ from quire.errors import DeviceError
 _SOURCE_FOLDER = Path(__file__).parent
 # -ffp-contract=off: products and sums are fused only where the source says so, or bits would depend on how
 # the compiler unrolled a loop.
-_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+# -fno-schedule-insns: on ARM GCC would move loads so far ahead that sums no longer fit the registers.
+_FLAGS = (
+    "-O3", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
+    "-fno-schedule-insns",
+)  # fmt: skip
 _BUILD_SECONDS = 120
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable
+from functools import cached_property
 from struct import Struct
 
 import torch
@@ -27,11 +28,22 @@ _LOG2_E = math.log2(math.e)
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _PACKED = {dtype: Format(f"cpu_packed_{name}", 1, dtype.itemsize) for dtype, name in _DTYPES.items()}
 """As many numbers as in a plain matrix, in the order in which `linear` reads them."""
+_QUANTIZED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "INT8")
+"""Formats that products take as they are, in the order of `with_format` in quantized.h."""
+_PACKED_BLOCKS = {name: Format(f"cpu_packed_{name}", 1, 0) for name in _QUANTIZED}
+_FORMAT_NUMBERS = {format: number for number, format in enumerate(_PACKED_BLOCKS.values())}
+_UNIT = 32
+"""Products with quantised weights walk K in steps of so many numbers."""
 
 # The fields of each function's struct in C++: P pointer, q int64, f float, i int.
 _pack_arguments = Struct("PPqqi").pack
 _unpack_rows_arguments = Struct("PPPqqqi").pack
-_linear_arguments = Struct("PqPPPqqqi").pack
+_linear_arguments = Struct("PqPPPqqqqi").pack
+_packed_size_arguments = Struct("qqqP").pack
+_pack_quantized_arguments = Struct("PPPqqqi").pack
+_unpack_quantized_arguments = Struct("PPPqqqi").pack
+_linear_quantized_arguments = Struct("PqPqPPqqqii").pack
+_part = Struct("Pqq").pack
 _rms_norm_arguments = Struct("PqqPPqqfi").pack
 _add_rms_norm_arguments = Struct("PPPPPqqfi").pack
 _rope_arguments = Struct("PqPPPqqqi").pack
@@ -44,6 +56,21 @@ _keep_between_arguments = Struct("PqPPqqi").pack
 
 _Function = Callable[[bytes], None]
 _threads = torch.get_num_threads
+
+
+class PackedWeight(Weight):
+    """A weight in the layout of the C++ kernels."""
+
+    @cached_property
+    def quantized_parts(self) -> ctypes.Array[ctypes.c_char] | None:
+        """The parts' addresses, outputs and formats, as `linear` wants them; None where some are not quantised."""
+        numbers = [_FORMAT_NUMBERS.get(part.format) for part in self.parts]
+        if None in numbers:
+            return None
+        described = zip(self.parts, numbers, strict=True)
+        return ctypes.create_string_buffer(
+            b"".join(_part(part.tensors[0].data_ptr(), part.rows, number) for part, number in described)
+        )
 
 
 class CpuKernels(ReferenceKernels):
@@ -60,6 +87,10 @@ class CpuKernels(ReferenceKernels):
         self._pack = _functions(library, "pack")
         self._unpack_rows = _functions(library, "unpack_rows")
         self._linear = _functions(library, "linear")
+        self._linear_quantized = _functions(library, "linear_quantized")
+        self._packed_size = _function(library, "quire_packed_size")
+        self._pack_quantized = _function(library, "quire_pack_quantized")
+        self._unpack_quantized = _function(library, "quire_unpack_quantized")
         self._rms_norm = _functions(library, "rms_norm")
         self._add_rms_norm = _functions(library, "add_rms_norm")
         self._rope = _functions(library, "rope")
@@ -73,11 +104,16 @@ class CpuKernels(ReferenceKernels):
             self._linear[torch.bfloat16] = _function(library, "quire_linear_amx")
             self._attention[torch.bfloat16] = _function(library, "quire_attention_amx")
 
+    def computes(self, format: Format) -> bool:
+        return format.name in _QUANTIZED
+
     def pack(self, weight: Weight) -> Weight:
-        """Parts of plain numbers into the layout of `linear`; parts in other formats stay."""
-        return Weight(weight.shape, tuple(self._packed(part) for part in weight.parts))
+        """Plain numbers and quantised blocks into the layouts of `linear`; parts in other formats stay."""
+        return PackedWeight(weight.shape, tuple(self._packed(part) for part in weight.parts))
 
     def _packed(self, part: Part) -> Part:
+        if part.format.name in _QUANTIZED and part.tensors[0].shape[-1] % part.format.num_bytes == 0:
+            return self._packed_blocks(part)
         if part.format.dtype is None:
             return part
         stored = part.tensors[0].contiguous()
@@ -90,15 +126,32 @@ class CpuKernels(ReferenceKernels):
             pack(_pack_arguments(plain.data_ptr(), target.data_ptr(), columns, depth, _threads()))
         return Part(_PACKED[stored.dtype], (packed,), part.rows)
 
+    def _packed_blocks(self, part: Part) -> Part:
+        stored, *scales = (tensor.contiguous() for tensor in part.tensors)
+        *outer, columns, num_bytes = stored.shape
+        depth = num_bytes // part.format.num_bytes * part.format.num_elements
+        format = _PACKED_BLOCKS[part.format.name]
+        size = ctypes.c_int64()
+        number = _FORMAT_NUMBERS[format]
+        self._packed_size(_packed_size_arguments(columns, depth, number, ctypes.addressof(size)))
+        packed = torch.empty(*outer, size.value, dtype=torch.uint8)
+        matrices = math.prod(outer)
+        scale_bytes = columns * 4 if scales else 0
+        for i in range(matrices):
+            self._pack_quantized(_pack_quantized_arguments(
+                stored.data_ptr() + i * columns * num_bytes, scales[0].data_ptr() + i * scale_bytes if scales else 0,
+                packed.data_ptr() + i * size.value, columns, depth, number, _threads(),
+            ))  # fmt: skip
+        return Part(format, (packed,), part.rows)
+
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         dtype = x.dtype
         function = self._linear[dtype]
-        is_packed = weight.format is _PACKED[dtype]
-        if not is_packed and not weight.is_dense:
-            return super().linear(x, weight, bias, out)
         rows, depth = x.shape
         columns, inner_size = weight.shape
-        if not is_packed or inner_size != depth:
+        if not isinstance(weight, PackedWeight) and not weight.is_dense:
+            return super().linear(x, weight, bias, out)
+        if not isinstance(weight, PackedWeight) or inner_size != depth:
             raise ValueError(f"the weight {weight.shape} was not packed for x {tuple(x.shape)} {dtype}")
         stride, inner = x.stride()
         if inner != 1:
@@ -106,21 +159,43 @@ class CpuKernels(ReferenceKernels):
             stride = depth
         if out is None:
             out = x.new_empty(rows, columns)
-        function(_linear_arguments(
-            x.data_ptr(), stride, weight.tensor.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
-            rows, columns, depth, _threads(),
-        ))  # fmt: skip
+        parts = weight.quantized_parts
+        if parts is not None:
+            self._linear_quantized[dtype](_linear_quantized_arguments(
+                x.data_ptr(), stride, ctypes.addressof(parts), len(weight.parts), 0 if bias is None else bias.data_ptr(),
+                out.data_ptr(), out.stride(0), rows, depth, _threads(), self.has_amx,
+            ))  # fmt: skip
+        elif weight.format is _PACKED[dtype]:
+            function(_linear_arguments(
+                x.data_ptr(), stride, weight.tensor.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
+                out.stride(0), rows, columns, depth, _threads(),
+            ))  # fmt: skip
+        elif weight.format is None:
+            first = 0
+            for part, added in weight.split(bias):
+                last = first + part.shape[0]
+                self.linear(x, part, added, out[:, first:last])
+                first = last
+        else:
+            return super().linear(x, weight, bias, out)
         return out
 
     def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
         table = weight.tensor
-        if weight.format is not _PACKED.get(table.dtype):
+        number = None if weight.format is None else _FORMAT_NUMBERS.get(weight.format)
+        if number is None and weight.format is not _PACKED.get(table.dtype):
             return super().embedding(token_ids, weight)
         columns, depth = weight.shape
         rows = token_ids.shape[0]
         ids = token_ids.long().contiguous()
         if rows and not 0 <= int(ids.min()) <= int(ids.max()) < columns:
             raise IndexError(f"a token id is outside the vocabulary of {columns}")
+        if number is not None:
+            out = torch.empty(rows, depth)
+            self._unpack_quantized(_unpack_quantized_arguments(
+                table.data_ptr(), ids.data_ptr(), out.data_ptr(), rows, depth, number, _threads()
+            ))  # fmt: skip
+            return out
         out = table.new_empty(rows, depth)
         self._unpack_rows[table.dtype](
             _unpack_rows_arguments(table.data_ptr(), ids.data_ptr(), out.data_ptr(), rows, columns, depth, _threads())

@@ -4,10 +4,6 @@
 // partial sums added in order. How many rows are computed side by side changes none of these additions.
 #include "linear.h"
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 #include "threads.h"
 
 namespace quire {
@@ -93,19 +89,6 @@ void linear_vector(const Linear<T>& call) {
     }
     for (int64_t row = first; row < end; ++row) call.finish_row(totals + (row - first) * PANEL, row, panel);
   });
-}
-
-// Asks for large pages: a step reads every weight once, and small pages cost a lookup each 4 KiB.
-void prefer_large_pages(void* data, int64_t bytes) {
-#if defined(MADV_HUGEPAGE)
-  constexpr uintptr_t LARGE = 2 << 20;
-  uintptr_t begin = (uintptr_t(data) + LARGE - 1) / LARGE * LARGE;
-  uintptr_t end = (uintptr_t(data) + uintptr_t(bytes)) / LARGE * LARGE;
-  if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#else
-  (void)data;
-  (void)bytes;
-#endif
 }
 
 // [columns, depth] as loaded becomes panels.

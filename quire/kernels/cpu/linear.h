@@ -21,7 +21,7 @@ struct Linear {
   const T* weight;
   const T* bias;  // null for none
   T* out;
-  int64_t rows, columns, depth;
+  int64_t out_stride, rows, columns, depth;
   int num_threads;
 
   int64_t num_panels() const { return (columns + PANEL - 1) / PANEL; }
@@ -34,7 +34,7 @@ struct Linear {
   // One row's sums of a panel, in float32, become outputs: the bias is added before the only rounding.
   void finish_row(const float* sums, int64_t row, int64_t panel) const {
     int64_t first = panel * PANEL, count = width(panel);
-    T* target = out + row * columns + first;
+    T* target = out + row * out_stride + first;
     for (int64_t i = 0; i < count; i += LANES) {
       Vec v = load(sums + i);
       if (bias) v = v + read(bias + first + i, count - i);

@@ -14,21 +14,19 @@ inline void for_vectors(int64_t size, Body body) {
   if (i < size) body(i, int(size - i));
 }
 
-// Four running sums side by side, so that one addition needn't wait for the last.
+// Four running sums of SUM_LANES side by side, so that one addition needn't wait for the last.
 template <class T>
 float sum_of_squares(const T* x, int64_t size) {
-  Vec sums[4] = {};
-  int64_t even = size - size % (4 * LANES);
-  for (int64_t i = 0; i < even; i += 4 * LANES)
-    for (int part = 0; part < 4; ++part) {
-      Vec v = load(x + i + part * LANES);
-      sums[part] = fma(v, v, sums[part]);
-    }
-  for_vectors(size - even, [&](int64_t i, int count) {
-    Vec v = read(x + even + i, count);
-    sums[0] = fma(v, v, sums[0]);
-  });
-  return sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  constexpr int64_t VECTORS = 4 * PER_SUM;
+  Vec sums[VECTORS] = {};
+  auto add = [&](Vec v, int64_t to) { sums[to] = fma(v, v, sums[to]); };
+  const int64_t even = size - size % (VECTORS * LANES);
+  for (int64_t i = 0; i < even; i += VECTORS * LANES)
+    for (int64_t v = 0; v < VECTORS; ++v) add(load(x + i + v * LANES), v);
+  for_vectors(size - even, [&](int64_t i, int count) { add(read(x + even + i, count), i / LANES % PER_SUM); });
+  for (int64_t v = 0; v < PER_SUM; ++v)
+    sums[v] = (sums[v] + sums[v + PER_SUM]) + (sums[v + 2 * PER_SUM] + sums[v + 3 * PER_SUM]);
+  return sum_lanes(fold_vectors(sums));
 }
 
 template <class T>

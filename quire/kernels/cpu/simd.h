@@ -1,5 +1,7 @@
 // One vector type of the machine's full width, float and bfloat16 loads and stores, and exp.
 //
+// Numbers have the same bits on every instruction set: sums across lanes always have SUM_LANES of them, in as many
+// vectors as that takes, products are fused where `fma` says so, and nothing is left to a library's exp.
 // The files are compiled with -ffp-contract=off, so a product and a sum are fused exactly where `fma` is
 // written. That is what keeps a row's bits the same in every loop the compiler unrolls differently.
 #pragma once
@@ -11,6 +13,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace quire {
@@ -22,6 +26,9 @@ constexpr int LANES = 8;
 #else
 constexpr int LANES = 4;
 #endif
+
+constexpr int SUM_LANES = 16;
+constexpr int PER_SUM = SUM_LANES / LANES;  // vectors
 
 typedef float Vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t IntVec __attribute__((vector_size(LANES * 4)));
@@ -39,11 +46,11 @@ inline Vec fma(Vec a, Vec b, Vec c) {
   return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__AVX2__) && defined(__FMA__)
   return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__FP_FAST_FMAF)
-  for (int i = 0; i < LANES; ++i) a[i] = __builtin_fmaf(a[i], b[i], c[i]);
-  return a;
+#elif defined(__aarch64__)
+  return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
-  return a * b + c;
+  for (int i = 0; i < LANES; ++i) a[i] = __builtin_fmaf(a[i], b[i], c[i]);  // slow where it is a function, but the same
+  return a;
 #endif
 }
 
@@ -58,6 +65,13 @@ inline float sum_lanes(Vec v) {
     for (int i = 0; i < half; ++i) v[i] += v[i + half];
   return v[0];
 #endif
+}
+
+// PER_SUM vectors of partial sums become one, in the same tree.
+inline Vec fold_vectors(const Vec* sums) {
+  if constexpr (PER_SUM == 4) return (sums[0] + sums[2]) + (sums[1] + sums[3]);
+  if constexpr (PER_SUM == 2) return sums[0] + sums[1];
+  return sums[0];
 }
 
 inline float max_lanes(Vec v) {

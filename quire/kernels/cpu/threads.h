@@ -1,4 +1,4 @@
-// Threads from the OpenMP runtime that torch already runs on, called through its C interface: a pool of our
+// Threads and memory. Threads come from the OpenMP runtime that torch already runs on, called through its C interface: a pool of our
 // own would fight torch's for the same cores, and no compiler support for OpenMP is needed this way.
 #pragma once
 
@@ -6,6 +6,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 extern "C" {
 void GOMP_parallel(void (*body)(void*), void* data, unsigned num_threads, unsigned flags);
@@ -70,5 +74,18 @@ class Scratch {
   void* data_ = nullptr;
   size_t size_ = 0;
 };
+
+// Asks for large pages: a step reads every weight once, and small pages cost a lookup each 4 KiB.
+inline void prefer_large_pages(void* data, int64_t bytes) {
+#if defined(MADV_HUGEPAGE)
+  constexpr uintptr_t LARGE = 2 << 20;
+  uintptr_t begin = (uintptr_t(data) + LARGE - 1) / LARGE * LARGE;
+  uintptr_t end = (uintptr_t(data) + uintptr_t(bytes)) / LARGE * LARGE;
+  if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+  (void)data;
+  (void)bytes;
+#endif
+}
 
 }  // namespace quire

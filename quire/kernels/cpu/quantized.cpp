@@ -1,0 +1,336 @@
+// Products with quantised weights: activations become 8-bit integers, 32 of a row at a time, and integers are
+// multiplied. The layout, the formats and the order of additions are described in quantized.h.
+#include "quantized.h"
+
+#include <algorithm>
+
+#include "linear.h"
+#include "quantized_amx.h"
+#include "threads.h"
+
+namespace quire {
+namespace {
+
+constexpr int MAX_ROWS = LANES == 16 ? 8 : 4;  // rows whose sums fit the registers
+constexpr int64_t ROW_CHUNK = 64;              // rows of one task
+
+// x as integers, with a scale for each unit of each row; a unit that is not all numbers has a scale of NaN.
+template <class T>
+void quantize_row(const T* x, int64_t units, int8_t* quants, float* scales, float* scaled_sums, int32_t* sums) {
+  typedef int8_t Narrow __attribute__((vector_size(LANES)));
+  constexpr int VECTORS = int(UNIT) / LANES;
+  for (int64_t unit = 0; unit < units; ++unit) {
+    Vec v[VECTORS];
+    IntVec top = {};
+    for (int i = 0; i < VECTORS; ++i) {
+      v[i] = load(x + unit * UNIT + i * LANES);
+      IntVec magnitude = (IntVec)v[i] & 0x7fffffff;  // compares like the number; infinity and NaN are above all
+      top = magnitude > top ? magnitude : top;
+    }
+    int32_t top_bits = 0;
+    for (int i = 0; i < LANES; ++i) top_bits = top[i] > top_bits ? top[i] : top_bits;
+    float highest;
+    std::memcpy(&highest, &top_bits, 4);
+    const bool finite = top_bits < 0x7f800000;
+    const float scale = finite ? highest / 127.0f : std::numeric_limits<float>::quiet_NaN();
+    // Below this the reciprocal would be infinite; so small a unit counts as zero.
+    const float inverse = finite && highest > 1e-36f ? 127.0f / highest : 0.0f;
+    IntVec halves[2] = {};
+    for (int i = 0; i < VECTORS; ++i) {
+      Vec whole = round_to_whole((finite ? v[i] : Vec{}) * inverse);
+      IntVec number = __builtin_convertvector(whole, IntVec);
+      halves[2 * i / VECTORS] += number;
+      Narrow narrow = __builtin_convertvector(number, Narrow);
+      std::memcpy(quants + unit * UNIT + i * LANES, &narrow, sizeof narrow);
+    }
+    for (int half = 0; half < 2; ++half) {
+      int32_t sum = 0;
+      for (int i = 0; i < LANES; ++i) sum += halves[half][i];
+      sums[2 * unit + half] = sum;
+    }
+    scales[unit] = scale;
+    scaled_sums[unit] = float(sums[2 * unit] + sums[2 * unit + 1]) * scale;
+  }
+}
+
+// Weights as they lie in memory.
+template <class F>
+struct PackedPanel {
+  const uint8_t *quants, *scales;
+
+  template <int GROUP>
+  ByteVec group(int64_t unit, int part) const {
+    return F::template group<GROUP>(quants + unit * F::UNIT_BYTES, part);
+  }
+  Vec scale(int64_t unit, int block, int part) const { return F::scale(scales, unit, block, part); }
+  Vec minimum(int64_t unit, int part) const { return F::minimum(scales, unit, part); }
+};
+
+// The same taken apart once for many rows: bytes, and scales in float32.
+template <class F>
+struct ExpandedPanel {
+  const uint8_t* quants;
+  const float *scales, *minima;
+
+  template <int GROUP>
+  ByteVec group(int64_t unit, int part) const {
+    return load_bytes(quants + unit * 512 + GROUP * 64 + part * 4 * LANES);
+  }
+  Vec scale(int64_t unit, int block, int part) const {
+    return load(scales + (unit * F::BLOCKS + block) * OUTPUTS + part * LANES);
+  }
+  Vec minimum(int64_t unit, int part) const { return load(minima + unit * OUTPUTS + part * LANES); }
+
+  static size_t bytes(int64_t units) { return size_t(units * (512 + (F::BLOCKS + 1) * OUTPUTS * 4)); }
+  static ExpandedPanel make(const PackedPanel<F>& packed, int64_t units, uint8_t* memory) {
+    float* scales = reinterpret_cast<float*>(memory + units * 512);
+    float* minima = scales + units * F::BLOCKS * OUTPUTS;
+    for (int64_t unit = 0; unit < units; ++unit)
+      for (int part = 0; part < PER; ++part) {
+        if constexpr (F::BITS < 8)
+          unrolled<8>([&](auto group) {
+            ByteVec bytes = packed.template group<group()>(unit, part);
+            std::memcpy(memory + unit * 512 + group() * 64 + part * 4 * LANES, &bytes, sizeof bytes);
+          });
+        if constexpr (!F::PER_OUTPUT)
+          for (int block = 0; block < F::BLOCKS; ++block)
+            store(scales + (unit * F::BLOCKS + block) * OUTPUTS + part * LANES, packed.scale(unit, block, part));
+        if constexpr (F::MINIMA) store(minima + unit * OUTPUTS + part * LANES, packed.minimum(unit, part));
+      }
+    return {F::BITS == 8 ? packed.quants : memory, scales, minima};
+  }
+};
+
+// totals[row][16] of ROWS rows. Everything is unrolled: the sums must stay in registers.
+template <class F, int ROWS, class Panel>
+void some_rows(const Panel& panel, const QuantizedRows& x, int64_t first_row, float* totals) {
+  const int8_t* quants[ROWS];
+  for (int r = 0; r < ROWS; ++r) quants[r] = x.quants + (first_row + r) * x.units * UNIT;
+  Vec total[ROWS][PER] = {};
+  for (int64_t unit = 0; unit < x.units; ++unit)
+    unrolled<F::BLOCKS>([&](auto block) __attribute__((always_inline)) {
+      IntVec sums[ROWS][PER];
+      unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
+        const IntVec first = first_sum<F>(x, first_row + r(), unit, block()) - IntVec{};
+        unrolled<PER>([&](auto p) __attribute__((always_inline)) { sums[r()][p()] = first; });
+      });
+      unrolled<8 / F::BLOCKS>([&](auto i) __attribute__((always_inline)) {
+        constexpr int GROUP = i() + 4 * block();
+        ByteVec weights[PER];
+        unrolled<PER>([&](auto p) __attribute__((always_inline)) {
+          weights[p()] = panel.template group<GROUP>(unit, p());
+        });
+        unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
+          const Sixteen numbers(quants[r()] + unit * UNIT + GROUP / 4 * 16);
+          unrolled<PER>([&](auto p) __attribute__((always_inline)) {
+            sums[r()][p()] = dot<F::BITS, GROUP % 4>(sums[r()][p()], weights[p()], numbers);
+          });
+        });
+      });
+      unrolled<PER>([&](auto p) __attribute__((always_inline)) {
+        Vec scale = {}, minimum = {};
+        if constexpr (!F::PER_OUTPUT) scale = panel.scale(unit, block(), p());
+        if constexpr (F::MINIMA) minimum = panel.minimum(unit, p());
+        unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
+          total[r()][p()] = merge<F>(total[r()][p()], sums[r()][p()], scale, minimum, x, first_row + r(), unit);
+        });
+      });
+    });
+  unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
+    for (int p = 0; p < PER; ++p) store(totals + r() * OUTPUTS + p * LANES, total[r()][p]);
+  });
+}
+
+template <class F, class Panel, int ROWS = MAX_ROWS>
+void up_to_max_rows(int64_t rows, const Panel& panel, const QuantizedRows& x, int64_t first_row, float* totals) {
+  if constexpr (ROWS > 1) {
+    if (rows < ROWS) return up_to_max_rows<F, Panel, ROWS - 1>(rows, panel, x, first_row, totals);
+  }
+  some_rows<F, ROWS>(panel, x, first_row, totals);
+}
+
+struct QuantizedPart {
+  const uint8_t* packed;
+  int64_t columns, format;
+};
+
+template <class T>
+struct QuantizedLinear {
+  const T* x;
+  int64_t x_stride;
+  const QuantizedPart* parts;
+  int64_t num_parts;
+  const T* bias;  // null for none
+  T* out;
+  int64_t out_stride, rows, depth;
+  int num_threads, use_amx;
+
+  void run() const {
+    const int64_t units = depth / UNIT;
+    QuantizedRows quantized = quantize(units);
+    int64_t panels = 0;
+    for (int64_t i = 0; i < num_parts; ++i) panels += num_panels(parts[i]);
+    const int64_t chunks = (rows + ROW_CHUNK - 1) / ROW_CHUNK;
+    // Neighbours are read one after the other, so a task takes several; enough tasks stay to even out the threads.
+    const int64_t group = std::max<int64_t>(1, panels * chunks / (8 * num_threads) / chunks);
+    const int64_t groups = (panels + group - 1) / group;
+    parallel_tasks(num_threads, groups * chunks, [&](int64_t task) {
+      const int64_t first_row = task % chunks * ROW_CHUNK, end_row = std::min(first_row + ROW_CHUNK, rows);
+      const int64_t begin = task / chunks * group, end = std::min(begin + group, panels);
+      int64_t panel = 0, column = 0;
+      for (int64_t i = 0; i < num_parts; ++i) {
+        const int64_t count = num_panels(parts[i]);
+        with_format(parts[i].format, [&](auto format) {
+          using F = decltype(format);
+          for (int64_t p = std::max(begin, panel); p < std::min(end, panel + count); ++p)
+            one_panel<F>(parts[i], p - panel, column, quantized, first_row, end_row);
+        });
+        panel += count;
+        column += parts[i].columns;
+      }
+    });
+  }
+
+  static int64_t num_panels(const QuantizedPart& part) { return (part.columns + OUTPUTS - 1) / OUTPUTS; }
+
+  QuantizedRows quantize(int64_t units) const {
+    static thread_local Scratch scratch;
+    float* scales = scratch.get<float>(size_t(rows * units) * (4 + UNIT / 4));
+    float* scaled_sums = scales + rows * units;
+    int32_t* sums = reinterpret_cast<int32_t*>(scaled_sums + rows * units);
+    int8_t* quants = reinterpret_cast<int8_t*>(sums + 2 * rows * units);
+    parallel_shares(num_threads, rows, depth, [&](int64_t row) {
+      quantize_row(x + row * x_stride, units, quants + row * depth, scales + row * units, scaled_sums + row * units,
+                   sums + 2 * row * units);
+    });
+    return {quants, scales, scaled_sums, sums, units};
+  }
+
+  template <class F>
+  void one_panel(const QuantizedPart& part, int64_t index, int64_t column, const QuantizedRows& quantized,
+                 int64_t first_row, int64_t end_row) const {
+    const PanelShape<F> shape{quantized.units};
+    const uint8_t* data = part.packed + index * shape.bytes();
+    const PackedPanel<F> packed{data, data + shape.quant_bytes()};
+    alignas(64) float totals[ROW_CHUNK * OUTPUTS];
+    const int64_t count = end_row - first_row;
+    if (count <= MAX_ROWS) {
+      up_to_max_rows<F>(count, packed, quantized, first_row, totals);
+    } else {
+      thread_local Scratch scratch;
+      using Panel = ExpandedPanel<F>;
+      uint8_t* memory = scratch.get<uint8_t>(Panel::bytes(quantized.units));
+      const Panel panel = Panel::make(packed, quantized.units, memory);
+#if defined(QUIRE_HAS_AMX_INT8)
+      if (use_amx)
+        rows_by_tiles<F>(panel, quantized, first_row, count, totals);
+      else
+#endif
+        for (int64_t row = 0; row < count; row += MAX_ROWS)
+          up_to_max_rows<F>(count - row, panel, quantized, first_row + row, totals + row * OUTPUTS);
+    }
+    const int64_t first = column + index * OUTPUTS, width = std::min(OUTPUTS, part.columns - index * OUTPUTS);
+    for (int64_t row = 0; row < count; ++row)
+      for (int p = 0; p < PER && p * LANES < width; ++p) {
+        Vec v = load(totals + row * OUTPUTS + p * LANES);
+        if constexpr (F::PER_OUTPUT) v = v * packed.scale(0, 0, p);
+        if (bias) v = v + read(bias + first + p * LANES, width - p * LANES);
+        write(out + (first_row + row) * out_stride + first + p * LANES, v, width - p * LANES);
+      }
+  }
+};
+
+// Rows as they are stored become panels; what is left of the last one is zeros. `channel_scales` is Int8's.
+struct PackQuantized {
+  const uint8_t* stored;
+  const float* channel_scales;
+  uint8_t* packed;
+  int64_t columns, depth, format;
+  int num_threads;
+
+  void run() const {
+    with_format(format, [&](auto f) { pack<decltype(f)>(); });
+  }
+
+  template <class F>
+  void pack() const {
+    const PanelShape<F> shape{depth / UNIT};
+    const int64_t panels = (columns + OUTPUTS - 1) / OUTPUTS, row_bytes = depth / F::STORED * F::STORED_BYTES;
+    prefer_large_pages(packed, panels * shape.bytes());
+    parallel_tasks(num_threads, panels, [&](int64_t panel) {
+      uint8_t* quants = packed + panel * shape.bytes();
+      uint8_t* scales = quants + shape.quant_bytes();
+      std::memset(quants, 0, size_t(shape.bytes()));
+      for (int64_t output = 0; output < std::min(OUTPUTS, columns - panel * OUTPUTS); ++output) {
+        const uint8_t* row = stored + (panel * OUTPUTS + output) * row_bytes;
+        if (F::PER_OUTPUT) std::memcpy(scales + 4 * output, channel_scales + panel * OUTPUTS + output, 4);
+        for (int64_t block = 0; block < depth / F::STORED; ++block, row += F::STORED_BYTES) {
+          uint8_t values[F::STORED];
+          F::unpack(row, values);
+          F::put_scales(scales, block * (F::STORED / UNIT), output, row);
+          for (int64_t k = 0; k < F::STORED; ++k)
+            F::put(quants + (block * F::STORED + k) / UNIT * F::UNIT_BYTES, output, k % UNIT, values[k]);
+        }
+      }
+    });
+  }
+};
+
+// Rows of a packed weight as float32, for an embedding table.
+struct UnpackQuantized {
+  const uint8_t* packed;
+  const int64_t* ids;
+  float* out;
+  int64_t rows, depth, format;
+  int num_threads;
+
+  void run() const {
+    with_format(format, [&](auto f) {
+      using F = decltype(f);
+      parallel_shares(num_threads, rows, depth * 4, [&](int64_t row) { unpack<F>(ids[row], out + row * depth); });
+    });
+  }
+
+  template <class F>
+  void unpack(int64_t id, float* target) const {
+    const PanelShape<F> shape{depth / UNIT};
+    const int64_t output = id % OUTPUTS;
+    const int part = int(output) / LANES, lane = int(output) % LANES;
+    const uint8_t* quants = packed + id / OUTPUTS * shape.bytes();
+    const uint8_t* scales = quants + shape.quant_bytes();
+    for (int64_t unit = 0; unit < shape.units; ++unit, quants += F::UNIT_BYTES) {
+      float minimum = 0.0f;
+      if constexpr (F::MINIMA) minimum = F::minimum(scales, unit, part)[lane];
+      for (int block = 0; block < F::BLOCKS; ++block) {
+        const float scale = F::scale(scales, unit, block, part)[lane];
+        for (int64_t k = block * UNIT / F::BLOCKS; k < (block + 1) * UNIT / F::BLOCKS; ++k)
+          target[unit * UNIT + k] = float(int(F::get(quants, output, k)) - F::ZERO) * scale + minimum;
+      }
+    }
+  }
+};
+
+struct PackedSize {
+  int64_t columns, depth, format;
+  int64_t* bytes;
+
+  void run() const {
+    with_format(format, [&](auto f) {
+      const PanelShape<decltype(f)> shape{depth / UNIT};
+      *bytes = (columns + OUTPUTS - 1) / OUTPUTS * shape.bytes();
+    });
+  }
+};
+
+}  // namespace
+}  // namespace quire
+
+using namespace quire;
+
+extern "C" {
+void quire_packed_size(const PackedSize* call) { call->run(); }
+void quire_pack_quantized(const PackQuantized* call) { call->run(); }
+void quire_unpack_quantized(const UnpackQuantized* call) { call->run(); }
+void quire_linear_quantized_float32(const QuantizedLinear<float>* call) { call->run(); }
+void quire_linear_quantized_bfloat16(const QuantizedLinear<bf16>* call) { call->run(); }
+}
