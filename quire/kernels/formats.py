@@ -2,7 +2,8 @@
 
 A row is stored as blocks of `num_elements` numbers in `num_bytes` bytes. Plain numbers are blocks of one; the block
 formats of GGUF files share scales within a block. The most frequent of those are expanded here with torch, the others
-by the `gguf` package, with the same bits as that package's.
+by the `gguf` package, with the same bits as that package's. INT8 has one scale per row, in a tensor of its own.
+`quantize.py` makes INT8 and Q4_0 from plain numbers.
 """
 
 from __future__ import annotations
@@ -32,14 +33,29 @@ class Format:
     """Of a block."""
     dtype: torch.dtype | None = None
     """Of plain numbers; None where blocks must be expanded."""
+    scales: tuple[int, ...] = ()
+    """Which bytes of a block its float16 scales begin at."""
+    has_row_scales: bool = False
+    """Whether each row has a float32 scale, in a second tensor."""
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """What a tensor of this logical shape takes; its rows must be whole blocks."""
-        return math.prod(shape) // self.num_elements * self.num_bytes
+        row_scales = 4 * math.prod(shape[:-1]) if self.has_row_scales else 0
+        return math.prod(shape) // self.num_elements * self.num_bytes + row_scales
 
-    def expand(self, stored: Tensor) -> Tensor:
-        """Numbers [..., elements of a row] from a stored tensor, which is itself where it holds plain numbers, else
-        uint8 [..., bytes of a row]; blocks become float32."""
+    def empty(self, shape: tuple[int, ...], device: torch.device | str = "cpu") -> tuple[Tensor, ...]:
+        """Room for a tensor of this logical shape: the tensors of a `Part`."""
+        if self.dtype is not None:
+            return (torch.empty(shape, dtype=self.dtype, device=device),)
+        if self.has_row_scales:
+            return torch.empty(shape, dtype=torch.int8, device=device), torch.empty(shape[:-1], device=device)
+        return (torch.empty(*shape[:-1], self.nbytes(shape[-1:]), dtype=torch.uint8, device=device),)
+
+    def expand(self, stored: Tensor, row_scales: Tensor | None = None) -> Tensor:
+        """Numbers [..., elements of a row] from a part's tensors: itself where it holds plain numbers, else uint8
+        [..., bytes of a row], or int8 with the scales of its rows; these become float32."""
+        if row_scales is not None:
+            return stored.float().mul_(row_scales.unsqueeze(-1))
         if stored.dtype != torch.uint8:
             return stored
         if self.dtype is not None:
@@ -48,6 +64,11 @@ class Format:
         expand = _EXPANDERS.get(self.name)
         numbers = expand(blocks) if expand else _expand_with_gguf(blocks, self)
         return numbers.view(*stored.shape[:-1], -1)
+
+    def has_finite_scales(self, stored: Tensor) -> bool:
+        """Whether no scale of stored blocks is infinite or NaN, which would make NaN of every answer."""
+        halves = stored.reshape(-1, self.num_bytes).view(torch.int16) if self.scales else stored
+        return not any(bool((halves[:, at // 2] & 0x7C00 == 0x7C00).any()) for at in self.scales)
 
 
 def _plain(name: str, dtype: torch.dtype) -> Format:
@@ -61,16 +82,17 @@ FORMATS = {
         _plain("F32", torch.float32),
         _plain("F16", torch.float16),
         _plain("BF16", torch.bfloat16),
-        Format("Q8_0", 32, 34),
-        Format("Q4_0", 32, 18),
-        Format("Q4_1", 32, 20),
-        Format("Q5_0", 32, 22),
-        Format("Q5_1", 32, 24),
-        Format("Q2_K", 256, 84),
-        Format("Q3_K", 256, 110),
-        Format("Q4_K", 256, 144),
-        Format("Q5_K", 256, 176),
-        Format("Q6_K", 256, 210),
+        Format("Q8_0", 32, 34, scales=(0,)),
+        Format("Q4_0", 32, 18, scales=(0,)),
+        Format("Q4_1", 32, 20, scales=(0, 2)),
+        Format("Q5_0", 32, 22, scales=(0,)),
+        Format("Q5_1", 32, 24, scales=(0, 2)),
+        Format("Q2_K", 256, 84, scales=(80, 82)),
+        Format("Q3_K", 256, 110, scales=(108,)),
+        Format("Q4_K", 256, 144, scales=(0, 2)),
+        Format("Q5_K", 256, 176, scales=(0, 2)),
+        Format("Q6_K", 256, 210, scales=(208,)),
+        Format("INT8", 1, 1, has_row_scales=True),
     )
 }
 """All that can be loaded, and that the reference kernels compute with."""

@@ -50,6 +50,8 @@ class CpuKernels(ReferenceKernels):
     """C++ kernels on torch's threads. Meets `quire.kernels.ops.Kernels`."""
 
     name = "cpu"
+    QUANTIZED: frozenset[str] = frozenset()
+    """The block formats it computes with as they are stored."""
 
     def __init__(self, architecture: str = "native", use_amx: bool = True) -> None:
         """Compiles or loads the kernels. Without `use_amx` bfloat16 runs on vector instructions everywhere,
@@ -72,6 +74,9 @@ class CpuKernels(ReferenceKernels):
         if self.has_amx:
             self._linear[torch.bfloat16] = _function(library, "quire_linear_amx")
             self._attention[torch.bfloat16] = _function(library, "quire_attention_amx")
+
+    def computes(self, format: Format) -> bool:
+        return format.name in self.QUANTIZED
 
     def pack(self, weight: Weight) -> Weight:
         """Parts of plain numbers into the layout of `linear`; parts in other formats stay."""
@@ -113,9 +118,9 @@ class CpuKernels(ReferenceKernels):
         return out
 
     def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
-        table = weight.tensor
-        if weight.format is not _PACKED.get(table.dtype):
+        if weight.format not in _PACKED.values():
             return super().embedding(token_ids, weight)
+        table = weight.tensor
         columns, depth = weight.shape
         rows = token_ids.shape[0]
         ids = token_ids.long().contiguous()
