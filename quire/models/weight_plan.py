@@ -81,8 +81,9 @@ class WeightPlan:
         texts = [f"{', '.join(blocks)} {self._origin()}"] if blocks else []
         dtype = str(self.dtype).removeprefix("torch.")
         texts += [dtype] if plain in sizes else []
-        why = "as quantization=none asks" if self.quantization == "none" else "no kernel for it here"
-        texts += [f"{name} expanded to {dtype}: {why}" for name in self.expanded()]
+        if expanded := self.expanded():
+            why = "as quantization=none asks" if self.quantization == "none" else "no kernel for it here"
+            texts.append(f"{', '.join(expanded)} expanded to {dtype}: {why}")
         uneven = self.uneven()
         if uneven:
             texts.append(f"{uneven} matrices in {dtype}: their input size is no multiple of {MULTIPLE}")
@@ -136,7 +137,7 @@ def plan_weights(
     """Checks names and shapes and chooses formats: what the kernels compute with stays as it is stored ("auto"), all
     becomes plain numbers of `dtype` ("none"), or plain matrices are quantised ("int8", "int4")."""
     parameters = files.spec.parameters()
-    _check_names_and_shapes(files, parameters)
+    check_names_and_shapes(files, parameters)
     if quantization in QUANTIZED:
         _check_can_quantize(files, kernels, device, quantization)
     plain, tensors = PLAIN[dtype], files.checkpoint.tensors
@@ -154,7 +155,8 @@ def plan_weights(
     return WeightPlan(files, kernels, dtype, device, quantization, parameters, formats_of)
 
 
-def _check_can_quantize(files: ModelFiles, kernels: Kernels, device: torch.device, quantization: str) -> None:
+def check_not_quantized(files: ModelFiles, quantization: str) -> None:
+    """Refuses to quantise weights that are quantised already."""
     blocks = files.block_formats()
     if blocks:
         raise InvalidRequestError(
@@ -162,6 +164,10 @@ def _check_can_quantize(files: ModelFiles, kernels: Kernels, device: torch.devic
             f"is {quantization}, but the weights are quantised already ({', '.join(blocks)}): use auto, which computes "
             "with them as they are stored, or a version of the model in F32, F16 or BF16",
         )
+
+
+def _check_can_quantize(files: ModelFiles, kernels: Kernels, device: torch.device, quantization: str) -> None:
+    check_not_quantized(files, quantization)
     if device.type != "cpu" or not kernels.computes(QUANTIZED[quantization]):
         raise DeviceError(
             f'quantization="{quantization}" runs on the CPU so far, not on {device} with the {kernels.name} kernels. '
@@ -169,7 +175,8 @@ def _check_can_quantize(files: ModelFiles, kernels: Kernels, device: torch.devic
         )
 
 
-def _check_names_and_shapes(files: ModelFiles, parameters: dict[str, Parameter]) -> None:
+def check_names_and_shapes(files: ModelFiles, parameters: dict[str, Parameter]) -> None:
+    """What a model's files must hold, and nothing else."""
     infos = files.checkpoint.tensors
     some_file = next(iter(infos.values())).file if infos else "the checkpoint"
     for piece in files.pieces:
