@@ -1,9 +1,8 @@
 """The formats weights are stored in: how many bytes they take, and from those bytes back to numbers.
 
 A row is stored as blocks of `num_elements` numbers in `num_bytes` bytes. Plain numbers are blocks of one; the block
-formats of GGUF files share scales within a block. The most frequent of those are expanded here with torch, the others
-by the `gguf` package, with the same bits as that package's. INT8 has one scale per row, in a tensor of its own.
-`quantize.py` makes INT8 and Q4_0 from plain numbers.
+formats of GGUF files share scales within a block, and expand to the same bits as with the `gguf` package. INT8 has one
+scale per row, in a tensor of its own. `quantize.py` makes INT8 and Q4_0 from plain numbers.
 """
 
 from __future__ import annotations
@@ -12,14 +11,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
-
-from quire.errors import QuireError
-
-MAX_GGUF_ELEMENTS = 2**17
-"""How many elements the gguf package gets at a time: it holds many arrays of that size meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +53,7 @@ class Format:
             return stored
         if self.dtype is not None:
             return stored.view(self.dtype)
-        blocks = stored.reshape(-1, self.num_bytes)
-        expand = _EXPANDERS.get(self.name)
-        numbers = expand(blocks) if expand else _expand_with_gguf(blocks, self)
-        return numbers.view(*stored.shape[:-1], -1)
+        return _EXPANDERS[self.name](stored.reshape(-1, self.num_bytes)).view(*stored.shape[:-1], -1)
 
     def has_finite_scales(self, stored: Tensor) -> bool:
         """Whether no scale of stored blocks is infinite or NaN, which would make NaN of every answer."""
@@ -128,21 +118,76 @@ def _q4_1(blocks: Tensor) -> Tensor:
     return _nibbles(blocks[:, 4:]).mul_(_scale(blocks, 0)).add_(_scale(blocks, 2))
 
 
-_EXPANDERS: dict[str, Callable[[Tensor], Tensor]] = {"Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_1": _q4_1}
+def _codes(packed: Tensor, bits: int, group: int) -> Tensor:
+    """Codes of so many bits: of each `group` bytes first the lowest bits of all of them, then the next, as uint8."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device).view(-1, 1)
+    return (packed.reshape(packed.shape[0], -1, 1, group) >> shifts & ((1 << bits) - 1)).flatten(1)
 
 
-def _expand_with_gguf(blocks: Tensor, format: Format) -> Tensor:
-    try:
-        from gguf import GGMLQuantizationType
-        from gguf.quants import dequantize
-    except ImportError as error:
-        raise QuireError(f'{format.name} tensors need the gguf package: pip install "quire[gguf]"') from error
-    result = torch.empty(blocks.shape[0], format.num_elements)
-    step = MAX_GGUF_ELEMENTS // format.num_elements
-    # Broken scales may overflow to infinity; that is the file's affair and no reason for warnings.
-    with np.errstate(all="ignore"):
-        for first in range(0, blocks.shape[0], step):
-            part = blocks[first : first + step]
-            numbers = dequantize(part.cpu().numpy().reshape(1, -1), GGMLQuantizationType[format.name])
-            result[first : first + step] = torch.from_numpy(numbers).view(-1, format.num_elements)
-    return result.to(blocks.device)
+def _five_bits(low: Tensor, high: Tensor) -> Tensor:
+    """Nibbles of 16 bytes below the bits of a 32-bit number, as float32."""
+    bits = high.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=high.device) & 1
+    return (_codes(low, 4, 16) | bits.flatten(1) << 4).float()
+
+
+def _q5_0(blocks: Tensor) -> Tensor:
+    return _five_bits(blocks[:, 6:], blocks[:, 2:6]).sub_(16).mul_(_scale(blocks, 0))
+
+
+def _q5_1(blocks: Tensor) -> Tensor:
+    return _five_bits(blocks[:, 8:], blocks[:, 4:8]).mul_(_scale(blocks, 0)).add_(_scale(blocks, 2))
+
+
+def _q2_k(blocks: Tensor) -> Tensor:
+    factors = blocks[:, :16]
+    scales, minima = _scale(blocks, 80) * (factors & 15), _scale(blocks, 82) * (factors >> 4)
+    return _scaled(_codes(blocks[:, 16:80], 2, 32), scales, minima)
+
+
+def _q3_k(blocks: Tensor) -> Tensor:
+    factors = _codes(blocks[:, 96:104], 4, 8) | _codes(blocks[:, 104:108], 2, 4) << 4
+    scales = _scale(blocks, 108) * (factors.float() - 32)
+    codes = _codes(blocks[:, 32:96], 2, 32) | _codes(blocks[:, :32], 1, 32) << 2
+    return _scaled(codes.float() - 4, scales)
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    return _scaled(_codes(blocks[:, 16:], 4, 32), *_q4_k_scales(blocks))
+
+
+def _q5_k(blocks: Tensor) -> Tensor:
+    return _scaled(_codes(blocks[:, 48:], 4, 32) | _codes(blocks[:, 16:48], 1, 32) << 4, *_q4_k_scales(blocks))
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    scales = _scale(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8)
+    codes = _codes(blocks[:, :128], 4, 64) | _codes(blocks[:, 128:192], 2, 32) << 4
+    return _scaled(codes.float() - 32, scales)
+
+
+def _q4_k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minima of a block's eight parts: factors of six bits, those of the last four in two places."""
+    first, second, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    factors = torch.cat((first & 63, rest & 15 | first >> 2 & 48), 1)
+    offsets = torch.cat((second & 63, rest >> 4 | second >> 2 & 48), 1)
+    return _scale(blocks, 0) * factors, _scale(blocks, 2) * offsets
+
+
+def _scaled(codes: Tensor, scales: Tensor, minima: Tensor | None = None) -> Tensor:
+    """Each part of a block times its scale, less its minimum: rounded after the product and after the difference."""
+    parts = codes.view(*scales.shape, -1) * scales.unsqueeze(-1)
+    return (parts if minima is None else parts.sub_(minima.unsqueeze(-1))).flatten(1)
+
+
+_EXPANDERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}
