@@ -47,11 +47,11 @@ soak: .venv/test-installed
 
 .venv/run-installed: pyproject.toml | .venv/bin/python
 	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet -e ".[gguf,structured]"
+	$(BIN)/pip install --quiet -e ".[structured]"
 	@touch $@
 
 .venv/serve-installed: pyproject.toml | .venv/run-installed
-	$(BIN)/pip install --quiet -e ".[gguf,server]"
+	$(BIN)/pip install --quiet -e ".[server]"
 	@touch $@
 
 .venv/test-installed: pyproject.toml | .venv/run-installed

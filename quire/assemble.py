@@ -15,13 +15,14 @@ from quire.engine import EngineCore, Scheduler, SchedulerConfig
 from quire.frontend.tokenizer import Tokenizer
 from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
-from quire.models.load import ModelFiles, Progress, open_model
+from quire.models.load import Progress, load_planned, open_model
 from quire.models.sources import ModelSource
+from quire.models.weight_plan import ModelFiles
 from quire.observe.step_log import StepLog
 from quire.runner.device import pick_device, pick_dtype, wake
 from quire.runner.memory import CachePlan
 from quire.runner.runner import Runner
-from quire.runner.worker import expected_plan, load_weights, start_worker
+from quire.runner.worker import choose_weights, expected_plan, start_worker
 from quire.step import StepLogEntry
 
 logger = logging.getLogger(__name__)
@@ -53,19 +54,26 @@ def build_engine(
     """Loads the model's weights and makes an engine around them; `progress` follows the weights, `listeners` hear
     of every step that is over."""
     device = pick_device(config.device)
-    dtype = pick_dtype(config.dtype, device)
+    pick_dtype(config.dtype, device)  # what can't be had is said before files are opened
     with ThreadPoolExecutor(1, "device") as beside:
         waking = beside.submit(wake, device)
         files, tokenizer = _open(source)  # the tokenizer takes long, and keeps Python to itself
     try:
         waking.result()
-        _scheduler_config(config, expected_plan(files.spec, config, dtype, device), config.limits(device.type))
-        decoder = load_weights(files, config, dtype, device, progress)
+        weights = choose_weights(files, config, device)
+        _scheduler_config(config, expected_plan(weights, config), config.limits(device.type))
+        decoder = load_planned(weights, config.max_model_len, progress)
     finally:
         files.checkpoint.close()
     eos_token_ids = tuple(dict.fromkeys((*files.spec.eos_token_ids, *tokenizer.eos_token_ids)))
     return assemble(
-        decoder, config, name=source.name, tokenizer=tokenizer, eos_token_ids=eos_token_ids, listeners=listeners
+        decoder,
+        config,
+        name=source.name,
+        tokenizer=tokenizer,
+        eos_token_ids=eos_token_ids,
+        listeners=listeners,
+        formats=weights.describe(),
     )
 
 
@@ -77,12 +85,13 @@ def assemble(
     tokenizer: Tokenizer | None = None,
     eos_token_ids: tuple[int, ...] = (),
     listeners: Sequence[Callable[[StepLogEntry], None]] = (),
+    formats: str = "",
 ) -> Engine:
     """An engine around a decoder whose weights are in place; without a tokenizer, tokens are bytes. `listeners` hear of
-    every step that is over."""
+    every step that is over; `formats` says which ones the weights are in."""
     tokenizer = Tokenizer.of_bytes() if tokenizer is None else tokenizer
     grammars = GrammarCompiler(tokenizer, decoder.spec.vocab_size, eos_token_ids)
-    worker = start_worker(decoder, config, grammars)
+    worker = start_worker(decoder, config, grammars, formats)
     device = decoder.device
     step_log = StepLog(path=Path(config.step_log) if config.step_log is not None else None, listeners=listeners)
     core = EngineCore(

@@ -14,6 +14,7 @@ from quire.errors import InvalidRequestError
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "quantization": ("auto", "none", "int8", "int4"),
     "kernels": ("auto", "reference", "cpu", "triton"),
     "policy": ("fcfs", "priority"),
 }
@@ -39,7 +40,12 @@ class EngineConfig:
     device: str = "auto"
     """auto (a GPU if there is one), cpu, cuda or cuda:N."""
     dtype: str = "auto"
-    """auto (what is fastest on the device), float32, bfloat16 or float16."""
+    """auto (what is fastest on the device; float32 for quantised weights on a CPU, so that every CPU gives the same
+    answers), float32, bfloat16 or float16."""
+    quantization: str = "auto"
+    """What becomes of the weights: auto (quantised ones are computed with as they are stored, where there are kernels
+    for it, and expanded elsewhere), none (all are expanded), int8 (a scale per output) or int4 (a scale per 32 numbers;
+    both of weights that are not quantised yet, while they are loaded; on a CPU)."""
     kernels: str = "auto"
     """auto (the fastest that run here), reference (plain torch), cpu or triton."""
     max_model_len: int | None = None

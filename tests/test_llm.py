@@ -230,7 +230,7 @@ def resident():
     status = Path("/proc/self/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1])
 
-llm = LLM(sys.argv[1], dtype="float32", kv_cache_memory="128MiB", max_model_len=512)
+llm = LLM(sys.argv[1], dtype="float32", quantization="none", kv_cache_memory="128MiB", max_model_len=512)
 llm.generate("Hello", SamplingParams(temperature=0, max_tokens=4))
 loaded = resident()
 llm.close()

@@ -39,7 +39,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def llm(smollm2_gguf: Path) -> Iterator[LLM]:
-    with LLM(smollm2_gguf, dtype="float32", kv_cache_memory="512MiB", max_model_len=1024) as llm:
+    with LLM(smollm2_gguf, dtype="float32", quantization="none", kv_cache_memory="512MiB", max_model_len=1024) as llm:
         yield llm
 
 

@@ -49,6 +49,7 @@ def chat(
     seed: options.Seed = 0,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    quantization: options.Quantization = "auto",
     system: options.System = None,
 ) -> None:
     """Talk with a model. /help lists what you can type besides messages.
@@ -60,7 +61,7 @@ def chat(
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens)
     from quire.llm import LLM
 
-    with LLM(model, device=device, dtype=dtype) as llm:
+    with LLM(model, device=device, dtype=dtype, quantization=quantization) as llm:
         say(llm.description)
         if not llm.has_chat_template:
             raise QuireError(f"{model} has no chat template, so it can't chat. Continue text with: quire run --raw")

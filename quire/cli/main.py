@@ -10,6 +10,7 @@ import typer
 from quire.cli import bench
 from quire.cli.chat import chat
 from quire.cli.models import models, pull
+from quire.cli.quantize import quantize
 from quire.cli.run import run
 from quire.cli.serve import serve
 from quire.engine.gc_pauses import full_collections_put_off
@@ -23,7 +24,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for command in (run, chat, serve, pull, models):
+for command in (run, chat, serve, pull, models, quantize):
     app.command()(command)
 app.add_typer(bench.app, name="bench")
 

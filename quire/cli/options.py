@@ -23,4 +23,11 @@ Device = Annotated[str, Option(metavar="auto|cpu|cuda[:i]", help="Where to compu
 Dtype = Annotated[
     str, Option(metavar="auto|float32|bfloat16|float16", help="Number format; auto: the fastest on the device.")
 ]
+Quantization = Annotated[
+    str,
+    Option(
+        metavar="auto|none|int8|int4",
+        help="auto: quantised weights as they are; none: expand them; int8, int4: quantise plain ones while loading.",
+    ),
+]
 System = Annotated[str | None, Option(metavar="TEXT", help="A system message for chat models.")]

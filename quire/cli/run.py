@@ -34,6 +34,7 @@ def run(
     seed: options.Seed = 0,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    quantization: options.Quantization = "auto",
     system: options.System = None,
     raw: Annotated[bool, Option("--raw", help="Continue the text as it is, without a chat template.")] = False,
     file: Annotated[Path | None, Option(metavar="FILE", help="Take further prompts from a file, one per line.")] = None,
@@ -48,6 +49,7 @@ def run(
     \b
     quire run "Why is the sky blue?"
     quire run "Once upon a time" --raw --temperature 0 --max-tokens 50
+    quire run "Hello!" --model Qwen/Qwen3-0.6B --device cpu --quantization int8
     quire run --file prompts.txt --json > answers.jsonl
     echo "Summarise this: ..." | quire run
     """
@@ -59,7 +61,8 @@ def run(
     from quire.llm import LLM
 
     started = time.monotonic()
-    with LLM(model, device=device, dtype=dtype, policy="priority" if priority else "fcfs") as llm:
+    policy = "priority" if priority else "fcfs"
+    with LLM(model, device=device, dtype=dtype, quantization=quantization, policy=policy) as llm:
         say(f"{llm.description} ({time.monotonic() - started:.1f} s)")
         _answer(llm, texts, each, system, raw or not llm.has_chat_template, json_lines)
 

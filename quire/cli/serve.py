@@ -30,6 +30,7 @@ def serve(
     api_key_file: Annotated[Path | None, Option(metavar="FILE", help="Further keys, one per line.")] = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    quantization: options.Quantization = "auto",
     max_model_len: Annotated[
         int | None, Option(metavar="N", help="Longest sequence, prompt and answer; default: the model's own.")
     ] = None,
@@ -77,6 +78,7 @@ def serve(
     \b
     quire serve
     quire serve --model Qwen/Qwen3-0.6B --port 8080 --api-key secret
+    quire serve --model Qwen/Qwen3-0.6B --device cpu --quantization int4
     curl localhost:8000/v1/chat/completions -H 'content-type: application/json' \\
          -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
     """
@@ -87,6 +89,7 @@ def serve(
     engine = {
         "device": device,
         "dtype": dtype,
+        "quantization": quantization,
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
         "max_batched_tokens": max_batched_tokens,

@@ -14,7 +14,7 @@ from rich.progress import MofNCompleteColumn, ProgressColumn, TextColumn
 from quire.models.download import Progress as Report
 from quire.outputs import RequestDelta
 
-_TITLES = {"download": "Downloading", "load": "Loading weights"}
+_TITLES = {"download": "Downloading", "load": "Loading weights", "quantize": "Quantising"}
 
 
 class _Bars:
@@ -38,7 +38,7 @@ class _Bars:
 
 
 class ModelBars(_Bars):
-    """Bars for downloads and loading; calling it with `download` or `load` gives the function to report to."""
+    """Bars for models; calling it with `download`, `load` or `quantize` gives the function to report to."""
 
     def __init__(self, name: str) -> None:
         kinds = rich_progress.TaskProgressColumn, rich_progress.DownloadColumn, rich_progress.TransferSpeedColumn

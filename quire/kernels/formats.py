@@ -1,8 +1,8 @@
 """The formats weights are stored in: how many bytes they take, and from those bytes back to numbers.
 
 A row is stored as blocks of `num_elements` numbers in `num_bytes` bytes. Plain numbers are blocks of one; the block
-formats of GGUF files share scales within a block. The most frequent of those are expanded here with torch, the others
-by the `gguf` package, with the same bits as that package's.
+formats of GGUF files share scales within a block, and expand to the same bits as with the `gguf` package. INT8 has one
+scale per row, in a tensor of its own. `quantize.py` makes INT8 and Q4_0 from plain numbers.
 """
 
 from __future__ import annotations
@@ -11,14 +11,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
-
-from quire.errors import QuireError
-
-MAX_GGUF_ELEMENTS = 2**17
-"""How many elements the gguf package gets at a time: it holds many arrays of that size meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,22 +26,39 @@ class Format:
     """Of a block."""
     dtype: torch.dtype | None = None
     """Of plain numbers; None where blocks must be expanded."""
+    scales: tuple[int, ...] = ()
+    """Which bytes of a block its float16 scales begin at."""
+    has_row_scales: bool = False
+    """Whether each row has a float32 scale, in a second tensor."""
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """What a tensor of this logical shape takes; its rows must be whole blocks."""
-        return math.prod(shape) // self.num_elements * self.num_bytes
+        row_scales = 4 * math.prod(shape[:-1]) if self.has_row_scales else 0
+        return math.prod(shape) // self.num_elements * self.num_bytes + row_scales
 
-    def expand(self, stored: Tensor) -> Tensor:
-        """Numbers [..., elements of a row] from a stored tensor, which is itself where it holds plain numbers, else
-        uint8 [..., bytes of a row]; blocks become float32."""
+    def empty(self, shape: tuple[int, ...], device: torch.device | str = "cpu") -> tuple[Tensor, ...]:
+        """Room for a tensor of this logical shape: the tensors of a `Part`."""
+        if self.dtype is not None:
+            return (torch.empty(shape, dtype=self.dtype, device=device),)
+        if self.has_row_scales:
+            return torch.empty(shape, dtype=torch.int8, device=device), torch.empty(shape[:-1], device=device)
+        return (torch.empty(*shape[:-1], self.nbytes(shape[-1:]), dtype=torch.uint8, device=device),)
+
+    def expand(self, stored: Tensor, row_scales: Tensor | None = None) -> Tensor:
+        """Numbers [..., elements of a row] from a part's tensors: itself where it holds plain numbers, else uint8
+        [..., bytes of a row], or int8 with the scales of its rows; these become float32."""
+        if row_scales is not None:
+            return stored.float().mul_(row_scales.unsqueeze(-1))
         if stored.dtype != torch.uint8:
             return stored
         if self.dtype is not None:
             return stored.view(self.dtype)
-        blocks = stored.reshape(-1, self.num_bytes)
-        expand = _EXPANDERS.get(self.name)
-        numbers = expand(blocks) if expand else _expand_with_gguf(blocks, self)
-        return numbers.view(*stored.shape[:-1], -1)
+        return _EXPANDERS[self.name](stored.reshape(-1, self.num_bytes)).view(*stored.shape[:-1], -1)
+
+    def has_finite_scales(self, stored: Tensor) -> bool:
+        """Whether no scale of stored blocks is infinite or NaN, which would make NaN of every answer."""
+        halves = stored.reshape(-1, self.num_bytes).view(torch.int16) if self.scales else stored
+        return not any(bool((halves[:, at // 2] & 0x7C00 == 0x7C00).any()) for at in self.scales)
 
 
 def _plain(name: str, dtype: torch.dtype) -> Format:
@@ -61,16 +72,17 @@ FORMATS = {
         _plain("F32", torch.float32),
         _plain("F16", torch.float16),
         _plain("BF16", torch.bfloat16),
-        Format("Q8_0", 32, 34),
-        Format("Q4_0", 32, 18),
-        Format("Q4_1", 32, 20),
-        Format("Q5_0", 32, 22),
-        Format("Q5_1", 32, 24),
-        Format("Q2_K", 256, 84),
-        Format("Q3_K", 256, 110),
-        Format("Q4_K", 256, 144),
-        Format("Q5_K", 256, 176),
-        Format("Q6_K", 256, 210),
+        Format("Q8_0", 32, 34, scales=(0,)),
+        Format("Q4_0", 32, 18, scales=(0,)),
+        Format("Q4_1", 32, 20, scales=(0, 2)),
+        Format("Q5_0", 32, 22, scales=(0,)),
+        Format("Q5_1", 32, 24, scales=(0, 2)),
+        Format("Q2_K", 256, 84, scales=(80, 82)),
+        Format("Q3_K", 256, 110, scales=(108,)),
+        Format("Q4_K", 256, 144, scales=(0, 2)),
+        Format("Q5_K", 256, 176, scales=(0, 2)),
+        Format("Q6_K", 256, 210, scales=(208,)),
+        Format("INT8", 1, 1, has_row_scales=True),
     )
 }
 """All that can be loaded, and that the reference kernels compute with."""
@@ -106,21 +118,76 @@ def _q4_1(blocks: Tensor) -> Tensor:
     return _nibbles(blocks[:, 4:]).mul_(_scale(blocks, 0)).add_(_scale(blocks, 2))
 
 
-_EXPANDERS: dict[str, Callable[[Tensor], Tensor]] = {"Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_1": _q4_1}
+def _codes(packed: Tensor, bits: int, group: int) -> Tensor:
+    """Codes of so many bits: of each `group` bytes first the lowest bits of all of them, then the next, as uint8."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device).view(-1, 1)
+    return (packed.reshape(packed.shape[0], -1, 1, group) >> shifts & ((1 << bits) - 1)).flatten(1)
 
 
-def _expand_with_gguf(blocks: Tensor, format: Format) -> Tensor:
-    try:
-        from gguf import GGMLQuantizationType
-        from gguf.quants import dequantize
-    except ImportError as error:
-        raise QuireError(f'{format.name} tensors need the gguf package: pip install "quire[gguf]"') from error
-    result = torch.empty(blocks.shape[0], format.num_elements)
-    step = MAX_GGUF_ELEMENTS // format.num_elements
-    # Broken scales may overflow to infinity; that is the file's affair and no reason for warnings.
-    with np.errstate(all="ignore"):
-        for first in range(0, blocks.shape[0], step):
-            part = blocks[first : first + step]
-            numbers = dequantize(part.cpu().numpy().reshape(1, -1), GGMLQuantizationType[format.name])
-            result[first : first + step] = torch.from_numpy(numbers).view(-1, format.num_elements)
-    return result.to(blocks.device)
+def _five_bits(low: Tensor, high: Tensor) -> Tensor:
+    """Nibbles of 16 bytes below the bits of a 32-bit number, as float32."""
+    bits = high.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=high.device) & 1
+    return (_codes(low, 4, 16) | bits.flatten(1) << 4).float()
+
+
+def _q5_0(blocks: Tensor) -> Tensor:
+    return _five_bits(blocks[:, 6:], blocks[:, 2:6]).sub_(16).mul_(_scale(blocks, 0))
+
+
+def _q5_1(blocks: Tensor) -> Tensor:
+    return _five_bits(blocks[:, 8:], blocks[:, 4:8]).mul_(_scale(blocks, 0)).add_(_scale(blocks, 2))
+
+
+def _q2_k(blocks: Tensor) -> Tensor:
+    factors = blocks[:, :16]
+    scales, minima = _scale(blocks, 80) * (factors & 15), _scale(blocks, 82) * (factors >> 4)
+    return _scaled(_codes(blocks[:, 16:80], 2, 32), scales, minima)
+
+
+def _q3_k(blocks: Tensor) -> Tensor:
+    factors = _codes(blocks[:, 96:104], 4, 8) | _codes(blocks[:, 104:108], 2, 4) << 4
+    scales = _scale(blocks, 108) * (factors.float() - 32)
+    codes = _codes(blocks[:, 32:96], 2, 32) | _codes(blocks[:, :32], 1, 32) << 2
+    return _scaled(codes.float() - 4, scales)
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    return _scaled(_codes(blocks[:, 16:], 4, 32), *_q4_k_scales(blocks))
+
+
+def _q5_k(blocks: Tensor) -> Tensor:
+    return _scaled(_codes(blocks[:, 48:], 4, 32) | _codes(blocks[:, 16:48], 1, 32) << 4, *_q4_k_scales(blocks))
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    scales = _scale(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8)
+    codes = _codes(blocks[:, :128], 4, 64) | _codes(blocks[:, 128:192], 2, 32) << 4
+    return _scaled(codes.float() - 32, scales)
+
+
+def _q4_k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minima of a block's eight parts: factors of six bits, those of the last four in two places."""
+    first, second, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    factors = torch.cat((first & 63, rest & 15 | first >> 2 & 48), 1)
+    offsets = torch.cat((second & 63, rest >> 4 | second >> 2 & 48), 1)
+    return _scale(blocks, 0) * factors, _scale(blocks, 2) * offsets
+
+
+def _scaled(codes: Tensor, scales: Tensor, minima: Tensor | None = None) -> Tensor:
+    """Each part of a block times its scale, less its minimum: rounded after the product and after the difference."""
+    parts = codes.view(*scales.shape, -1) * scales.unsqueeze(-1)
+    return (parts if minima is None else parts.sub_(minima.unsqueeze(-1))).flatten(1)
+
+
+_EXPANDERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}

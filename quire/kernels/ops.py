@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from quire.kernels.formats import Format
 from quire.kernels.weights import Weight
 
 Int32Array = npt.NDArray[np.int32]
@@ -180,6 +181,9 @@ class Kernels(Protocol):
     def decode_split(self) -> int | None:
         """Where decode steps can be captured as CUDA graphs: how many keys an item of their attention work covers, a
         sequence's last one excepted. None where they can't."""
+
+    def computes(self, format: Format) -> bool:
+        """Whether the backend computes with this block format as it is stored; others are expanded when loaded."""
 
     def pack(self, weight: Weight) -> Weight:
         """Brings a loaded matrix, or a stack of them, into the layout the other methods want (often: returns it as

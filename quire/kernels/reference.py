@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.filters import filter_rows_
+from quire.kernels.formats import Format
 from quire.kernels.noise import gumbel_noise
 from quire.kernels.ops import (
     HAS_NAN,
@@ -46,6 +47,9 @@ class ReferenceKernels:
     sample_rows: SampleRows | None = None
     decode_split: int | None = None
 
+    def computes(self, format: Format) -> bool:
+        return True
+
     def pack(self, weight: Weight) -> Weight:
         return weight
 
@@ -53,7 +57,7 @@ class ReferenceKernels:
         if weight.format is None:
             result = torch.cat([self.linear(x, part, added) for part, added in weight.split(bias)], 1)
         else:
-            result = tiled_linear(x, weight.format.expand(weight.tensor).to(x.dtype), bias)
+            result = tiled_linear(x, weight.format.expand(*weight.parts[0].tensors).to(x.dtype), bias)
         return result if out is None else out.copy_(result)
 
     def linear_gated(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation) -> Tensor:
@@ -68,7 +72,7 @@ class ReferenceKernels:
         if weight.is_dense:
             return F.embedding(token_ids, weight.tensor)
         part = weight.parts[0]
-        return part.format.expand(part.tensors[0][token_ids])
+        return part.format.expand(*(tensor[token_ids] for tensor in part.tensors))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()

@@ -2,27 +2,29 @@
 
 A checkpoint is checked in full when it is opened: names, dtypes, shapes and where each tensor lies in its
 file. Only then are tensors read, straight into the parameters' memory where they are stored as they are needed, else
-in chunks of rows; the temporaries of a read stay under about 16 MiB however large the tensor is.
+in chunks of rows (to be converted, expanded or quantised); the temporaries of a read stay under about 16 MiB however
+many rows a tensor has.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from quire.errors import ModelFormatError
 from quire.kernels.formats import FORMATS, Format
+from quire.models.compressed import from_compressed
 from quire.models.files import FileStamp, open_checked, quote, read_exact_into
 
 MAX_DIMENSIONS = 8
 MAX_CHUNK_ELEMENTS = 2**19
-"""A multiple of every quantisation block. At up to 20 bytes of temporaries per element: 10 MiB."""
+"""At up to 20 bytes of temporaries per element: 10 MiB."""
 _MAX_STAGED_BYTES = 2**23
 
 
@@ -39,6 +41,8 @@ class TensorInfo:
     """On disk."""
     offset: int
     """Where its data begins in the file."""
+    scales: TensorInfo | None = None
+    """Where they are a tensor of their own: `compressed.py` says how the data looks then."""
 
     @property
     def format(self) -> Format:
@@ -99,6 +103,10 @@ class Checkpoint:
         self._stamps = stamps
         self._closed = False
 
+    def with_tensors(self, tensors: Mapping[str, TensorInfo]) -> Checkpoint:
+        """The same files, described by these."""
+        return Checkpoint(self.kind, tensors, self._stamps, self.metadata)
+
     @torch.no_grad()
     def read_into(self, name: str, target: Tensor) -> None:
         """Fills `target` (any floating dtype, strides and device; often a view of a packed parameter) with numbers,
@@ -108,8 +116,12 @@ class Checkpoint:
             raise tensor_error(info.file, name, f"shape {list(target.shape)}", f"shape {list(info.shape)}")
         if not target.is_floating_point() or target.is_meta:
             raise TypeError(f"can't read {name} into a tensor of {target.dtype} on {target.device}")
-        with open_checked(info.file, self._stamps[info.file]) as file:
-            _read_numbers(file, info, target)
+        if target.dtype == info.format.dtype and target.device.type == "cpu" and target.is_contiguous():
+            self._read_bytes(info, target)
+            return
+        for chunk, stored in self.chunks(name, pin_memory=target.is_cuda):
+            # What a chunk expands to has no name here, so it is gone before the next one comes.
+            target[chunk.index].copy_(info.format.expand(*stored).view(chunk.shape))
 
     def read(self, name: str) -> Tensor:
         """A small tensor as float32, in new memory."""
@@ -117,13 +129,55 @@ class Checkpoint:
         self.read_into(name, target)
         return target
 
-    def read_stored(self, name: str) -> Tensor:
-        """A tensor as it is stored: uint8 [..., bytes of a row], for whoever computes with its format."""
+    def read_stored_into(self, name: str, targets: Sequence[Tensor]) -> None:
+        """Fills what `Format.empty` made for the tensor's shape, or views of it whose rows lie in one piece, with the
+        tensor as it is stored, for whoever computes with its format. Scales that are not numbers are a
+        ModelFormatError."""
         info = self._info(name)
-        stored = torch.empty(*info.shape[:-1], info.format.nbytes(info.shape[-1:]), dtype=torch.uint8)
+        if info.scales is not None:
+            for chunk, stored in self.chunks(name):
+                for target, part in zip(targets, stored, strict=True):
+                    target[chunk.index].copy_(part.view(target[chunk.index].shape))
+                self._check_scales(info, *stored)
+            return
+        (target,) = targets
+        for number, piece in enumerate([target] if target.is_contiguous() else target):
+            self._read_bytes(info, piece, number * piece.nbytes)
+            self._check_scales(info, piece)
+
+    def chunks(self, name: str, pin_memory: bool = False) -> Iterator[tuple[Chunk, tuple[Tensor, ...]]]:
+        """The tensor as it is stored, in chunks of whole rows. What one chunk holds is overwritten by the next."""
+        info = self._info(name)
+        format, scales, total = info.format, info.scales, math.prod(info.shape)
+        # Read, not mapped: every page of a mapping is a fault of its own. Pinned, so that a GPU fetches it by itself.
+        most = MAX_CHUNK_ELEMENTS if format.dtype is None else _MAX_STAGED_BYTES // format.num_bytes
+        most = min(total, max((most, *info.shape[-1:])))
+        pin_memory = pin_memory and format.dtype is not None
+        staged = torch.empty(info.num_bytes * most // total, dtype=torch.uint8, pin_memory=pin_memory)
+        for chunk in chunks_of(info.shape, most):
+            part = staged[: info.num_bytes * chunk.num_elements // total]
+            self._read_bytes(info, part, info.num_bytes * chunk.start // total)
+            if scales is None:
+                yield chunk, (part,)
+                continue
+            share = torch.empty(scales.num_bytes * chunk.num_elements // total, dtype=torch.uint8)
+            self._read_bytes(scales, share, scales.num_bytes * chunk.start // total)
+            where = f"{scales.file}: tensor {quote(scales.name)}"
+            yield chunk, from_compressed(format, chunk.shape, part, scales.format.expand(share), where)
+
+    def _read_bytes(self, info: TensorInfo, target: Tensor, start: int = 0) -> None:
+        """Fills a contiguous tensor on the CPU with the stored bytes from `start` on."""
+        memory = target.detach().view(-1).view(torch.uint8).numpy().data
         with open_checked(info.file, self._stamps[info.file]) as file:
-            read_exact_into(file, info.file, info.offset, _memory_of(stored))
-        return stored
+            read_exact_into(file, info.file, info.offset + start, memory)
+
+    def _check_scales(self, info: TensorInfo, stored: Tensor, row_scales: Tensor | None = None) -> None:
+        finite = info.format.has_finite_scales(stored) if row_scales is None else bool(row_scales.isfinite().all())
+        if not finite:
+            raise ModelFormatError(
+                f"{info.file}: tensor {quote(info.name)}: a scale of its {info.dtype} numbers is infinite or NaN: the "
+                "file is damaged or was converted wrongly; get it again, or another version of the model"
+            )
 
     def close(self) -> None:
         """Reading afterwards is an error."""
@@ -138,31 +192,6 @@ class Checkpoint:
             where = f"{files[0]} and {len(files) - 1} more files" if len(files) > 1 else "".join(files)
             raise ModelFormatError(f"{where or 'the checkpoint'}: tensor {quote(name)} is missing")
         return info
-
-
-def _read_numbers(file: BinaryIO, info: TensorInfo, target: Tensor) -> None:
-    """Fills `target`, which has the tensor's shape, from the tensor's file."""
-    format = info.format
-    if target.dtype == format.dtype and target.device.type == "cpu" and target.is_contiguous():
-        read_exact_into(file, info.file, info.offset, _memory_of(target))
-        return
-    # Read, not mapped: every page of a mapping is a fault of its own. Pinned, so that a GPU fetches it by itself.
-    # Chunks begin and end at block boundaries: rows are whole blocks, and so is the largest chunk.
-    most = MAX_CHUNK_ELEMENTS if format.dtype is None else _MAX_STAGED_BYTES // format.num_bytes
-    most = min(target.numel(), most)
-    staged = torch.empty(
-        format.nbytes((most,)), dtype=torch.uint8, pin_memory=target.is_cuda and format.dtype is not None
-    )
-    for chunk in chunks_of(info.shape, most):
-        part = staged[: format.nbytes(chunk.shape)]
-        read_exact_into(file, info.file, info.offset + format.nbytes((chunk.start,)), _memory_of(part))
-        # What a chunk expands to has no name here, so it is gone before the next one comes.
-        target[chunk.index].copy_(format.expand(part).view(chunk.shape))
-
-
-def _memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU."""
-    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def tensor_error(file: Path, name: str, expected: str, got: str) -> ModelFormatError:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.ops import Activation, AttentionSpec, HeadShape, MoeSpec
+from quire.models.compressed import read_layout
 from quire.models.fields import Fields
 from quire.models.files import read_json
 from quire.models.spec import LayerSpec, MlpSpec, ModelSpec, RopeSpec
@@ -160,7 +161,7 @@ def read_config(path: Path) -> ModelSpec:
     """The spec of a model in Hugging Face layout, from its config.json and generation_config.json."""
     config = Fields(read_json(path, MAX_CONFIG_BYTES), str(path))
     family = _find_family(config)
-    _refuse_quantised_weights(config)
+    read_layout(config)  # refuses ways of quantising that can't be read
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")
     num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
@@ -230,15 +231,6 @@ def _read_activation(config: Fields) -> Activation:
     if name not in ("silu", "swish"):
         raise UnsupportedModelError(f"{config.file}: hidden_act {name!r} is not supported, only silu is.")
     return Activation.SILU
-
-
-def _refuse_quantised_weights(config: Fields) -> None:
-    if "quantization_config" in config:
-        method = config.part("quantization_config").string("quant_method", "unknown")
-        raise UnsupportedModelError(
-            f"{config.file}: its weights are quantised ({method}), which Quire does not read yet. "
-            "Use the unquantised model or a GGUF file."
-        )
 
 
 def _read_rope(config: Fields, family: Family) -> RopeSpec:

@@ -26,6 +26,9 @@ class Fields:
         """Whether the key is there at all, be it with the value null."""
         return self._prefix + key in self._values
 
+    def names(self) -> list[str]:
+        return [key.removeprefix(self._prefix) for key in self._values if key.startswith(self._prefix)]
+
     def raw(self, key: str) -> Any:
         return self._values.get(self._prefix + key)
 

@@ -1,21 +1,22 @@
 """Opens a model's files and fills a decoder from them, some tensors at a time, without a second copy of the model.
 
-All names and shapes are checked against the files before memory is asked for.
+Names and shapes are checked and formats are chosen (`weight_plan.py`) before memory is asked for. What is kept as it is
+stored is read straight into its place; other formats are expanded, or quantised, some rows at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from quire.errors import ModelFormatError, UnsupportedModelError
+from quire.kernels.formats import Format
 from quire.kernels.ops import Kernels
+from quire.kernels.quantize import quantize
 from quire.kernels.weights import Weight
 from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
@@ -23,25 +24,16 @@ from quire.models.families import read_config
 from quire.models.files import no_weights_error, weight_kinds
 from quire.models.gguf_file import read_gguf
 from quire.models.gguf_spec import read_gguf_spec
-from quire.models.names import Piece, gguf_pieces, huggingface_pieces, ignored_names
+from quire.models.names import Piece, gguf_pieces, huggingface_pieces
 from quire.models.npy_checkpoint import open_npy
 from quire.models.safetensors_checkpoint import open_safetensors
-from quire.models.spec import ModelSpec, Parameter
+from quire.models.weight_plan import ModelFiles, WeightPlan, plan_weights
 
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and the bytes there are, first with none."""
 
 _NUM_READERS = 4
 """Threads: copying out of the page cache, or decompressing, one alone is slower than memory or a GPU's bus."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFiles:
-    """An opened model: its spec is known, its weights are still on disk."""
-
-    spec: ModelSpec
-    checkpoint: Checkpoint
-    pieces: tuple[Piece, ...]
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -87,30 +79,32 @@ def load_decoder(
     device: torch.device,
     max_position: int | None = None,
     progress: Progress | None = None,
+    quantization: str = "auto",
 ) -> Decoder:
-    """A decoder with its weights on the device, all of them as plain numbers. `max_position` bounds the rope tables
-    (default: the spec's)."""
-    parameters = files.spec.parameters()
-    _check_names_and_shapes(files, parameters)
-    loaded = {
-        name: Weight.dense(torch.empty(parameter.shape, dtype=dtype, device=device))
-        for name, parameter in parameters.items()
-    }
-    _read_pieces(files, parameters, loaded, progress or (lambda done, total: None))
-    return Decoder(files.spec, kernels, loaded, dtype, max_position)
+    """A decoder with its weights on the device, in the formats that `plan_weights` chooses. `max_position` bounds the
+    rope tables (default: the spec's)."""
+    return load_planned(plan_weights(files, kernels, dtype, device, quantization), max_position, progress)
 
 
-def _read_pieces(
-    files: ModelFiles, parameters: dict[str, Parameter], loaded: dict[str, Weight], progress: Progress
-) -> None:
+def load_planned(plan: WeightPlan, max_position: int | None = None, progress: Progress | None = None) -> Decoder:
+    """A decoder with its weights on the device, in the formats of the plan."""
+    loaded: dict[str, Weight] = {}
+    room: dict[str, list[tuple[Tensor, ...]]] = {}
+    for name in plan.parameters:
+        loaded[name], room[name] = plan.make_room(name)
+    _read_pieces(plan, room, progress or (lambda done, total: None))
+    return Decoder(plan.files.spec, plan.kernels, loaded, plan.dtype, max_position)
+
+
+def _read_pieces(plan: WeightPlan, room: dict[str, list[tuple[Tensor, ...]]], progress: Progress) -> None:
     """Several at once. What goes wrong with the first of them that fails is raised here."""
-    sizes = [files.checkpoint.tensors[piece.name].num_bytes for piece in files.pieces]
+    pieces, checkpoint = plan.files.pieces, plan.files.checkpoint
+    sizes = [checkpoint.tensors[piece.name].num_bytes for piece in pieces]
     done, total = 0, sum(sizes)
     progress(done, total)
-    targets = [loaded[piece.parameter].tensor[piece.index(parameters[piece.parameter])] for piece in files.pieces]
     readers = ThreadPoolExecutor(_NUM_READERS, "weights")
     try:
-        reads = readers.map(partial(_read_piece, files.checkpoint), files.pieces, targets)
+        reads = readers.map(lambda piece: _read_piece(checkpoint, piece, plan.format_of(piece), room), pieces)
         for size, _ in zip(sizes, reads, strict=True):
             done += size
             progress(done, total)
@@ -118,44 +112,37 @@ def _read_pieces(
         readers.shutdown(cancel_futures=True)
 
 
-def _read_piece(checkpoint: Checkpoint, piece: Piece, target: Tensor) -> None:
-    if not piece.interleaved_heads:
-        checkpoint.read_into(piece.name, target)
-        return
-    rows = torch.empty_like(target)
-    checkpoint.read_into(piece.name, rows)
+def _read_piece(
+    checkpoint: Checkpoint, piece: Piece, format: Format, room: dict[str, list[tuple[Tensor, ...]]]
+) -> None:
+    targets = room[piece.parameter][piece.part or 0]
+    if piece.expert is not None:
+        targets = tuple(target[piece.expert] for target in targets)
     heads = piece.interleaved_heads
-    half = target.shape[0] // heads // 2
-    pairs = rows.view(heads, half, 2, *target.shape[1:])
-    target.copy_(pairs.transpose(1, 2).reshape(target.shape))
+    if not heads:
+        read_as(checkpoint, piece.name, format, targets)
+        return
+    rows = tuple(torch.empty_like(target) for target in targets)
+    read_as(checkpoint, piece.name, format, rows)
+    for source, target in zip(rows, targets, strict=True):  # whatever the format, a row is a row
+        pairs = source.view(heads, -1, 2, *source.shape[1:])
+        target.copy_(pairs.transpose(1, 2).reshape(target.shape))
 
 
-def _check_names_and_shapes(files: ModelFiles, parameters: dict[str, Parameter]) -> None:
-    infos = files.checkpoint.tensors
-    some_file = next(iter(infos.values())).file if infos else "the checkpoint"
-    for piece in files.pieces:
-        expected = piece.shape(parameters[piece.parameter])
-        info = infos.get(piece.name)
-        if info is None:
-            raise ModelFormatError(
-                f"{some_file}: the tensor {piece.name} of shape {_shape(expected)} is missing"
-                f" (the files hold {len(infos)} tensors)"
-            )
-        if info.shape != expected:
-            raise ModelFormatError(
-                f"{info.file}: the tensor {piece.name} should have shape {_shape(expected)}"
-                f" by the model's configuration, but has {_shape(info.shape)}"
-            )
-    known = {piece.name for piece in files.pieces} | ignored_names(files.spec, infos.keys())
-    unexpected = sorted(infos.keys() - known)
-    if unexpected:
-        info = infos[unexpected[0]]
-        more = f" (and {len(unexpected) - 1} more)" if len(unexpected) > 1 else ""
-        raise ModelFormatError(
-            f"{info.file}: the tensor {info.name} of shape {_shape(info.shape)} has no place in a"
-            f" {files.spec.family} model with this configuration{more}"
-        )
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))
+def read_as(checkpoint: Checkpoint, name: str, format: Format, targets: Sequence[Tensor]) -> None:
+    """Fills the tensors of a part: with numbers, with what is stored, or with what is quantised on the way."""
+    info = checkpoint.tensors[name]
+    if format.dtype is not None:
+        checkpoint.read_into(name, targets[0])
+    elif info.format == format:
+        checkpoint.read_stored_into(name, targets)
+    else:
+        for chunk, stored in checkpoint.chunks(name):
+            made = quantize(format, info.format.expand(*stored).view(chunk.shape))
+            if made is None:
+                raise ModelFormatError(
+                    f"{info.file}: the tensor {name} has numbers that are infinite, NaN or too large to be quantised: "
+                    'load the model with quantization="none", or get its files again'
+                )
+            for target, part in zip(targets, made, strict=True):
+                target[chunk.index].copy_(part)

@@ -1,8 +1,11 @@
-"""Weights in safetensors files: one file, or shards named by an index."""
+"""Weights in safetensors files: one file, or shards named by an index; plain numbers, or quantised by the layouts of
+`compressed.py`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -10,6 +13,8 @@ from safetensors import SafetensorError, safe_open
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.formats import FORMATS, PLAIN
 from quire.models.checkpoint import Checkpoint, TensorInfo, check_shape, tensor_error
+from quire.models.compressed import GROUP, read_layout
+from quire.models.fields import Fields
 from quire.models.files import (
     FileStamp,
     file_stamp,
@@ -32,28 +37,61 @@ OTHER_DTYPES = frozenset(
     {"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "C64", "F4", "F6_E2M3", "F6_E3M2"}
     | {"F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "F8_E8M0"}
 )
+_INTEGERS = {"I8": 1, "I32": 4, "I64": 8}
+"""Sizes of what holds quantised weights, where config.json says that they are."""
 
 
 def open_safetensors(folder: Path) -> Checkpoint:
     """Opens a folder's weights: `model.safetensors`, else the shards of its index, else its only file. They must pass
     our own checks and those of the safetensors library."""
+    config = folder / "config.json"
+    layout = read_layout(Fields(read_json(config), str(config))) if config.is_file() else None
+    checkpoint = _open_files(folder, is_quantized=layout is not None)
+    return checkpoint if layout is None else checkpoint.with_tensors(_joined(checkpoint.tensors))
+
+
+def _joined(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """The weights that `compressed.py` stores as two or three tensors under their own names, and all others."""
+    found: dict[str, TensorInfo] = {}
+    used: set[str] = set()
+    for stored, info in tensors.items():
+        name, is_packed = stored.removesuffix("_packed"), stored.endswith("_packed") and info.dtype == "I32"
+        if not is_packed and info.dtype != "I8":
+            continue
+        *rows, size = info.shape
+        shape = (*rows, 8 * size if is_packed else size)
+        expected = (*rows, shape[-1] // GROUP) if is_packed else (*rows, 1)
+        scales = tensors.get(f"{name}_scale")
+        if scales is None or scales.dtype not in WEIGHT_DTYPES or scales.shape != expected or len(shape) < 2:
+            got = "none" if scales is None else f"{scales.dtype} of shape {list(scales.shape)}"
+            raise tensor_error(info.file, f"{name}_scale", f"scales of shape {list(expected)} for {quote(stored)}", got)
+        found[name] = replace(info, name=name, shape=shape, dtype="Q4_0" if is_packed else "INT8", scales=scales)
+        used |= {stored, scales.name, f"{name}_shape"}
+    found |= {name: info for name, info in tensors.items() if name not in used}
+    for info in found.values():
+        if info.dtype in _INTEGERS:
+            raise _unsupported(info.file, info.name, info.dtype)
+    return found
+
+
+def _open_files(folder: Path, is_quantized: bool) -> Checkpoint:
     if (folder / SINGLE_FILE).is_file():
-        return _open_shards([safe_member(folder, SINGLE_FILE)])
+        return _open_shards([safe_member(folder, SINGLE_FILE)], is_quantized)
     if (folder / INDEX_FILE).exists():
-        return _open_indexed(folder)
+        return _open_indexed(folder, is_quantized)
     names = sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".safetensors")
     if len(names) != 1:
         raise ModelFormatError(
             f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE}, got {len(names)} other .safetensors files"
         )
-    return _open_shards([safe_member(folder, names[0])])
+    return _open_shards([safe_member(folder, names[0])], is_quantized)
 
 
-def _open_shards(paths: list[Path]) -> Checkpoint:
+def _open_shards(paths: list[Path], is_quantized: bool) -> Checkpoint:
     tensors: dict[str, TensorInfo] = {}
     stamps: dict[Path, FileStamp] = {}
     for path in paths:
-        found, stamps[path] = _read_header(path)
+        found, stamps[path] = _read_header(path, is_quantized)
         for name, info in found.items():
             if name in tensors:
                 raise ModelFormatError(f"{path}: tensor {quote(name)} is also in {tensors[name].file.name}")
@@ -61,7 +99,7 @@ def _open_shards(paths: list[Path]) -> Checkpoint:
     return Checkpoint("safetensors", tensors, stamps)
 
 
-def _open_indexed(folder: Path) -> Checkpoint:
+def _open_indexed(folder: Path, is_quantized: bool) -> Checkpoint:
     index = safe_member(folder, INDEX_FILE)
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -77,7 +115,7 @@ def _open_indexed(folder: Path) -> Checkpoint:
         if not shard.endswith(".safetensors"):
             raise tensor_error(index, name, "a .safetensors file", quote(shard))
         shards[shard] = safe_member(folder, shard)
-    checkpoint = _open_shards(list(shards.values()))
+    checkpoint = _open_shards(list(shards.values()), is_quantized)
     for name, shard in weight_map.items():
         info = checkpoint.tensors.get(name)
         if info is None or info.file != shards[shard]:
@@ -86,7 +124,7 @@ def _open_indexed(folder: Path) -> Checkpoint:
     return checkpoint
 
 
-def _read_header(path: Path) -> tuple[dict[str, TensorInfo], FileStamp]:
+def _read_header(path: Path, is_quantized: bool) -> tuple[dict[str, TensorInfo], FileStamp]:
     with open_checked(path) as file:
         stamp = file_stamp(file)
         size = stamp[1]
@@ -105,7 +143,7 @@ def _read_header(path: Path) -> tuple[dict[str, TensorInfo], FileStamp]:
         header = parse_json(bytes(read_exact(file, path, 8, header_bytes)), path)
     header.pop("__metadata__", None)
     data_start = 8 + header_bytes
-    tensors = {name: _check_entry(path, name, entry, data_start, size) for name, entry in header.items()}
+    tensors = {name: _check_entry(path, name, entry, data_start, size, is_quantized) for name, entry in header.items()}
     _check_layout(path, tensors, data_start, size)
     try:
         with safe_open(path, "pt"):
@@ -115,17 +153,14 @@ def _read_header(path: Path) -> tuple[dict[str, TensorInfo], FileStamp]:
     return tensors, stamp
 
 
-def _check_entry(path: Path, name: str, entry: object, data_start: int, size: int) -> TensorInfo:
+def _check_entry(path: Path, name: str, entry: object, data_start: int, size: int, is_quantized: bool) -> TensorInfo:
     if not isinstance(entry, dict):
         raise tensor_error(path, name, "dtype, shape and data_offsets", quote(entry))
     dtype = entry.get("dtype")
     if not isinstance(dtype, str) or (dtype not in WEIGHT_DTYPES and dtype not in OTHER_DTYPES):
         raise tensor_error(path, name, f"a dtype such as {', '.join(WEIGHT_DTYPES)}", quote(dtype))
-    if dtype in OTHER_DTYPES:
-        raise UnsupportedModelError(
-            f"{path}: tensor {quote(name)} is stored as {dtype}; Quire loads {', '.join(WEIGHT_DTYPES)} from "
-            "safetensors: use a version of the model that is not quantised, or a GGUF of it"
-        )
+    if dtype in OTHER_DTYPES and not (is_quantized and dtype in _INTEGERS):
+        raise _unsupported(path, name, dtype)
     shape = _whole_numbers(entry.get("shape"))
     if shape is None:
         raise tensor_error(path, name, "a shape of whole numbers", quote(entry.get("shape")))
@@ -138,10 +173,17 @@ def _check_entry(path: Path, name: str, entry: object, data_start: int, size: in
             path, name, f"its data within the file's {size - data_start} bytes", f"an end at {offsets[1]}"
         )
     num_bytes = offsets[1] - offsets[0]
-    expected = FORMATS[dtype].nbytes(shape)
+    expected = math.prod(shape) * (_INTEGERS.get(dtype) or FORMATS[dtype].num_bytes)
     if num_bytes != expected:
         raise tensor_error(path, name, f"{expected} bytes for {dtype} of shape {list(shape)}", f"{num_bytes} bytes")
     return TensorInfo(name, shape, dtype, path, num_bytes, data_start + offsets[0])
+
+
+def _unsupported(path: Path, name: str, dtype: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{path}: tensor {quote(name)} is stored as {dtype}; Quire loads {', '.join(WEIGHT_DTYPES)} from "
+        "safetensors: use a version of the model that is not quantised, or a GGUF of it"
+    )
 
 
 def _whole_numbers(value: object) -> tuple[int, ...] | None:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from quire.kernels.formats import Format
 from quire.kernels.ops import Activation, AttentionSpec, HeadShape, MoeSpec
 
 
@@ -120,10 +119,6 @@ class ModelSpec:
     @property
     def num_parameters(self) -> int:
         return sum(math.prod(parameter.shape) for parameter in self.parameters().values())
-
-    def nbytes(self, format: Format) -> int:
-        """What the weights take when all are loaded in one format."""
-        return sum(format.nbytes(parameter.shape) for parameter in self.parameters().values())
 
     def _layer_parameters(self, layer: LayerSpec) -> Iterator[tuple[str, Parameter]]:
         hidden, heads = self.hidden_size, layer.attention.heads

@@ -30,8 +30,9 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` takes what is fastest: bfloat16 where the hardware multiplies it, float32 otherwise."""
+def pick_dtype(name: str, device: torch.device, is_quantized: bool = False) -> torch.dtype:
+    """`auto` takes what is fastest: bfloat16 where the hardware multiplies it, float32 otherwise; with quantised
+    weights on a CPU always float32, which has the same bits on all of them."""
     if name != "auto":
         dtype = _DTYPES[name]
         if dtype is torch.float16 and device.type == "cpu":
@@ -39,7 +40,7 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
         return dtype
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    return torch.bfloat16 if _cpu_multiplies_bfloat16() else torch.float32
+    return torch.bfloat16 if _cpu_multiplies_bfloat16() and not is_quantized else torch.float32
 
 
 def wake(device: torch.device) -> None:

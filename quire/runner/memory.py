@@ -9,10 +9,10 @@ import torch
 
 from quire.config import EngineConfig, Limits, format_bytes, parse_bytes
 from quire.errors import CapacityError, InvalidRequestError
-from quire.kernels.formats import Format
 from quire.kernels.ops import PagedBatch
 from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec
+from quire.models.weight_plan import WeightPlan
 from quire.runner.kv_cache import KVCache, bytes_per_block
 
 
@@ -46,14 +46,14 @@ class CachePlan:
         return f"{text} ({self.needs})"
 
 
-def check_weights_fit(spec: ModelSpec, format: Format, free: int) -> int:
+def check_weights_fit(plan: WeightPlan, free: int) -> int:
     """What the weights will take, before a byte of them is loaded."""
-    needed = spec.nbytes(format)
+    needed = plan.nbytes
     if needed > free:
         raise CapacityError(
-            f"the model does not fit: {spec.num_parameters:,} parameters as {format.name} take "
-            f"{format_bytes(needed)}, but {format_bytes(free)} are free. "
-            "Use a smaller model, a dtype of fewer bytes, or another device."
+            f"the model does not fit: {plan.files.spec.num_parameters:,} parameters take {format_bytes(needed)} "
+            f"({plan.describe()}), but {format_bytes(free)} are free. "
+            "Use a smaller model, a dtype of fewer bytes, quantization int8 or int4, or another device."
         )
     return needed
 

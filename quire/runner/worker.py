@@ -12,12 +12,10 @@ import torch
 from quire.config import EngineConfig, format_bytes
 from quire.constrain import GrammarCompiler
 from quire.constrain.masks import Constrainer
-from quire.kernels.formats import PLAIN
 from quire.kernels.select import select_kernels
 from quire.models.decoder import Decoder
-from quire.models.load import ModelFiles, Progress, load_decoder
-from quire.models.spec import ModelSpec
-from quire.runner.device import describe, free_memory
+from quire.models.weight_plan import ModelFiles, WeightPlan, plan_weights
+from quire.runner.device import describe, free_memory, pick_dtype
 from quire.runner.graphs import DecodeGraphs
 from quire.runner.kv_cache import KVCache
 from quire.runner.memory import CachePlan, Needs, check_weights_fit, measure_needs, plan_cache
@@ -36,23 +34,24 @@ class Worker:
     """What was loaded, where, and what fits: for the start-up message."""
 
 
-def expected_plan(spec: ModelSpec, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> CachePlan:
-    """Says what can't work before the weights are read; the real plan is made when they are there."""
-    free = free_memory(device)
-    needs = Needs(check_weights_fit(spec, PLAIN[dtype], free))
-    return plan_cache(spec, config, config.limits(device.type), dtype, free - needs.weights, needs)
-
-
-def load_weights(
-    files: ModelFiles, config: EngineConfig, dtype: torch.dtype, device: torch.device, progress: Progress | None
-) -> Decoder:
-    """The decoder with its weights in place; `progress` follows them."""
+def choose_weights(files: ModelFiles, config: EngineConfig, device: torch.device) -> WeightPlan:
+    """The kernels for a model, its number format, and the formats its weights are kept in."""
+    dtype = pick_dtype(config.dtype, device, files.are_quantized(config.quantization))
     kernels = select_kernels(device, dtype, config.kernels)
-    return load_decoder(files, kernels, dtype, device, config.max_model_len, progress)
+    return plan_weights(files, kernels, dtype, device, config.quantization)
 
 
-def start_worker(decoder: Decoder, config: EngineConfig, grammars: GrammarCompiler) -> Worker:
-    """A worker around a decoder whose weights are in place; what memory is left becomes the cache."""
+def expected_plan(weights: WeightPlan, config: EngineConfig) -> CachePlan:
+    """Says what can't work before the weights are read; the real plan is made when they are there."""
+    free = free_memory(weights.device)
+    needs = Needs(check_weights_fit(weights, free))
+    limits = config.limits(weights.device.type)
+    return plan_cache(weights.files.spec, config, limits, weights.dtype, free - needs.weights, needs)
+
+
+def start_worker(decoder: Decoder, config: EngineConfig, grammars: GrammarCompiler, formats: str = "") -> Worker:
+    """A worker around a decoder whose weights are in place; what memory is left becomes the cache. `formats` says which
+    ones the weights are in."""
     spec, dtype, device, kernels = decoder.spec, decoder.dtype, decoder.device, decoder.kernels
     limits = config.limits(device.type)
     needs = measure_needs(decoder, limits, config.block_size, config.cuda_graphs)
@@ -65,8 +64,9 @@ def start_worker(decoder: Decoder, config: EngineConfig, grammars: GrammarCompil
         graphs = DecodeGraphs(decoder, cache.layers, rows, plan.block_size, limits.max_num_seqs, plan.max_model_len)
         graphs.warm_up()
     runner = Runner(decoder, cache, rows, plan.block_size, constrainer, graphs)
+    weights = f"{format_bytes(needs.weights)}: {formats}" if formats else format_bytes(needs.weights)
     description = (
-        f"{spec.family}, {spec.num_parameters / 1e6:,.0f}M parameters ({format_bytes(needs.weights)}) "
+        f"{spec.family}, {spec.num_parameters / 1e6:,.0f}M parameters ({weights}) "
         f"on {describe(device, dtype)}, {kernels.name} kernels; {plan.describe()}"
     )
     return Worker(decoder, runner, plan, description)

@@ -3,10 +3,12 @@ such files reorder. The files are written here, by the format's conventions, fro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -113,7 +115,21 @@ def gguf_tensors(architecture: str, model: Any) -> dict[str, Tensor]:
     return tensors
 
 
-def write_gguf(path: Path, architecture: str, model: Any, **changes: Tensor | None) -> None:
+Stored = tuple[np.ndarray, gguf.GGMLQuantizationType | None]
+"""A tensor's bytes, and their type where they are not plain numbers."""
+
+
+def as_it_is(name: str, value: Tensor) -> Stored:
+    return value.contiguous().numpy(), None
+
+
+def write_gguf(
+    path: Path,
+    architecture: str,
+    model: Any,
+    stored: Callable[[str, Tensor], Stored] = as_it_is,
+    **changes: Tensor | None,
+) -> None:
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
@@ -145,7 +161,8 @@ def write_gguf(path: Path, architecture: str, model: Any, **changes: Tensor | No
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     for name, value in (tensors | changes).items():
         if value is not None:
-            writer.add_tensor(name, value.contiguous().numpy())
+            data, kind = stored(name, value)
+            writer.add_tensor(name, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -31,10 +31,18 @@ class Engines:
         return str(self.dtype).removeprefix("torch.")
 
     def get(
-        self, *, kernels: str = "auto", prefix_caching: bool = False, max_num_seqs: int, cuda_graphs: bool = False
+        self,
+        *,
+        kernels: str = "auto",
+        prefix_caching: bool = False,
+        max_num_seqs: int,
+        cuda_graphs: bool = False,
+        quantization: str = "none",
     ) -> LLM:
-        """The engine with these settings."""
+        """The engine with these settings. Quantised weights are expanded unless asked for: rungs are to give the same
+        tokens, and kernels that compute with them as they are round what they multiply them with."""
         options: dict[str, Any] = {"kernels": kernels, "prefix_caching": prefix_caching, "cuda_graphs": cuda_graphs}
+        options["quantization"] = quantization
         key = (max_num_seqs, *options.values())
         if key not in self._open:
             # Room for every row at full length, twice: the second half keeps prefixes that nobody uses.

@@ -14,6 +14,7 @@ def throughput(
     model: options.Model = options.DEFAULT_MODEL,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    quantization: options.Quantization = "auto",
     kernels: shared.Kernels = "auto",
     num_requests: shared.Requests = 32,
     prompt_tokens: shared.PromptTokens = "100-300",
@@ -35,7 +36,7 @@ def throughput(
     from quire.bench.report import Report
 
     prompts, answers = Lengths.parse("--prompt-tokens", prompt_tokens), Lengths.parse("--new-tokens", new_tokens)
-    engine = {"device": device, "dtype": dtype, "kernels": kernels}
+    engine = {"device": device, "dtype": dtype, "quantization": quantization, "kernels": kernels}
     with open_engine(model, num_requests, prompts, answers, max_num_seqs, **engine) as (llm, jobs, facts):
         report = Report("Throughput", facts, (measure_throughput(llm, jobs, repeats),))
     shared.deliver(report, markdown, json_file)
@@ -45,6 +46,7 @@ def latency(
     model: options.Model = options.DEFAULT_MODEL,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    quantization: options.Quantization = "auto",
     kernels: shared.Kernels = "auto",
     num_requests: shared.Requests = 4,
     prompt_tokens: shared.PromptTokens = "128",
@@ -57,6 +59,7 @@ def latency(
 
     \b
     quire bench latency
+    quire bench latency --quantization none
     quire bench latency --prompt-tokens 1000 --new-tokens 16 --dtype float32
     """
     from quire.bench.jobs import Lengths
@@ -64,7 +67,7 @@ def latency(
     from quire.bench.report import Report
 
     prompts, answers = Lengths.parse("--prompt-tokens", prompt_tokens), Lengths.parse("--new-tokens", new_tokens)
-    engine = {"device": device, "dtype": dtype, "kernels": kernels}
+    engine = {"device": device, "dtype": dtype, "quantization": quantization, "kernels": kernels}
     with open_engine(model, num_requests, prompts, answers, max_num_seqs=1, **engine) as (llm, jobs, facts):
         report = Report("Latency", facts, (measure_latency(llm, jobs, repeats),))
     shared.deliver(report, markdown, json_file)
@@ -81,6 +84,7 @@ def compare(
     model: options.Model = options.DEFAULT_MODEL,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    quantization: options.Quantization = "auto",
     num_requests: shared.Requests = 16,
     prompt_tokens: shared.PromptTokens = "50-150",
     new_tokens: shared.NewTokens = "16-64",
@@ -109,7 +113,7 @@ def compare(
     where = pick_device(device)
     setting = PeerSetting(model, where, pick_dtype(dtype, where), peer_batch, prompts.high + answers.high, url)
     other = open_peer(peer, setting)  # first: if it is missing, nothing was loaded in vain
-    engine = {"device": device, "dtype": dtype}
+    engine = {"device": device, "dtype": dtype, "quantization": quantization}
     with open_engine(model, num_requests, prompts, answers, max_num_seqs, **engine) as (llm, jobs, facts):
         report = Report(f"Quire and {peer}", facts, (run_both(llm, other, jobs, repeats),))
     shared.deliver(report, markdown, json_file)

@@ -181,10 +181,10 @@ class CpuKernels(ReferenceKernels):
         return out
 
     def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
-        table = weight.tensor
         number = None if weight.format is None else _FORMAT_NUMBERS.get(weight.format)
-        if number is None and weight.format is not _PACKED.get(table.dtype):
+        if number is None and weight.format not in _PACKED.values():
             return super().embedding(token_ids, weight)
+        table = weight.tensor
         columns, depth = weight.shape
         rows = token_ids.shape[0]
         ids = token_ids.long().contiguous()

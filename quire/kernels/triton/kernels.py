@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels.formats import Format
 from quire.kernels.ops import (
     Activation,
     AttentionSpec,
@@ -77,6 +78,9 @@ class TritonKernels(ReferenceKernels):
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._num_multiprocessors = paged_attention.num_multiprocessors(device)
         self._num_programs = paged_attention.most_programs(device)
+
+    def computes(self, format: Format) -> bool:
+        return False
 
     def pack(self, weight: Weight) -> Weight:
         is_product = weight.is_dense and len(weight.shape) == 2  # experts have kernels of their own

@@ -1,0 +1,207 @@
+"""In which formats a model's weights are kept, decided from its files before any weight is read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from quire.errors import DeviceError, InvalidRequestError, ModelFormatError
+from quire.kernels.formats import PLAIN, Format
+from quire.kernels.ops import Kernels
+from quire.kernels.quantize import INT8, Q4_0
+from quire.kernels.weights import Part, Weight
+from quire.models.checkpoint import Checkpoint
+from quire.models.names import Piece, ignored_names
+from quire.models.spec import ModelSpec, Parameter
+
+QUANTIZED = {"int8": INT8, "int4": Q4_0}
+"""The formats that `quantization` can ask for."""
+MULTIPLE = 32
+"""Of what the input size of a quantised matrix must be."""
+_STAY_PLAIN = (".router.weight", ".shared_gate.weight")
+"""Small matrices that decide much."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """An opened model: its spec is known, its weights are still on disk."""
+
+    spec: ModelSpec
+    checkpoint: Checkpoint
+    pieces: tuple[Piece, ...]
+
+    def block_formats(self) -> list[str]:
+        """The names of the formats, other than plain numbers, that its weights are stored in."""
+        tensors = self.checkpoint.tensors
+        infos = (tensors[piece.name] for piece in self.pieces if piece.name in tensors)
+        return list(dict.fromkeys(info.dtype for info in infos if info.format.dtype is None))
+
+    def are_quantized(self, quantization: str) -> bool:
+        """Whether weights are computed with, or at least stored, in other formats than plain numbers."""
+        return quantization in QUANTIZED or (quantization == "auto" and bool(self.block_formats()))
+
+
+def quantized_format(parameter: str, shape: tuple[int, ...], quantization: str) -> Format | None:
+    """What plain numbers that fill a parameter of the decoder are turned into; None: they stay plain numbers."""
+    wanted = QUANTIZED.get(quantization)
+    is_small = len(shape) < 2 or parameter.endswith(_STAY_PLAIN)
+    return None if wanted is None or is_small or shape[-1] % MULTIPLE else wanted
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlan:
+    """A model's parameters, and the format of each tensor that fills a part of one."""
+
+    files: ModelFiles
+    kernels: Kernels
+    dtype: torch.dtype
+    device: torch.device
+    quantization: str
+    parameters: dict[str, Parameter]
+    formats: dict[str, tuple[Format, ...]]
+    """For each parameter, of the tensors stacked in it (one, where it isn't stacked)."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(format.nbytes(shape) for name in self.formats for format, shape in self._stored(name))
+
+    def describe(self) -> str:
+        """For the start-up message: the formats, the largest first, and what else became of the files' own."""
+        sizes: Counter[str] = Counter()
+        for name in self.formats:
+            for format, shape in self._stored(name):
+                sizes[format.name] += format.nbytes(shape)
+        plain = PLAIN[self.dtype].name
+        blocks = [name for name, _ in sizes.most_common() if name != plain]
+        texts = [f"{', '.join(blocks)} {self._origin()}"] if blocks else []
+        dtype = str(self.dtype).removeprefix("torch.")
+        texts += [dtype] if plain in sizes else []
+        if expanded := self.expanded():
+            why = "as quantization=none asks" if self.quantization == "none" else "no kernel for it here"
+            texts.append(f"{', '.join(expanded)} expanded to {dtype}: {why}")
+        uneven = self.uneven()
+        if uneven:
+            texts.append(f"{uneven} matrices in {dtype}: their input size is no multiple of {MULTIPLE}")
+        return "; ".join(texts)
+
+    def _origin(self) -> str:
+        return "made while loading" if self.quantization in QUANTIZED else "computed as stored"
+
+    def expanded(self) -> list[str]:
+        """The files' block formats of which some tensor becomes plain numbers."""
+        return list(dict.fromkeys(
+            info.dtype for piece in self.files.pieces
+            if (info := self.files.checkpoint.tensors[piece.name]).format.dtype is None
+            and self.format_of(piece).dtype is not None
+        ))  # fmt: skip
+
+    def uneven(self) -> int:
+        """How many matrices stay plain numbers because their rows are not whole blocks."""
+        matrices = (name for name, one in self.parameters.items() if len(one.shape) > 1 and one.shape[-1] % MULTIPLE)
+        return sum(not name.endswith(_STAY_PLAIN) for name in matrices) if self.quantization in QUANTIZED else 0
+
+    def format_of(self, piece: Piece) -> Format:
+        return self.formats[piece.parameter][piece.part or 0]
+
+    def make_room(self, name: str) -> tuple[Weight, list[tuple[Tensor, ...]]]:
+        """A parameter to be filled, and the part of its memory for each of the tensors stacked in it. Neighbours of
+        the same format are one part of the weight."""
+        shape = self.parameters[name].shape
+        along = max(len(shape) - 2, 0)
+        parts: list[Part] = []
+        room: list[tuple[Tensor, ...]] = []
+        for format, stacked in groupby(self._stored(name), key=lambda one: one[0]):
+            rows = [one[along] for _, one in stacked]
+            tensors = format.empty((*shape[:along], sum(rows), *shape[along + 1 :]), self.device)
+            parts.append(Part(format, tensors, sum(rows)))
+            split = [tensor.split_with_sizes(rows, along) for tensor in tensors]
+            room += zip(*split, strict=True)
+        return Weight(shape, tuple(parts)), room
+
+    def _stored(self, name: str) -> Iterator[tuple[Format, tuple[int, ...]]]:
+        """Format and shape of the tensors stacked in a parameter."""
+        parameter, formats = self.parameters[name], self.formats[name]
+        shape, along = parameter.shape, max(len(parameter.shape) - 2, 0)
+        for format, rows in zip(formats, parameter.rows if len(formats) > 1 else (shape[along],), strict=True):
+            yield format, (*shape[:along], rows, *shape[along + 1 :])
+
+
+def plan_weights(
+    files: ModelFiles, kernels: Kernels, dtype: torch.dtype, device: torch.device, quantization: str = "auto"
+) -> WeightPlan:
+    """Checks names and shapes and chooses formats: what the kernels compute with stays as it is stored ("auto"), all
+    becomes plain numbers of `dtype` ("none"), or plain matrices are quantised ("int8", "int4")."""
+    parameters = files.spec.parameters()
+    check_names_and_shapes(files, parameters)
+    if quantization in QUANTIZED:
+        _check_can_quantize(files, kernels, device, quantization)
+    plain, tensors = PLAIN[dtype], files.checkpoint.tensors
+    chosen: dict[str, dict[int, Format]] = {name: {} for name in parameters}
+    for piece in files.pieces:
+        shape, stored = parameters[piece.parameter].shape, tensors[piece.name].format
+        wanted = quantized_format(piece.parameter, shape, quantization) or plain
+        if stored.dtype is None:
+            stays = quantization == "auto" and len(shape) > 1 and device.type == "cpu" and kernels.computes(stored)
+            wanted = stored if stays and shape[-1] % MULTIPLE == 0 else plain
+        # Experts that come one by one make one part, in one format.
+        formats = chosen[piece.parameter]
+        formats[piece.part or 0] = wanted if formats.get(piece.part or 0, wanted) == wanted else plain
+    formats_of = {name: tuple(formats[part] for part in sorted(formats)) for name, formats in chosen.items()}
+    return WeightPlan(files, kernels, dtype, device, quantization, parameters, formats_of)
+
+
+def check_not_quantized(files: ModelFiles, quantization: str) -> None:
+    """Refuses to quantise weights that are quantised already."""
+    blocks = files.block_formats()
+    if blocks:
+        raise InvalidRequestError(
+            "quantization",
+            f"is {quantization}, but the weights are quantised already ({', '.join(blocks)}): use auto, which computes "
+            "with them as they are stored, or a version of the model in F32, F16 or BF16",
+        )
+
+
+def _check_can_quantize(files: ModelFiles, kernels: Kernels, device: torch.device, quantization: str) -> None:
+    check_not_quantized(files, quantization)
+    if device.type != "cpu" or not kernels.computes(QUANTIZED[quantization]):
+        raise DeviceError(
+            f'quantization="{quantization}" runs on the CPU so far, not on {device} with the {kernels.name} kernels. '
+            'Use device="cpu", or quantization="none".'
+        )
+
+
+def check_names_and_shapes(files: ModelFiles, parameters: dict[str, Parameter]) -> None:
+    """What a model's files must hold, and nothing else."""
+    infos = files.checkpoint.tensors
+    some_file = next(iter(infos.values())).file if infos else "the checkpoint"
+    for piece in files.pieces:
+        expected = piece.shape(parameters[piece.parameter])
+        info = infos.get(piece.name)
+        if info is None:
+            raise ModelFormatError(
+                f"{some_file}: the tensor {piece.name} of shape {_shape(expected)} is missing"
+                f" (the files hold {len(infos)} tensors)"
+            )
+        if info.shape != expected:
+            raise ModelFormatError(
+                f"{info.file}: the tensor {piece.name} should have shape {_shape(expected)}"
+                f" by the model's configuration, but has {_shape(info.shape)}"
+            )
+    known = {piece.name for piece in files.pieces} | ignored_names(files.spec, infos.keys())
+    unexpected = sorted(infos.keys() - known)
+    if unexpected:
+        info = infos[unexpected[0]]
+        more = f" (and {len(unexpected) - 1} more)" if len(unexpected) > 1 else ""
+        raise ModelFormatError(
+            f"{info.file}: the tensor {info.name} of shape {_shape(info.shape)} has no place in a"
+            f" {files.spec.family} model with this configuration{more}"
+        )
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
