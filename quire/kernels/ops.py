@@ -17,7 +17,7 @@ The rules of exactness, which tests check with `torch.equal`:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -184,6 +184,12 @@ class Kernels(Protocol):
 
     def computes(self, format: Format) -> bool:
         """Whether the backend computes with this block format as it is stored; others are expanded when loaded."""
+
+    @property
+    def record(self) -> Callable[[Callable[[], None]], Callable[[], None] | None] | None:
+        """Where calls can be recorded (CPU): computes what it is given, which must consist of this object's methods
+        alone, and returns what computes it again in the same memory, without Python; None where that takes too much
+        memory."""
 
     def pack(self, weight: Weight) -> Weight:
         """Brings a loaded matrix, or a stack of them, into the layout the other methods want (often: returns it as

@@ -46,6 +46,7 @@ class ReferenceKernels:
     name = "reference"
     sample_rows: SampleRows | None = None
     decode_split: int | None = None
+    record: Callable[[Callable[[], None]], Callable[[], None] | None] | None = None
 
     def computes(self, format: Format) -> bool:
         return True

@@ -31,8 +31,9 @@ _MAX_WORK = 4096
 class DecodeOutput:
     """What a decode step left on the device; valid until the next one."""
 
-    sampled: Tensor
-    """int64 [2, rows]: token ids, which are in the request rows already, and flags (see `sample_rows`)."""
+    sampled: Tensor | None
+    """int64 [2, rows]: token ids, which are in the request rows already, and flags (see `sample_rows`); None where
+    tokens were not drawn yet."""
     logits: Tensor
     """[rows, vocab] in the model's dtype, untouched by sampling."""
 

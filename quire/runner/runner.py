@@ -22,6 +22,7 @@ from quire.runner.device import return_freed_memory
 from quire.runner.graphs import DecodeGraphs, DecodeOutput
 from quire.runner.kv_cache import KVCache
 from quire.runner.pooling import PoolingRows
+from quire.runner.recorded import RecordedSteps
 from quire.runner.request_rows import RequestRows
 from quire.runner.step_outputs import PendingStep, StepOutputs
 from quire.sampling.draws import Draws, Indices
@@ -44,7 +45,7 @@ class Runner:
         request_rows: RequestRows,
         block_size: int,
         constrainer: Constrainer | None = None,
-        graphs: DecodeGraphs | None = None,
+        graphs: DecodeGraphs | RecordedSteps | None = None,
     ) -> None:
         """The `constrainer` is needed for requests with structured output only. The `graphs` make steps quicker in
         which nobody asks for more than a temperature."""
@@ -110,7 +111,7 @@ class Runner:
         is_plain = self._is_plain(draws)
         if not is_plain:
             self._grammars.start(draws.request_rows)  # masks are computed while the model runs
-        if decoded is not None and is_plain:
+        if decoded is not None and decoded.sampled is not None and is_plain:
             outputs.add_tokens(drawn_for, SampledTokens(decoded.sampled.clone()))
         elif decoded is not None:
             self._sample(outputs, drawn_for, draws, decoded.logits.float())

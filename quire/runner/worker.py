@@ -19,6 +19,7 @@ from quire.runner.device import describe, free_memory, pick_dtype
 from quire.runner.graphs import DecodeGraphs
 from quire.runner.kv_cache import KVCache
 from quire.runner.memory import CachePlan, Needs, check_weights_fit, measure_needs, plan_cache
+from quire.runner.recorded import RecordedSteps
 from quire.runner.request_rows import RequestRows
 from quire.runner.runner import Runner
 
@@ -59,8 +60,10 @@ def start_worker(decoder: Decoder, config: EngineConfig, grammars: GrammarCompil
     cache = KVCache(spec, plan.num_blocks, plan.num_host_blocks, plan.block_size, dtype, device)
     rows = RequestRows(limits.max_num_seqs, plan.max_model_len, plan.block_size, device)
     constrainer = Constrainer(grammars, limits.max_num_seqs, spec.vocab_size, device)
-    graphs = None
-    if config.cuda_graphs and kernels.decode_split is not None and kernels.sample_rows is not None:
+    graphs: DecodeGraphs | RecordedSteps | None = None
+    if config.cuda_graphs and RecordedSteps.fit(decoder):
+        graphs = RecordedSteps(decoder, cache.layers, rows, plan.block_size)
+    elif config.cuda_graphs and kernels.decode_split is not None and kernels.sample_rows is not None:
         graphs = DecodeGraphs(decoder, cache.layers, rows, plan.block_size, limits.max_num_seqs, plan.max_model_len)
         graphs.warm_up()
     runner = Runner(decoder, cache, rows, plan.block_size, constrainer, graphs)

@@ -83,13 +83,13 @@ inline IntVec dot_large(IntVec sums, ByteVec weights, IntVec x) {
 #endif
 
 // Adds to each output's sum the products of its four weights with numbers 4 * I .. 4 * I + 3 of x.
-template <int BITS, int I>
+template <bool IS_LARGE, int I>
 inline IntVec dot(IntVec sums, ByteVec weights, const Sixteen& x) {
 #if defined(__ARM_FEATURE_DOTPROD)
-  if constexpr (BITS == 8) weights ^= uint8_t(128);
+  if constexpr (IS_LARGE) weights ^= uint8_t(128);
   return (IntVec)vdotq_laneq_s32((int32x4_t)sums, (int8x16_t)weights, x.numbers, I);
 #else
-  return BITS == 8 ? dot_large(sums, weights, x.four<I>()) : dot_small(sums, weights, x.four<I>());
+  return IS_LARGE ? dot_large(sums, weights, x.four<I>()) : dot_small(sums, weights, x.four<I>());
 #endif
 }
 

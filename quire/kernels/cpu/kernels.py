@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from struct import Struct
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from quire.errors import DeviceError, UnsupportedModelError
 from quire.kernels.cpu.build import load_library
+from quire.kernels.cpu.recording import Calls, Function
 from quire.kernels.formats import Format
 from quire.kernels.ops import Activation, AttentionSpec, LayerCache, PagedBatch
 from quire.kernels.reference import ReferenceKernels
@@ -49,12 +49,12 @@ _add_rms_norm_arguments = Struct("PPPPPqqfi").pack
 _rope_arguments = Struct("PqPPPqqqi").pack
 _silu_mul_arguments = Struct("PqPqqi").pack
 _write_kv_arguments = Struct("PqPqPPPqqqqi").pack
+_gather_inputs_arguments = Struct("PPPqPqPPPqq").pack
 _attention_arguments = Struct("PqPPPPPPPqqqqqqqfi").pack
 _gumbel_argmax_arguments = Struct("PqPPPPqqi").pack
 _top_values_arguments = Struct("PqPqqqi").pack
 _keep_between_arguments = Struct("PqPPqqi").pack
 
-_Function = Callable[[bytes], None]
 _threads = torch.get_num_threads
 
 
@@ -84,25 +84,27 @@ class CpuKernels(ReferenceKernels):
         library = load_library(architecture)
         library.quire_has_amx.argtypes, library.quire_has_amx.restype = [], ctypes.c_int
         self.has_amx = use_amx and bool(library.quire_has_amx())
-        self._pack = _functions(library, "pack")
-        self._unpack_rows = _functions(library, "unpack_rows")
-        self._linear = _functions(library, "linear")
-        self._linear_quantized = _functions(library, "linear_quantized")
-        self._packed_size = _function(library, "quire_packed_size")
-        self._pack_quantized = _function(library, "quire_pack_quantized")
-        self._unpack_quantized = _function(library, "quire_unpack_quantized")
-        self._rms_norm = _functions(library, "rms_norm")
-        self._add_rms_norm = _functions(library, "add_rms_norm")
-        self._rope = _functions(library, "rope")
-        self._gates = {Activation.SILU: _functions(library, "silu_mul")}
-        self._attention = _functions(library, "attention")
-        self._write_kv = _function(library, "quire_write_kv")
-        self._gumbel_argmax = _function(library, "quire_gumbel_argmax")
-        self._top_values = _function(library, "quire_top_values")
-        self._keep_between = _function(library, "quire_keep_between")
+        calls = Calls(library)
+        self._empty = calls.empty
+        self.record = calls.record
+        by_dtype = partial(_functions, calls)
+        self._pack, self._unpack_rows = by_dtype("pack"), by_dtype("unpack_rows")
+        self._linear, self._linear_quantized = by_dtype("linear"), by_dtype("linear_quantized")
+        self._packed_size = calls.function("quire_packed_size")
+        self._pack_quantized = calls.function("quire_pack_quantized")
+        self._unpack_quantized = calls.function("quire_unpack_quantized")
+        self._rms_norm, self._add_rms_norm = by_dtype("rms_norm"), by_dtype("add_rms_norm")
+        self._rope = by_dtype("rope")
+        self._gates = {Activation.SILU: by_dtype("silu_mul")}
+        self._attention = by_dtype("attention")
+        self._write_kv = calls.function("quire_write_kv")
+        self._gather_inputs = calls.function("quire_gather_inputs")
+        self._gumbel_argmax = calls.function("quire_gumbel_argmax")
+        self._top_values = calls.function("quire_top_values")
+        self._keep_between = calls.function("quire_keep_between")
         if self.has_amx:
-            self._linear[torch.bfloat16] = _function(library, "quire_linear_amx")
-            self._attention[torch.bfloat16] = _function(library, "quire_attention_amx")
+            self._linear[torch.bfloat16] = calls.function("quire_linear_amx")
+            self._attention[torch.bfloat16] = calls.function("quire_attention_amx")
 
     def computes(self, format: Format) -> bool:
         return format.name in _QUANTIZED
@@ -158,7 +160,7 @@ class CpuKernels(ReferenceKernels):
             x = x.contiguous()
             stride = depth
         if out is None:
-            out = x.new_empty(rows, columns)
+            out = self._empty(rows, columns, dtype=dtype)
         parts = weight.quantized_parts
         if parts is not None:
             self._linear_quantized[dtype](_linear_quantized_arguments(
@@ -191,12 +193,12 @@ class CpuKernels(ReferenceKernels):
         if rows and not 0 <= int(ids.min()) <= int(ids.max()) < columns:
             raise IndexError(f"a token id is outside the vocabulary of {columns}")
         if number is not None:
-            out = torch.empty(rows, depth)
+            out = self._empty(rows, depth, dtype=torch.float32)
             self._unpack_quantized(_unpack_quantized_arguments(
                 table.data_ptr(), ids.data_ptr(), out.data_ptr(), rows, depth, number, _threads()
             ))  # fmt: skip
             return out
-        out = table.new_empty(rows, depth)
+        out = self._empty(rows, depth, dtype=table.dtype)
         self._unpack_rows[table.dtype](
             _unpack_rows_arguments(table.data_ptr(), ids.data_ptr(), out.data_ptr(), rows, columns, depth, _threads())
         )
@@ -205,7 +207,7 @@ class CpuKernels(ReferenceKernels):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = _with_whole_rows(x)
         shape = x.shape
-        out = x.new_empty(shape)
+        out = self._empty(*shape, dtype=x.dtype)
         inner = shape[1] if len(shape) == 3 else 1
         self._rms_norm[x.dtype](_rms_norm_arguments(
             x.data_ptr(), x.stride(0), inner, weight.data_ptr(), out.data_ptr(),
@@ -215,8 +217,8 @@ class CpuKernels(ReferenceKernels):
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         x, residual = x.contiguous(), residual.contiguous()
-        out, total = torch.empty_like(x), torch.empty_like(x)
         rows, size = x.shape
+        out, total = self._empty(rows, size, dtype=x.dtype), self._empty(rows, size, dtype=x.dtype)
         self._add_rms_norm[x.dtype](_add_rms_norm_arguments(
             x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), total.data_ptr(),
             rows, size, eps, _threads(),
@@ -227,7 +229,7 @@ class CpuKernels(ReferenceKernels):
         rows, heads, head_dim = x.shape
         x = _with_whole_rows(x)
         positions = positions.long().contiguous()
-        out = x.new_empty(rows, heads, head_dim)
+        out = self._empty(rows, heads, head_dim, dtype=x.dtype)
         self._rope[x.dtype](_rope_arguments(
             x.data_ptr(), x.stride(0), positions.data_ptr(), cos_sin.data_ptr(), out.data_ptr(),
             rows, heads, head_dim, _threads(),
@@ -240,7 +242,7 @@ class CpuKernels(ReferenceKernels):
             return super().gate(gate_up, activation)
         rows, width = gate_up.shape
         gate_up = _with_whole_rows(gate_up)
-        out = gate_up.new_empty(rows, width // 2)
+        out = self._empty(rows, width // 2, dtype=gate_up.dtype)
         functions[gate_up.dtype](
             _silu_mul_arguments(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, width // 2, _threads())
         )
@@ -256,6 +258,20 @@ class CpuKernels(ReferenceKernels):
             rows, heads, cache.keys.shape[2], head_dim * item, _threads(),
         ))  # fmt: skip
 
+    def gather_inputs(
+        self, token_rows: Tensor, positions: Tensor, token_ids: Tensor, block_tables: Tensor, block_size: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        count = len(token_rows)
+        if {token_rows.dtype, positions.dtype, block_tables.dtype} != {torch.int32} or token_ids.dtype != torch.int64:
+            raise TypeError("rows, positions and block tables are int32, token ids int64")
+        ids, places, slots = (self._empty(count, dtype=torch.int64) for _ in range(3))
+        self._gather_inputs(_gather_inputs_arguments(
+            token_rows.contiguous().data_ptr(), positions.contiguous().data_ptr(), token_ids.data_ptr(),
+            token_ids.stride(0), block_tables.data_ptr(), block_tables.stride(0), ids.data_ptr(), places.data_ptr(),
+            slots.data_ptr(), count, block_size,
+        ))  # fmt: skip
+        return ids, places, slots
+
     def attention(self, query: Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec) -> Tensor:
         rows, num_heads, head_dim = query.shape
         if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
@@ -266,7 +282,7 @@ class CpuKernels(ReferenceKernels):
         keys = cache.keys
         _, kv_heads, block_size, _ = keys.shape
         block_tables = batch.block_tables.contiguous()
-        out = query.new_empty(rows, num_heads, head_dim)
+        out = self._empty(rows, num_heads, head_dim, dtype=query.dtype)
         self._attention[query.dtype](_attention_arguments(
             query.data_ptr(), query.stride(0), keys.data_ptr(), cache.values.data_ptr(),
             batch.query_start.data_ptr(), batch.context_lens.data_ptr(), block_tables.data_ptr(),
@@ -306,21 +322,15 @@ class CpuKernels(ReferenceKernels):
         )
 
 
-class _ByDtype(dict[torch.dtype, _Function]):
+class _ByDtype(dict[torch.dtype, Function]):
     """A function for each dtype the kernels compute in."""
 
-    def __missing__(self, dtype: torch.dtype) -> _Function:
+    def __missing__(self, dtype: torch.dtype) -> Function:
         raise DeviceError(f"The CPU kernels compute in float32 and bfloat16, not {dtype}.")
 
 
-def _function(library: ctypes.CDLL, symbol: str) -> _Function:
-    function = library[symbol]
-    function.argtypes, function.restype = [ctypes.c_char_p], None
-    return function
-
-
-def _functions(library: ctypes.CDLL, kind: str) -> _ByDtype:
-    return _ByDtype({dtype: _function(library, f"quire_{kind}_{suffix}") for dtype, suffix in _DTYPES.items()})
+def _functions(calls: Calls, kind: str) -> _ByDtype:
+    return _ByDtype({dtype: calls.function(f"quire_{kind}_{suffix}") for dtype, suffix in _DTYPES.items()})
 
 
 def _with_whole_rows(x: Tensor) -> Tensor:

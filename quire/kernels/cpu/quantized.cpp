@@ -57,6 +57,7 @@ void quantize_row(const T* x, int64_t units, int8_t* quants, float* scales, floa
 template <class F>
 struct PackedPanel {
   const uint8_t *quants, *scales;
+  static constexpr int32_t zero = F::IS_LARGE ? BIAS : F::ZERO;
 
   template <int GROUP>
   ByteVec group(int64_t unit, int part) const {
@@ -71,6 +72,7 @@ template <class F>
 struct ExpandedPanel {
   const uint8_t* quants;
   const float *scales, *minima;
+  int32_t zero;
 
   template <int GROUP>
   ByteVec group(int64_t unit, int part) const {
@@ -82,24 +84,25 @@ struct ExpandedPanel {
   Vec minimum(int64_t unit, int part) const { return load(minima + unit * OUTPUTS + part * LANES); }
 
   static size_t bytes(int64_t units) { return size_t(units * (512 + (F::BLOCKS + 1) * OUTPUTS * 4)); }
-  static ExpandedPanel make(const PackedPanel<F>& packed, int64_t units, uint8_t* memory) {
-    float* scales = reinterpret_cast<float*>(memory + units * 512);
-    float* minima = scales + units * F::BLOCKS * OUTPUTS;
-    for (int64_t unit = 0; unit < units; ++unit)
-      for (int part = 0; part < PER; ++part) {
-        if constexpr (F::BITS < 8)
-          unrolled<8>([&](auto group) {
-            ByteVec bytes = packed.template group<group()>(unit, part);
-            std::memcpy(memory + unit * 512 + group() * 64 + part * 4 * LANES, &bytes, sizeof bytes);
-          });
-        if constexpr (!F::PER_OUTPUT)
-          for (int block = 0; block < F::BLOCKS; ++block)
-            store(scales + (unit * F::BLOCKS + block) * OUTPUTS + part * LANES, packed.scale(unit, block, part));
-        if constexpr (F::MINIMA) store(minima + unit * OUTPUTS + part * LANES, packed.minimum(unit, part));
-      }
-    return {F::BITS == 8 ? packed.quants : memory, scales, minima};
-  }
 };
+
+template <class F>
+ExpandedPanel<typename F::Kind> expand(const PackedPanel<F>& packed, int64_t units, uint8_t* memory) {
+  float* scales = reinterpret_cast<float*>(memory + units * 512);
+  float* minima = scales + units * F::BLOCKS * OUTPUTS;
+  for (int64_t unit = 0; unit < units; ++unit)
+    for (int part = 0; part < PER; ++part) {
+      if constexpr (!F::IS_LARGE)
+        unrolled<8>([&](auto group) {
+          ByteVec bytes = packed.template group<group()>(unit, part);
+          std::memcpy(memory + unit * 512 + group() * 64 + part * 4 * LANES, &bytes, sizeof bytes);
+        });
+      for (int block = 0; block < F::BLOCKS; ++block)
+        store(scales + (unit * F::BLOCKS + block) * OUTPUTS + part * LANES, packed.scale(unit, block, part));
+      if constexpr (F::MINIMA) store(minima + unit * OUTPUTS + part * LANES, packed.minimum(unit, part));
+    }
+  return {F::IS_LARGE ? packed.quants : memory, scales, minima, packed.zero};
+}
 
 // totals[row][16] of ROWS rows. Everything is unrolled: the sums must stay in registers.
 template <class F, int ROWS, class Panel>
@@ -110,41 +113,36 @@ void some_rows(const Panel& panel, const QuantizedRows& x, int64_t first_row, fl
   for (int64_t unit = 0; unit < x.units; ++unit)
     unrolled<F::BLOCKS>([&](auto block) __attribute__((always_inline)) {
       IntVec sums[ROWS][PER];
-      unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
-        const IntVec first = first_sum<F>(x, first_row + r(), unit, block()) - IntVec{};
-        unrolled<PER>([&](auto p) __attribute__((always_inline)) { sums[r()][p()] = first; });
-      });
+      QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
+        const IntVec first = first_sum<F>(panel.zero, x, first_row + r, unit, block()) - IntVec{};
+        QUIRE_UNROLL for (int p = 0; p < PER; ++p) sums[r][p] = first;
+      }
       unrolled<8 / F::BLOCKS>([&](auto i) __attribute__((always_inline)) {
         constexpr int GROUP = i() + 4 * block();
         ByteVec weights[PER];
-        unrolled<PER>([&](auto p) __attribute__((always_inline)) {
-          weights[p()] = panel.template group<GROUP>(unit, p());
-        });
-        unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
-          const Sixteen numbers(quants[r()] + unit * UNIT + GROUP / 4 * 16);
-          unrolled<PER>([&](auto p) __attribute__((always_inline)) {
-            sums[r()][p()] = dot<F::BITS, GROUP % 4>(sums[r()][p()], weights[p()], numbers);
-          });
-        });
+        QUIRE_UNROLL for (int p = 0; p < PER; ++p) weights[p] = panel.template group<GROUP>(unit, p);
+        QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
+          const Sixteen numbers(quants[r] + unit * UNIT + GROUP / 4 * 16);
+          QUIRE_UNROLL for (int p = 0; p < PER; ++p)
+            sums[r][p] = dot<F::IS_LARGE, GROUP % 4>(sums[r][p], weights[p], numbers);
+        }
       });
-      unrolled<PER>([&](auto p) __attribute__((always_inline)) {
-        Vec scale = {}, minimum = {};
-        if constexpr (!F::PER_OUTPUT) scale = panel.scale(unit, block(), p());
-        if constexpr (F::MINIMA) minimum = panel.minimum(unit, p());
-        unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
-          total[r()][p()] = merge<F>(total[r()][p()], sums[r()][p()], scale, minimum, x, first_row + r(), unit);
-        });
-      });
+      QUIRE_UNROLL for (int p = 0; p < PER; ++p) {
+        Vec minimum = {};
+        const Vec scale = panel.scale(unit, block(), p);
+        if constexpr (F::MINIMA) minimum = panel.minimum(unit, p);
+        QUIRE_UNROLL for (int r = 0; r < ROWS; ++r)
+          total[r][p] = merge<F>(total[r][p], sums[r][p], scale, minimum, x, first_row + r, unit);
+      }
     });
-  unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
-    for (int p = 0; p < PER; ++p) store(totals + r() * OUTPUTS + p * LANES, total[r()][p]);
-  });
+  for (int r = 0; r < ROWS; ++r)
+    for (int p = 0; p < PER; ++p) store(totals + r * OUTPUTS + p * LANES, total[r][p]);
 }
 
-template <class F, class Panel, int ROWS = MAX_ROWS>
-void up_to_max_rows(int64_t rows, const Panel& panel, const QuantizedRows& x, int64_t first_row, float* totals) {
+template <class F, class Panel, int ROWS>
+void up_to_rows(int64_t rows, const Panel& panel, const QuantizedRows& x, int64_t first_row, float* totals) {
   if constexpr (ROWS > 1) {
-    if (rows < ROWS) return up_to_max_rows<F, Panel, ROWS - 1>(rows, panel, x, first_row, totals);
+    if (rows < ROWS) return up_to_rows<F, Panel, ROWS - 1>(rows, panel, x, first_row, totals);
   }
   some_rows<F, ROWS>(panel, x, first_row, totals);
 }
@@ -214,26 +212,26 @@ struct QuantizedLinear {
     const PackedPanel<F> packed{data, data + shape.quant_bytes()};
     alignas(64) float totals[ROW_CHUNK * OUTPUTS];
     const int64_t count = end_row - first_row;
-    if (count <= MAX_ROWS) {
-      up_to_max_rows<F>(count, packed, quantized, first_row, totals);
+    if (count <= 2) {
+      up_to_rows<F, PackedPanel<F>, 2>(count, packed, quantized, first_row, totals);
     } else {
       thread_local Scratch scratch;
-      using Panel = ExpandedPanel<F>;
-      uint8_t* memory = scratch.get<uint8_t>(Panel::bytes(quantized.units));
-      const Panel panel = Panel::make(packed, quantized.units, memory);
+      using Kind = typename F::Kind;
+      using Panel = ExpandedPanel<Kind>;
+      const Panel panel = expand(packed, quantized.units, scratch.get<uint8_t>(Panel::bytes(quantized.units)));
 #if defined(QUIRE_HAS_AMX_INT8)
-      if (use_amx)
-        rows_by_tiles<F>(panel, quantized, first_row, count, totals);
+      if (use_amx && count > 4)
+        rows_by_tiles<Kind>(panel, quantized, first_row, count, totals);
       else
 #endif
         for (int64_t row = 0; row < count; row += MAX_ROWS)
-          up_to_max_rows<F>(count - row, panel, quantized, first_row + row, totals + row * OUTPUTS);
+          up_to_rows<Kind, Panel, MAX_ROWS>(count - row, panel, quantized, first_row + row, totals + row * OUTPUTS);
     }
     const int64_t first = column + index * OUTPUTS, width = std::min(OUTPUTS, part.columns - index * OUTPUTS);
     for (int64_t row = 0; row < count; ++row)
       for (int p = 0; p < PER && p * LANES < width; ++p) {
         Vec v = load(totals + row * OUTPUTS + p * LANES);
-        if constexpr (F::PER_OUTPUT) v = v * packed.scale(0, 0, p);
+        if constexpr (F::PER_OUTPUT) v = v * F::output_scale(packed.scales, p);
         if (bias) v = v + read(bias + first + p * LANES, width - p * LANES);
         write(out + (first_row + row) * out_stride + first + p * LANES, v, width - p * LANES);
       }
@@ -302,7 +300,8 @@ struct UnpackQuantized {
       float minimum = 0.0f;
       if constexpr (F::MINIMA) minimum = F::minimum(scales, unit, part)[lane];
       for (int block = 0; block < F::BLOCKS; ++block) {
-        const float scale = F::scale(scales, unit, block, part)[lane];
+        float scale = F::scale(scales, unit, block, part)[lane];
+        if constexpr (F::PER_OUTPUT) scale = F::output_scale(scales, part)[lane];
         for (int64_t k = block * UNIT / F::BLOCKS; k < (block + 1) * UNIT / F::BLOCKS; ++k)
           target[unit * UNIT + k] = float(int(F::get(quants, output, k)) - F::ZERO) * scale + minimum;
       }

@@ -19,6 +19,9 @@ namespace quire {
 constexpr int64_t OUTPUTS = 16, UNIT = 32;
 constexpr int PER = int(OUTPUTS) / LANES;  // vectors for the outputs of a panel
 
+// In front of loops whose sums must stay in registers.
+#define QUIRE_UNROLL _Pragma("GCC unroll 16")
+
 // Calls body(integral_constant) for 0 .. COUNT, as COUNT pieces of code.
 template <class Body, int... I>
 inline __attribute__((always_inline)) void unrolled(Body&& body, std::integer_sequence<int, I...>) {
@@ -74,11 +77,16 @@ struct Quants {
 };
 
 // A weight is scale * (quant - ZERO), or scale * quant + minimum. BLOCKS: how many scales a unit has.
-template <int BITS_, int ZERO_, bool MINIMA_, int BLOCKS_ = 1, bool PER_OUTPUT_ = false>
-struct Packed : Quants<BITS_> {
-  static constexpr int BITS = BITS_, ZERO = ZERO_, BLOCKS = BLOCKS_;
-  static constexpr bool MINIMA = MINIMA_;
-  static constexpr bool PER_OUTPUT = PER_OUTPUT_;  // one scale for all of an output
+template <bool IS_LARGE_, bool MINIMA_, int BLOCKS_>
+struct KindOf {
+  static constexpr bool IS_LARGE = IS_LARGE_, MINIMA = MINIMA_;  // IS_LARGE: of 8 bits
+  static constexpr int BLOCKS = BLOCKS_;
+};
+template <int BITS, int ZERO_, bool MINIMA, int BLOCKS = 1, bool PER_OUTPUT_ = false>
+struct Packed : Quants<BITS>, KindOf<BITS == 8, MINIMA, BLOCKS> {
+  using Kind = KindOf<BITS == 8, MINIMA, BLOCKS>;  // all that matters once quants are bytes and scales float32
+  static constexpr int ZERO = ZERO_;
+  static constexpr bool PER_OUTPUT = PER_OUTPUT_;  // the sum of an output's blocks has a scale too
 };
 
 inline void copy_half(uint8_t* target, const uint8_t* half, int64_t output) { std::memcpy(target + 2 * output, half, 2); }
@@ -204,7 +212,8 @@ struct Q6_K : Packed<6, 32, false, 2> {
 struct Int8 : Packed<8, 128, false, 1, true> {
   static constexpr int64_t STORED = 32, STORED_BYTES = 32;
   static int64_t scale_bytes(int64_t) { return 64; }
-  static Vec scale(const uint8_t* scales, int64_t, int, int part) {
+  static Vec scale(const uint8_t*, int64_t, int, int) { return splat(1.0f); }
+  static Vec output_scale(const uint8_t* scales, int part) {
     return load(reinterpret_cast<const float*>(scales) + part * LANES);
   }
   static void put_scales(uint8_t*, int64_t, int64_t, const uint8_t*) {}

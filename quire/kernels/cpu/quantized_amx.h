@@ -21,19 +21,16 @@ constexpr int32_t MAGIC_BITS = 0x4b400000;
 constexpr float MAGIC = 12582912.0f;
 
 template <class F>
-inline int32_t first_sum(const QuantizedRows& x, int64_t row, int64_t unit, int block) {
-  constexpr int32_t ZERO = F::BITS == 8 ? BIAS : F::ZERO;
-  if constexpr (ZERO == 0) return MAGIC_BITS;
+inline int32_t first_sum(int32_t zero, const QuantizedRows& x, int64_t row, int64_t unit, int block) {
+  if constexpr (F::MINIMA || (F::IS_LARGE && BIAS == 0)) return MAGIC_BITS;
   const int32_t* sums = x.sums + 2 * (row * x.units + unit);
-  return MAGIC_BITS - ZERO * (F::BLOCKS == 1 ? sums[0] + sums[1] : sums[block]);
+  return MAGIC_BITS - zero * (F::BLOCKS == 1 ? sums[0] + sums[1] : sums[block]);
 }
 
 template <class F>
 inline Vec merge(Vec total, IntVec sums, Vec scale, Vec minimum, const QuantizedRows& x, int64_t row, int64_t unit) {
   const int64_t at = row * x.units + unit;
-  Vec factor = splat(x.scales[at]);
-  if constexpr (!F::PER_OUTPUT) factor = factor * scale;
-  total = fma(factor, (Vec)sums - MAGIC, total);
+  total = fma(scale * x.scales[at], (Vec)sums - MAGIC, total);
   if constexpr (F::MINIMA) total = fma(splat(x.scaled_sums[at]), minimum, total);
   return total;
 }
@@ -69,13 +66,13 @@ void rows_by_tiles(const Panel& panel, const QuantizedRows& x, int64_t first_row
       for (int i = 0; i < AT_ONCE && block + i < blocks; ++i) {
         const int64_t unit = (block + i) / F::BLOCKS;
         const int part = int((block + i) % F::BLOCKS);
-        Vec scale = {}, minimum = {};
-        if constexpr (!F::PER_OUTPUT) scale = panel.scale(unit, part, 0);
+        const Vec scale = panel.scale(unit, part, 0);
+        Vec minimum = {};
         if constexpr (F::MINIMA) minimum = panel.minimum(unit, 0);
         for (int r = 0; r < count; ++r) {
           IntVec whole;
           std::memcpy(&whole, sums[i][r], sizeof whole);
-          whole += first_sum<F>(x, first_row + row + r, unit, part);
+          whole += first_sum<F>(panel.zero, x, first_row + row + r, unit, part);
           total[r] = merge<F>(total[r], whole, scale, minimum, x, first_row + row + r, unit);
         }
       }

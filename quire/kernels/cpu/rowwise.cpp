@@ -148,6 +148,41 @@ struct WriteKv {
   }
 };
 
+// For each token of a step, by request row and position: its id, its position and its slot in the cache.
+struct GatherInputs {
+  const int32_t *rows, *positions;
+  const int64_t* token_ids;
+  int64_t tokens_stride;
+  const int32_t* block_tables;
+  int64_t tables_stride;
+  int64_t *ids, *places, *slots;
+  int64_t count, block_size;
+
+  void run() const {
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t row = rows[i] < 0 ? 0 : rows[i], place = positions[i];
+      const int64_t block = block_tables[row * tables_stride + place / block_size];
+      ids[i] = rows[i] < 0 ? 0 : token_ids[row * tokens_stride + place];
+      places[i] = place;
+      slots[i] = rows[i] < 0 ? -1 : block * block_size + place % block_size;
+    }
+  }
+};
+
+// Calls that were made before, with the same arguments.
+struct Replay {
+  struct Call {
+    void (*function)(const void*);
+    const void* arguments;
+  };
+  const Call* calls;
+  int64_t count;
+
+  void run() const {
+    for (int64_t i = 0; i < count; ++i) calls[i].function(calls[i].arguments);
+  }
+};
+
 }  // namespace
 }  // namespace quire
 
@@ -162,5 +197,7 @@ void quire_rope_float32(const Rope<float>* call) { call->run(); }
 void quire_rope_bfloat16(const Rope<bf16>* call) { call->run(); }
 void quire_silu_mul_float32(const SiluMul<float>* call) { call->run(); }
 void quire_silu_mul_bfloat16(const SiluMul<bf16>* call) { call->run(); }
+void quire_gather_inputs(const GatherInputs* call) { call->run(); }
+void quire_replay(const Replay* call) { call->run(); }
 void quire_write_kv(const WriteKv* call) { call->run(); }
 }

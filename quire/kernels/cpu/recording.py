@@ -1,0 +1,93 @@
+"""The C++ calls of a step, recorded once and made again without Python.
+
+With one request a layer's products take about as long as the dozen Python calls around them. All calls go to plain
+functions with their arguments in memory, so a list of them is a program: `Calls.record` notes them while they are made
+for the first time, and what it returns makes them again, on the same addresses. Only the numbers behind those change.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from struct import Struct
+
+import torch
+from torch import Tensor
+
+from quire.errors import DeviceError
+
+_MAX_BYTES = 64 * 2**20
+"""Intermediate results of one recording; a step with more computes so long that Python doesn't matter."""
+_ALIGNMENT = 64
+_call = Struct("PP").pack
+_replay_arguments = Struct("Pq").pack
+Function = Callable[[bytes], None]
+
+
+class Calls:
+    """A compiled library's functions, and the memory of what they return."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._replay = self.function("quire_replay")
+        self._recorded: list[tuple[int, bytes]] | None = None
+        self._num_bytes = 0
+        """That `empty` has given out since recording, or counting, began."""
+        self._memory: Tensor | None = None
+        self._shared = torch.empty(0, dtype=torch.uint8)
+        """Recordings are never made again at the same time, so they may share their memory."""
+
+    def function(self, symbol: str) -> Function:
+        try:
+            function = self._library[symbol]
+        except AttributeError as error:
+            raise DeviceError(f"The compiled CPU kernels have no {symbol}: delete them, they are built anew.") from error
+        function.argtypes, function.restype = [ctypes.c_char_p], None
+        address = ctypes.cast(function, ctypes.c_void_p).value
+        assert address is not None
+
+        def call(arguments: bytes) -> None:
+            if self._recorded is not None:
+                self._recorded.append((address, arguments))
+            function(arguments)
+
+        return call
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Memory for a result: new, or a part of the recording's."""
+        if self._recorded is None:
+            return torch.empty(shape, dtype=dtype)
+        size = -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        begin, self._num_bytes = self._num_bytes, self._num_bytes + size
+        if self._memory is None:  # only counting
+            return torch.empty(shape, dtype=dtype)
+        return self._memory[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    def record(self, compute: Callable[[], None]) -> Callable[[], None] | None:
+        """Computes, and returns what makes the same calls again; None where too much memory would be needed."""
+        self._note(compute, None)
+        if self._num_bytes > _MAX_BYTES:
+            return None
+        if len(self._shared) < self._num_bytes:
+            self._shared = torch.empty(self._num_bytes, dtype=torch.uint8)
+        memory = self._shared
+        calls = self._note(compute, memory)
+        arguments = [ctypes.create_string_buffer(one) for _, one in calls]
+        program = ctypes.create_string_buffer(b"".join(
+            _call(address, ctypes.addressof(one)) for (address, _), one in zip(calls, arguments, strict=True)
+        ))  # fmt: skip
+        packed = _replay_arguments(ctypes.addressof(program), len(calls))
+
+        def replay(kept: tuple[object, ...] = (program, arguments, memory)) -> None:
+            self._replay(packed)
+
+        return replay
+
+    def _note(self, compute: Callable[[], None], memory: Tensor | None) -> list[tuple[int, bytes]]:
+        self._recorded, self._memory, self._num_bytes = [], memory, 0
+        try:
+            compute()
+            return self._recorded
+        finally:
+            self._recorded = self._memory = None

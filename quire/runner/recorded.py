@@ -1,0 +1,97 @@
+"""Decode steps on the CPU as recorded calls: what CUDA graphs are on a GPU.
+
+A recording has fixed memory and a fixed number of rows; one is made when a step has a number of rows for the first time.
+It makes the calls that the decoder made then, so its bits are those of a step without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels.ops import Int32Array, LayerCache, PagedBatch
+from quire.models.decoder import Decoder
+from quire.models.spec import MlpSpec
+from quire.runner.batch import StepShape
+from quire.runner.graphs import DecodeOutput
+from quire.runner.request_rows import RequestRows
+
+
+class _Recording(NamedTuple):
+    inputs: Int32Array
+    """[4, rows + 1]: request rows, positions, lengths, and where each one's queries begin."""
+    logits: Tensor
+    replay: Callable[[], None]
+
+
+class RecordedSteps:
+    """Records and replays them."""
+
+    is_complete = True
+
+    def __init__(self, decoder: Decoder, caches: list[LayerCache], rows: RequestRows, block_size: int) -> None:
+        assert decoder.kernels.record is not None
+        self._record = decoder.kernels.record
+        self._decoder = decoder
+        self._caches = caches
+        self._rows = rows
+        self._block_size = block_size
+        self._recordings: dict[int, _Recording | None] = {}
+
+    @staticmethod
+    def fit(decoder: Decoder) -> bool:
+        """Whether all that the decoder computes are calls that can be recorded: experts are chosen in Python."""
+        is_plain = all(isinstance(layer.mlp, MlpSpec) for layer in decoder.spec.layers)
+        keeps_dtype = decoder.dtype == torch.float32 or decoder.embedding.parts[0].tensors[0].dtype == decoder.dtype
+        return decoder.kernels.record is not None and is_plain and keeps_dtype
+
+    def run(self, shape: StepShape) -> DecodeOutput | None:
+        """Computes a decode step; None where it takes too much memory to keep."""
+        count = len(shape.request_rows)
+        if count not in self._recordings:
+            inputs = torch.zeros(4, count + 1, dtype=torch.int32)
+            self._fill(inputs.numpy(), shape)
+            self._recordings[count] = recording = self._make(inputs, count)
+        else:
+            recording = self._recordings[count]
+            if recording is not None:
+                self._fill(recording.inputs, shape)
+                recording.replay()
+        return None if recording is None else DecodeOutput(None, recording.logits)
+
+    def capture_next(self) -> None:
+        raise AssertionError("recordings are made when they are needed")
+
+    def _fill(self, inputs: Int32Array, shape: StepShape) -> None:
+        inputs[0, :-1] = shape.request_rows
+        inputs[1, :-1] = shape.starts
+        inputs[2, :-1] = shape.starts + 1
+        inputs[3] = np.arange(inputs.shape[1])
+
+    def _make(self, inputs: Tensor, count: int) -> _Recording | None:
+        """Records a step, which computes it."""
+        rows, positions, lengths = inputs[:3, :count].unbind()
+        logits: list[Tensor] = []
+
+        def compute() -> None:
+            token_ids, places, slots = self._decoder.kernels.gather_inputs(
+                rows, positions, self._rows.token_ids, self._rows.block_tables, self._block_size
+            )
+            paged = PagedBatch(
+                query_start=inputs[3],
+                context_lens=lengths,
+                block_tables=self._rows.block_tables,
+                table_rows=rows,
+                slot_mapping=slots,
+                max_query_len=1,
+                max_context_len=int(lengths.max()),
+            )
+            hidden = self._decoder(token_ids, places, paged, self._caches)
+            logits.append(self._decoder.logits(hidden))
+
+        replay = self._record(compute)
+        return None if replay is None else _Recording(inputs.numpy(), logits[-1], replay)
