@@ -202,7 +202,7 @@ def test_plain_matrices_are_quantised_row_by_row(
     folder: Path, quantization: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = load(folder, "none")
-    monkeypatch.setattr("quire.models.checkpoint._MAX_STAGED_BYTES", 7 * 256 * 2)  # some rows at a time
+    monkeypatch.setattr("quire.models.checkpoint.MAX_CHUNK_ELEMENTS", 7 * 256)  # some rows at a time
     quantised = load(folder, quantization)
     for parameter, weight in quantised.weights.items():
         before = numbers(plain.weights[parameter])
