@@ -110,7 +110,8 @@ class Checkpoint:
     @torch.no_grad()
     def read_into(self, name: str, target: Tensor) -> None:
         """Fills `target` (any floating dtype, strides and device; often a view of a packed parameter) with numbers,
-        whatever format they are stored in. The shapes must be equal, else ModelFormatError."""
+        whatever format they are stored in. The shapes must be equal and scales must be numbers, else
+        ModelFormatError."""
         info = self._info(name)
         if tuple(target.shape) != info.shape:
             raise tensor_error(info.file, name, f"shape {list(target.shape)}", f"shape {list(info.shape)}")
@@ -120,6 +121,7 @@ class Checkpoint:
             self._read_bytes(info, target)
             return
         for chunk, stored in self.chunks(name, is_copied=True, pin_memory=target.is_cuda):
+            self._check_scales(info, *stored)
             # What a chunk expands to has no name here, so it is gone before the next one comes.
             target[chunk.index].copy_(info.format.expand(*stored).view(chunk.shape))
 

@@ -126,7 +126,7 @@ def quantize_model(
     plain = [source for source in sources if source.format.dtype is not None and len(source.info.shape) > 1]
     names = [target.name for source in plain for target in source.targets]
     config["quantization_config"] = quantization_config(QUANTIZED[to], [name.removesuffix(".weight") for name in names])
-    shards = _shared_out(sources)
+    shards = _in_shards(sources)
     with _new_folder(path, out, force) as folder:
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if is_folder:
@@ -152,7 +152,7 @@ def _sources(files: ModelFiles, to: str) -> Iterator[_Source]:
         yield _Source(piece, info, format, tuple(renamed.get((piece.parameter, piece.part), [piece])))
 
 
-def _shared_out(sources: list[_Source]) -> list[_Shard]:
+def _in_shards(sources: list[_Source]) -> list[_Shard]:
     shards = [_Shard()]
     for source in sources:
         made = source.written(source.format.empty(source.info.shape, "meta"))
