@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Argument, Option
 
@@ -12,7 +13,9 @@ from quire.frontend.progress import ModelBars
 
 
 def quantize(
-    model: Annotated[str, Argument(metavar="MODEL", help="A folder with safetensors or a Hugging Face id (org/name).")],
+    model: Annotated[
+        str, Argument(metavar="MODEL", help="A folder, a .gguf file of plain numbers or a Hugging Face id (org/name).")
+    ],
     out: Annotated[Path, Argument(metavar="OUT", help="The folder to write.")],
     to: Annotated[
         str, Option(metavar="int8|int4", help="int8: a scale per output channel; int4: a scale per 32 numbers.")
@@ -37,6 +40,14 @@ def quantize(
         raise InvalidRequestError("--to", f"must be one of {', '.join(QUANTIZED)}, not {to!r}")
     with ModelBars(model) as bars:
         source = resolve(model, progress=bars("download"))
-        written = quantize_model(source.path, out, to, force, bars("quantize"))
+        written = quantize_model(source.path, out, to, force, bars("quantize"), _write_tokenizer)
     plain = f"; {len(written.plain)} small or uneven matrices stay as they were" if written.plain else ""
     print(f"{out}: {format_bytes(written.before)} of weights became {format_bytes(written.after)} ({to}{plain})")
+
+
+def _write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
+    """A GGUF file's tokenizer, as files of their own."""
+    from quire.frontend.gguf_tokenizer import read_gguf_tokenizer
+    from quire.frontend.hf_tokenizer import write_hf_tokenizer
+
+    write_hf_tokenizer(read_gguf_tokenizer(metadata), folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,18 @@ def read_hf_tokenizer(folder: Path) -> TokenizerParts:
         named_tokens={name: token.content for name, token in named.items()},
         chat_templates=_chat_templates(folder, config),
     )
+
+
+def write_hf_tokenizer(parts: TokenizerParts, folder: Path) -> None:
+    """Writes the files that `read_hf_tokenizer` makes the same tokenizer of. (The ends of an answer go into
+    generation_config.json.)"""
+    parts.backend.save(str(folder / "tokenizer.json"))
+    config: dict[str, Any] = dict(parts.named_tokens)
+    if parts.chat_templates:
+        config["chat_template"] = [{"name": name, "template": text} for name, text in parts.chat_templates.items()]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    generation = {"eos_token_id": list(parts.eos_token_ids)}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
 
 
 def _explain_missing(folder: Path) -> None:

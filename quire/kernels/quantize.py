@@ -38,6 +38,6 @@ def to_q4_0(numbers: Tensor) -> Tensor:
     scales = blocks.gather(1, blocks.abs().argmax(1, keepdim=True)) / -8
     inverse = torch.where(scales.abs() < 1e-38, 0.0, 1 / scales)  # smaller ones have no inverse
     # In float64 the product is exact, so that it makes no difference whether it is fused with the sum.
-    codes = (blocks.double() * inverse.double()).add_(8.5).clamp_(0, 15).to(torch.uint8)
+    codes = blocks.double().mul_(inverse.double()).add_(8.5).clamp_(0, 15).to(torch.uint8)
     packed = codes[:, :16] | codes[:, 16:] << 4
     return torch.cat((scales.half().view(torch.uint8), packed), 1).view(*numbers.shape[:-1], -1)

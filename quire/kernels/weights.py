@@ -18,7 +18,8 @@ class Part:
 
     format: Format
     tensors: tuple[Tensor, ...]
-    """What is stored: for plain numbers one tensor of the rows' shape, for blocks one uint8 [..., bytes of a row]."""
+    """What is stored: for plain numbers one tensor of the rows' shape, for blocks one uint8 [..., bytes of a row], for
+    INT8 an int8 one of the rows' shape and the rows' float32 scales."""
     rows: int
 
 

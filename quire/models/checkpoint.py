@@ -110,7 +110,8 @@ class Checkpoint:
     @torch.no_grad()
     def read_into(self, name: str, target: Tensor) -> None:
         """Fills `target` (any floating dtype, strides and device; often a view of a packed parameter) with numbers,
-        whatever format they are stored in. The shapes must be equal, else ModelFormatError."""
+        whatever format they are stored in. The shapes must be equal and scales must be numbers, else
+        ModelFormatError."""
         info = self._info(name)
         if tuple(target.shape) != info.shape:
             raise tensor_error(info.file, name, f"shape {list(target.shape)}", f"shape {list(info.shape)}")
@@ -119,7 +120,8 @@ class Checkpoint:
         if target.dtype == info.format.dtype and target.device.type == "cpu" and target.is_contiguous():
             self._read_bytes(info, target)
             return
-        for chunk, stored in self.chunks(name, pin_memory=target.is_cuda):
+        for chunk, stored in self.chunks(name, is_copied=True, pin_memory=target.is_cuda):
+            self._check_scales(info, *stored)
             # What a chunk expands to has no name here, so it is gone before the next one comes.
             target[chunk.index].copy_(info.format.expand(*stored).view(chunk.shape))
 
@@ -145,15 +147,18 @@ class Checkpoint:
             self._read_bytes(info, piece, number * piece.nbytes)
             self._check_scales(info, piece)
 
-    def chunks(self, name: str, pin_memory: bool = False) -> Iterator[tuple[Chunk, tuple[Tensor, ...]]]:
-        """The tensor as it is stored, in chunks of whole rows. What one chunk holds is overwritten by the next."""
+    def chunks(
+        self, name: str, is_copied: bool = False, pin_memory: bool = False
+    ) -> Iterator[tuple[Chunk, tuple[Tensor, ...]]]:
+        """The tensor as it is stored, in chunks of whole rows: larger ones if plain numbers are only copied from them.
+        What one chunk holds is overwritten by the next."""
         info = self._info(name)
         format, scales, total = info.format, info.scales, math.prod(info.shape)
         # Read, not mapped: every page of a mapping is a fault of its own. Pinned, so that a GPU fetches it by itself.
-        most = MAX_CHUNK_ELEMENTS if format.dtype is None else _MAX_STAGED_BYTES // format.num_bytes
+        is_copied = is_copied and format.dtype is not None
+        most = _MAX_STAGED_BYTES // format.num_bytes if is_copied else MAX_CHUNK_ELEMENTS
         most = min(total, max((most, *info.shape[-1:])))
-        pin_memory = pin_memory and format.dtype is not None
-        staged = torch.empty(info.num_bytes * most // total, dtype=torch.uint8, pin_memory=pin_memory)
+        staged = torch.empty(info.num_bytes * most // total, dtype=torch.uint8, pin_memory=pin_memory and is_copied)
         for chunk in chunks_of(info.shape, most):
             part = staged[: info.num_bytes * chunk.num_elements // total]
             self._read_bytes(info, part, info.num_bytes * chunk.start // total)

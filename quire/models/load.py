@@ -104,7 +104,9 @@ def _read_pieces(plan: WeightPlan, room: dict[str, list[tuple[Tensor, ...]]], pr
     progress(done, total)
     readers = ThreadPoolExecutor(_NUM_READERS, "weights")
     try:
-        reads = readers.map(lambda piece: _read_piece(checkpoint, piece, plan.format_of(piece), room), pieces)
+        reads = readers.map(
+            lambda piece: read_piece(checkpoint, piece, plan.format_of(piece), _targets(piece, room)), pieces
+        )
         for size, _ in zip(sizes, reads, strict=True):
             done += size
             progress(done, total)
@@ -112,25 +114,26 @@ def _read_pieces(plan: WeightPlan, room: dict[str, list[tuple[Tensor, ...]]], pr
         readers.shutdown(cancel_futures=True)
 
 
-def _read_piece(
-    checkpoint: Checkpoint, piece: Piece, format: Format, room: dict[str, list[tuple[Tensor, ...]]]
-) -> None:
+def _targets(piece: Piece, room: dict[str, list[tuple[Tensor, ...]]]) -> tuple[Tensor, ...]:
     targets = room[piece.parameter][piece.part or 0]
-    if piece.expert is not None:
-        targets = tuple(target[piece.expert] for target in targets)
+    return targets if piece.expert is None else tuple(target[piece.expert] for target in targets)
+
+
+def read_piece(checkpoint: Checkpoint, piece: Piece, format: Format, targets: Sequence[Tensor]) -> None:
+    """Fills the tensors of a part from a tensor of the checkpoint, its rows in the decoder's order."""
     heads = piece.interleaved_heads
     if not heads:
-        read_as(checkpoint, piece.name, format, targets)
+        _read_as(checkpoint, piece.name, format, targets)
         return
     rows = tuple(torch.empty_like(target) for target in targets)
-    read_as(checkpoint, piece.name, format, rows)
+    _read_as(checkpoint, piece.name, format, rows)
     for source, target in zip(rows, targets, strict=True):  # whatever the format, a row is a row
         pairs = source.view(heads, -1, 2, *source.shape[1:])
         target.copy_(pairs.transpose(1, 2).reshape(target.shape))
 
 
-def read_as(checkpoint: Checkpoint, name: str, format: Format, targets: Sequence[Tensor]) -> None:
-    """Fills the tensors of a part: with numbers, with what is stored, or with what is quantised on the way."""
+def _read_as(checkpoint: Checkpoint, name: str, format: Format, targets: Sequence[Tensor]) -> None:
+    """With numbers, with what is stored, or with what is quantised on the way."""
     info = checkpoint.tensors[name]
     if format.dtype is not None:
         checkpoint.read_into(name, targets[0])

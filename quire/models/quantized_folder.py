@@ -10,23 +10,33 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.errors import QuireError, UnsupportedModelError
 from quire.kernels.formats import PLAIN, Format
-from quire.models.checkpoint import Checkpoint
+from quire.models.checkpoint import Checkpoint, TensorInfo
 from quire.models.compressed import quantization_config, to_compressed
+from quire.models.config_writer import config_of, huggingface_family
+from quire.models.families import read_config
 from quire.models.files import read_json, safe_member
-from quire.models.load import Progress, open_model, read_as
+from quire.models.load import Progress, open_model, read_piece
+from quire.models.names import Piece, huggingface_pieces
 from quire.models.safetensors_checkpoint import INDEX_FILE, SINGLE_FILE
-from quire.models.weight_plan import QUANTIZED, check_names_and_shapes, check_not_quantized, quantized_format
+from quire.models.spec import ModelSpec
+from quire.models.weight_plan import (
+    QUANTIZED,
+    ModelFiles,
+    check_names_and_shapes,
+    check_not_quantized,
+    quantized_format,
+)
 
 MAX_SHARD_BYTES = 2 * 10**9
 _COPIED = {".json", ".jinja", ".txt", ".model"}
@@ -45,19 +55,42 @@ class Written:
     """Matrices that were not quantised: routers, and those whose rows are not whole blocks."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A tensor of the checkpoint and what is written of it."""
+
+    piece: Piece
+    info: TensorInfo
+    format: Format
+    """To write it in."""
+    targets: tuple[Piece, ...]
+    """By the names they get; several where experts come stacked and leave one by one."""
+
+    def written(self, tensors: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        """What a file holds of the tensor, by the names it has there, from the tensors of a part."""
+        found: dict[str, Tensor] = {}
+        for target in self.targets:
+            is_one = target.expert is not None and self.piece.expert is None
+            own = tuple(tensor[target.expert] for tensor in tensors) if is_one else tensors
+            made = {"": own[0]} if self.format.dtype is not None else to_compressed(*own)
+            found |= {target.name + end: tensor for end, tensor in made.items()}
+        return found
+
+
 @dataclass(slots=True)
 class _Shard:
     """One file of tensors: which, and where in it."""
 
-    sources: list[tuple[str, Format]] = field(default_factory=list)
-    """Names in the checkpoint, and the formats to write them in."""
+    sources: list[_Source] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """What is written, on the meta device."""
     offsets: dict[str, int] = field(default_factory=dict)
+    nbytes: int = 0
 
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+    def add(self, source: _Source, made: dict[str, Tensor]) -> None:
+        self.sources.append(source)
+        self.tensors |= made
+        self.nbytes += sum(tensor.nbytes for tensor in made.values())
 
     def header(self) -> bytes:
         """Fixes the offsets. Those of large numbers come first, so that all are aligned without holes."""
@@ -73,50 +106,75 @@ class _Shard:
         return len(text).to_bytes(8, "little") + text
 
 
-def quantize_model(path: Path, out: Path, to: str, force: bool = False, progress: Progress | None = None) -> Written:
-    """Writes the model in `path` (a folder of safetensors or `.npy` files) quantised `to` int8 or int4 as the folder
-    `out`. With `force` it may replace a folder that was written like this before."""
+def quantize_model(
+    path: Path,
+    out: Path,
+    to: str,
+    force: bool = False,
+    progress: Progress | None = None,
+    write_tokenizer: Callable[[Mapping[str, Any], Path], None] | None = None,
+) -> Written:
+    """Writes the model in `path` quantised `to` int8 or int4 as the folder `out`. With `force` it may replace a folder
+    that was written like this before. A GGUF file's tokenizer is written by `write_tokenizer`, which gets the file's
+    metadata and the folder."""
     files = open_model(path)
-    checkpoint, parameters = files.checkpoint, files.spec.parameters()
+    spec, checkpoint, is_folder = files.spec, files.checkpoint, files.checkpoint.kind != "gguf"
     check_not_quantized(files, to)
-    if checkpoint.kind == "gguf":
-        raise UnsupportedModelError(
-            f'{path}: a GGUF file has no config.json to go by: load it with quantization="{to}", which quantises it '
-            "meanwhile, or quantise the model's safetensors"
-        )
-    check_names_and_shapes(files, parameters)
-    shards = [_Shard()]
-    plain: list[str] = []
+    check_names_and_shapes(files, spec.parameters())
+    config = read_json(path / "config.json") if is_folder else config_of(spec)
+    sources = list(_sources(files, to))
+    plain = [source for source in sources if source.format.dtype is not None and len(source.info.shape) > 1]
+    names = [target.name for source in plain for target in source.targets]
+    config["quantization_config"] = quantization_config(QUANTIZED[to], [name.removesuffix(".weight") for name in names])
+    shards = _in_shards(sources)
+    with _new_folder(path, out, force) as folder:
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if is_folder:
+            _copy_settings(path, folder)
+        else:
+            _check_config(files.spec, folder, path)
+            if write_tokenizer is not None:
+                write_tokenizer(checkpoint.metadata, folder)
+        _write_shards(checkpoint, shards, folder, progress or (lambda done, total: None))
+    before = sum(source.info.num_bytes for source in sources)
+    return Written(before, sum(shard.nbytes for shard in shards), tuple(names))
+
+
+def _sources(files: ModelFiles, to: str) -> Iterator[_Source]:
+    """All tensors the model needs, under Hugging Face's names."""
+    renamed: dict[tuple[str, int | None], list[Piece]] = {}
+    if files.checkpoint.kind == "gguf":
+        for target in huggingface_pieces(replace(files.spec, family=huggingface_family(files.spec)), ()):
+            renamed.setdefault((target.parameter, target.part), []).append(target)
     for piece in files.pieces:
-        info = checkpoint.tensors[piece.name]
+        info = files.checkpoint.tensors[piece.name]
         format = quantized_format(piece.parameter, info.shape, to) or info.format
-        if format.dtype is not None and len(info.shape) > 1:
-            plain.append(piece.name)
-        made = _as_written(piece.name, format, format.empty(info.shape, "meta"))
+        yield _Source(piece, info, format, tuple(renamed.get((piece.parameter, piece.part), [piece])))
+
+
+def _in_shards(sources: list[_Source]) -> list[_Shard]:
+    shards = [_Shard()]
+    for source in sources:
+        made = source.written(source.format.empty(source.info.shape, "meta"))
         if shards[-1].nbytes + sum(one.nbytes for one in made.values()) > MAX_SHARD_BYTES and shards[-1].tensors:
             shards.append(_Shard())
-        shards[-1].sources.append((piece.name, format))
-        shards[-1].tensors |= made
-    config = read_json(path / "config.json")
-    config["quantization_config"] = quantization_config(QUANTIZED[to], [name.removesuffix(".weight") for name in plain])
-    with _new_folder(path, out, force) as folder:
-        for entry in sorted(path.iterdir()):
-            if entry.suffix in _COPIED and entry.name not in ("config.json", INDEX_FILE):
-                shutil.copyfile(safe_member(path, entry.name), folder / entry.name)
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        _write_shards(checkpoint, shards, folder, progress or (lambda done, total: None))
-    before = sum(checkpoint.tensors[piece.name].num_bytes for piece in files.pieces)
-    return Written(before, sum(shard.nbytes for shard in shards), tuple(plain))
+        shards[-1].add(source, made)
+    return shards
 
 
-def _as_written(name: str, format: Format, tensors: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """What a file holds of a tensor in this format, by the names it has there."""
-    made = {"": tensors[0]} if format.dtype is not None else to_compressed(*tensors)
-    return {name + end: tensor for end, tensor in made.items()}
+def _copy_settings(path: Path, folder: Path) -> None:
+    for entry in sorted(path.iterdir()):
+        if entry.suffix in _COPIED and entry.name not in ("config.json", INDEX_FILE):
+            shutil.copyfile(safe_member(path, entry.name), folder / entry.name)
+
+
+def _check_config(spec: ModelSpec, folder: Path, path: Path) -> None:
+    if read_config(folder / "config.json") != replace(spec, family=huggingface_family(spec)):
+        raise UnsupportedModelError(f"{path}: its settings can't be written as a config.json; quantise its safetensors")
 
 
 def _write_shards(checkpoint: Checkpoint, shards: list[_Shard], folder: Path, progress: Progress) -> None:
-    total = sum(checkpoint.tensors[name].num_bytes for shard in shards for name, _ in shard.sources)
+    total = sum(source.info.num_bytes for shard in shards for source in shard.sources)
     weight_map: dict[str, str] = {}
     done = 0
     progress(done, total)
@@ -125,25 +183,19 @@ def _write_shards(checkpoint: Checkpoint, shards: list[_Shard], folder: Path, pr
         weight_map |= dict.fromkeys(shard.tensors, file_name)
         with (folder / file_name).open("wb") as file:
             file.write(header := shard.header())
-            for name, format in shard.sources:
-                _write_tensor(file, checkpoint, name, format, shard.offsets, len(header))
-                done += checkpoint.tensors[name].num_bytes
+            for source in shard.sources:
+                tensors = source.format.empty(source.info.shape)
+                read_piece(checkpoint, source.piece, source.format, tensors)
+                for name, tensor in source.written(tensors).items():
+                    file.seek(len(header) + shard.offsets[name])
+                    file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+                done += source.info.num_bytes
                 progress(done, total)
             file.flush()
             os.fsync(file.fileno())
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(shard.nbytes for shard in shards)}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _write_tensor(
-    file: BinaryIO, checkpoint: Checkpoint, name: str, format: Format, offsets: dict[str, int], start: int
-) -> None:
-    tensors = format.empty(checkpoint.tensors[name].shape)
-    read_as(checkpoint, name, format, tensors)
-    for written, tensor in _as_written(name, format, tensors).items():
-        file.seek(start + offsets[written])
-        file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 @contextmanager

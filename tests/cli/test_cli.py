@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from bench.startup import write_checkpoint
 
 
 def quire(*arguments: str | Path, stdin: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -78,6 +81,10 @@ def test_several_prompts_are_printed_below_each_other_in_order(smollm2_gguf: Pat
         (("run", "x", "--top-p", "0"), "top_p"),
         (("run", "x", "--device", "tpu"), "device: must be auto, cpu"),
         (("run", "x", "--dtype", "int3"), "dtype: must be one of auto"),
+        (("run", "x", "--quantization", "int3"), "quantization: must be one of auto, none, int8, int4"),
+        (("run", "x", "--quantization", "int8"), "quantised already (Q8_0, Q4_1): use auto"),
+        (("quantize", "smollm2", "out", "--to", "int8"), "quantised already (Q8_0, Q4_1)"),
+        (("quantize", "smollm2", "out", "--to", "fp8"), "--to: must be one of int8, int4"),
         (("run", "x", "--device", "cuda:99"), "cuda:99"),
         (("run", "x", "y", "--priority", "1", "--priority", "2", "--priority", "3"), "--priority"),
         (("run", "x", "--raw", "--system", "s"), "--system"),
@@ -93,6 +100,23 @@ def test_wrong_input_is_one_line_that_says_what_to_do(arguments: tuple[str, ...]
     assert done.stderr.startswith("error: ")
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+def test_quantize_writes_a_folder_that_run_takes(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    write_checkpoint("tiny", tmp_path / "model")
+    done = quire("quantize", tmp_path / "model", tmp_path / "small", "--to", "int4")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"small: [0-9.]+ [KM]iB of weights became [0-9.]+ [KM]iB \(int4\)", done.stdout)
+    arguments = ("run", "hello", "--raw", "-n", "4", "--device", "cpu", "--model", tmp_path / "small")
+    answered = quire(*arguments)
+    assert answered.returncode == 0, answered.stderr
+    assert "Q4_0" in answered.stderr
+    assert quire(*arguments, "--quantization", "none").stdout
+    again = quire("quantize", tmp_path / "model", tmp_path / "small", "--to", "int8")
+    assert again.returncode == 1
+    assert "--force" in again.stderr
+    assert quire("quantize", tmp_path / "model", tmp_path / "small", "--to", "int8", "--force").returncode == 0
 
 
 def test_a_prompt_longer_than_the_context_says_both_numbers(smollm2_gguf: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unicodedata import normalize
@@ -15,6 +16,8 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from quire.errors import InvalidRequestError, ModelFormatError, ModelNotFoundError, UnsupportedModelError
+from quire.frontend.gguf_tokenizer import read_gguf_tokenizer
+from quire.frontend.hf_tokenizer import read_hf_tokenizer, write_hf_tokenizer
 from quire.frontend.token_text import byte_level_alphabet
 from quire.frontend.tokenizer import Tokenizer
 from tests.frontend.helpers import (
@@ -96,6 +99,24 @@ def test_smollm2_knows_its_special_tokens(smollm2: Tokenizer) -> None:
     assert smollm2.id_to_token(2) == "<|im_end|>"
     assert smollm2.token_to_id("<|im_end|>") == 2
     assert "im_start" in smollm2.chat_templates["default"]
+
+
+def gguf_metadata() -> dict[str, dict[str, Any]]:
+    found = {name: byte_level_metadata(train_byte_level(name), name) for name in FAMILIES}
+    spaces = {f"sentencepiece {prefix}": sentencepiece_metadata(prefix) for prefix in (True, False)}
+    templates = {"tokenizer.chat_template": "{{ 'ä' }}", "tokenizer.chat_template.tool_use": "{{ tools }}"}
+    return found | spaces | {"templates": found["smollm"] | templates}
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "sentencepiece True", "sentencepiece False", "templates", "smollm2"])
+def test_a_tokenizer_from_gguf_can_be_written_as_files(
+    name: str, smollm2_metadata: dict[str, Any], tmp_path: Path
+) -> None:
+    before = read_gguf_tokenizer(smollm2_metadata if name == "smollm2" else gguf_metadata()[name])
+    write_hf_tokenizer(before, tmp_path)
+    after = read_hf_tokenizer(tmp_path)
+    assert json.loads(after.backend.to_str()) == json.loads(before.backend.to_str())
+    assert replace(after, backend=before.backend) == before
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -13,16 +13,21 @@ from safetensors.torch import save_file
 
 from tests.models.gguf_bytes import TYPE_IDS, Gguf, Tensor
 
-MEASURE = """
+RESIDENT = """
 import sys, torch
 from pathlib import Path
-from quire.models.load import open_checkpoint
+from quire.models.load import open_checkpoint, read_piece
 
 def resident(kind):
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(kind)).split()[1]) * 1024
 
 checkpoint = open_checkpoint(Path(sys.argv[1]))
+"""
+
+MEASURE = (
+    RESIDENT
+    + """
 targets = {name: torch.zeros(info.shape, dtype=torch.bfloat16) for name, info in checkpoint.tensors.items()}
 before = resident("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")
@@ -30,6 +35,37 @@ for name, target in targets.items():
     checkpoint.read_into(name, target)
 print(resident("VmHWM") - before)
 """
+)
+
+
+QUANTIZE = (
+    RESIDENT
+    + """
+from quire.kernels.formats import FORMATS
+from quire.models.names import Piece
+rooms = {name: FORMATS[sys.argv[2]].empty(info.shape) for name, info in checkpoint.tensors.items()}
+for room in rooms.values():
+    for tensor in room:
+        tensor.zero_()
+before = resident("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")
+for name, room in rooms.items():
+    read_piece(checkpoint, Piece(name, name), FORMATS[sys.argv[2]], room)
+print(resident("VmHWM") - before)
+"""
+)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="measures through /proc")
+@pytest.mark.parametrize("name", ["INT8", "Q4_0"])
+def test_quantising_takes_little_memory_beside_the_result(tmp_path: Path, name: str) -> None:
+    """Never a whole tensor of plain numbers: this one has 64 MiB in float32."""
+    save_file({"w": torch.zeros(16384, 1024, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", QUANTIZE, str(tmp_path), name]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) < 40 * 2**20
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="measures through /proc")

@@ -20,6 +20,8 @@ from quire.models.quantized_folder import quantize_model
 from quire.models.weight_plan import plan_weights
 from tests.decoding import all_logits
 from tests.models.test_families import random_model
+from tests.models.test_gguf_models import MODELS as GGUF_MODELS
+from tests.models.test_gguf_models import write_gguf
 from tests.models.test_quantized_loading import CPU, EXPERTS, LLAMA, SIZES, TIED, TOKENS, load, numbers, write_blocks
 
 MODELS = {"llama": LLAMA, "tied": TIED, "experts": EXPERTS}
@@ -144,9 +146,36 @@ def test_what_can_not_be_quantised_says_what_to_do(small: Path, tmp_path: Path) 
         quantize_model(tmp_path / "out", tmp_path / "twice", "int4")
     with pytest.raises(InvalidRequestError, match=r"quantised already \(INT8\)"):
         load(tmp_path / "out", "int8")
-    write_blocks(tmp_path / "model.gguf", LLAMA, lambda _: None)
-    with pytest.raises(UnsupportedModelError, match=r'load it with quantization="int4"'):
+    write_blocks(tmp_path / "model.gguf", LLAMA, lambda _: "Q4_0")
+    with pytest.raises(InvalidRequestError, match=r"quantised already \(Q4_0\)"):
         quantize_model(tmp_path / "model.gguf", tmp_path / "twice", "int4")
+    assert not (tmp_path / "twice").exists()
+
+
+@pytest.mark.parametrize("to", ["int8", "int4"])
+@pytest.mark.parametrize("name", [name for name in GGUF_MODELS if name != "llama 3 rope"])
+def test_a_plain_gguf_file_becomes_a_folder(name: str, to: str, tmp_path: Path) -> None:
+    """With a config.json that means the same, Hugging Face's names, and rows in their order."""
+    architecture, config = GGUF_MODELS[name]
+    path = tmp_path / "model.gguf"
+    write_gguf(path, architecture, random_model(config, seed=3))
+    seen: list[tuple[str, Path]] = []
+    quantize_model(
+        path,
+        tmp_path / "out",
+        to,
+        write_tokenizer=lambda metadata, folder: seen.append((metadata["general.architecture"], folder)),
+    )
+    assert [name for name, _ in seen] == [architecture]
+    assert torch.equal(all_logits(load(tmp_path / "out"), TOKENS), all_logits(load(path, to), TOKENS))
+
+
+def test_what_config_json_can_not_say_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "llama", random_model(GGUF_MODELS["llama 3 rope"][1], seed=3))
+    with pytest.raises(UnsupportedModelError, match="a factor for each rope frequency"):
+        quantize_model(path, tmp_path / "out", "int8")
+    assert [file.name for file in tmp_path.iterdir()] == ["model.gguf"]
 
 
 def test_uneven_matrices_stay_plain(tmp_path: Path) -> None:

@@ -175,7 +175,8 @@ def test_experts_stay_as_they_are_stored(choose: Callable[[str], str | None], tm
     torch.testing.assert_close(all_logits(stored, TOKENS), all_logits(expanded, TOKENS), atol=1e-4, rtol=1e-4)
 
 
-def test_a_scale_that_is_no_number_names_its_tensor(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", ["auto", "none"])
+def test_a_scale_that_is_no_number_names_its_tensor(tmp_path: Path, quantization: str) -> None:
     path = tmp_path / "model.gguf"
     write_blocks(path, LLAMA, lambda _: "Q4_1")
     info = open_model(path).checkpoint.tensors["blk.0.ffn_up.weight"]
@@ -183,7 +184,7 @@ def test_a_scale_that_is_no_number_names_its_tensor(tmp_path: Path) -> None:
     data[info.offset + 20 * 77 + 2 : info.offset + 20 * 77 + 4] = b"\x00\x7e"  # the minimum of a block
     path.write_bytes(data)
     with pytest.raises(ModelFormatError, match=r"tensor 'blk\.0\.ffn_up\.weight': a scale of its Q4_1 numbers is inf"):
-        load(path)
+        load(path, quantization)
 
 
 # Quantised while they are loaded
@@ -202,7 +203,7 @@ def test_plain_matrices_are_quantised_row_by_row(
     folder: Path, quantization: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = load(folder, "none")
-    monkeypatch.setattr("quire.models.checkpoint._MAX_STAGED_BYTES", 7 * 256 * 2)  # some rows at a time
+    monkeypatch.setattr("quire.models.checkpoint.MAX_CHUNK_ELEMENTS", 7 * 256)  # some rows at a time
     quantised = load(folder, quantization)
     for parameter, weight in quantised.weights.items():
         before = numbers(plain.weights[parameter])
