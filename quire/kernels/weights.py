@@ -73,7 +73,9 @@ class Weight:
     def experts(self) -> tuple[Weight, ...]:
         """The matrices of a stack."""
         return tuple(
-            type(self)(self.shape[1:], tuple(Part(p.format, tuple(t[i] for t in p.tensors), p.rows) for p in self.parts))
+            type(self)(
+                self.shape[1:], tuple(Part(p.format, tuple(t[i] for t in p.tensors), p.rows) for p in self.parts)
+            )
             for i in range(self.shape[0])
         )
 

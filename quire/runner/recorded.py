@@ -1,6 +1,6 @@
 """Decode steps on the CPU as recorded calls: what CUDA graphs are on a GPU.
 
-A recording has fixed memory and a fixed number of rows; one is made when a step has a number of rows for the first time.
+A recording has fixed memory and a fixed number of rows; one is made when a step has that many rows for the first time.
 It makes the calls that the decoder made then, so its bits are those of a step without.
 """
 

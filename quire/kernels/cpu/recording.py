@@ -42,7 +42,9 @@ class Calls:
         try:
             function = self._library[symbol]
         except AttributeError as error:
-            raise DeviceError(f"The compiled CPU kernels have no {symbol}: delete them, they are built anew.") from error
+            raise DeviceError(
+                f"The compiled CPU kernels have no {symbol}: delete them, they are built anew."
+            ) from error
         function.argtypes, function.restype = [ctypes.c_char_p], None
         address = ctypes.cast(function, ctypes.c_void_p).value
         assert address is not None
