@@ -30,6 +30,7 @@ from quire.bench.offline import run_together
 from quire.bench.peers import PeerSetting, Transformers
 from quire.bench.report import Factor, Report, Table
 from quire.frontend.progress import BenchmarkBar
+from quire.models.sources import resolve
 
 
 def make_jobs(count: int, vocab_size: int) -> list[Job]:
@@ -51,7 +52,8 @@ def main() -> None:
     facts = report_facts(device, "python bench/throughput_cpu.py")
     llm = LLM("smollm2", dtype=options.dtype, device="cpu", prefix_caching=False, max_model_len=1024)
     jobs = make_jobs(options.requests, 49152)
-    peer = Transformers(PeerSetting("smollm2", device, getattr(torch, options.dtype), 8, 1024))
+    path = str(resolve("smollm2").path)
+    peer = Transformers(PeerSetting("smollm2", path, "cpu", options.dtype, torch.get_num_threads(), 8, 1024))
 
     def run_peer(some: Sequence[Job], batch_size: int) -> None:
         peer.batch_size = batch_size

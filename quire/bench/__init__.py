@@ -1,2 +1,3 @@
-"""What `quire bench` runs: `jobs` to measure with, `offline` (the engine alone or beside one of the `peers`), `serve`
-(any server with OpenAI's API), `ladder` (technique by technique), and the one form of their reports in `report`."""
+"""What `quire bench` runs: `jobs` to measure with, `offline` (the engine alone), `comparison` (beside `peers`, each in
+an `engine_process`), `quality` (what weight formats cost), `serve` (any server with OpenAI's API), `ladder` (technique
+by technique), and the one form of their reports in `report`."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -118,11 +118,6 @@ def file_jobs(path: Path, count: int, output_len: int) -> list[Job]:
     if not jobs:
         raise InvalidRequestError("--dataset-path", f"{path} holds no requests")
     return [jobs[i % len(jobs)] for i in range(count)]
-
-
-def with_other_tokens(jobs: Sequence[Job], source: TokenSource) -> list[Job]:
-    """Jobs as long as these with prompts of their own: nobody finds them in a cache of prefixes."""
-    return [replace(job, prompt=source.draw(len(job.prompt))) for job in jobs]
 
 
 def check_least(option: str, value: int, least: int = 1) -> None:

@@ -6,7 +6,9 @@ import contextlib
 import datetime
 import os
 import platform
+import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +19,11 @@ from quire.config import format_bytes
 
 if TYPE_CHECKING:
     import torch
+
+_INSTRUCTION_SETS = (
+    *("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16"),
+    *("asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve", "sve2"),
+)
 
 
 def report_facts(device: torch.device | None = None, program: str = "quire") -> dict[str, str]:
@@ -51,16 +58,33 @@ def command_line(arguments: Sequence[str], program: str = "quire") -> str:
     for argument in rest:
         if argument in left_out:
             next(rest, None)
+        elif kept[-1:] == ["--peer"]:
+            kept.append(argument.partition("=")[0])  # less the interpreter it is installed for
         elif argument.partition("=")[0] not in left_out:
             kept.append(argument)
     return f"{program} {shlex.join(kept)}".strip()
 
 
+def instruction_sets() -> str:
+    """Those of the CPU that matter to matrix products."""
+    flags = set(f"{_cpu_info('flags')} {_cpu_info('Features')}".split())
+    return " ".join(name for name in _INSTRUCTION_SETS if name in flags) or "none that is known"
+
+
 def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
+    if name := _cpu_info("model name"):
+        return name
+    with contextlib.suppress(OSError):  # Linux on ARM tells numbers, and lscpu knows what they mean
+        shown = subprocess.run(["lscpu"], capture_output=True, text=True, check=False, env=os.environ | {"LC_ALL": "C"})
+        if found := re.search(r"^Model name:\s*(.+)$", shown.stdout, re.MULTILINE):
+            return found[1]
     return platform.processor() or platform.machine()
+
+
+def _cpu_info(field: str) -> str:
+    """A field of the first CPU; empty where the system does not tell."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith(field):
+                return line.partition(":")[2].strip()
+    return ""

@@ -1,22 +1,21 @@
-"""Throughput and latency of the engine in this process, alone or beside another one."""
+"""Throughput and latency of the engine in this process."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
-from operator import truediv
 from typing import Any
 
 import torch
 
-from quire.bench.jobs import Job, Lengths, TokenSource, random_jobs, with_other_tokens
+from quire.bench.jobs import Job, Lengths, TokenSource, random_jobs
 from quire.bench.machine import report_facts
 from quire.bench.measure import Clock, in_turn
-from quire.bench.peers import Answers, Peer
-from quire.bench.report import Factor, Row, Table
+from quire.bench.peers import PeerSetting
+from quire.bench.report import Row, Table
 from quire.bench.spread import Spread
 from quire.errors import EngineError
 from quire.frontend.progress import BenchmarkBar
@@ -112,39 +111,17 @@ def measure_latency(llm: LLM, jobs: Sequence[Job], repeats: int) -> Table:
     return Table("Latency", note, ("what", "measured"), tuple(rows))
 
 
-def compare(llm: LLM, peer: Peer, jobs: Sequence[Job], repeats: int, clock: Clock = time.perf_counter) -> Table:
-    """Quire and another engine in turn, after a small pass of each to warm up.
+class OwnEngine:
+    """Quire as one of the engines of a comparison."""
 
-    Every pass has prompts of its own: a peer may keep prefixes, too, and can't be asked to forget them.
-    """
-    prompt_tokens, new_tokens = _count(jobs)
-    passes = [with_other_tokens(jobs, token_source(llm, seed=repeat + 1)) for repeat in range(repeats)]
-    with BenchmarkBar(2 * repeats + 1) as bar:
-        bar.begin("warming up")
-        run_together(llm, jobs[:2])
-        peer.run(jobs[:2])
-        bar.advance()
+    def __init__(self, setting: PeerSetting, options: Mapping[str, Any]) -> None:
+        torch.set_num_threads(setting.threads)
+        each = {"device": setting.device, "dtype": setting.dtype, "max_model_len": setting.max_model_len, **options}
+        self._llm = LLM(setting.path, **each)
+        self.name = f"{setting.model}: {self._llm.description.removeprefix(f'{setting.path}: ')}"
 
-        ours_next, theirs_next = iter(passes), iter(passes)
-        ways: dict[str, Callable[[], Answers]] = {
-            "quire": lambda: [output.token_ids for output in run_together(llm, next(ours_next))],
-            peer.name: lambda: peer.run(next(theirs_next)),
-        }
-        ours, theirs = in_turn(ways, repeats, device_of(llm), clock, bar).values()
-    quire = ours[0].per(new_tokens)
-    counts = [answers if isinstance(answers, int) else sum(map(len, answers)) for answers in theirs[1]]
-    other = Spread.of(map(truediv, counts, theirs[0].values), "tok/s")
-    pairs = zip(ours[1], theirs[1], strict=True)
-    told = [(mine, answers) for mine, answers in pairs if isinstance(mine, list) and isinstance(answers, list)]
-    agree = sum(mine == answer for both in told for mine, answer in zip(*both, strict=True))
-    same = f"{agree} of {repeats * len(jobs)}" if told else "not told"
-    rows = (("quire", quire, "", ""), (peer.name, other, Factor(quire.median / other.median), same))
-    note = (
-        f"{len(jobs)} requests, {prompt_tokens} prompt tokens and {new_tokens} new ones in all, greedy. Medians of "
-        f"{repeats} interleaved passes, each with prompts of its own, the lowest and highest in brackets. Answers "
-        "agree where every token does; engines that round differently part at near ties."
-    )
-    return Table("Comparison", note, ("engine", "output tokens", "quire is", "answers that agree"), rows)
+    def run(self, jobs: Sequence[Job]) -> list[tuple[int, ...]]:
+        return [output.token_ids for output in run_together(self._llm, jobs)]
 
 
 def _passes(

@@ -1,21 +1,24 @@
-"""Other engines that run the same jobs. All are optional: what is missing says how to install it."""
+"""Other engines that run the same jobs. All are optional: what is missing says how to install it.
+
+Each is measured in a process of its own (`engine_process`), which may belong to another virtual environment. So this
+module and those it imports need nothing but Python until a peer is opened: its memory is then its own.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
 import os
-from collections.abc import Callable, Sequence
+import platform
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any, Protocol
-
-import torch
 
 from quire.bench.http_client import HttpClient, HttpError
 from quire.bench.jobs import Job
 from quire.errors import InvalidRequestError, QuireError
-from quire.models.sources import resolve
 
 Answers = list[tuple[int, ...]] | int
 """Every job's new tokens, or just how many there were if an engine keeps them to itself."""
@@ -26,11 +29,23 @@ class PeerSetting:
     """What a peer needs to know to run the same model in the same way."""
 
     model: str
-    device: torch.device
-    dtype: torch.dtype
+    """As the user calls it."""
+    path: str
+    """The folder or `.gguf` file it was found at."""
+    device: str
+    dtype: str
+    threads: int
     batch_size: int
+    """How many requests it gets at once, if it can't tell itself."""
     max_model_len: int
     url: str | None = None
+
+    @property
+    def gguf(self) -> str:
+        """The file, for peers that read nothing else."""
+        if not self.path.endswith(".gguf"):
+            raise InvalidRequestError("--model", f"this peer reads .gguf files only, and {self.model} is none")
+        return self.path
 
 
 class Peer(Protocol):
@@ -44,19 +59,18 @@ class Peer(Protocol):
         """Answers all jobs, greedily."""
 
 
+def check_peer(kind: str, url: str | None) -> None:
+    """Raises InvalidRequestError for a peer that can't be opened so."""
+    if kind not in _PEERS:
+        raise InvalidRequestError("--peer", f"must be one of {', '.join(_PEERS)}, not {kind!r}")
+    if (url is None) == (kind == "openai-url"):
+        raise InvalidRequestError("--url", "goes with --peer openai-url, and that needs one: http://localhost:8000/v1")
+
+
 def open_peer(kind: str, setting: PeerSetting) -> Peer:
     """The peer called `kind`, with the model loaded."""
-    makers: dict[str, Callable[[PeerSetting], Peer]] = {
-        "transformers": Transformers,
-        "llama-cpp": LlamaCpp,
-        "vllm": Vllm,
-        "openai-url": OpenAiUrl,
-    }
-    if kind not in makers:
-        raise InvalidRequestError("--peer", f"must be one of {', '.join(makers)}, not {kind!r}")
-    if (setting.url is None) == (kind == "openai-url"):
-        raise InvalidRequestError("--url", "goes with --peer openai-url, and that needs one: http://localhost:8000/v1")
-    return makers[kind](setting)
+    check_peer(kind, setting.url)
+    return _PEERS[kind](setting)
 
 
 class Transformers:
@@ -66,36 +80,33 @@ class Transformers:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("TQDM_DISABLE", "1")  # its bars would run into ours
         transformers = _import("transformers", "transformers", "transformers accelerate")
-        path = resolve(setting.model).path
+        self._torch = _import("transformers", "torch", "torch")
+        self._torch.set_num_threads(setting.threads)
+        path = Path(setting.path)
         place = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
         folder = path.parent if place else path
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(str(folder), dtype=setting.dtype, **place)
+        dtype = getattr(self._torch, setting.dtype)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, **place)
+        loaded.generation_config.eos_token_id = None  # end tokens are tokens like all others here
         self._model = loaded.eval().to(setting.device)
         self._device = setting.device
         self.batch_size = setting.batch_size
         self.name = f"transformers {transformers.__version__}, padded batches of {setting.batch_size}"
 
     def run(self, jobs: Sequence[Job]) -> list[tuple[int, ...]]:
-        answers: list[tuple[int, ...]] = []
-        for start in range(0, len(jobs), self.batch_size):
-            answers += self._run_batch(jobs[start : start + self.batch_size])
-        return answers
+        return [answer for some in _batches(jobs, self.batch_size) for answer in self._run_batch(some)]
 
     def _run_batch(self, jobs: Sequence[Job]) -> list[tuple[int, ...]]:
-        width, longest = max(len(job.prompt) for job in jobs), max(job.max_tokens for job in jobs)
-        padding = [width - len(job.prompt) for job in jobs]
-        ids = [[0] * gap + list(job.token_ids) for gap, job in zip(padding, jobs, strict=True)]
-        mask = [[0] * gap + [1] * (width - gap) for gap in padding]
-        with torch.inference_mode():
+        ids, mask = _padded(jobs)
+        with self._torch.inference_mode():
             output = self._model.generate(
-                torch.tensor(ids, device=self._device),
-                attention_mask=torch.tensor(mask, device=self._device),
-                max_new_tokens=longest,
-                min_new_tokens=longest,
+                self._torch.tensor(ids, device=self._device),
+                attention_mask=self._torch.tensor(mask, device=self._device),
+                max_new_tokens=max(job.max_tokens for job in jobs),
                 do_sample=False,
                 pad_token_id=0,
             )
-        new = output[:, width:].tolist()
+        new = output[:, len(ids[0]) :].tolist()
         return [tuple(tokens[: job.max_tokens]) for tokens, job in zip(new, jobs, strict=True)]
 
 
@@ -104,17 +115,12 @@ class LlamaCpp:
 
     def __init__(self, setting: PeerSetting) -> None:
         llama_cpp = _import("llama-cpp", "llama_cpp", "llama-cpp-python")
-        source = resolve(setting.model)
-        if source.path.suffix != ".gguf":
-            raise InvalidRequestError("--model", f"llama.cpp reads .gguf files only, and {source.name} is none")
-        layers = -1 if setting.device.type == "cuda" else 0
-        threads = torch.get_num_threads()  # for prompts, too: it would take all cores for those
         self._model = llama_cpp.Llama(
-            str(source.path),
+            setting.gguf,
             n_ctx=setting.max_model_len,
-            n_threads=threads,
-            n_threads_batch=threads,
-            n_gpu_layers=layers,
+            n_threads=setting.threads,
+            n_threads_batch=setting.threads,  # it would take all cores for prompts
+            n_gpu_layers=0 if setting.device == "cpu" else -1,
             verbose=False,
         )
         self.name = f"llama.cpp (llama-cpp-python {llama_cpp.__version__}), one by one, weights as in the file"
@@ -122,10 +128,53 @@ class LlamaCpp:
     def run(self, jobs: Sequence[Job]) -> list[tuple[int, ...]]:
         answers = []
         for job in jobs:
-            self._model.reset()
+            # What the prompt has in common with the last one it keeps by itself.
             tokens = self._model.generate(list(job.token_ids), temp=0.0, repeat_penalty=1.0)
             answers.append(tuple(islice(tokens, job.max_tokens)))
         return answers
+
+
+class OpenVino:
+    """OpenVINO GenAI on the weights of a GGUF file: continuous batching of all jobs with prefixes kept; where its paged
+    attention has no kernel for the CPU (ARM without SVE), padded batches."""
+
+    def __init__(self, setting: PeerSetting) -> None:
+        self._genai = genai = _import("openvino", "openvino_genai", "openvino-genai")
+        self._openvino, self._numpy = (_import("openvino", name, "openvino-genai") for name in ("openvino", "numpy"))
+        if setting.device != "cpu":
+            raise InvalidRequestError("--device", "the peer openvino computes on CPUs: use --device cpu")
+        self._batch_size = setting.batch_size
+        properties: dict[str, int | str] = {"INFERENCE_NUM_THREADS": setting.threads}
+        scheduler = genai.SchedulerConfig()
+        scheduler.enable_prefix_caching = True
+        self.name = f"OpenVINO GenAI {genai.__version__}, from the GGUF file"
+        self._pads = _is_arm_without_sve()
+        if self._pads:
+            properties |= {"ATTENTION_BACKEND": "SDPA", "INFERENCE_PRECISION_HINT": "f32"}
+            self._pipeline = genai.LLMPipeline(setting.gguf, "CPU", **properties)
+            self.name += f", float32, without paged attention: padded batches of {setting.batch_size}"
+        else:
+            self._pipeline = genai.ContinuousBatchingPipeline(setting.gguf, scheduler, "CPU", properties)
+            self.name += ", all at once"
+
+    def run(self, jobs: Sequence[Job]) -> list[tuple[int, ...]]:
+        if self._pads:
+            return [answer for some in _batches(jobs, self._batch_size) for answer in self._run_padded(some)]
+        prompts = [self._tensor([job.token_ids]) for job in jobs]
+        results = self._pipeline.generate(prompts, [self._config(job.max_tokens) for job in jobs])
+        return [tuple(result.m_generation_ids[0]) for result in results]
+
+    def _run_padded(self, jobs: Sequence[Job]) -> list[tuple[int, ...]]:
+        ids, mask = _padded(jobs)
+        inputs = self._genai.TokenizedInputs(self._tensor(ids), self._tensor(mask))
+        found = self._pipeline.generate(inputs, self._config(max(job.max_tokens for job in jobs))).tokens
+        return [tuple(tokens[: job.max_tokens]) for tokens, job in zip(found, jobs, strict=True)]
+
+    def _tensor(self, values: Sequence[Sequence[int]]) -> Any:
+        return self._openvino.Tensor(self._numpy.array(values, dtype="int64"))
+
+    def _config(self, max_tokens: int) -> Any:
+        return self._genai.GenerationConfig(max_new_tokens=max_tokens, ignore_eos=True, do_sample=False)
 
 
 class Vllm:
@@ -134,10 +183,9 @@ class Vllm:
     def __init__(self, setting: PeerSetting) -> None:
         vllm = _import("vllm", "vllm", "vllm")
         self._vllm = vllm
-        dtype = str(setting.dtype).removeprefix("torch.")
-        path = str(resolve(setting.model).path)
         # Not the nine tenths of the GPU it would take by itself: Quire is to fit beside it.
-        self._llm = vllm.LLM(model=path, dtype=dtype, max_model_len=setting.max_model_len, gpu_memory_utilization=0.45)
+        share = {"gpu_memory_utilization": 0.45}
+        self._llm = vllm.LLM(setting.path, dtype=setting.dtype, max_model_len=setting.max_model_len, **share)
         self.name = f"vLLM {vllm.__version__}, all at once"
 
     def run(self, jobs: Sequence[Job]) -> list[tuple[int, ...]]:
@@ -185,8 +233,36 @@ class OpenAiUrl:
             return sum(await asyncio.gather(*map(complete, jobs)))
 
 
+def _is_arm_without_sve() -> bool:
+    if platform.machine() not in ("aarch64", "arm64"):
+        return False
+    features = Path("/proc/cpuinfo")
+    return not features.exists() or " sve" not in features.read_text()
+
+
+def _batches(jobs: Sequence[Job], size: int) -> Iterator[Sequence[Job]]:
+    return (jobs[start : start + size] for start in range(0, len(jobs), size))
+
+
+def _padded(jobs: Sequence[Job]) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts of one length, filled up on the left, and masks with 1 where a token is real."""
+    width = max(len(job.prompt) for job in jobs)
+    gaps = [width - len(job.prompt) for job in jobs]
+    ids = [[0] * gap + list(job.token_ids) for gap, job in zip(gaps, jobs, strict=True)]
+    return ids, [[0] * gap + [1] * (width - gap) for gap in gaps]
+
+
 def _import(peer: str, module: str, packages: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
         raise QuireError(f"the peer {peer} is not installed here: pip install {packages}") from None
+
+
+_PEERS: dict[str, Callable[[PeerSetting], Peer]] = {
+    "transformers": Transformers,
+    "llama-cpp": LlamaCpp,
+    "openvino": OpenVino,
+    "vllm": Vllm,
+    "openai-url": OpenAiUrl,
+}

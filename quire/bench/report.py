@@ -6,6 +6,7 @@ A cell keeps its raw values, and every number that is printed, written or plotte
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -39,7 +40,15 @@ class Bytes:
     value: int
 
 
-Cell = str | int | Spread | Factor | Bytes
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A figure that was not measured repeatedly, and that may be very small."""
+
+    value: float
+    unit: str = ""
+
+
+Cell = str | int | Spread | Factor | Bytes | Number
 Row = tuple[Cell, ...]
 EMPTY = "–"
 _PIPE_WIDTH = 200
@@ -127,6 +136,8 @@ def cell_text(cell: Cell) -> str:
         return f"{number_text(cell.value)} ×"
     if isinstance(cell, Bytes):
         return format_bytes(cell.value)
+    if isinstance(cell, Number):
+        return f"{_four_digits(cell.value)} {cell.unit}".rstrip()
     return str(cell)
 
 
@@ -138,10 +149,18 @@ def number_text(value: float) -> str:
     return f"{value:,.{decimals}f}"
 
 
+def _four_digits(value: float) -> str:
+    """Four significant digits, and no exponents."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    decimals = 3 - math.floor(math.log10(abs(value)))
+    return f"{value:,.{min(max(decimals, 0), 9)}f}"
+
+
 def _json_cell(cell: Cell) -> dict[str, Any]:
     values: dict[str, Any] = {"text": cell_text(cell)}
     if isinstance(cell, Spread):
         values |= {"values": cell.values, "unit": cell.unit}
-    elif isinstance(cell, Factor | Bytes):
+    elif isinstance(cell, Factor | Bytes | Number):
         values["value"] = cell.value
     return values

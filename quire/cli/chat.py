@@ -12,6 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from quire.cli import options
+from quire.cli.start import open_llm
 from quire.cli.terminal import say
 from quire.errors import InvalidRequestError, QuireError
 from quire.outputs import RequestOutput
@@ -59,9 +60,7 @@ def chat(
     quire chat --model Qwen/Qwen3-0.6B --system "Answer in one sentence."
     """
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens)
-    from quire.llm import LLM
-
-    with LLM(model, device=device, dtype=dtype, quantization=quantization) as llm:
+    with open_llm(model, device=device, dtype=dtype, quantization=quantization) as llm:
         say(llm.description)
         if not llm.has_chat_template:
             raise QuireError(f"{model} has no chat template, so it can't chat. Continue text with: quire run --raw")

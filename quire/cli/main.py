@@ -13,6 +13,7 @@ from quire.cli.models import models, pull
 from quire.cli.quantize import quantize
 from quire.cli.run import run
 from quire.cli.serve import serve
+from quire.cli.start import load_torch_libraries
 from quire.engine.gc_pauses import full_collections_put_off
 from quire.errors import QuireError
 
@@ -41,6 +42,8 @@ def version(show: bool = typer.Option(False, "--version", help="Show the version
 def main() -> None:
     """Runs the command line. A QuireError is a message, not a stack trace."""
     try:
+        if sys.argv[1:2] in (["run"], ["chat"]):
+            load_torch_libraries()  # while the command is read
         # From the start: torch brings more than a hundred thousand objects, and none of them is garbage.
         with full_collections_put_off():
             app()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from quire.cli import options
+from quire.cli.start import open_llm
 from quire.cli.terminal import AnswerPrinter, say
 from quire.errors import InvalidRequestError, QuireError
 from quire.frontend.progress import GenerationBar
@@ -58,11 +59,9 @@ def run(
     each = _with_priorities(params, priority or [], len(texts))
     if raw and system is not None:
         raise InvalidRequestError("--system", "needs a chat template, which --raw turns off")
-    from quire.llm import LLM
-
     started = time.monotonic()
     policy = "priority" if priority else "fcfs"
-    with LLM(model, device=device, dtype=dtype, quantization=quantization, policy=policy) as llm:
+    with open_llm(model, device=device, dtype=dtype, quantization=quantization, policy=policy) as llm:
         say(f"{llm.description} ({time.monotonic() - started:.1f} s)")
         _answer(llm, texts, each, system, raw or not llm.has_chat_template, json_lines)
 

@@ -33,6 +33,18 @@ def full_collections_put_off() -> Iterator[None]:
         gc.set_threshold(*thresholds)
 
 
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """For a program that starts: inside nothing is collected, and what is there at the end is never looked through
+    again. Modules, weights and a tokenizer are several hundred thousand objects, none of them garbage."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
 class IdleCollector:
     """Makes up for collections put off, in a process that never leaves `full_collections_put_off`.
 

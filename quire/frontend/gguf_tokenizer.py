@@ -141,12 +141,10 @@ def _byte_level(fields: Fields, tokens: Sequence[str]) -> tuple[tokenizers.Token
         known = ", ".join(sorted(_PRE_TOKENIZERS))
         message = f"tokenizer.ggml.pre is {name!r}, a pre-tokenizer Quire does not know; it knows {known}"
         raise UnsupportedModelError(message)
-    merges = []
-    for index, merge in enumerate(fields.list_of("merges", str)):
-        left, space, right = merge.partition(" ")
-        if not (left and space and right):
+    merges = [merge.partition(" ")[::2] for merge in fields.list_of("merges", str)]
+    for index, (left, right) in enumerate(merges):
+        if not (left and right):
             raise ModelFormatError(f"tokenizer.ggml.merges[{index}] is not two tokens with a space between")
-        merges.append((left, right))
     backend = _build_bpe(tokens, merges, ignore_merges=pre.whole_words_first)
     if pre.nfc:
         backend.normalizer = normalizers.NFC()
@@ -215,9 +213,9 @@ def _added_tokens(tokens: Sequence[str], types: Sequence[int], named: set[int]) 
 
     All are in the vocabulary already, so they keep their ids.
     """
-    added = []
-    for index, (token, kind) in enumerate(zip(tokens, types, strict=True)):
-        special = kind in (_CONTROL, _UNKNOWN) or index in named
-        if token and (special or kind == _USER_DEFINED):
-            added.append(AddedToken(token, special=special, normalized=False))
-    return added
+    marked = named.union(index for index, kind in enumerate(types) if kind in (_CONTROL, _UNKNOWN, _USER_DEFINED))
+    return [
+        AddedToken(tokens[index], special=types[index] != _USER_DEFINED or index in named, normalized=False)
+        for index in sorted(marked)
+        if tokens[index]
+    ]

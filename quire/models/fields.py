@@ -60,7 +60,8 @@ class Fields:
 
     def list_of(self, key: str, kind: type, default: list[Any] = _MISSING) -> list[Any]:
         value = self._take(key, default)
-        if not isinstance(value, list | tuple) or not all(isinstance(item, kind) for item in value):
+        # A vocabulary has very many items of very few types.
+        if not isinstance(value, list | tuple) or not all(issubclass(found, kind) for found in set(map(type, value))):
             raise self.error(key, f"a list of {kind.__name__}", value)
         return list(value)
 

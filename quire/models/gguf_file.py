@@ -285,13 +285,17 @@ class _HeaderReader:
         strings: list[object] = []
         buffer, position, end = self._buffer, self.position, self._end
         unpack: Callable[..., tuple[int]] = _U64.unpack_from
-        for _ in range(count):
-            start = position + 8
-            if start > end:
-                self.fail(f"{what}: the file is truncated in string {len(strings)} of {count}")
-            position = start + unpack(buffer, position)[0]
-            if position > end:
-                self.fail(f"{what}: string {len(strings)} of {count}: must end by {end}, got {position}")
-            strings.append(self._decode(buffer[start:position], what))
+        start = position
+        try:
+            for _ in range(count):
+                start = position + 8
+                if start > end:
+                    self.fail(f"{what}: the file is truncated in string {len(strings)} of {count}")
+                position = start + unpack(buffer, position)[0]
+                if position > end:
+                    self.fail(f"{what}: string {len(strings)} of {count}: must end by {end}, got {position}")
+                strings.append(buffer[start:position].decode())
+        except UnicodeDecodeError:
+            self._decode(buffer[start:position], what)  # says which
         self.position = position
         return strings

@@ -57,6 +57,23 @@ def test_a_failing_compiler_is_reported_with_its_words(monkeypatch: pytest.Monke
     assert list((tmp_path / "home" / "kernels").iterdir()) == []
 
 
+def test_another_compiler_of_the_same_name_builds_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fingerprint(*command: str) -> str:
+        return build._fingerprint(list(command), ["-O3"], [])
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("g++", "ccache"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    first = fingerprint("g++"), fingerprint("ccache", "g++")
+    assert (fingerprint("g++"), fingerprint("ccache", "g++")) == first
+    assert first[0] != first[1]
+    (tmp_path / "g++").write_text("#!/bin/sh\n# updated\n")
+    assert not {fingerprint("g++"), fingerprint("ccache", "g++")} & set(first)
+    monkeypatch.setattr(subprocess, "run", None)  # nothing is started for it
+    fingerprint("g++")
+
+
 @needs_compiler
 def test_builds_at_the_same_time_do_not_meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two processes build into one empty folder; both can use the result and only one file is left."""

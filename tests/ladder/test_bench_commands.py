@@ -10,7 +10,8 @@ import shlex
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,11 +21,14 @@ import torch
 from typer.testing import CliRunner
 
 from quire import LLM
-from quire.bench.jobs import Lengths, TokenSource, random_jobs
+from quire.bench.comparison import OWN, STANDARD, Starts, Workload, compare, start_engines
+from quire.bench.engine_process import EngineChoice, EngineProcess
+from quire.bench.jobs import Job, Lengths, TokenSource, random_jobs
 from quire.bench.machine import command_line
 from quire.bench.measure import peak_memory
-from quire.bench.offline import compare, measure_latency, measure_throughput, run_together
-from quire.bench.peers import PeerSetting, open_peer
+from quire.bench.offline import OwnEngine, measure_latency, measure_throughput, run_together
+from quire.bench.peers import Peer, PeerSetting, open_peer
+from quire.bench.spread import Spread
 from quire.cli.main import app, main
 from quire.errors import QuireError
 from quire.frontend.progress import BenchmarkBar
@@ -40,8 +44,11 @@ def quire(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def setting(model: Path, **options: Any) -> PeerSetting:
-    return PeerSetting(**({"model": str(model), "device": CPU, "dtype": torch.float32, "batch_size": 3,
-                           "max_model_len": 64} | options))  # fmt: skip
+    known = {"model": "it", "path": str(model), "device": "cpu", "dtype": "float32", "threads": 1, "batch_size": 3}
+    return PeerSetting(**(known | {"max_model_len": 64} | options))
+
+
+OWN_OPTIONS = {"kv_cache_memory": "16MiB"}
 
 
 @pytest.fixture
@@ -78,6 +85,7 @@ def test_the_engine_alone(tiny_model: Path, tmp_path: Path, command: str, rows: 
         ("bench ladder --output=/a/b", "quire bench ladder"),
         ("bench latency --markdown a.md --requests 2 --json=b.json", "quire bench latency --requests 2"),
         ("bench ladder --output", "quire bench ladder"),
+        ("bench compare --peer vllm=/a/bin/python --device cuda", "quire bench compare --peer vllm --device cuda"),
         ("bench serve --api-key k --result-file a.json --plot=a.png --seed 2", "quire bench serve --seed 2"),
     ],
 )
@@ -122,8 +130,11 @@ def test_bars_end_full(llm: LLM, tiny_model: Path, monkeypatch: pytest.MonkeyPat
     jobs = random_jobs(2, Lengths(4, 8), Lengths(2, 3), TokenSource(0, 256))
     measure_throughput(llm, jobs, repeats=2)
     measure_latency(llm, jobs, repeats=2)
-    compare(llm, open_peer("transformers", setting(tiny_model)), jobs, repeats=2)
-    assert CountingBar.seen == [[3, 3], [3, 3], [5, 5]]
+    monkeypatch.setattr("quire.bench.comparison.BenchmarkBar", CountingBar)
+    own = OwnEngine(setting(tiny_model), OWN_OPTIONS)
+    engines = {"transformers": open_peer("transformers", setting(tiny_model)), OWN: own}
+    compare(engines, [Workload(name, 2, Lengths(4, 8), Lengths(2, 3)) for name in "ab"], 256, repeats=2)
+    assert CountingBar.seen == [[3, 3], [3, 3], [9, 9]]
 
 
 def test_throughput_counts_the_tokens_of_its_jobs(llm: LLM) -> None:
@@ -137,17 +148,97 @@ def test_throughput_counts_the_tokens_of_its_jobs(llm: LLM) -> None:
     assert measured["requests"] == (1.5,)
 
 
-def test_transformers_answers_alike_in_float32(llm: LLM, tiny_model: Path) -> None:
-    jobs = random_jobs(5, Lengths(3, 9), Lengths(2, 6), TokenSource(0, 256))
+def test_transformers_answers_alike_in_float32(tiny_model: Path) -> None:
+    own = OwnEngine(setting(tiny_model), OWN_OPTIONS)
+    engines = {"transformers": open_peer("transformers", setting(tiny_model)), OWN: own}
     clock = iter([0.0, 1.0, 1.0, 3.0] * 2).__next__
-    table = compare(llm, open_peer("transformers", setting(tiny_model)), jobs, repeats=2, clock=clock)
-    (_, ours, *_), (name, theirs, ratio, same) = table.rows
-    assert "transformers" in str(name)
+    workload = Workload("five at once", 5, Lengths(3, 9), Lengths(4, 4))
+    table = compare(engines, [workload], 256, repeats=2, clock=clock)
+    assert table.columns == ("what", "quire", "transformers", "over transformers")
+    (name, ours, theirs, ratio), (_, _, same, _) = table.rows
+    assert name == "five at once"
     assert same == "10 of 10"
-    tokens = sum(job.max_tokens for job in jobs)
-    assert ours.values == (tokens / 1,) * 2  # type: ignore[union-attr]
-    assert theirs.values == (tokens / 2,) * 2  # type: ignore[union-attr]
+    assert ours.values == (20 / 1,) * 2  # type: ignore[union-attr]
+    assert theirs.values == (20 / 2,) * 2  # type: ignore[union-attr]
     assert ratio.value == 2.0  # type: ignore[union-attr]
+
+
+class Counter:
+    """An engine that only counts, and whose clock takes a second for 100 prompt tokens, a tenth for a new one."""
+
+    name = "counter"
+
+    def __init__(self, speed: float = 1.0) -> None:
+        self.now = 0.0
+        self.speed = speed
+        self.seen: list[list[Job]] = []
+
+    def run(self, jobs: Sequence[Job]) -> int:
+        self.seen.append(list(jobs))
+        self.now += sum(len(job.prompt) / 100 + job.max_tokens / 10 for job in jobs) / self.speed
+        return sum(job.max_tokens for job in jobs)
+
+
+def test_the_standard_workloads_count_what_their_names_say() -> None:
+    ours, theirs = Counter(2.0), Counter()
+    starts = {OWN: Starts(Spread.of([2.0, 4.0]), 2**20), "other": Starts(Spread.of([1.5]), 2**22)}
+    both: dict[str, Peer] = {"other": theirs, OWN: ours}
+    table = compare(both, STANDARD, 1000, 2, starts, clock=lambda: ours.now + theirs.now)
+    rows: dict[str, Any] = {str(row[0]): row[1:] for row in table.rows}
+    assert [name for name in rows if "answers" not in name] == [
+        "prompt of 512 tokens",
+        "decode, one request",
+        "32 requests at once",
+        "16 with a common 512 tokens",
+        "start to first token",
+        "peak memory, one request",
+    ]
+    for place, speed in enumerate((2.0, 1.0)):
+        measured = [row[place] for row in rows.values()]
+        assert measured[0].values == pytest.approx([512 / (5.12 + 0.1) * speed] * 2)
+        assert measured[1].values == pytest.approx([10 * speed] * 2)
+        assert measured[3].values == pytest.approx([16 * (5.44 + 3.2) / speed] * 2)
+    assert [row[2].value for row in list(rows.values())[:6]] == pytest.approx([2, 2, 2, 2, 0.5, 4])
+    many = ours.seen[3]  # after the pass that warms up and the two of one request
+    assert len(many) == 32
+    assert all(100 <= len(job.prompt) <= 300 and 64 <= job.max_tokens <= 128 for job in many)
+    alike = ours.seen[4]
+    assert len({job.token_ids[:512] for job in alike}) == 1
+    assert len({job.token_ids for job in alike}) == 16
+    assert alike[0].token_ids[:512] != ours.seen[8][0].token_ids[:512]  # no pass finds another's prefix
+    assert ours.seen == theirs.seen
+
+
+def test_engines_run_in_processes_of_their_own(tiny_model: Path) -> None:
+    long = setting(tiny_model, max_model_len=256)
+    choices = {
+        "transformers": EngineChoice("transformers", long),
+        OWN: EngineChoice(OWN, long, OWN_OPTIONS),
+    }
+    with ExitStack() as stack:
+        engines, starts = start_engines(choices, 256, 1, stack)
+        table = compare(engines, [Workload("some", 3, Lengths(4, 8), Lengths(2, 3))], 256, 1, starts)
+    rows: dict[str, Any] = {str(row[0]): row[1:] for row in table.rows}
+    assert rows["answers that agree"][1] == "3 of 3"
+    assert all(spread.median > 0 for spread in rows["start to first token"][:2])
+    if Path("/proc/self/status").exists():
+        assert all(size.value > 2**26 for size in rows["peak memory, one request"][:2])
+
+
+def test_a_process_that_ends_says_why(tmp_path: Path) -> None:
+    with pytest.raises(QuireError, match="can't be started"):
+        EngineProcess(EngineChoice("vllm", setting(tmp_path), python=str(tmp_path / "python")))
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho no such module >&2\nexit 3\n")
+    broken.chmod(0o700)
+    with pytest.raises(QuireError, match="the process of vllm ended: no such module"):
+        EngineProcess(EngineChoice("vllm", setting(tmp_path), python=str(broken)))
+
+
+def test_a_peer_has_nothing_of_ours_in_its_process() -> None:
+    script = "import sys, quire.bench.engine_process; print(sorted({'torch', 'numpy', 'rich'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_llama_cpp_runs_the_same_jobs(smollm2_gguf: Path) -> None:
@@ -164,6 +255,16 @@ def test_llama_cpp_runs_the_same_jobs(smollm2_gguf: Path) -> None:
         ours = [output.token_ids for output in run_together(llm, jobs)]
     # It computes with quantised weights as they are and rounds what it multiplies them with; first tokens are clear.
     assert [answer[0] for answer in answers] == [tokens[0] for tokens in ours]
+
+
+def test_openvino_runs_the_same_jobs(smollm2_gguf: Path) -> None:
+    pytest.importorskip("openvino_genai", reason="openvino-genai is not installed here")
+    jobs = random_jobs(4, Lengths(4, 8), Lengths(2, 5), TokenSource(0, 49152))
+    peer = open_peer("openvino", setting(smollm2_gguf))
+    answers = peer.run(jobs)
+    assert isinstance(answers, list)
+    assert [len(answer) for answer in answers] == [job.max_tokens for job in jobs]
+    assert [answer for job in jobs for answer in peer.run([job])] == answers  # type: ignore[union-attr]
 
 
 class Completions(BaseHTTPRequestHandler):
@@ -204,16 +305,32 @@ def server(tiny_model: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
                 thread.join()
 
 
+class Recorder:
+    """Our engine, and what it was asked for."""
+
+    name = "recorder"
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self.seen: list[list[Job]] = []
+
+    def run(self, jobs: Sequence[Job]) -> list[tuple[int, ...]]:
+        self.seen.append(list(jobs))
+        return [output.token_ids for output in run_together(self.llm, jobs)]
+
+
 def test_a_server_is_compared_by_the_tokens_it_reports(
     llm: LLM, tiny_model: Path, server: tuple[str, list[dict[str, Any]]]
 ) -> None:
     url, seen = server
     jobs = random_jobs(3, Lengths(4, 8), Lengths(2, 5), TokenSource(0, 256))
-    table = compare(llm, open_peer("openai-url", setting(tiny_model, url=url)), jobs, repeats=2)
-    assert table.rows[1][3] == "not told"
+    ours = Recorder(llm)
+    engines: dict[str, Peer] = {"openai-url": open_peer("openai-url", setting(tiny_model, url=url)), OWN: ours}
+    table = compare(engines, [Workload("three", 3, Lengths(4, 8), Lengths(2, 5))], 256, repeats=2)
+    assert table.rows[1][2] == "not told"
     assert {body["path"] for body in seen} == {"/v1/completions"}
     passes = [seen[:2], seen[2:5], seen[5:]]  # two to warm up
-    for asked, expected in zip(passes, (jobs[:2], jobs, jobs), strict=True):
+    for asked, expected in zip(passes, ours.seen, strict=True):
         lengths = sorted((len(body["prompt"]), body["max_tokens"]) for body in asked)
         assert lengths == sorted((len(job.prompt), job.max_tokens) for job in expected)
     # A server that keeps prefixes must find none of an earlier pass.
@@ -235,7 +352,9 @@ def bench_error(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, cap
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("peer", "module"), [("llama-cpp", "llama_cpp"), ("vllm", "vllm")])
+@pytest.mark.parametrize(
+    ("peer", "module"), [("llama-cpp", "llama_cpp"), ("openvino", "openvino_genai"), ("vllm", "vllm")]
+)
 def test_absent_peers_say_what_to_install(
     peer: str, module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -250,6 +369,7 @@ def test_absent_peers_say_what_to_install(
     [
         (("compare", "--peer", "ollama"), "--peer: must be one of transformers, llama-cpp"),
         (("compare", "--peer", "openai-url"), "--url"),
+        (("compare", "--peer", "transformers", "--new-tokens", "5"), "--requests"),
         (("compare", "--peer", "openai-url", "--url", "ftp://x"), "--url: must begin with http"),
         (("compare", "--peer", "transformers", "--url", "http://x"), "--url"),
         (("throughput", "--prompt-tokens", "many"), "--prompt-tokens"),
@@ -270,7 +390,7 @@ def test_a_server_that_is_not_there_is_named(tiny_model: Path) -> None:
 
 
 def test_every_command_has_examples() -> None:
-    for command in ("ladder", "throughput", "latency", "compare"):
+    for command in ("ladder", "throughput", "latency", "compare", "quality"):
         shown = CliRunner().invoke(app, ["bench", command, "--help"]).stdout
         assert f"quire bench {command} --" in shown
 

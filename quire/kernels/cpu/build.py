@@ -78,9 +78,15 @@ def _fingerprint(compiler: list[str], flags: list[str], link: list[str]) -> str:
     digest = hashlib.sha256()
     for path in sorted([*_SOURCE_FOLDER.glob("*.cpp"), *_SOURCE_FOLDER.glob("*.h")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    digest.update(repr((compiler, version, flags, link, platform.machine(), _cpu_features())).encode())
+    digest.update(repr((compiler, _identity(compiler), flags, link, platform.machine(), _cpu_features())).encode())
     return digest.hexdigest()[:20]
+
+
+def _identity(compiler: list[str]) -> list[tuple[str, int, int]]:
+    """The programs in a command (a compiler, perhaps behind ccache): an update changes their files. Asking them for
+    their version would take longer than all else here."""
+    programs = [Path(found).resolve() for word in compiler if (found := shutil.which(word))]
+    return [(str(program), (stat := program.stat()).st_size, stat.st_mtime_ns) for program in programs]
 
 
 def _cpu_features() -> str:

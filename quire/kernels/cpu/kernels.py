@@ -165,7 +165,8 @@ class CpuKernels(ReferenceKernels):
         if parts is not None:
             self._linear_quantized[dtype](_linear_quantized_arguments(
                 x.data_ptr(), stride, ctypes.addressof(parts), len(weight.parts),
-                0 if bias is None else bias.data_ptr(), out.data_ptr(), out.stride(0), rows, depth, _threads(), self.has_amx,
+                0 if bias is None else bias.data_ptr(), out.data_ptr(), out.stride(0), rows, depth, _threads(),
+                self.has_amx,
             ))  # fmt: skip
         elif weight.format is _PACKED[dtype]:
             function(_linear_arguments(
