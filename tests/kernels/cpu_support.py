@@ -17,6 +17,8 @@ REFERENCE = ReferenceKernels()
 VARIANTS: dict[str, tuple[str, bool]] = {"best": ("native", True), "vectors": ("native", False)}
 if platform.machine() == "x86_64":
     VARIANTS |= {"avx2": ("x86-64-v3", False), "sse": ("x86-64", False)}
+elif platform.machine() == "aarch64":
+    VARIANTS |= {"no dot products": ("armv8-a", False)}
 NAN = float("nan")
 
 few_examples = settings(deadline=None, max_examples=12)

@@ -15,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -28,7 +29,7 @@ _SOURCE_FOLDER = Path(__file__).parent
 # the compiler unrolled a loop.
 # -fno-schedule-insns: on ARM GCC would move loads so far ahead that sums no longer fit the registers.
 _FLAGS = (
-    "-O3", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
+    "-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
     "-fno-schedule-insns",
 )  # fmt: skip
 _BUILD_SECONDS = 120
@@ -45,14 +46,20 @@ def load_library(architecture: str = "native") -> ctypes.CDLL:
     threads_library = _loaded_openmp()
     # The link names torch's own OpenMP library, so both run on one pool of threads.
     link = [str(threads_library)] if threads_library else ["-lgomp"]
-    flags = [*_FLAGS, f"-march={architecture}"]
+    flags = [*_FLAGS, machine_flag(architecture)]
     path = cache_dir() / "kernels" / f"cpu-{_fingerprint(compiler, flags, link)}.so"
     if not path.exists():
-        _compile([*compiler, *flags, *map(str, sources), *link], path)
+        _compile([*compiler, *flags], sources, link, path)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise DeviceError(f"The compiled CPU kernels {path} can't be loaded ({error}); delete the file.") from error
+
+
+def machine_flag(architecture: str) -> str:
+    """For ARM, clang spells "native" in its own way, which gcc knows too."""
+    is_arm = architecture == "native" and platform.machine() == "aarch64"
+    return "-mcpu=native" if is_arm else f"-march={architecture}"
 
 
 def _find_compiler() -> list[str]:
@@ -99,23 +106,31 @@ def _cpu_features() -> str:
     return found.group(1) if found else platform.processor()
 
 
-def _compile(command: list[str], path: Path) -> None:
-    """Builds into a file of its own and renames it, so that processes building at once can't meet."""
+def _compile(command: list[str], sources: list[Path], link: list[str], path: Path) -> None:
+    """Builds in a folder of its own and renames the result, so that processes building at once can't meet. Files are
+    compiled side by side."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".so.tmp")
+        folder = tempfile.TemporaryDirectory(dir=path.parent, prefix="build-")
     except OSError as error:
         raise DeviceError(f"The CPU kernels can't be stored in {path.parent} ({error}); set QUIRE_HOME.") from error
-    os.close(handle)
-    try:
+
+    def run(*arguments: str) -> None:
         done = subprocess.run(
-            [*command, "-o", temporary], capture_output=True, text=True, check=False, timeout=_BUILD_SECONDS
+            [*command, *arguments], capture_output=True, text=True, check=False, timeout=_BUILD_SECONDS
         )
         if done.returncode != 0:
             raise DeviceError(f"The CPU kernels don't compile with {command[0]}:\n{done.stderr[-2000:]}")
-        os.chmod(temporary, 0o700)
-        os.replace(temporary, path)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise DeviceError(f"The CPU kernels could not be built with {command[0]}: {error}") from error
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+
+    with folder, ThreadPoolExecutor(os.cpu_count()) as compilers:
+        objects = [str(Path(folder.name) / f"{source.stem}.o") for source in sources]
+        library = Path(folder.name) / path.name
+        try:
+            # The longest first, so that nobody waits for it at the end.
+            pairs = sorted(zip(sources, objects, strict=True), key=lambda pair: -pair[0].stat().st_size)
+            list(compilers.map(lambda pair: run("-c", str(pair[0]), "-o", pair[1]), pairs))
+            run("-shared", *objects, *link, "-o", str(library))
+            os.chmod(library, 0o700)
+            os.replace(library, path)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise DeviceError(f"The CPU kernels could not be built with {command[0]}: {error}") from error

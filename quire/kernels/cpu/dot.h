@@ -42,7 +42,12 @@ constexpr int32_t BIAS = 0;
 #endif
 
 #if !defined(__ARM_FEATURE_DOTPROD)
-inline IntVec dot_small(IntVec sums, ByteVec weights, IntVec x) {
+#if !defined(__AVX2__)
+__attribute__((noinline)) static  // a loop over bytes, which would be written out hundreds of times
+#else
+inline
+#endif
+IntVec dot_small(IntVec sums, ByteVec weights, IntVec x) {
 #if defined(__AVX512VNNI__)
   return (IntVec)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, (__m512i)x);
 #elif defined(__AVX512BW__)

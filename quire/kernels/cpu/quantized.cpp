@@ -4,15 +4,18 @@
 
 #include <algorithm>
 
-#include "linear.h"
-#include "quantized_amx.h"
+#include "quantized_product.h"
 #include "threads.h"
 
 namespace quire {
+
+#define QUIRE_DECLARE(F) extern QUIRE_PANEL_TOTALS(F)
+QUIRE_SIMPLE_FORMATS(QUIRE_DECLARE)
+QUIRE_OTHER_FORMATS(QUIRE_DECLARE)
+
 namespace {
 
-constexpr int MAX_ROWS = LANES == 16 ? 8 : 4;  // rows whose sums fit the registers
-constexpr int64_t ROW_CHUNK = 64;              // rows of one task
+constexpr int64_t ROW_CHUNK = 64;  // rows of one task
 
 // x as integers, with a scale for each unit of each row; a unit that is not all numbers has a scale of NaN.
 template <class T>
@@ -51,100 +54,6 @@ void quantize_row(const T* x, int64_t units, int8_t* quants, float* scales, floa
     scales[unit] = scale;
     scaled_sums[unit] = float(sums[2 * unit] + sums[2 * unit + 1]) * scale;
   }
-}
-
-// Weights as they lie in memory.
-template <class F>
-struct PackedPanel {
-  const uint8_t *quants, *scales;
-  static constexpr int32_t zero = F::IS_LARGE ? BIAS : F::ZERO;
-
-  template <int GROUP>
-  ByteVec group(int64_t unit, int part) const {
-    return F::template group<GROUP>(quants + unit * F::UNIT_BYTES, part);
-  }
-  Vec scale(int64_t unit, int block, int part) const { return F::scale(scales, unit, block, part); }
-  Vec minimum(int64_t unit, int part) const { return F::minimum(scales, unit, part); }
-};
-
-// The same taken apart once for many rows: bytes, and scales in float32.
-template <class F>
-struct ExpandedPanel {
-  const uint8_t* quants;
-  const float *scales, *minima;
-  int32_t zero;
-
-  template <int GROUP>
-  ByteVec group(int64_t unit, int part) const {
-    return load_bytes(quants + unit * 512 + GROUP * 64 + part * 4 * LANES);
-  }
-  Vec scale(int64_t unit, int block, int part) const {
-    return load(scales + (unit * F::BLOCKS + block) * OUTPUTS + part * LANES);
-  }
-  Vec minimum(int64_t unit, int part) const { return load(minima + unit * OUTPUTS + part * LANES); }
-
-  static size_t bytes(int64_t units) { return size_t(units * (512 + (F::BLOCKS + 1) * OUTPUTS * 4)); }
-};
-
-template <class F>
-ExpandedPanel<typename F::Kind> expand(const PackedPanel<F>& packed, int64_t units, uint8_t* memory) {
-  float* scales = reinterpret_cast<float*>(memory + units * 512);
-  float* minima = scales + units * F::BLOCKS * OUTPUTS;
-  for (int64_t unit = 0; unit < units; ++unit)
-    for (int part = 0; part < PER; ++part) {
-      if constexpr (!F::IS_LARGE)
-        unrolled<8>([&](auto group) {
-          ByteVec bytes = packed.template group<group()>(unit, part);
-          std::memcpy(memory + unit * 512 + group() * 64 + part * 4 * LANES, &bytes, sizeof bytes);
-        });
-      for (int block = 0; block < F::BLOCKS; ++block)
-        store(scales + (unit * F::BLOCKS + block) * OUTPUTS + part * LANES, packed.scale(unit, block, part));
-      if constexpr (F::MINIMA) store(minima + unit * OUTPUTS + part * LANES, packed.minimum(unit, part));
-    }
-  return {F::IS_LARGE ? packed.quants : memory, scales, minima, packed.zero};
-}
-
-// totals[row][16] of ROWS rows. Everything is unrolled: the sums must stay in registers.
-template <class F, int ROWS, class Panel>
-void some_rows(const Panel& panel, const QuantizedRows& x, int64_t first_row, float* totals) {
-  const int8_t* quants[ROWS];
-  for (int r = 0; r < ROWS; ++r) quants[r] = x.quants + (first_row + r) * x.units * UNIT;
-  Vec total[ROWS][PER] = {};
-  for (int64_t unit = 0; unit < x.units; ++unit)
-    unrolled<F::BLOCKS>([&](auto block) __attribute__((always_inline)) {
-      IntVec sums[ROWS][PER];
-      QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
-        const IntVec first = first_sum<F>(panel.zero, x, first_row + r, unit, block()) - IntVec{};
-        QUIRE_UNROLL for (int p = 0; p < PER; ++p) sums[r][p] = first;
-      }
-      unrolled<8 / F::BLOCKS>([&](auto i) __attribute__((always_inline)) {
-        constexpr int GROUP = i() + 4 * block();
-        ByteVec weights[PER];
-        QUIRE_UNROLL for (int p = 0; p < PER; ++p) weights[p] = panel.template group<GROUP>(unit, p);
-        QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
-          const Sixteen numbers(quants[r] + unit * UNIT + GROUP / 4 * 16);
-          QUIRE_UNROLL for (int p = 0; p < PER; ++p)
-            sums[r][p] = dot<F::IS_LARGE, GROUP % 4>(sums[r][p], weights[p], numbers);
-        }
-      });
-      QUIRE_UNROLL for (int p = 0; p < PER; ++p) {
-        Vec minimum = {};
-        const Vec scale = panel.scale(unit, block(), p);
-        if constexpr (F::MINIMA) minimum = panel.minimum(unit, p);
-        QUIRE_UNROLL for (int r = 0; r < ROWS; ++r)
-          total[r][p] = merge<F>(total[r][p], sums[r][p], scale, minimum, x, first_row + r, unit);
-      }
-    });
-  for (int r = 0; r < ROWS; ++r)
-    for (int p = 0; p < PER; ++p) store(totals + r * OUTPUTS + p * LANES, total[r][p]);
-}
-
-template <class F, class Panel, int ROWS>
-void up_to_rows(int64_t rows, const Panel& panel, const QuantizedRows& x, int64_t first_row, float* totals) {
-  if constexpr (ROWS > 1) {
-    if (rows < ROWS) return up_to_rows<F, Panel, ROWS - 1>(rows, panel, x, first_row, totals);
-  }
-  some_rows<F, ROWS>(panel, x, first_row, totals);
 }
 
 struct QuantizedPart {
@@ -209,29 +118,14 @@ struct QuantizedLinear {
                  int64_t first_row, int64_t end_row) const {
     const PanelShape<F> shape{quantized.units};
     const uint8_t* data = part.packed + index * shape.bytes();
-    const PackedPanel<F> packed{data, data + shape.quant_bytes()};
     alignas(64) float totals[ROW_CHUNK * OUTPUTS];
     const int64_t count = end_row - first_row;
-    if (count <= 2) {
-      up_to_rows<F, PackedPanel<F>, 2>(count, packed, quantized, first_row, totals);
-    } else {
-      thread_local Scratch scratch;
-      using Kind = typename F::Kind;
-      using Panel = ExpandedPanel<Kind>;
-      const Panel panel = expand(packed, quantized.units, scratch.get<uint8_t>(Panel::bytes(quantized.units)));
-#if defined(QUIRE_HAS_AMX_INT8)
-      if (use_amx && count > 4)
-        rows_by_tiles<Kind>(panel, quantized, first_row, count, totals);
-      else
-#endif
-        for (int64_t row = 0; row < count; row += MAX_ROWS)
-          up_to_rows<Kind, Panel, MAX_ROWS>(count - row, panel, quantized, first_row + row, totals + row * OUTPUTS);
-    }
+    panel_totals<F>(data, quantized, first_row, count, use_amx != 0, totals);
     const int64_t first = column + index * OUTPUTS, width = std::min(OUTPUTS, part.columns - index * OUTPUTS);
     for (int64_t row = 0; row < count; ++row)
       for (int p = 0; p < PER && p * LANES < width; ++p) {
         Vec v = load(totals + row * OUTPUTS + p * LANES);
-        if constexpr (F::PER_OUTPUT) v = v * F::output_scale(packed.scales, p);
+        if constexpr (F::PER_OUTPUT) v = v * F::output_scale(data + shape.quant_bytes(), p);
         if (bias) v = v + read(bias + first + p * LANES, width - p * LANES);
         write(out + (first_row + row) * out_stride + first + p * LANES, v, width - p * LANES);
       }

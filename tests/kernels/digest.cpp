@@ -1,0 +1,163 @@
+// Runs the CPU kernels of a quantised model on numbers of its own and prints a digest of what each computes. Built for
+// different instruction sets, and run under an emulator where the machine is another, it must print the same lines.
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <vector>
+
+extern "C" {
+// One thread does for all.
+void GOMP_parallel(void (*body)(void*), void* data, unsigned, unsigned) { body(data); }
+int omp_get_thread_num() { return 0; }
+int omp_get_num_threads() { return 1; }
+
+void quire_packed_size(const void*);
+void quire_pack_quantized(const void*);
+void quire_unpack_quantized(const void*);
+void quire_linear_quantized_float32(const void*);
+void quire_linear_float32(const void*);
+void quire_pack_float32(const void*);
+void quire_rms_norm_float32(const void*);
+void quire_silu_mul_float32(const void*);
+void quire_rope_float32(const void*);
+void quire_attention_float32(const void*);
+}
+
+static uint32_t state = 1;
+static uint32_t next() {
+  state = state * 1664525u + 1013904223u;
+  return state >> 8;
+}
+static float number() { return float(int(next() % 20001) - 10000) / 4096.0f; }
+static std::vector<float> numbers(size_t count) {
+  std::vector<float> v(count);
+  for (float& x : v) x = number();
+  return v;
+}
+template <class T>
+static void print(const char* name, const std::vector<T>& v) {
+  uint64_t hash = 1469598103934665603u;
+  const unsigned char* bytes = reinterpret_cast<const unsigned char*>(v.data());
+  for (size_t i = 0; i < v.size() * sizeof(T); ++i) hash = (hash ^ bytes[i]) * 1099511628211u;
+  std::printf("%s %016llx\n", name, static_cast<unsigned long long>(hash));
+}
+
+int main() {
+  const char* names[] = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "INT8"};
+  const int64_t elements[] = {32, 32, 32, 32, 32, 256, 256, 256, 32}, sizes[] = {18, 20, 22, 24, 34, 144, 176, 210, 32};
+  const int64_t columns = 41, depth = 768, rows = 13;
+  std::vector<float> x = numbers(size_t(rows * depth)), scales = numbers(size_t(columns));
+  for (int64_t format = 0; format < 9; ++format) {
+    const int64_t row_bytes = depth / elements[format] * sizes[format];
+    std::vector<uint8_t> stored(size_t(columns * row_bytes));
+    for (size_t i = 0; i < stored.size(); ++i) stored[i] = uint8_t(next());
+    for (int64_t block = 0; format < 8 && block < columns * depth / elements[format]; ++block) {
+      uint8_t* at = stored.data() + block * sizes[format];
+      for (int i = 0; i < 2; ++i) {  // float16 numbers between 2^-6 and 2^-3, of both signs
+        uint16_t half = uint16_t(0x2400 + next() % 0x0c00 + (next() % 2 << 15));
+        std::memcpy(format == 7 ? at + 208 : at + 2 * i, &half, 2);
+      }
+    }
+    int64_t bytes = 0;
+    struct { int64_t columns, depth, format; int64_t* bytes; } size{columns, depth, format, &bytes};
+    quire_packed_size(&size);
+    std::vector<uint8_t> packed(static_cast<size_t>(bytes));
+    struct {
+      const void *stored, *scales;
+      void* packed;
+      int64_t columns, depth, format;
+      int threads;
+    } pack{stored.data(), scales.data(), packed.data(), columns, depth, format, 1};
+    quire_pack_quantized(&pack);
+    struct { const void* packed; int64_t columns, format; } part{packed.data(), columns, format};
+    for (int64_t count : {int64_t(1), int64_t(2), rows}) {
+      std::vector<float> out(size_t(count * columns));
+      struct {
+        const void* x;
+        int64_t x_stride;
+        const void* parts;
+        int64_t num_parts;
+        const void* bias;
+        void* out;
+        int64_t out_stride, rows, depth;
+        int threads, use_amx;
+      } linear{x.data(), depth, &part, 1, scales.data(), out.data(), columns, count, depth, 1, 0};
+      quire_linear_quantized_float32(&linear);
+      print(names[format], out);
+    }
+    std::vector<int64_t> ids = {40, 0, 17};
+    std::vector<float> out(size_t(3 * depth));
+    struct {
+      const void *packed, *ids;
+      void* out;
+      int64_t rows, depth, format;
+      int threads;
+    } unpack{packed.data(), ids.data(), out.data(), 3, depth, format, 1};
+    quire_unpack_quantized(&unpack);
+    print("rows", out);
+  }
+  std::vector<float> dense = numbers(size_t(columns * depth)), packed(dense.size()), out(size_t(rows * columns));
+  struct { const void* weight; void* packed; int64_t columns, depth; int threads; } pack{
+      dense.data(), packed.data(), columns, depth, 1};
+  quire_pack_float32(&pack);
+  struct {
+    const void* x;
+    int64_t x_stride;
+    const void *weight, *bias;
+    void* out;
+    int64_t out_stride, rows, columns, depth;
+    int threads;
+  } linear{x.data(), depth, packed.data(), nullptr, out.data(), columns, rows, columns, depth, 1};
+  quire_linear_float32(&linear);
+  print("linear", out);
+  out.assign(size_t(rows * depth), 0);
+  for (int64_t size : {depth, int64_t(72), int64_t(30)}) {
+    struct {
+      const void* x;
+      int64_t stride, inner;
+      const void* weight;
+      void* out;
+      int64_t rows, size;
+      float eps;
+      int threads;
+    } norm{x.data(), depth, 1, dense.data(), out.data(), rows, size, 1e-5f, 1};
+    quire_rms_norm_float32(&norm);
+    print("rms_norm", out);
+  }
+  struct { const void* x; int64_t stride; void* out; int64_t rows, size; int threads; } silu{
+      x.data(), depth, out.data(), rows, depth / 2, 1};
+  quire_silu_mul_float32(&silu);
+  print("silu_mul", out);
+  const int64_t heads = 12, head_dim = 64;
+  std::vector<int64_t> positions(static_cast<size_t>(rows));
+  for (int64_t i = 0; i < rows; ++i) positions[size_t(i)] = i;
+  struct {
+    const void* x;
+    int64_t stride;
+    const void *positions, *cos_sin;
+    void* out;
+    int64_t rows, heads, head_dim;
+    int threads;
+  } rope{x.data(), depth, positions.data(), dense.data(), out.data(), rows, heads, head_dim, 1};
+  quire_rope_float32(&rope);
+  print("rope", out);
+  // One sequence of 700 tokens, of which the last 13 are new, over 44 blocks of 16.
+  const int64_t blocks = 44, kv_heads = 4;
+  std::vector<float> keys = numbers(size_t(blocks * kv_heads * 16 * head_dim)), values = numbers(keys.size());
+  std::vector<int32_t> starts = {0, int32_t(rows)}, lengths = {700}, table, tables = {0};
+  for (int64_t i = 0; i < blocks; ++i) table.push_back(int32_t(i * 7 % blocks));
+  for (int64_t window : {int64_t(0), int64_t(100)}) {
+    struct {
+      const void* query;
+      int64_t query_stride;
+      const void *keys, *values, *query_start, *context_lens, *block_tables, *table_rows;
+      void* out;
+      int64_t num_sequences, max_blocks, num_heads, num_kv_heads, head_dim, block_size, window;
+      float scale;
+      int threads;
+    } attention{x.data(), depth, keys.data(), values.data(), starts.data(), lengths.data(), table.data(), tables.data(),
+                out.data(), 1, blocks, heads, kv_heads, head_dim, 16, window, 0.18f, 1};
+    quire_attention_float32(&attention);
+    print("attention", out);
+  }
+}

@@ -1,0 +1,87 @@
+"""The same numbers on every instruction set: the kernels of a quantised model are built for several, by gcc and by
+clang, run here or under an emulator, and must print the same digests (see digest.cpp)."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from quire.kernels.cpu import build
+
+FOLDER = Path(build.__file__).parent
+IS_X86 = platform.machine() == "x86_64"
+FLAGS = [flag for flag in build._FLAGS if flag != "-O3"]  # bits may not depend on how much is optimised, either
+
+
+def x86_levels() -> dict[str, list[str]]:
+    """What this machine can run, from the least: plain C, AVX2, AVX-512 without and with dot products, the best."""
+    flags = build._cpu_features().split() if IS_X86 else ["avx2", "fma", "f16c", "bmi2"]  # qemu knows these
+    levels: dict[str, list[str]] = {"x86-64": [], "x86-64-v3": ["avx2", "fma", "f16c", "bmi2"]}
+    levels |= {"skylake-avx512": ["avx512bw", "avx512vl", "avx512dq"], "cascadelake": ["avx512_vnni", "avx512vl"]}
+    return {level: needed for level, needed in levels.items() if set(needed) <= set(flags)}
+
+
+def run(compiler: str, architecture: str, emulator: list[str], folder: Path) -> str:
+    program = folder / f"{compiler}-{architecture}"
+    sources = [path for path in sorted(FOLDER.glob("*.cpp")) if path.stem != "sampling"]
+    flags = [*FLAGS, "-O1", build.machine_flag(architecture), f"-I{FOLDER}"]
+
+    def compiled(source: Path) -> str:
+        target = f"{program}-{source.stem}.o"
+        subprocess.run([compiler, *flags, "-c", str(source), "-o", target], check=True, capture_output=True, timeout=300)
+        return target
+
+    with ThreadPoolExecutor(2) as compilers:
+        objects = list(compilers.map(compiled, [Path(__file__).with_name("digest.cpp"), *sources]))
+    subprocess.run([compiler, "-static", *objects, "-o", str(program)], check=True, capture_output=True, timeout=60)
+    done = subprocess.run([*emulator, str(program)], check=True, capture_output=True, text=True, timeout=120)
+    return done.stdout
+
+
+@cache
+def expected(folder: Path) -> str:
+    return run("g++", "native", [], folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not shutil.which("g++"):
+        pytest.skip("no g++ here")
+    return tmp_path_factory.mktemp("digests")
+
+
+def foreign_levels() -> list[tuple[str, str, list[str]]]:
+    """Compiler, architecture and emulator of the other kind of machine."""
+    if IS_X86:
+        return [("aarch64-linux-gnu-g++", level, ["qemu-aarch64"]) for level in ("armv8-a", "armv8.2-a+dotprod")]
+    return [("x86_64-linux-gnu-g++", level, ["qemu-x86_64", "-cpu", "max"]) for level in x86_levels()]
+
+
+def native_levels() -> list[str]:
+    return list(x86_levels()) if IS_X86 else ["armv8-a"]
+
+
+@pytest.mark.parametrize("level", native_levels())
+def test_every_instruction_set_of_this_machine_gives_the_same_bits(level: str, folder: Path) -> None:
+    assert run("g++", level, [], folder) == expected(folder)
+    assert len(set(expected(folder).split("\n"))) > 40
+
+
+def test_clang_gives_the_same_bits(folder: Path) -> None:
+    if not shutil.which("clang++"):
+        pytest.skip("no clang++ here")
+    assert run("clang++", "native", [], folder) == expected(folder)
+
+
+@pytest.mark.parametrize(("compiler", "level", "emulator"), foreign_levels(), ids=str)
+def test_other_machines_give_the_same_bits(compiler: str, level: str, emulator: list[str], folder: Path) -> None:
+    missing = [name for name in (compiler, emulator[0]) if not shutil.which(name)]
+    if missing:
+        pytest.skip(f"{' and '.join(missing)} not installed (Debian has g++-aarch64-linux-gnu and qemu-user, say)")
+    assert run(compiler, level, emulator, folder) == expected(folder)
