@@ -15,7 +15,7 @@ QUIRE_OTHER_FORMATS(QUIRE_DECLARE)
 
 namespace {
 
-constexpr int64_t ROW_CHUNK = 64;  // rows of one task
+constexpr int64_t ROW_CHUNK = 128;  // rows of one task: a panel is taken apart once for them
 
 // x as integers, with a scale for each unit of each row; a unit that is not all numbers has a scale of NaN.
 template <class T>
@@ -73,6 +73,7 @@ struct QuantizedLinear {
   int num_threads, use_amx;
 
   void run() const {
+    if (rows == 0) return;
     const int64_t units = depth / UNIT;
     QuantizedRows quantized = quantize(units);
     int64_t panels = 0;
