@@ -50,7 +50,9 @@ def main(folder: str, device: str, dtype: str) -> None:
 
 
 if __name__ == "__main__":
-    from quire.engine.gc_pauses import full_collections_put_off
+    from quire.engine.gc_pauses import no_collections
+    from quire.preload import load_torch_libraries
 
-    with full_collections_put_off():  # as the command line does
+    load_torch_libraries()  # as the command line does
+    with no_collections():
         main(*sys.argv[1:])

@@ -119,9 +119,14 @@ def _open(order: dict[str, Any]) -> Peer:
     setting = PeerSetting(**order["setting"])
     if order["kind"] != "quire":
         return open_peer(order["kind"], setting)
-    from quire.bench.offline import OwnEngine
+    from quire.engine.gc_pauses import no_collections
+    from quire.preload import load_torch_libraries
 
-    return OwnEngine(setting, order["options"])
+    load_torch_libraries()  # as the command line does
+    with no_collections():
+        from quire.bench.offline import OwnEngine
+
+        return OwnEngine(setting, order["options"])
 
 
 def _peak_resident() -> int | None:

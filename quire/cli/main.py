@@ -13,9 +13,9 @@ from quire.cli.models import models, pull
 from quire.cli.quantize import quantize
 from quire.cli.run import run
 from quire.cli.serve import serve
-from quire.cli.start import load_torch_libraries
 from quire.engine.gc_pauses import full_collections_put_off
 from quire.errors import QuireError
+from quire.preload import load_torch_libraries
 
 app = typer.Typer(
     name="quire",

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import threading
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.engine.gc_pauses import no_collections
@@ -21,23 +16,3 @@ def open_llm(model: str, **options: Any) -> LLM:
         from quire.llm import LLM
 
         return LLM(model, **options)
-
-
-def load_torch_libraries() -> None:
-    """Begins to load torch's libraries, hundreds of megabytes, in a thread; importing torch then finds them there.
-
-    Importing them keeps Python to itself; calling the linker, as here, lets it go on meanwhile. Where this can't be
-    done, nothing happens.
-    """
-    found = find_spec("torch")
-    if found is None or found.origin is None:
-        return
-    library = Path(found.origin).parent / "lib" / "libtorch_python.so"
-    if not library.exists():
-        return
-
-    def load() -> None:
-        ctypes.CDLL(None).dlopen(os.fsencode(library), os.RTLD_NOW | os.RTLD_LOCAL)
-
-    # Not a daemon: a program that ends at once waits for it, or libraries would be torn down while they are built up.
-    threading.Thread(target=load, name="torch's libraries").start()

@@ -21,7 +21,7 @@ from quire import LLM, SamplingParams
 from quire.assemble import assemble
 from quire.cli.main import main
 from quire.config import EngineConfig
-from quire.engine.gc_pauses import IdleCollector, full_collections_put_off
+from quire.engine.gc_pauses import IdleCollector, full_collections_put_off, no_collections
 from quire.kernels.reference import ReferenceKernels
 from quire.server import engine_process
 from quire.server.engine_process import EngineLoop
@@ -71,6 +71,20 @@ def full_collections_in(work: Callable[[], None]) -> int:
     finally:
         gc.callbacks.remove(note)
     return found
+
+
+@pytest.mark.usefixtures("eager_collector")
+def test_a_program_that_starts_collects_nothing() -> None:
+    before, frozen = gc.get_stats(), gc.get_freeze_count()
+    with no_collections():
+        kept = [[i] for i in range(10_000)]
+        assert gc.get_stats() == before
+    assert gc.isenabled()
+    assert gc.get_freeze_count() >= frozen + len(kept)
+    Cycle()
+    alive = Cycle.alive
+    gc.collect()
+    assert Cycle.alive == alive - 1
 
 
 @pytest.mark.usefixtures("eager_collector")
