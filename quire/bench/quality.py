@@ -65,8 +65,6 @@ def open_weights(model: str, weights: str, max_model_len: int, **options: Any) -
     """A model with weights as a quantization (auto, none, int8, int4) makes them, or as plain numbers of a dtype
     (float32, bfloat16)."""
     options |= {"dtype": weights, "quantization": "none"} if weights in _PLAIN else {"quantization": weights}
-    if "quantization" not in EngineConfig.__dataclass_fields__ and options["quantization"] in ("auto", "none"):
-        del options["quantization"]  # what the engine does without the option
     # One request's cache: what is scored here lies in a cache of its own.
     return LLM(model, max_model_len=max_model_len, max_num_seqs=1, kv_cache_memory=0.05, **options)
 

@@ -66,7 +66,9 @@ def test_products_are_those_of_float64(
     assert got.dtype == dtype
     seen = as_quantized(x)
     truth = seen @ numbers.T + (0 if added is None else added.double())
-    most = seen.abs() @ numbers.abs().T + 1 + (0 if added is None else added.double().abs())  # no rounding can be larger than a share of this
+    most = (
+        seen.abs() @ numbers.abs().T + 1 + (0 if added is None else added.double().abs())
+    )  # no rounding can be larger than a share of this
     if rows:
         assert ((got.double() - truth).abs() / most).max() < (1e-6 if dtype == torch.float32 else 2**-8)
 

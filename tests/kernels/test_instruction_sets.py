@@ -34,7 +34,9 @@ def run(compiler: str, architecture: str, emulator: list[str], folder: Path) -> 
 
     def compiled(source: Path) -> str:
         target = f"{program}-{source.stem}.o"
-        subprocess.run([compiler, *flags, "-c", str(source), "-o", target], check=True, capture_output=True, timeout=300)
+        subprocess.run(
+            [compiler, *flags, "-c", str(source), "-o", target], check=True, capture_output=True, timeout=300
+        )
         return target
 
     with ThreadPoolExecutor(2) as compilers:

@@ -27,6 +27,7 @@ def compare(
     model: options.Model = options.DEFAULT_MODEL,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    quantization: options.Quantization = "auto",
     num_requests: Annotated[
         int | None, Option("--requests", metavar="N", min=1, help="How many requests at once, and nothing else.")
     ] = None,
@@ -60,6 +61,10 @@ def compare(
     elif prompt_tokens or new_tokens:
         raise InvalidRequestError("--requests", "must say how many requests there are of --prompt-tokens, --new-tokens")
     peers = {kind: python for kind, _, python in (name.partition("=") for name in peer)}
-    own = {"max_num_seqs": max_num_seqs, "max_batched_tokens": max(512, max_num_seqs)}
+    own = {
+        "max_num_seqs": max_num_seqs,
+        "max_batched_tokens": max(512, max_num_seqs),
+        "quantization": quantization,
+    }
     report = compare_engines(model, peers, workloads, repeats, device, dtype, own, peer_batch, url)
     shared.deliver(report, markdown, json_file)
