@@ -18,7 +18,6 @@ from torch import Tensor
 
 from quire.bench.machine import report_facts
 from quire.bench.report import EMPTY, Bytes, Number, Report, Row, Table
-from quire.config import EngineConfig
 from quire.errors import EngineError, InvalidRequestError
 from quire.frontend.progress import BenchmarkBar
 from quire.frontend.tokenizer import Tokenizer

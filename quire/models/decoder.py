@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,10 +30,18 @@ class Batch:
     paged: PagedBatch
 
 
+class WeightSource(Protocol):
+    """Where a decoder takes its weights from, each once: a dict of them, or files that are being read."""
+
+    def pop(self, name: str, /) -> Weight: ...
+
+    def __contains__(self, name: object, /) -> bool: ...
+
+
 class Parameters:
     """Loaded weights, by name, on their way into a decoder: each is packed as it is taken, and the loaded one goes."""
 
-    def __init__(self, kernels: Kernels, loaded: dict[str, Weight]) -> None:
+    def __init__(self, kernels: Kernels, loaded: WeightSource) -> None:
         self._kernels = kernels
         self._loaded = loaded
         self.taken: dict[str, Weight] = {}
@@ -155,7 +164,7 @@ class Decoder:
         self,
         spec: ModelSpec,
         kernels: Kernels,
-        loaded: dict[str, Weight],
+        loaded: WeightSource,
         dtype: torch.dtype,
         max_position: int | None = None,
     ) -> None:

@@ -7,7 +7,7 @@ stored is read straight into its place; other formats are expanded, or quantised
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -34,6 +34,7 @@ Progress = Callable[[int, int], None]
 
 _NUM_READERS = 4
 """Threads: copying out of the page cache, or decompressing, one alone is slower than memory or a GPU's bus."""
+_AHEAD_BYTES = 16 * 2**20
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -88,35 +89,61 @@ def load_decoder(
 
 def load_planned(plan: WeightPlan, max_position: int | None = None, progress: Progress | None = None) -> Decoder:
     """A decoder with its weights on the device, in the formats of the plan."""
-    loaded: dict[str, Weight] = {}
-    room: dict[str, list[tuple[Tensor, ...]]] = {}
-    for name in plan.parameters:
-        loaded[name], room[name] = plan.make_room(name)
-    _read_pieces(plan, room, progress or (lambda done, total: None))
-    return Decoder(plan.files.spec, plan.kernels, loaded, plan.dtype, max_position)
+    with ThreadPoolExecutor(_NUM_READERS, "weights") as readers:
+        reading = _Reading(plan, readers, progress or (lambda done, total: None))
+        try:
+            return Decoder(plan.files.spec, plan.kernels, reading, plan.dtype, max_position)
+        finally:
+            readers.shutdown(wait=False, cancel_futures=True)
 
 
-def _read_pieces(plan: WeightPlan, room: dict[str, list[tuple[Tensor, ...]]], progress: Progress) -> None:
-    """Several at once. What goes wrong with the first of them that fails is raised here."""
-    pieces, checkpoint = plan.files.pieces, plan.files.checkpoint
-    sizes = [checkpoint.tensors[piece.name].num_bytes for piece in pieces]
-    done, total = 0, sum(sizes)
-    progress(done, total)
-    readers = ThreadPoolExecutor(_NUM_READERS, "weights")
-    try:
-        reads = readers.map(
-            lambda piece: read_piece(checkpoint, piece, plan.format_of(piece), _targets(piece, room)), pieces
-        )
-        for size, _ in zip(sizes, reads, strict=True):
-            done += size
-            progress(done, total)
-    finally:
-        readers.shutdown(cancel_futures=True)
+class _Reading:
+    """A model's parameters on their way from the files to a decoder: some are read ahead of the one it takes, in the
+    order of the plan. On a CPU the decoder packs what it takes, so only so much is read ahead as keeps readers busy."""
 
+    def __init__(self, plan: WeightPlan, readers: ThreadPoolExecutor, progress: Progress) -> None:
+        self._plan = plan
+        self._readers = readers
+        self._progress = progress
+        self._pieces: dict[str, list[Piece]] = {name: [] for name in plan.parameters}
+        for piece in plan.files.pieces:
+            self._pieces[piece.parameter].append(piece)
+        tensors = plan.files.checkpoint.tensors
+        self._sizes = {name: sum(tensors[one.name].num_bytes for one in own) for name, own in self._pieces.items()}
+        self._started: dict[str, tuple[Weight, list[Future[None]]]] = {}
+        self._most_ahead = _AHEAD_BYTES if plan.device.type == "cpu" else sum(self._sizes.values())
+        self._done, self._total = 0, sum(self._sizes.values())
+        progress(0, self._total)
 
-def _targets(piece: Piece, room: dict[str, list[tuple[Tensor, ...]]]) -> tuple[Tensor, ...]:
-    targets = room[piece.parameter][piece.part or 0]
-    return targets if piece.expert is None else tuple(target[piece.expert] for target in targets)
+    def __contains__(self, name: object) -> bool:
+        return name in self._pieces or name in self._started
+
+    def pop(self, name: str) -> Weight:
+        """Waits until it is read. What goes wrong with it is raised here."""
+        if name in self._pieces:
+            self._start(name)
+        ahead = sum(self._sizes[one] for one in self._started)
+        for other in list(self._pieces):
+            if ahead > self._most_ahead:
+                break
+            self._start(other)
+            ahead += self._sizes[other]
+        weight, reads = self._started.pop(name)
+        for read in reads:
+            read.result()
+        self._done += self._sizes[name]
+        self._progress(self._done, self._total)
+        return weight
+
+    def _start(self, name: str) -> None:
+        weight, room = self._plan.make_room(name)
+        checkpoint, reads = self._plan.files.checkpoint, []
+        for piece in self._pieces.pop(name):
+            targets = room[piece.part or 0]
+            if piece.expert is not None:
+                targets = tuple(target[piece.expert] for target in targets)
+            reads.append(self._readers.submit(read_piece, checkpoint, piece, self._plan.format_of(piece), targets))
+        self._started[name] = weight, reads
 
 
 def read_piece(checkpoint: Checkpoint, piece: Piece, format: Format, targets: Sequence[Tensor]) -> None:
