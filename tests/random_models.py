@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from quire.models.families import plain_attention
 from quire.models.spec import LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from quire.observe.step_log import StepLog
 from quire.runner.kv_cache import KVCache
+from quire.runner.recorded import RecordedSteps
 from quire.runner.request_rows import RequestRows
 from quire.runner.runner import Runner
 from quire.sampling.draws import Indices
@@ -46,15 +47,21 @@ SPECS: dict[str, ModelSpec] = {
 
 
 def random_decoder(
-    spec: ModelSpec, kernels: Kernels, dtype: torch.dtype, seed: int = 0, device: str = "cpu"
+    spec: ModelSpec,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    seed: int = 0,
+    device: str = "cpu",
+    quantize: Callable[[Tensor], Weight] | None = None,
 ) -> Decoder:
-    """Weights large enough that answers wander and no two tokens look alike."""
+    """Weights large enough that answers wander and no two tokens look alike. Matrices are quantised on request."""
     generator = torch.Generator().manual_seed(seed)
     loaded: dict[str, Weight] = {}
     for name, parameter in spec.parameters().items():
         value = torch.randn(parameter.shape, generator=generator)
         value = 1 + 0.1 * value if "norm" in name else value * (2.0 / parameter.shape[-1] ** 0.5)
-        loaded[name] = Weight.dense(value.to(dtype).to(device))
+        is_matrix = len(parameter.shape) > 1 and "router" not in name
+        loaded[name] = quantize(value) if quantize and is_matrix else Weight.dense(value.to(dtype).to(device))
     return Decoder(spec, kernels, loaded, dtype)
 
 
@@ -91,6 +98,7 @@ class Bench:
         depth: int = 1,
         guess: Guess | None = None,
         observes: bool = True,
+        recorded: bool = True,
     ) -> None:
         config = SchedulerConfig(
             num_blocks=num_blocks,
@@ -106,7 +114,11 @@ class Bench:
         for layer in cache.layers:  # whoever reads what nobody wrote is found out
             layer.keys.fill_(float("nan"))
             layer.values.fill_(float("nan"))
-        self.runner = Runner(decoder, cache, RequestRows(max_num_seqs, 1024, block_size, device), block_size)
+        rows = RequestRows(max_num_seqs, 1024, block_size, device)
+        graphs = (
+            RecordedSteps(decoder, cache.layers, rows, block_size) if recorded and RecordedSteps.fit(decoder) else None
+        )
+        self.runner = Runner(decoder, cache, rows, block_size, graphs=graphs)
         self.log = StepLog()
         self.core = EngineCore(Scheduler(config, guess=guess), self.runner, depth, on_step=self.log.append)
         self._preempt_every = preempt_every

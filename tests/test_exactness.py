@@ -83,6 +83,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "chunks of 64": {"max_num_seqs": 24, "max_batched_tokens": 64},
     "no prefix cache": {"prefix_caching": False},
     "blocks of 4": {"block_size": 4},
+    "nothing recorded": {"recorded": False},
     "preempted every third step": {"preempt_every": 3, "max_batched_tokens": 64, "max_num_seqs": 24},
     "swapped every third step": {"preempt_every": 3, "num_host_blocks": 64, "max_batched_tokens": 96},
     "hardly any memory": {"num_blocks": 24, "max_batched_tokens": 96},
@@ -219,11 +220,11 @@ def test_what_goes_on_from_a_partly_filled_block_equals_requests_of_their_own(fa
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_real_model_is_exact(dtype: str, smollm2_gguf: Path) -> None:
+@pytest.mark.parametrize(("dtype", "weights"), [("float32", "auto"), ("float32", "none"), ("bfloat16", "none")])
+def test_the_real_model_is_exact(dtype: str, weights: str, smollm2_gguf: Path) -> None:
     """SmolLM2: batches, chunks, prefix hits, preemption, swapping and hardly any memory."""
     kernels = make_kernels("auto", DTYPES[dtype])
-    decoder = load_decoder(open_model(smollm2_gguf), kernels, DTYPES[dtype], CPU, max_position=1024)
+    decoder = load_decoder(open_model(smollm2_gguf), kernels, DTYPES[dtype], CPU, 1024, quantization=weights)
     source = random.Random(2)
     shared = [source.randrange(3, 49_152) for _ in range(40)]
     prompts = [

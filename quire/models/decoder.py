@@ -175,7 +175,9 @@ class Decoder:
         self.dtype = dtype
         self.max_position = max_position or spec.max_position
         parameters = Parameters(kernels, loaded)
-        self.embedding = parameters.matrix("embedding", pack=spec.tie_embeddings)  # tied: one matrix for both ends
+        # Tied, it is one matrix for both ends; where steps are recorded, looking rows up must be a kernel's call.
+        pack_embedding = spec.tie_embeddings or kernels.record is not None
+        self.embedding = parameters.matrix("embedding", pack=pack_embedding)
         self.device = self.embedding.device
         self.head = self.embedding if spec.tie_embeddings else parameters.matrix("head")
         self.final_norm = parameters.vector("final_norm")
