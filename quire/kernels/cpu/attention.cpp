@@ -123,10 +123,21 @@ void split_tasks(const Attention<T>& call, const std::vector<Task>& tasks) {
   }
 }
 
+// As many threads as there is work for: to wake one takes as long as some ten thousand products.
+template <class T>
+int useful_threads(const Attention<T>& call) {
+  constexpr int64_t WORTH_A_THREAD = 65536;
+  int64_t products = 0;
+  for (int64_t i = 0; i < call.num_sequences; ++i)
+    products += (call.query_start[i + 1] - call.query_start[i]) * call.context_lens[i] * call.num_heads * call.head_dim;
+  return int(std::min<int64_t>(call.num_threads, 1 + products / WORTH_A_THREAD));
+}
+
 template <class T, class Walk>
-void attention(const Attention<T>& call) {
+void attention(Attention<T> call) {
   std::vector<Task> tasks = make_tasks(call);
   if (tasks.empty()) return;
+  call.num_threads = useful_threads(call);
   int64_t longest = *std::max_element(call.context_lens, call.context_lens + call.num_sequences);
   if (call.num_threads > 1 && longest > SPLIT && int64_t(tasks.size()) < 4 * call.num_threads)
     split_tasks<T, Walk>(call, tasks);

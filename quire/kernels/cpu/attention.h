@@ -13,7 +13,8 @@
 namespace quire {
 
 constexpr int64_t KEY_TILE = 64;
-constexpr int64_t SPLIT = 512;
+constexpr int64_t SPLIT = 256;
+constexpr int64_t MAX_HEAD_DIM = 256;
 constexpr int64_t ROW_BLOCK = 16;                // rows whose scores are computed together
 constexpr int64_t TASK_ROWS = 4 * ROW_BLOCK;     // rows that share one pass over a tile of keys and values
 constexpr float NOTHING = -std::numeric_limits<float>::max();  // the maximum of a row that saw no key yet
@@ -134,20 +135,24 @@ inline float scores_to_weights(const float* scores, WEIGHT* weights, int64_t til
                                float& highest, float* total) {
   constexpr int VECTORS = int(KEY_TILE) / LANES;
   const bool all = visible.begin <= tile_begin && visible.end >= tile_begin + KEY_TILE;
-  Vec s[VECTORS], top = splat(highest);
+  Vec s[VECTORS], tops[PER_SUM];
   for (int v = 0; v < VECTORS; ++v) s[v] = load(scores + v * LANES) * scale;
   if (!all) {
     IntVec key;
     for (int i = 0; i < LANES; ++i) key[i] = i;
     const int32_t begin = int32_t(visible.begin - tile_begin), end = int32_t(visible.end - tile_begin);
     for (int v = 0; v < VECTORS; ++v, key += LANES)
-      s[v] = (key >= begin) & (key < end) ? s[v] : splat(-std::numeric_limits<float>::infinity());
+      s[v] = ((key >= begin) & (key < end)) ? s[v] : splat(-std::numeric_limits<float>::infinity());
   }
-  for (int v = 0; v < VECTORS; ++v) top = maximum(top, s[v]);
-  const float new_highest = max_lanes(top);
+  for (int i = 0; i < PER_SUM; ++i) tops[i] = s[i];
+  for (int v = PER_SUM; v < VECTORS; v += PER_SUM)
+    for (int i = 0; i < PER_SUM; ++i) tops[i] = maximum(tops[i], s[v + i]);
+  for (int i = 1; i < PER_SUM; ++i) tops[0] = maximum(tops[0], tops[i]);
+  const float new_highest = max_lanes(maximum(tops[0], splat(highest)));
   Vec sums[PER_SUM] = {};
-  for (int v = 0; v < VECTORS; ++v)
-    sums[v % PER_SUM] += store_rounded(weights + v * LANES, exp2_of_negative(s[v] - new_highest));
+  for (int v = 0; v < VECTORS; v += PER_SUM)
+    for (int i = 0; i < PER_SUM; ++i)
+      sums[i] += store_rounded(weights + (v + i) * LANES, exp2_of_negative(s[v + i] - new_highest));
   const Vec factor = exp2_of_negative(splat(highest - new_highest));
   highest = new_highest;
   for (int v = 0; v < PER_SUM; ++v) store(total + v * LANES, fma(load(total + v * LANES), factor, sums[v]));
