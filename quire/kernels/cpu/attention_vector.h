@@ -4,6 +4,8 @@
 // each number is one chain of fused products in a fixed order, however many rows are computed together.
 #pragma once
 
+#include <type_traits>
+
 #include "attention.h"
 #include "threads.h"
 
@@ -65,10 +67,10 @@ inline void multiply(const float* left, int64_t left_stride, Right right, int64_
     for (int v = 0; v < VECTORS; ++v) store(sums + r * sums_stride + v * LANES, s[r][v]);
 }
 
-template <class T>
+template <class T, class CACHED = T>
 class VectorWalk {
  public:
-  explicit VectorWalk(const Attention<T>& call) : call_(call), dim_(call.padded_dim()) {
+  explicit VectorWalk(const Attention<T, CACHED>& call) : call_(call), dim_(call.padded_dim()) {
     thread_local Scratch scratch;
     keys_ = scratch.get<float>(size_t((2 * KEY_TILE + TASK_ROWS) * dim_ + TOGETHER * KEY_TILE));
     values_ = keys_ + KEY_TILE * dim_;
@@ -76,17 +78,18 @@ class VectorWalk {
     weights_ = query_ + TASK_ROWS * dim_;
   }
 
-  void start(const Rows<T>& rows) {
+  void start(const Rows<T, CACHED>& rows) {
     for (int64_t r = 0; r < rows.task.rows; ++r) widen(rows.query(r), query_ + r * dim_);
     // Values that are read once are not worth a copy in one piece; those that end in the middle of a vector need it.
     copies_ = dim_ != call_.head_dim || rows.task.rows > TOGETHER;
   }
 
-  void tile(const Rows<T>& rows, const KeyTile& tile, const KeyTile& next, State& state) {
+  void tile(const Rows<T, CACHED>& rows, const KeyTile& tile, const KeyTile& next, State& state) {
     turn_keys(tile, next);
-    if (copies_)
-      for (int64_t i = tile.begin - tile.origin; i < tile.end - tile.origin; ++i)
-        widen(call_.values + tile.place[i], values_ + i * dim_);
+    for (int64_t i = tile.begin - tile.origin; i < tile.end - tile.origin; ++i) {
+      if (SCALED) key_scales_[i] = call_.key_scales[tile.place[i]], value_scales_[i] = call_.value_scales[tile.place[i]];
+      if (copies_) widen(call_.value(tile.place[i]), values_ + i * dim_);
+    }
     for (int64_t first = 0; first < rows.task.rows; first += TOGETHER) {
       switch (rows.task.rows - first) {
         case 1: attend<1>(rows, tile, first, state); break;
@@ -102,7 +105,10 @@ class VectorWalk {
  private:
   static constexpr int64_t TOGETHER = 4;  // rows
 
-  void widen(const T* source, float* target) const {
+  static constexpr bool SCALED = std::is_same_v<CACHED, int8_t>;
+
+  template <class FROM>
+  void widen(const FROM* source, float* target) const {
     int64_t i = 0;
     for (; i + LANES <= call_.head_dim; i += LANES) store(target + i, load(source + i));
     if (i < call_.head_dim) {
@@ -112,12 +118,17 @@ class VectorWalk {
     for (; i < dim_; i += LANES) store(target + i, Vec{});
   }
 
+  // A key's scale may as well be multiplied with its score, a value's with its weight.
+  static void scale(float* numbers, const float* scales) {
+    for (int64_t i = 0; i < KEY_TILE; i += LANES) store(numbers + i, load(numbers + i) * load(scales + i));
+  }
+
   // keys_[dim][key], for the keys of the tile and perhaps some zeros before and after them.
   void turn_keys(const KeyTile& tile, const KeyTile& next) {
-    static const T zeros[MAX_HEAD_DIM] = {};
+    static const CACHED zeros[MAX_HEAD_DIM] = {};
     for (int64_t key = (tile.begin - tile.origin) / LANES * LANES; key < tile.end - tile.origin; key += LANES) {
-      const T* source[LANES];
-      for (int j = 0; j < LANES; ++j) source[j] = tile.has(key + j) ? call_.keys + tile.place[key + j] : zeros;
+      const CACHED* source[LANES];
+      for (int j = 0; j < LANES; ++j) source[j] = tile.has(key + j) ? call_.key(tile.place[key + j]) : zeros;
       for (int j = 0; j < LANES; ++j) prefetch(call_, next, key + j);
       for (int64_t i = 0; i < call_.head_dim; i += LANES) {
         Vec square[LANES];
@@ -130,7 +141,7 @@ class VectorWalk {
 
   // ROWS rows from `first` on. Later rows see later keys: what the first and the last see, all do.
   template <int ROWS>
-  void attend(const Rows<T>& rows, const KeyTile& tile, int64_t first, State& state) {
+  void attend(const Rows<T, CACHED>& rows, const KeyTile& tile, int64_t first, State& state) {
     Visible seen[ROWS];  // within the tile
     for (int r = 0; r < ROWS; ++r) {
       Visible visible = rows.visible(first + r);
@@ -144,15 +155,17 @@ class VectorWalk {
     for (int r = 0; r < ROWS; ++r) {
       if (seen[r].begin >= seen[r].end) continue;
       float* weights = weights_ + r * KEY_TILE;
+      if (SCALED) scale(weights, key_scales_);
       float factor = scores_to_weights(weights, weights, 0, seen[r], call_.scale, state.highest[first + r],
                                        state.total + (first + r) * SUM_LANES);
+      if (SCALED) scale(weights, value_scales_);
       if (factor != 1.0f)
         for (int64_t i = r * dim_; i < (r + 1) * dim_; i += LANES) store(output + i, load(output + i) * factor);
     }
     if (copies_)
       add_values<ROWS>(seen, output, [&](int64_t key) { return values_ + key * dim_; });
     else
-      add_values<ROWS>(seen, output, [&](int64_t key) { return call_.values + tile.place[key]; });
+      add_values<ROWS>(seen, output, [&](int64_t key) { return call_.value(tile.place[key]); });
   }
 
   // Only keys a row sees are touched: a later token's values, even infinite ones, can't reach it. So rows go together
@@ -176,10 +189,11 @@ class VectorWalk {
                            keys.begin, keys.end, output + first * dim_ + i, dim_);
   }
 
-  const Attention<T>& call_;
+  const Attention<T, CACHED>& call_;
   int64_t dim_;
   bool copies_ = false;
   float *keys_, *values_, *query_, *weights_;
+  float key_scales_[KEY_TILE] = {}, value_scales_[KEY_TILE] = {};
 };
 
 }  // namespace quire

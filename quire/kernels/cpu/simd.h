@@ -112,8 +112,26 @@ inline Vec load(const bf16* p) {
   std::memcpy(&half, p, sizeof half);
 #if defined(__AVX512F__)
   return low_bf16((UIntVec)_mm512_cvtepu16_epi32((__m256i)half));
+#elif defined(__aarch64__)
+  return (Vec)vshll_n_u16((uint16x4_t)half, 16);  // GCC would take the vector apart
 #else
   return low_bf16(__builtin_convertvector(half, UIntVec));
+#endif
+}
+
+inline Vec load(const int8_t* p) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__aarch64__)
+  uint32_t bytes;
+  std::memcpy(&bytes, p, sizeof bytes);
+  return (Vec)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(bytes)))));
+#else
+  Vec v;
+  for (int i = 0; i < LANES; ++i) v[i] = p[i];
+  return v;
 #endif
 }
 
