@@ -99,6 +99,7 @@ class Bench:
         guess: Guess | None = None,
         observes: bool = True,
         recorded: bool = True,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         config = SchedulerConfig(
             num_blocks=num_blocks,
@@ -110,10 +111,10 @@ class Bench:
             prefix_caching=prefix_caching,
         )
         spec, device = decoder.spec, decoder.device
-        cache = KVCache(spec, num_blocks, num_host_blocks, block_size, decoder.dtype, device)
+        cache = KVCache(spec, num_blocks, num_host_blocks, block_size, cache_dtype or decoder.dtype, device)
         for layer in cache.layers:  # whoever reads what nobody wrote is found out
-            layer.keys.fill_(float("nan"))
-            layer.values.fill_(float("nan"))
+            for side, scales in zip((layer.keys, layer.values), layer.scales, strict=True):
+                (side if scales is None else scales).fill_(float("nan"))
         rows = RequestRows(max_num_seqs, 1024, block_size, device)
         graphs = (
             RecordedSteps(decoder, cache.layers, rows, block_size) if recorded and RecordedSteps.fit(decoder) else None

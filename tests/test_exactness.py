@@ -54,11 +54,13 @@ def workload(count: int, seed: int, longest: int = 150) -> tuple[list[list[int]]
     return prompts, params
 
 
-def solo(decoder: Decoder, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Transcript:
+def solo(
+    decoder: Decoder, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], **options: Any
+) -> Transcript:
     """Each request alone: its own engine, its prompt in one chunk, nothing cached."""
     together = Transcript()
     for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-        alone = Bench(decoder, num_blocks=80, max_num_seqs=1).run([prompt], [one], ids=[i])
+        alone = Bench(decoder, num_blocks=80, max_num_seqs=1, **options).run([prompt], [one], ids=[i])
         together.tokens |= alone.tokens
         together.logits |= alone.logits
     return together
@@ -106,6 +108,18 @@ def test_every_family_is_exact_in_every_scenario(family: str, dtype: str) -> Non
             assert got.preemptions > 0, name
         if "swapped" in name:
             assert got.host_tokens + got.cached_tokens > 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_cache_in_int8_is_exact_too(dtype: str) -> None:
+    decoder = random_decoder(SPECS["smollm3"], make_kernels("auto", DTYPES[dtype]), DTYPES[dtype])
+    prompts, params = workload(16, seed=3)
+    expected = solo(decoder, prompts, params, cache_dtype=torch.int8)
+    for options in SCENARIOS.values():
+        assert_same(Bench(decoder, cache_dtype=torch.int8, **options).run(prompts, params), expected)
+    plain = solo(decoder, prompts, params).logits
+    differences = [(expected.logits[key] - plain[key]).abs().max() for key in expected.logits.keys() & plain.keys()]
+    assert 0 < min(differences) < 0.1 * plain[next(iter(plain))].abs().max()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

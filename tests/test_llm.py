@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -205,6 +206,24 @@ def test_one_bad_prompt_among_good_ones_leaves_nothing_running(llm: LLM) -> None
         llm.generate(["fine", ""], GREEDY)
     llm.step()
     assert not llm.has_work
+
+
+def test_a_cache_in_int8_holds_more_and_is_exact(smollm2_gguf: Path) -> None:
+    """Decode steps are recorded calls here, prompts are not: alone, cached, and in a batch."""
+    prompts = [f"{'One two three four. ' * (3 + 5 * i)}The capital of France is" for i in range(5)]
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=2)
+    memory = {"kv_cache_memory": "10MiB", "max_model_len": 192}
+    with LLM(smollm2_gguf, kv_cache_dtype="int8", **memory) as int8:
+        assert "; int8 cache of " in int8.description
+        with LLM(smollm2_gguf, dtype="float32", **memory) as plain:
+            assert int8.engine.plan.num_tokens > 3.5 * plain.engine.plan.num_tokens
+        alone = [int8.generate(prompt, params)[0] for prompt in prompts]
+        cached = int8.generate(prompts, params)
+        together = int8.generate(prompts, replace(params, cache_salt="another"))
+        for outputs in (cached, together):
+            assert [o.token_ids for o in outputs] == [o.token_ids for o in alone]
+            assert [o.completions[0].logprobs for o in outputs] == [o.completions[0].logprobs for o in alone]
+        assert "Paris" in alone[0].text
 
 
 def test_stop_tokens_outside_the_vocabulary_are_refused(llm: LLM) -> None:

@@ -51,6 +51,7 @@ def chat(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     quantization: options.Quantization = "auto",
+    kv_cache_dtype: options.KVCacheDtype = "auto",
     system: options.System = None,
 ) -> None:
     """Talk with a model. /help lists what you can type besides messages.
@@ -60,7 +61,8 @@ def chat(
     quire chat --model Qwen/Qwen3-0.6B --system "Answer in one sentence."
     """
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens)
-    with open_llm(model, device=device, dtype=dtype, quantization=quantization) as llm:
+    engine = {"device": device, "dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
+    with open_llm(model, **engine) as llm:
         say(llm.description)
         if not llm.has_chat_template:
             raise QuireError(f"{model} has no chat template, so it can't chat. Continue text with: quire run --raw")

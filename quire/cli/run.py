@@ -36,6 +36,7 @@ def run(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     quantization: options.Quantization = "auto",
+    kv_cache_dtype: options.KVCacheDtype = "auto",
     system: options.System = None,
     raw: Annotated[bool, Option("--raw", help="Continue the text as it is, without a chat template.")] = False,
     file: Annotated[Path | None, Option(metavar="FILE", help="Take further prompts from a file, one per line.")] = None,
@@ -52,6 +53,7 @@ def run(
     quire run "Once upon a time" --raw --temperature 0 --max-tokens 50
     quire run "Hello!" --model Qwen/Qwen3-0.6B --device cpu --quantization int8
     quire run --file prompts.txt --json > answers.jsonl
+    quire run "Summarise this: $(cat book.txt)" --device cpu --kv-cache-dtype int8
     echo "Summarise this: ..." | quire run
     """
     texts = _collect_prompts(prompts or [], file)
@@ -61,7 +63,8 @@ def run(
         raise InvalidRequestError("--system", "needs a chat template, which --raw turns off")
     started = time.monotonic()
     policy = "priority" if priority else "fcfs"
-    with open_llm(model, device=device, dtype=dtype, quantization=quantization, policy=policy) as llm:
+    engine = {"device": device, "dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
+    with open_llm(model, policy=policy, **engine) as llm:
         say(f"{llm.description} ({time.monotonic() - started:.1f} s)")
         _answer(llm, texts, each, system, raw or not llm.has_chat_template, json_lines)
 

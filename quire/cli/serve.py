@@ -40,6 +40,7 @@ def serve(
     max_batched_tokens: Annotated[
         int | None, Option(metavar="N", help="Tokens computed in one step; default 512 on a CPU, 8192 on a GPU.")
     ] = None,
+    kv_cache_dtype: options.KVCacheDtype = "auto",
     kv_cache_memory: Annotated[str | None, Option(metavar="M", help=_CACHE_HELP)] = None,
     host_cache_memory: Annotated[
         str, Option(metavar="M", help="Host memory below the prefix cache, such as 4GiB; 0: none.")
@@ -78,7 +79,7 @@ def serve(
     \b
     quire serve
     quire serve --model Qwen/Qwen3-0.6B --port 8080 --api-key secret
-    quire serve --model Qwen/Qwen3-0.6B --device cpu --quantization int4
+    quire serve --model Qwen/Qwen3-0.6B --device cpu --quantization int4 --kv-cache-dtype int8
     curl localhost:8000/v1/chat/completions -H 'content-type: application/json' \\
          -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
     """
@@ -93,6 +94,7 @@ def serve(
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
         "max_batched_tokens": max_batched_tokens,
+        "kv_cache_dtype": kv_cache_dtype,
         "kv_cache_memory": None if kv_cache_memory is None else _fraction_or_bytes(kv_cache_memory),
         "host_cache_memory": host_cache_memory,
         "prefix_caching": prefix_caching,

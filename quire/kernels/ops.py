@@ -61,10 +61,19 @@ class PagedBatch:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's keys and values: [num_blocks, num_kv_heads, block_size, head_dim] each."""
+    """One layer's keys and values: [num_blocks, num_kv_heads, block_size, head_dim] each, in the model's dtype, or in
+    int8 with scales."""
 
     keys: Tensor
     values: Tensor
+    key_scales: Tensor | None = None
+    """float32 [num_blocks, num_kv_heads, block_size]: what the int8 keys of a token and head are to be multiplied with.
+    It is 1/127 of their largest magnitude, and NaN where not all of them are finite."""
+    value_scales: Tensor | None = None
+
+    @property
+    def scales(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.key_scales, self.value_scales
 
     @property
     def block_size(self) -> int:

@@ -117,8 +117,10 @@ class ReferenceKernels:
         # Padding goes to block 0, which is nobody's.
         slots = slot_mapping.clamp_min(0)
         block, offset = slots // cache.block_size, slots % cache.block_size
-        cache.keys[block, :, offset] = keys
-        cache.values[block, :, offset] = values
+        for new, side, scales in zip((keys, values), (cache.keys, cache.values), cache.scales, strict=True):
+            if scales is not None:
+                new, scales[block, :, offset] = quantize_heads(new)
+            side[block, :, offset] = new
 
     def gather_inputs(
         self, token_rows: Tensor, positions: Tensor, token_ids: Tensor, block_tables: Tensor, block_size: int
@@ -226,6 +228,15 @@ def silu(x: Tensor) -> Tensor:
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {Activation.SILU: silu}
 
 
+def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., head_dim] as int8 and the scale of each head, float32 [...]: that is NaN where not all numbers are
+    finite, so that whoever attends to them gets NaN."""
+    highest = x.float().abs().amax(-1, keepdim=True)
+    scales = (highest / 127).where(highest.isfinite(), float("nan"))
+    whole = (x.float() / scales.where(scales > 0, 1.0)).round().clamp(-127, 127)
+    return whole.where(scales.isfinite(), 0.0).to(torch.int8), scales.squeeze(-1)
+
+
 def _gather_tiles(cache: LayerCache, block_table: Tensor, context_len: int) -> tuple[Tensor, Tensor]:
     """A sequence's keys and values in float32 as [kv_heads, tiles, KEY_TILE, head_dim], zeros past its end.
 
@@ -235,12 +246,13 @@ def _gather_tiles(cache: LayerCache, block_table: Tensor, context_len: int) -> t
     num_slots = -(-context_len // KEY_TILE) * KEY_TILE
     blocks = block_table[: -(-context_len // block_size)].long()
 
-    def gather(side: Tensor) -> Tensor:
+    def gather(side: Tensor, scales: Tensor | None) -> Tensor:
         heads, head_dim = side.shape[1], side.shape[3]
-        flat = side[blocks].transpose(0, 1).reshape(heads, -1, head_dim)[:, :context_len].float()
+        numbers = side[blocks].float() if scales is None else side[blocks] * scales[blocks].unsqueeze(-1)
+        flat = numbers.transpose(0, 1).reshape(heads, -1, head_dim)[:, :context_len]
         return F.pad(flat, (0, 0, 0, num_slots - context_len)).view(heads, -1, KEY_TILE, head_dim)
 
-    return gather(cache.keys), gather(cache.values)
+    return gather(cache.keys, cache.key_scales), gather(cache.values, cache.value_scales)
 
 
 def _attend(query: Tensor, position: int, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Tensor:

@@ -43,6 +43,13 @@ def pick_dtype(name: str, device: torch.device, is_quantized: bool = False) -> t
     return torch.bfloat16 if _cpu_multiplies_bfloat16() and not is_quantized else torch.float32
 
 
+def pick_cache_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """How keys and values are stored; `auto`: as the model computes them."""
+    if name == "int8" and device.type != "cpu":
+        raise DeviceError("kv_cache_dtype int8 is for the CPU. Use auto on a GPU.")
+    return torch.int8 if name == "int8" else dtype
+
+
 def wake(device: torch.device) -> None:
     """Makes a GPU ready for use, which takes a fraction of a second and none of Python's time."""
     if device.type == "cuda":

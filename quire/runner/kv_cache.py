@@ -12,14 +12,16 @@ from quire.step import BlockCopy
 
 
 def bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
-    """What one block costs: keys and values of `block_size` tokens in every layer."""
+    """What one block costs: keys and values of `block_size` tokens in every layer, and the scales of int8 ones."""
     heads = spec.heads
-    return 2 * spec.num_layers * heads.num_kv_heads * heads.head_dim * block_size * dtype.itemsize
+    per_head = heads.head_dim * dtype.itemsize + (torch.float32.itemsize if dtype == torch.int8 else 0)
+    return 2 * spec.num_layers * heads.num_kv_heads * per_head * block_size
 
 
 class KVCache:
     """[layers, 2, num_blocks, kv_heads, block_size, head_dim], and for the tier [slots, layers, 2, ...]: a block on the
-    host lies in one piece, so that it travels in one copy, from pinned memory and without anybody waiting.
+    host lies in one piece, so that it travels in one copy, from pinned memory and without anybody waiting. A cache of
+    int8 has tensors of scales besides, without the last dimension.
 
     Memory is asked for but not touched here, so an operating system that commits pages on first use gives
     a large cache for free until it is needed.
@@ -34,21 +36,26 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (spec.heads.num_kv_heads, block_size, spec.heads.head_dim)
-        self._device = torch.empty(spec.num_layers, 2, num_blocks, *shape, dtype=dtype, device=device)
-        self._host = torch.empty(
-            num_host_blocks, spec.num_layers, 2, *shape, dtype=dtype, pin_memory=device.type == "cuda"
-        )
-        self.layers = [LayerCache(keys, values) for keys, values in self._device]
+        layers, pinned = spec.num_layers, device.type == "cuda"
+        shape = (spec.heads.num_kv_heads, block_size)
+        kinds = [((*shape, spec.heads.head_dim), dtype)] + ([(shape, torch.float32)] if dtype == torch.int8 else [])
+        self._device = [torch.empty(layers, 2, num_blocks, *each, dtype=kind, device=device) for each, kind in kinds]
+        self._host = [
+            torch.empty(num_host_blocks, layers, 2, *each, dtype=kind, pin_memory=pinned) for each, kind in kinds
+        ]
+        self.layers = [
+            LayerCache(*(side for kind in self._device for side in kind[layer])) for layer in range(spec.num_layers)
+        ]
 
     def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
         """Carries out a step's copies in their order."""
         for copy in copies:
-            source = self._host[copy.source] if copy.kind == "host_to_device" else self._device[:, :, copy.source]
-            target = self._host[copy.target] if copy.kind == "device_to_host" else self._device[:, :, copy.target]
-            target.copy_(source, non_blocking=True)
+            for device, host in zip(self._device, self._host, strict=True):
+                source = host[copy.source] if copy.kind == "host_to_device" else device[:, :, copy.source]
+                target = host[copy.target] if copy.kind == "device_to_host" else device[:, :, copy.target]
+                target.copy_(source, non_blocking=True)
 
     def release(self) -> None:
         """Gives the memory back; the cache can't be used afterwards."""
         self.layers = []
-        self._device = self._host = torch.empty(0)
+        self._device = self._host = []

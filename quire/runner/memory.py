@@ -25,6 +25,8 @@ class CachePlan:
     num_host_blocks: int
     block_size: int
     bytes_per_block: int
+    dtype: torch.dtype
+    """Of keys and values."""
     max_model_len: int
     needs: str
     """What else takes memory, for the start-up message."""
@@ -36,8 +38,9 @@ class CachePlan:
     def describe(self) -> str:
         """For the start-up message: what fits."""
         full = self.num_tokens / self.max_model_len
+        kind = "int8 " if self.dtype == torch.int8 else ""
         text = (
-            f"cache of {self.num_tokens:,} tokens ({format_bytes(self.num_blocks * self.bytes_per_block)}): "
+            f"{kind}cache of {self.num_tokens:,} tokens ({format_bytes(self.num_blocks * self.bytes_per_block)}): "
             f"{full:,.1f} requests of the full length of {self.max_model_len:,}"
         )
         if self.num_host_blocks:
@@ -129,7 +132,8 @@ def _peak_of_step(decoder: Decoder, num_tokens: int, num_scored: int, block_size
 def plan_cache(
     spec: ModelSpec, config: EngineConfig, limits: Limits, dtype: torch.dtype, free: int, needs: Needs
 ) -> CachePlan:
-    """`free` is what is left once the weights are loaded, what else they `need` not yet taken off."""
+    """For keys and values of a dtype. `free` is what is left once the weights are loaded, what else they `need` not yet
+    taken off."""
     table = needs.table(free)
     free = max(free - needs.activations - needs.graphs, 0)
     if config.max_model_len is not None and config.max_model_len > spec.max_position:
@@ -163,6 +167,7 @@ def plan_cache(
         num_host_blocks=parse_bytes("host_cache_memory", config.host_cache_memory) // block_bytes,
         block_size=config.block_size,
         bytes_per_block=block_bytes,
+        dtype=dtype,
         max_model_len=longest,
         needs=table,
     )

@@ -15,7 +15,7 @@ from quire.constrain.masks import Constrainer
 from quire.kernels.select import select_kernels
 from quire.models.decoder import Decoder
 from quire.models.weight_plan import ModelFiles, WeightPlan, plan_weights
-from quire.runner.device import describe, free_memory, pick_dtype
+from quire.runner.device import describe, free_memory, pick_cache_dtype, pick_dtype
 from quire.runner.graphs import DecodeGraphs
 from quire.runner.kv_cache import KVCache
 from quire.runner.memory import CachePlan, Needs, check_weights_fit, measure_needs, plan_cache
@@ -49,7 +49,8 @@ def expected_plan(weights: WeightPlan, config: EngineConfig) -> CachePlan:
     free = free_memory(weights.device)
     needs = Needs(check_weights_fit(weights, free))
     limits = config.limits(weights.device.type)
-    return plan_cache(weights.files.spec, config, limits, weights.dtype, free - needs.weights, needs)
+    dtype = pick_cache_dtype(config.kv_cache_dtype, weights.dtype, weights.device)
+    return plan_cache(weights.files.spec, config, limits, dtype, free - needs.weights, needs)
 
 
 def start_worker(decoder: Decoder, config: EngineConfig, grammars: GrammarCompiler, formats: str = "") -> Worker:
@@ -58,8 +59,9 @@ def start_worker(decoder: Decoder, config: EngineConfig, grammars: GrammarCompil
     spec, dtype, device, kernels = decoder.spec, decoder.dtype, decoder.device, decoder.kernels
     limits = config.limits(device.type)
     needs = measure_needs(decoder, limits, config.block_size, config.cuda_graphs)
-    plan = plan_cache(spec, config, limits, dtype, free_memory(device), needs)
-    cache = KVCache(spec, plan.num_blocks, plan.num_host_blocks, plan.block_size, dtype, device)
+    cache_dtype = pick_cache_dtype(config.kv_cache_dtype, dtype, device)
+    plan = plan_cache(spec, config, limits, cache_dtype, free_memory(device), needs)
+    cache = KVCache(spec, plan.num_blocks, plan.num_host_blocks, plan.block_size, cache_dtype, device)
     rows = RequestRows(limits.max_num_seqs, plan.max_model_len, plan.block_size, device)
     constrainer = Constrainer(grammars, limits.max_num_seqs, spec.vocab_size, device)
     graphs: DecodeGraphs | RecordedSteps | None = None

@@ -40,16 +40,20 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def make_cache(
-    contexts: list[tuple[Tensor, Tensor]], block_size: int, seed: int, unowned: float = NAN
+    contexts: list[tuple[Tensor, Tensor]], block_size: int, seed: int, unowned: float = NAN, is_int8: bool = False
 ) -> tuple[LayerCache, Tensor]:
     """Keys and values [tokens, kv_heads, head_dim] of some sequences, in blocks placed at random; every slot
-    that no token owns holds `unowned`."""
+    that no token owns holds `unowned`, or has it for its scale."""
     counts = [-(-keys.shape[0] // block_size) for keys, _ in contexts]
     num_blocks = sum(counts) + 3
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).int()
     _, kv_heads, head_dim = contexts[0][0].shape
-    sides = [torch.full((num_blocks, kv_heads, block_size, head_dim), unowned).to(contexts[0][0].dtype) for _ in "kv"]
-    cache = LayerCache(*sides)
+    shape = (num_blocks, kv_heads, block_size)
+    if is_int8:
+        bytes_ = [torch.full((*shape, head_dim), 77, dtype=torch.int8) for _ in "kv"]
+        cache = LayerCache(*bytes_, *(torch.full(shape, unowned) for _ in "kv"))
+    else:
+        cache = LayerCache(*(torch.full((*shape, head_dim), unowned).to(contexts[0][0].dtype) for _ in "kv"))
     tables = torch.full((len(contexts), max(counts)), int(order[-1]), dtype=torch.int32)
     taken = 0
     for table, count, (keys, values) in zip(tables, counts, contexts, strict=True):

@@ -17,6 +17,12 @@ from tests.decoding import attend
 from tests.kernels.cpu_support import REFERENCE, assert_close, few_examples, make_batch, make_cache, random
 
 
+def dequantized(x: Tensor) -> Tensor:
+    """What an int8 cache makes of it."""
+    scale = x.float().abs().amax(-1, keepdim=True) / 127
+    return (x.float() / scale).round().clamp(-127, 127).double() * scale.double()
+
+
 def float64_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
     """The last queries of one sequence over its keys and values, with nothing clever."""
     rows, num_heads, _ = query.shape
@@ -41,6 +47,7 @@ def float64_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float,
     block_size=st.sampled_from([1, 5, 16, 32, 48]),
     window=st.sampled_from([None, 1, 7, 64, 100]),
     spread=st.sampled_from([1.0, 100.0]),
+    is_int8=st.booleans(),
     seed=st.integers(0, 99),
 )
 @few_examples
@@ -54,6 +61,7 @@ def test_attention_is_close_to_float64(
     block_size: int,
     window: int | None,
     spread: float,
+    is_int8: bool,
     seed: int,
 ) -> None:
     context_lens = [max(length) for length in lengths]
@@ -62,7 +70,9 @@ def test_attention_is_close_to_float64(
         (random(n, kv_heads, head_dim, dtype=dtype, seed=seed + i), random(n, kv_heads, head_dim, dtype=dtype, seed=i))
         for i, n in enumerate(context_lens)
     ]
-    cache, tables = make_cache(contexts, block_size, seed)
+    cache, tables = make_cache(contexts, block_size, seed, is_int8=is_int8)
+    if is_int8:  # what is stored is what is attended to
+        contexts = [(dequantized(keys), dequantized(values)) for keys, values in contexts]
     batch = make_batch(tables, context_lens, query_lens)
     query = random(sum(query_lens), kv_heads * group, head_dim, dtype=dtype, seed=seed + 50) * spread
     scale = head_dim**-0.5
@@ -81,9 +91,17 @@ def test_attention_is_close_to_float64(
 
 
 @pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize(("head_dim", "group", "block_size"), [(64, 3, 16), (40, 2, 7)])
+@pytest.mark.parametrize(
+    ("head_dim", "group", "block_size", "is_int8"), [(64, 3, 16, False), (40, 2, 7, False), (64, 3, 7, True)]
+)
 def test_attention_has_the_same_bits_whole_in_chunks_and_one_by_one(
-    kernels: CpuKernels, dtype: torch.dtype, head_dim: int, group: int, block_size: int, window: int | None
+    kernels: CpuKernels,
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    block_size: int,
+    window: int | None,
+    is_int8: bool,
 ) -> None:
     """Every position of a 600-token sequence, in three settings: the whole prompt at once; chunks among other
     sequences, other blocks; and single steps, sixty at a time in one batch as if they were so many requests."""
@@ -93,7 +111,7 @@ def test_attention_has_the_same_bits_whole_in_chunks_and_one_by_one(
         random(length, kv_heads, head_dim, dtype=dtype, seed=1),
     )
     query = random(length, kv_heads * group, head_dim, dtype=dtype, seed=2)
-    cache, table = make_cache([(keys, values)], block_size, seed=0)
+    cache, table = make_cache([(keys, values)], block_size, seed=0, is_int8=is_int8)
     whole = attend(kernels, query, cache, make_batch(table, [length], [length]), scale, window)
     assert not whole.isnan().any()
 
@@ -102,7 +120,8 @@ def test_attention_has_the_same_bits_whole_in_chunks_and_one_by_one(
     for chunk in itertools.cycle((1, 7, 64, 130, 16)):
         end = min(done + chunk, length)
         # What the sequence has not reached yet is nobody's: NaN.
-        cache, tables = make_cache([other, (keys[:end], values[:end]), other], block_size, seed=end)
+        sequences = [other, (keys[:end], values[:end]), other]
+        cache, tables = make_cache(sequences, block_size, seed=end, is_int8=is_int8)
         neighbours = random(20, kv_heads * group, head_dim, dtype=dtype, seed=5)
         rows = torch.cat((neighbours[:9], query[done:end], neighbours[9:]))
         batch = make_batch(tables, [90, end, 90], [9, end - done, 11])
@@ -112,7 +131,7 @@ def test_attention_has_the_same_bits_whole_in_chunks_and_one_by_one(
         if done == length:
             break
 
-    cache, table = make_cache([(keys, values)], block_size, seed=9)
+    cache, table = make_cache([(keys, values)], block_size, seed=9, is_int8=is_int8)
     for first in range(0, length, 60):
         context_lens = [position + 1 for position in range(first, first + 60)]
         batch = make_batch(table.expand(60, -1), context_lens, [1] * 60)
@@ -166,3 +185,20 @@ def test_attention_refuses_head_sizes_it_was_not_made_for(kernels: CpuKernels) -
         cache, table = make_cache([(torch.ones(2, 1, head_dim), torch.ones(2, 1, head_dim))], 16, seed=0)
         with pytest.raises(UnsupportedModelError, match=str(head_dim)):
             attend(kernels, torch.ones(1, 1, head_dim), cache, make_batch(table, [2], [1]), 1.0, None)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("is_key", [True, False])
+def test_int8_numbers_that_are_not_finite_reach_those_who_see_them_and_nobody_else(
+    kernels: CpuKernels, dtype: torch.dtype, is_key: bool, bad: float
+) -> None:
+    sequences = [(random(80, 1, 32, dtype=dtype, seed=i), random(80, 1, 32, dtype=dtype, seed=9 + i)) for i in range(2)]
+    query = random(160, 2, 32, dtype=dtype, seed=5)
+    cache, tables = make_cache(sequences, 16, seed=0, is_int8=True)
+    expected = attend(kernels, query, cache, make_batch(tables, [80, 80], [80, 80]), 0.2, None)
+    sequences[0][0 if is_key else 1][50, 0, 3] = bad
+    cache, tables = make_cache(sequences, 16, seed=0, is_int8=True)
+    got = attend(kernels, query, cache, make_batch(tables, [80, 80], [80, 80]), 0.2, None)
+    assert got[50:80].isnan().all()
+    assert torch.equal(got[:50], expected[:50])
+    assert torch.equal(got[80:], expected[80:])

@@ -196,6 +196,28 @@ def test_write_kv_takes_slices_of_a_packed_projection(kernels: CpuKernels, dtype
     assert torch.equal(caches[0].values, caches[1].values)
 
 
+def test_write_kv_in_int8_stores_what_the_reference_stores(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    keys, values = random(40, 2, 24, dtype=dtype), random(40, 2, 24, dtype=dtype, seed=1) * 1e-3
+    keys[0], keys[1, 0, 5], keys[2, 1, 23], keys[3, 0, 0] = 0, NAN, float("inf"), float("-inf")
+    values[4], values[5, 0, :3] = 1e-44, 1e30  # denormal scales are coarse, large ones are not
+    slots = torch.randperm(70, generator=torch.Generator().manual_seed(0))[:40]
+    slots[7] = -1
+    caches = []
+    for writer in (kernels, REFERENCE):
+        sides = (torch.zeros(11, 2, 7, 24, dtype=torch.int8) for _ in "kv")
+        caches.append(LayerCache(*sides, *(torch.zeros(11, 2, 7) for _ in "kv")))
+        writer.write_kv_(keys, values, caches[-1], slots + 7 * (slots >= 0))
+    got, expected = caches
+    for mine, theirs in ((got.keys, expected.keys), (got.values, expected.values)):
+        assert torch.equal(mine[1:], theirs[1:])  # block 0 takes the padding, or nothing
+    for scales, theirs in zip(got.scales, expected.scales, strict=True):
+        assert scales is not None
+        assert theirs is not None
+        torch.testing.assert_close(scales[1:], theirs[1:], rtol=0, atol=0, equal_nan=True)
+    assert got.key_scales is not None
+    assert got.key_scales.isnan().sum() == 3
+
+
 # mixture of experts, threads
 
 

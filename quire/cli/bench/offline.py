@@ -11,6 +11,7 @@ def throughput(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     quantization: options.Quantization = "auto",
+    kv_cache_dtype: options.KVCacheDtype = "auto",
     kernels: shared.Kernels = "auto",
     num_requests: shared.Requests = 32,
     prompt_tokens: shared.PromptTokens = "100-300",
@@ -33,6 +34,7 @@ def throughput(
 
     prompts, answers = Lengths.parse("--prompt-tokens", prompt_tokens), Lengths.parse("--new-tokens", new_tokens)
     engine = {"device": device, "dtype": dtype, "quantization": quantization, "kernels": kernels}
+    engine["kv_cache_dtype"] = kv_cache_dtype
     with open_engine(model, num_requests, prompts, answers, max_num_seqs, **engine) as (llm, jobs, facts):
         report = Report("Throughput", facts, (measure_throughput(llm, jobs, repeats),))
     shared.deliver(report, markdown, json_file)
@@ -43,6 +45,7 @@ def latency(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     quantization: options.Quantization = "auto",
+    kv_cache_dtype: options.KVCacheDtype = "auto",
     kernels: shared.Kernels = "auto",
     num_requests: shared.Requests = 4,
     prompt_tokens: shared.PromptTokens = "128",
@@ -56,6 +59,7 @@ def latency(
     \b
     quire bench latency
     quire bench latency --quantization none
+    quire bench latency --prompt-tokens 4000 --device cpu --kv-cache-dtype int8
     quire bench latency --prompt-tokens 1000 --new-tokens 16 --dtype float32
     """
     from quire.bench.jobs import Lengths
@@ -64,6 +68,7 @@ def latency(
 
     prompts, answers = Lengths.parse("--prompt-tokens", prompt_tokens), Lengths.parse("--new-tokens", new_tokens)
     engine = {"device": device, "dtype": dtype, "quantization": quantization, "kernels": kernels}
+    engine["kv_cache_dtype"] = kv_cache_dtype
     with open_engine(model, num_requests, prompts, answers, max_num_seqs=1, **engine) as (llm, jobs, facts):
         report = Report("Latency", facts, (measure_latency(llm, jobs, repeats),))
     shared.deliver(report, markdown, json_file)

@@ -10,8 +10,8 @@
 namespace quire {
 namespace {
 
-template <class T>
-std::vector<Task> make_tasks(const Attention<T>& call) {
+template <class T, class CACHED>
+std::vector<Task> make_tasks(const Attention<T, CACHED>& call) {
   std::vector<Task> tasks;
   for (int64_t sequence = 0; sequence < call.num_sequences; ++sequence) {
     int64_t rows = (call.query_start[sequence + 1] - call.query_start[sequence]) * call.group();
@@ -24,14 +24,14 @@ std::vector<Task> make_tasks(const Attention<T>& call) {
 }
 
 // The splits [begin, end) in which some row of the task sees a key.
-template <class T>
-std::pair<int64_t, int64_t> splits(const Rows<T>& rows) {
+template <class T, class CACHED>
+std::pair<int64_t, int64_t> splits(const Rows<T, CACHED>& rows) {
   int64_t last = rows.visible(rows.task.rows - 1).end;
   return {rows.visible(0).begin / SPLIT, (last + SPLIT - 1) / SPLIT};
 }
 
-template <class T, class Walk>
-void one_split(Walk& walk, const Rows<T>& rows, int64_t split, State& state) {
+template <class Walk, class T, class CACHED>
+void one_split(Walk& walk, const Rows<T, CACHED>& rows, int64_t split, State& state) {
   state.clear(rows.task.rows, rows.call.padded_dim());
   const int64_t first_key = rows.visible(0).begin, last_key = rows.visible(rows.task.rows - 1).end;
   const int64_t end = std::min((split + 1) * SPLIT, last_key);
@@ -48,8 +48,8 @@ void one_split(Walk& walk, const Rows<T>& rows, int64_t split, State& state) {
   }
 }
 
-template <class T>
-void write_out(const Rows<T>& rows, const State& state) {
+template <class T, class CACHED>
+void write_out(const Rows<T, CACHED>& rows, const State& state) {
   const int64_t dim = rows.call.padded_dim(), head_dim = rows.call.head_dim;
   for (int64_t r = 0; r < rows.task.rows; ++r) {
     const float* sums = state.output + r * dim;
@@ -62,8 +62,8 @@ void write_out(const Rows<T>& rows, const State& state) {
 }
 
 // Enough tasks for all threads: each walks all its splits and merges as it goes.
-template <class T, class Walk>
-void whole_tasks(const Attention<T>& call, const std::vector<Task>& tasks) {
+template <class Walk, class T, class CACHED>
+void whole_tasks(const Attention<T, CACHED>& call, const std::vector<Task>& tasks) {
   const int64_t dim = call.padded_dim();
   std::atomic<size_t> next{0};
   auto work = [&](int, int) {
@@ -72,7 +72,7 @@ void whole_tasks(const Attention<T>& call, const std::vector<Task>& tasks) {
     State merged = State::at(memory, dim), state = State::at(memory + State::floats(dim), dim);
     Walk walk(call);
     for (size_t i = next.fetch_add(1); i < tasks.size(); i = next.fetch_add(1)) {
-      Rows<T> rows{call, tasks[i]};
+      Rows<T, CACHED> rows{call, tasks[i]};
       auto [begin, end] = splits(rows);
       merged.clear(rows.task.rows, dim);
       walk.start(rows);
@@ -88,8 +88,8 @@ void whole_tasks(const Attention<T>& call, const std::vector<Task>& tasks) {
 }
 
 // Few tasks with long contexts: the splits are shared out, then merged in the same order.
-template <class T, class Walk>
-void split_tasks(const Attention<T>& call, const std::vector<Task>& tasks) {
+template <class Walk, class T, class CACHED>
+void split_tasks(const Attention<T, CACHED>& call, const std::vector<Task>& tasks) {
   const int64_t dim = call.padded_dim();
   struct Part {
     size_t task;
@@ -97,7 +97,7 @@ void split_tasks(const Attention<T>& call, const std::vector<Task>& tasks) {
   };
   std::vector<Part> parts;
   for (size_t i = 0; i < tasks.size(); ++i) {
-    auto [begin, end] = splits(Rows<T>{call, tasks[i]});
+    auto [begin, end] = splits(Rows<T, CACHED>{call, tasks[i]});
     for (int64_t split = begin; split < end; ++split) parts.push_back({i, split});
   }
   thread_local Scratch scratch;
@@ -107,7 +107,7 @@ void split_tasks(const Attention<T>& call, const std::vector<Task>& tasks) {
   auto work = [&](int, int) {
     Walk walk(call);
     for (size_t i = next.fetch_add(1); i < parts.size(); i = next.fetch_add(1)) {
-      Rows<T> rows{call, tasks[parts[i].task]};
+      Rows<T, CACHED> rows{call, tasks[parts[i].task]};
       State state = state_of(i);
       walk.start(rows);
       one_split(walk, rows, parts[i].split, state);
@@ -119,19 +119,30 @@ void split_tasks(const Attention<T>& call, const std::vector<Task>& tasks) {
     State merged = state_of(parts.size() + i);
     merged.clear(tasks[i].rows, dim);
     for (; part < parts.size() && parts[part].task == i; ++part) merged.merge(state_of(part), tasks[i].rows, dim);
-    write_out(Rows<T>{call, tasks[i]}, merged);
+    write_out(Rows<T, CACHED>{call, tasks[i]}, merged);
   }
 }
 
-template <class T, class Walk>
-void attention(const Attention<T>& call) {
+// As many threads as there is work for: to wake one takes as long as some ten thousand products.
+template <class T, class CACHED>
+int useful_threads(const Attention<T, CACHED>& call) {
+  constexpr int64_t WORTH_A_THREAD = 65536;
+  int64_t products = 0;
+  for (int64_t i = 0; i < call.num_sequences; ++i)
+    products += (call.query_start[i + 1] - call.query_start[i]) * call.context_lens[i] * call.num_heads * call.head_dim;
+  return int(std::min<int64_t>(call.num_threads, 1 + products / WORTH_A_THREAD));
+}
+
+template <class Walk, class T, class CACHED>
+void attention(Attention<T, CACHED> call) {
   std::vector<Task> tasks = make_tasks(call);
   if (tasks.empty()) return;
+  call.num_threads = useful_threads(call);
   int64_t longest = *std::max_element(call.context_lens, call.context_lens + call.num_sequences);
   if (call.num_threads > 1 && longest > SPLIT && int64_t(tasks.size()) < 4 * call.num_threads)
-    split_tasks<T, Walk>(call, tasks);
+    split_tasks<Walk>(call, tasks);
   else
-    whole_tasks<T, Walk>(call, tasks);
+    whole_tasks<Walk>(call, tasks);
 }
 
 }  // namespace
@@ -140,9 +151,11 @@ void attention(const Attention<T>& call) {
 using namespace quire;
 
 extern "C" {
-void quire_attention_float32(const Attention<float>* call) { attention<float, VectorWalk<float>>(*call); }
-void quire_attention_bfloat16(const Attention<bf16>* call) { attention<bf16, VectorWalk<bf16>>(*call); }
+void quire_attention_float32(const Attention<float>* call) { attention<VectorWalk<float>>(*call); }
+void quire_attention_bfloat16(const Attention<bf16>* call) { attention<VectorWalk<bf16>>(*call); }
+void quire_attention_int8_float32(const Attention<float, int8_t>* call) { attention<VectorWalk<float, int8_t>>(*call); }
+void quire_attention_int8_bfloat16(const Attention<bf16, int8_t>* call) { attention<VectorWalk<bf16, int8_t>>(*call); }
 #if defined(QUIRE_HAS_AMX)
-void quire_attention_amx(const Attention<bf16>* call) { attention<bf16, AmxWalk>(*call); }
+void quire_attention_amx(const Attention<bf16>* call) { attention<AmxWalk>(*call); }
 #endif
 }

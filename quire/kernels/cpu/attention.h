@@ -13,16 +13,19 @@
 namespace quire {
 
 constexpr int64_t KEY_TILE = 64;
-constexpr int64_t SPLIT = 512;
+constexpr int64_t SPLIT = 256;
+constexpr int64_t MAX_HEAD_DIM = 256;
 constexpr int64_t ROW_BLOCK = 16;                // rows whose scores are computed together
 constexpr int64_t TASK_ROWS = 4 * ROW_BLOCK;     // rows that share one pass over a tile of keys and values
 constexpr float NOTHING = -std::numeric_limits<float>::max();  // the maximum of a row that saw no key yet
 
-template <class T>
+// Queries and outputs are T, keys and values in the cache CACHED: T too, or int8_t with a scale for each token and head.
+template <class T, class CACHED = T>
 struct Attention {
   const T* query;
   int64_t query_stride;
-  const T *keys, *values;
+  const CACHED *keys, *values;
+  const float *key_scales, *value_scales;
   const int32_t *query_start, *context_lens, *block_tables, *table_rows;
   T* out;
   int64_t num_sequences, max_blocks, num_heads, num_kv_heads, head_dim, block_size, window;  // window 0: none
@@ -31,6 +34,8 @@ struct Attention {
 
   int64_t group() const { return num_heads / num_kv_heads; }
   int64_t padded_dim() const { return (head_dim + 31) / 32 * 32; }
+  const CACHED* key(int64_t place) const { return keys + place * head_dim; }
+  const CACHED* value(int64_t place) const { return values + place * head_dim; }
 };
 
 // Rows [first, first + rows) of one sequence and key head, where row r is query r / group, head r % group.
@@ -77,14 +82,14 @@ struct Visible {
 // it may be another request's, or nobody's.
 struct KeyTile {
   int64_t origin, begin, end;
-  int64_t place[KEY_TILE];
+  int64_t place[KEY_TILE];  // in the cache, counted in tokens of one head
 
   bool has(int64_t i) const { return origin + i >= begin && origin + i < end; }
 };
 
-template <class T>
+template <class T, class CACHED = T>
 struct Rows {
-  const Attention<T>& call;
+  const Attention<T, CACHED>& call;
   Task task;
 
   int64_t query_row(int64_t r) const { return call.query_start[task.sequence] + (task.first + r) / call.group(); }
@@ -96,15 +101,13 @@ struct Rows {
   }
   const T* query(int64_t r) const { return call.query + query_row(r) * call.query_stride + head(r) * call.head_dim; }
   T* out(int64_t r) const { return call.out + (query_row(r) * call.num_heads + head(r)) * call.head_dim; }
-  // Fills in where tokens [tile.begin, tile.end) lie in keys or values.
+  // Fills in where tokens [tile.begin, tile.end) lie.
   void find(KeyTile& tile) const {
     const int32_t* table = call.block_tables + call.table_rows[task.sequence] * call.max_blocks;
-    const int64_t head_size = call.block_size * call.head_dim;
     for (int64_t t = tile.begin; t < tile.end;) {
       int64_t block = t / call.block_size, next_block = std::min((block + 1) * call.block_size, tile.end);
-      int64_t place = (table[block] * call.num_kv_heads + task.kv_head) * head_size;
-      place += t % call.block_size * call.head_dim;
-      for (; t < next_block; ++t, place += call.head_dim) tile.place[t - tile.origin] = place;
+      int64_t place = (table[block] * call.num_kv_heads + task.kv_head) * call.block_size + t % call.block_size;
+      for (; t < next_block; ++t, ++place) tile.place[t - tile.origin] = place;
     }
   }
 };
@@ -117,12 +120,12 @@ inline Vec store_rounded(WEIGHT* weights, Vec v) {
 
 // Asks for the i-th key and value of the tile that comes next, while this one is worked on: blocks lie anywhere, so
 // the machine can't guess it.
-template <class T>
-inline void prefetch(const Attention<T>& call, const KeyTile& next, int64_t i) {
+template <class T, class CACHED>
+inline void prefetch(const Attention<T, CACHED>& call, const KeyTile& next, int64_t i) {
   if (!next.has(i)) return;
-  for (int64_t d = 0; d < call.head_dim; d += int64_t(64 / sizeof(T))) {
-    __builtin_prefetch(call.keys + next.place[i] + d, 0, 2);
-    __builtin_prefetch(call.values + next.place[i] + d, 0, 2);
+  for (int64_t d = 0; d < call.head_dim; d += int64_t(64 / sizeof(CACHED))) {
+    __builtin_prefetch(call.key(next.place[i]) + d, 0, 2);
+    __builtin_prefetch(call.value(next.place[i]) + d, 0, 2);
   }
 }
 
@@ -134,20 +137,24 @@ inline float scores_to_weights(const float* scores, WEIGHT* weights, int64_t til
                                float& highest, float* total) {
   constexpr int VECTORS = int(KEY_TILE) / LANES;
   const bool all = visible.begin <= tile_begin && visible.end >= tile_begin + KEY_TILE;
-  Vec s[VECTORS], top = splat(highest);
+  Vec s[VECTORS], tops[PER_SUM];
   for (int v = 0; v < VECTORS; ++v) s[v] = load(scores + v * LANES) * scale;
   if (!all) {
     IntVec key;
     for (int i = 0; i < LANES; ++i) key[i] = i;
     const int32_t begin = int32_t(visible.begin - tile_begin), end = int32_t(visible.end - tile_begin);
     for (int v = 0; v < VECTORS; ++v, key += LANES)
-      s[v] = (key >= begin) & (key < end) ? s[v] : splat(-std::numeric_limits<float>::infinity());
+      s[v] = ((key >= begin) & (key < end)) ? s[v] : splat(-std::numeric_limits<float>::infinity());
   }
-  for (int v = 0; v < VECTORS; ++v) top = maximum(top, s[v]);
-  const float new_highest = max_lanes(top);
+  for (int i = 0; i < PER_SUM; ++i) tops[i] = s[i];
+  for (int v = PER_SUM; v < VECTORS; v += PER_SUM)
+    for (int i = 0; i < PER_SUM; ++i) tops[i] = maximum(tops[i], s[v + i]);
+  for (int i = 1; i < PER_SUM; ++i) tops[0] = maximum(tops[0], tops[i]);
+  const float new_highest = max_lanes(maximum(tops[0], splat(highest)));
   Vec sums[PER_SUM] = {};
-  for (int v = 0; v < VECTORS; ++v)
-    sums[v % PER_SUM] += store_rounded(weights + v * LANES, exp2_of_negative(s[v] - new_highest));
+  for (int v = 0; v < VECTORS; v += PER_SUM)
+    for (int i = 0; i < PER_SUM; ++i)
+      sums[i] += store_rounded(weights + (v + i) * LANES, exp2_of_negative(s[v + i] - new_highest));
   const Vec factor = exp2_of_negative(splat(highest - new_highest));
   highest = new_highest;
   for (int v = 0; v < PER_SUM; ++v) store(total + v * LANES, fma(load(total + v * LANES), factor, sums[v]));

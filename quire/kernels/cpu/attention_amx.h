@@ -106,13 +106,13 @@ class AmxWalk {
   void find_keys(const KeyTile& tile) {
     for (int64_t i = 0; tile.origin + i < tile.end; i += 16) {
       if (in_place_ && tile.has(i)) {
-        keys_at_[i / 16] = call_.keys + tile.place[i];
+        keys_at_[i / 16] = call_.key(tile.place[i]);
         continue;
       }
       keys_at_[i / 16] = keys_ + i * dim_;
       for (int64_t j = i; j < i + 16; ++j)
         if (tile.has(j))
-          std::memcpy(static_cast<void*>(keys_ + j * dim_), call_.keys + tile.place[j], size_t(call_.head_dim) * 2);
+          std::memcpy(static_cast<void*>(keys_ + j * dim_), call_.key(tile.place[j]), size_t(call_.head_dim) * 2);
     }
   }
 
@@ -124,8 +124,8 @@ class AmxWalk {
       prefetch(call_, next, i);
       prefetch(call_, next, i + 1);
       const bool has_even = tile.has(i), has_odd = tile.has(i + 1);
-      const bf16* even = call_.values + (has_even ? tile.place[i] : 0);
-      const bf16* odd = call_.values + (has_odd ? tile.place[i + 1] : 0);
+      const bf16* even = call_.value(has_even ? tile.place[i] : 0);
+      const bf16* odd = call_.value(has_odd ? tile.place[i + 1] : 0);
       const __mmask32 even_mask = has_even ? ~__mmask32(0) : 0, odd_mask = has_odd ? ~__mmask32(0) : 0;
       auto interleave = [&](int64_t d, __mmask32 mask) {
         bf16* target = values_ + i * dim_ + 2 * d;

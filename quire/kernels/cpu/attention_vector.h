@@ -1,5 +1,10 @@
 // One task's walk over tiles of keys with vector instructions, for float32 and for machines without tiles.
+//
+// Keys are turned over, so that a lane is a key: scores and outputs are then both products of small matrices, in which
+// each number is one chain of fused products in a fixed order, however many rows are computed together.
 #pragma once
+
+#include <type_traits>
 
 #include "attention.h"
 #include "threads.h"
@@ -17,63 +22,93 @@ inline Vec pick(Vec a, Vec b, IntVec from) {
 #endif
 }
 
-// LANES vectors become one that holds the sum of each: halves are folded onto each other, so every sum is
-// taken by the same tree.
-template <int COUNT>
-inline void fold(Vec* v) {
-  if constexpr (COUNT > 1) {
-    constexpr int HALF = COUNT / 2;
+// Turns LANES x LANES numbers over, by exchanging halves of ever larger squares.
+template <int SIZE = 1>
+inline void turn_over(Vec* v) {
+  if constexpr (SIZE < LANES) {
     IntVec low, high;
     for (int i = 0; i < LANES; ++i) {
-      int base = i / COUNT * COUNT + i % HALF;
-      low[i] = i % COUNT < HALF ? base : base + LANES;
-      high[i] = low[i] + HALF;
+      low[i] = i & SIZE ? LANES + i - SIZE : i;
+      high[i] = low[i] + SIZE;
     }
-    for (int i = 0; i < HALF; ++i) v[i] = pick(v[i], v[i + HALF], low) + pick(v[i], v[i + HALF], high);
-    fold<HALF>(v);
+    for (int i = 0; i < LANES; ++i) {
+      if (i & SIZE) continue;
+      const Vec first = v[i], second = v[i + SIZE];
+      v[i] = pick(first, second, low);
+      v[i + SIZE] = pick(first, second, high);
+    }
+    turn_over<2 * SIZE>(v);
   }
 }
 
-template <class T>
+// Columns whose sums are in registers together: all that ROWS rows leave room for.
+constexpr int64_t columns_of(int rows) { return rows <= 2 || LANES == 16 ? 32 : 16; }
+
+// sums[r][i] = start + left[r][from] * right(from)[i] + ... + left[r][to - 1] * right(to - 1)[i], in this order, for
+// ROWS rows and columns_of(ROWS) columns. What it starts from is what stands there if KEEP, or zero.
+template <int ROWS, bool KEEP, class Right>
+inline void multiply(const float* left, int64_t left_stride, Right right, int64_t from, int64_t to, float* sums,
+                     int64_t sums_stride) {
+  constexpr int VECTORS = int(columns_of(ROWS)) / LANES;
+  Vec s[ROWS][VECTORS];
+  for (int r = 0; r < ROWS; ++r)
+    for (int v = 0; v < VECTORS; ++v) s[r][v] = KEEP ? load(sums + r * sums_stride + v * LANES) : Vec{};
+#pragma GCC unroll 4
+  for (int64_t k = from; k < to; ++k) {
+    const auto* row = right(k);
+    Vec values[VECTORS];
+    for (int v = 0; v < VECTORS; ++v) values[v] = load(row + v * LANES);
+    for (int r = 0; r < ROWS; ++r) {
+      const Vec factor = splat(left[r * left_stride + k]);
+      for (int v = 0; v < VECTORS; ++v) s[r][v] = fma(factor, values[v], s[r][v]);
+    }
+  }
+  for (int r = 0; r < ROWS; ++r)
+    for (int v = 0; v < VECTORS; ++v) store(sums + r * sums_stride + v * LANES, s[r][v]);
+}
+
+template <class T, class CACHED = T>
 class VectorWalk {
  public:
-  explicit VectorWalk(const Attention<T>& call) : call_(call), dim_(call.padded_dim()) {
+  explicit VectorWalk(const Attention<T, CACHED>& call) : call_(call), dim_(call.padded_dim()) {
     thread_local Scratch scratch;
-    keys_ = scratch.get<float>(size_t((2 * KEY_TILE + TASK_ROWS) * dim_ + KEY_TILE));
+    keys_ = scratch.get<float>(size_t((2 * KEY_TILE + TASK_ROWS) * dim_ + TOGETHER * KEY_TILE));
     values_ = keys_ + KEY_TILE * dim_;
     query_ = values_ + KEY_TILE * dim_;
     weights_ = query_ + TASK_ROWS * dim_;
   }
 
-  void start(const Rows<T>& rows) {
+  void start(const Rows<T, CACHED>& rows) {
     for (int64_t r = 0; r < rows.task.rows; ++r) widen(rows.query(r), query_ + r * dim_);
+    // Values that are read once are not worth a copy in one piece; those that end in the middle of a vector need it.
+    copies_ = dim_ != call_.head_dim || rows.task.rows > TOGETHER;
   }
 
-  void tile(const Rows<T>& rows, const KeyTile& tile, const KeyTile& next, State& state) {
-    for (int64_t i = 0; i < KEY_TILE; ++i) {
-      prefetch(call_, next, i);
-      if (tile.has(i)) {
-        widen(call_.keys + tile.place[i], keys_ + i * dim_);
-        widen(call_.values + tile.place[i], values_ + i * dim_);
-      } else {
-        std::fill(keys_ + i * dim_, keys_ + (i + 1) * dim_, 0.0f);
-      }
+  void tile(const Rows<T, CACHED>& rows, const KeyTile& tile, const KeyTile& next, State& state) {
+    turn_keys(tile, next);
+    for (int64_t i = tile.begin - tile.origin; i < tile.end - tile.origin; ++i) {
+      if (SCALED) key_scales_[i] = call_.key_scales[tile.place[i]], value_scales_[i] = call_.value_scales[tile.place[i]];
+      if (copies_) widen(call_.value(tile.place[i]), values_ + i * dim_);
     }
-    for (int64_t r = 0; r < rows.task.rows; ++r) {
-      Visible visible = rows.visible(r);
-      int64_t from = std::max(visible.begin, tile.begin), to = std::min(visible.end, tile.end);
-      if (from >= to) continue;
-      scores(query_ + r * dim_);
-      float factor = scores_to_weights(weights_, weights_, tile.origin, visible, call_.scale, state.highest[r],
-                                       state.total + r * SUM_LANES);
-      add_values(state.output + r * dim_, factor, from - tile.origin, to - tile.origin);
+    for (int64_t first = 0; first < rows.task.rows; first += TOGETHER) {
+      switch (rows.task.rows - first) {
+        case 1: attend<1>(rows, tile, first, state); break;
+        case 2: attend<2>(rows, tile, first, state); break;
+        case 3: attend<3>(rows, tile, first, state); break;
+        default: attend<4>(rows, tile, first, state);
+      }
     }
   }
 
   void finish() {}
 
  private:
-  void widen(const T* source, float* target) const {
+  static constexpr int64_t TOGETHER = 4;  // rows
+
+  static constexpr bool SCALED = std::is_same_v<CACHED, int8_t>;
+
+  template <class FROM>
+  void widen(const FROM* source, float* target) const {
     int64_t i = 0;
     for (; i + LANES <= call_.head_dim; i += LANES) store(target + i, load(source + i));
     if (i < call_.head_dim) {
@@ -83,40 +118,82 @@ class VectorWalk {
     for (; i < dim_; i += LANES) store(target + i, Vec{});
   }
 
-  void scores(const float* query) {
-    for (int64_t key = 0; key < KEY_TILE; key += LANES) {
-      Vec sums[LANES];
-      for (int j = 0; j < LANES; ++j) {
-        const float* row = keys_ + (key + j) * dim_;
-        Vec sum[PER_SUM] = {};
-        for (int64_t i = 0; i < dim_; i += SUM_LANES)
-          for (int v = 0; v < PER_SUM; ++v)
-            sum[v] = fma(load(query + i + v * LANES), load(row + i + v * LANES), sum[v]);
-        sums[j] = fold_vectors(sum);
+  // A key's scale may as well be multiplied with its score, a value's with its weight.
+  static void scale(float* numbers, const float* scales) {
+    for (int64_t i = 0; i < KEY_TILE; i += LANES) store(numbers + i, load(numbers + i) * load(scales + i));
+  }
+
+  // keys_[dim][key], for the keys of the tile and perhaps some zeros before and after them.
+  void turn_keys(const KeyTile& tile, const KeyTile& next) {
+    static const CACHED zeros[MAX_HEAD_DIM] = {};
+    for (int64_t key = (tile.begin - tile.origin) / LANES * LANES; key < tile.end - tile.origin; key += LANES) {
+      const CACHED* source[LANES];
+      for (int j = 0; j < LANES; ++j) source[j] = tile.has(key + j) ? call_.key(tile.place[key + j]) : zeros;
+      for (int j = 0; j < LANES; ++j) prefetch(call_, next, key + j);
+      for (int64_t i = 0; i < call_.head_dim; i += LANES) {
+        Vec square[LANES];
+        for (int j = 0; j < LANES; ++j) square[j] = read(source[j] + i, call_.head_dim - i);
+        turn_over(square);
+        for (int j = 0; j < LANES; ++j) store(keys_ + (i + j) * KEY_TILE + key, square[j]);
       }
-      fold<LANES>(sums);
-      store(weights_ + key, sums[0]);
     }
   }
 
-  // Only keys the row sees are touched: a later token's values, even infinite ones, can't reach it.
-  void add_values(float* output, float factor, int64_t from, int64_t to) const {
-    constexpr int64_t WIDE = 32 / LANES;  // dim_ is a multiple of 32
-    for (int64_t i = 0; i < dim_; i += 32) {
-      Vec sums[WIDE];
-      for (int64_t j = 0; j < WIDE; ++j) sums[j] = load(output + i + j * LANES) * factor;
-      for (int64_t key = from; key < to; ++key) {
-        Vec weight = splat(weights_[key]);
-        for (int64_t j = 0; j < WIDE; ++j)
-          sums[j] = fma(weight, load(values_ + key * dim_ + i + j * LANES), sums[j]);
-      }
-      for (int64_t j = 0; j < WIDE; ++j) store(output + i + j * LANES, sums[j]);
+  // ROWS rows from `first` on. Later rows see later keys: what the first and the last see, all do.
+  template <int ROWS>
+  void attend(const Rows<T, CACHED>& rows, const KeyTile& tile, int64_t first, State& state) {
+    Visible seen[ROWS];  // within the tile
+    for (int r = 0; r < ROWS; ++r) {
+      Visible visible = rows.visible(first + r);
+      seen[r] = {std::max(visible.begin, tile.begin) - tile.origin, std::min(visible.end, tile.end) - tile.origin};
     }
+    constexpr int64_t WIDE = columns_of(ROWS);
+    for (int64_t key = seen[0].begin / WIDE * WIDE; key < seen[ROWS - 1].end; key += WIDE)
+      multiply<ROWS, false>(query_ + first * dim_, dim_, [&](int64_t i) { return keys_ + i * KEY_TILE + key; }, 0,
+                            call_.head_dim, weights_ + key, KEY_TILE);
+    float* output = state.output + first * dim_;
+    for (int r = 0; r < ROWS; ++r) {
+      if (seen[r].begin >= seen[r].end) continue;
+      float* weights = weights_ + r * KEY_TILE;
+      if (SCALED) scale(weights, key_scales_);
+      float factor = scores_to_weights(weights, weights, 0, seen[r], call_.scale, state.highest[first + r],
+                                       state.total + (first + r) * SUM_LANES);
+      if (SCALED) scale(weights, value_scales_);
+      if (factor != 1.0f)
+        for (int64_t i = r * dim_; i < (r + 1) * dim_; i += LANES) store(output + i, load(output + i) * factor);
+    }
+    if (copies_)
+      add_values<ROWS>(seen, output, [&](int64_t key) { return values_ + key * dim_; });
+    else
+      add_values<ROWS>(seen, output, [&](int64_t key) { return call_.value(tile.place[key]); });
   }
 
-  const Attention<T>& call_;
+  // Only keys a row sees are touched: a later token's values, even infinite ones, can't reach it. So rows go together
+  // over the keys that all of them see, and alone over those before and after.
+  template <int ROWS, class Values>
+  void add_values(const Visible* seen, float* output, Values values) {
+    Visible common{seen[ROWS - 1].begin, seen[0].end};
+    if (common.begin >= common.end) common = {KEY_TILE, KEY_TILE};
+    for (int r = 0; r < ROWS; ++r)
+      add<1>(r, {seen[r].begin, std::min(common.begin, seen[r].end)}, output, values);
+    add<ROWS>(0, common, output, values);
+    for (int r = 0; r < ROWS; ++r)
+      add<1>(r, {std::max(common.end, seen[r].begin), seen[r].end}, output, values);
+  }
+
+  template <int ROWS, class Values>
+  void add(int64_t first, Visible keys, float* output, Values values) {
+    if (keys.begin >= keys.end) return;
+    for (int64_t i = 0; i < dim_; i += columns_of(ROWS))
+      multiply<ROWS, true>(weights_ + first * KEY_TILE, KEY_TILE, [&](int64_t key) { return values(key) + i; },
+                           keys.begin, keys.end, output + first * dim_ + i, dim_);
+  }
+
+  const Attention<T, CACHED>& call_;
   int64_t dim_;
+  bool copies_ = false;
   float *keys_, *values_, *query_, *weights_;
+  float key_scales_[KEY_TILE] = {}, value_scales_[KEY_TILE] = {};
 };
 
 }  // namespace quire

@@ -49,8 +49,9 @@ _add_rms_norm_arguments = Struct("PPPPPqqfi").pack
 _rope_arguments = Struct("PqPPPqqqi").pack
 _silu_mul_arguments = Struct("PqPqqi").pack
 _write_kv_arguments = Struct("PqPqPPPqqqqi").pack
+_write_kv_int8_arguments = Struct("PqPqPPPPPqqqqi").pack
 _gather_inputs_arguments = Struct("PPPqPqPPPqq").pack
-_attention_arguments = Struct("PqPPPPPPPqqqqqqqfi").pack
+_attention_arguments = Struct("PqPPPPPPPPPqqqqqqqfi").pack
 _gumbel_argmax_arguments = Struct("PqPPPPqqi").pack
 _top_values_arguments = Struct("PqPqqqi").pack
 _keep_between_arguments = Struct("PqPPqqi").pack
@@ -96,8 +97,8 @@ class CpuKernels(ReferenceKernels):
         self._rms_norm, self._add_rms_norm = by_dtype("rms_norm"), by_dtype("add_rms_norm")
         self._rope = by_dtype("rope")
         self._gates = {Activation.SILU: by_dtype("silu_mul")}
-        self._attention = by_dtype("attention")
-        self._write_kv = calls.function("quire_write_kv")
+        self._attention, self._attention_int8 = by_dtype("attention"), by_dtype("attention_int8")
+        self._write_kv, self._write_kv_int8 = calls.function("quire_write_kv"), by_dtype("write_kv_int8")
         self._gather_inputs = calls.function("quire_gather_inputs")
         self._gumbel_argmax = calls.function("quire_gumbel_argmax")
         self._top_values = calls.function("quire_top_values")
@@ -252,6 +253,13 @@ class CpuKernels(ReferenceKernels):
     def write_kv_(self, keys: Tensor, values: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
         rows, heads, head_dim = keys.shape
         keys, values = _with_whole_rows(keys), _with_whole_rows(values)
+        if cache.key_scales is not None and cache.value_scales is not None:
+            self._write_kv_int8[keys.dtype](_write_kv_int8_arguments(
+                keys.data_ptr(), keys.stride(0), values.data_ptr(), values.stride(0), cache.keys.data_ptr(),
+                cache.values.data_ptr(), cache.key_scales.data_ptr(), cache.value_scales.data_ptr(),
+                slot_mapping.data_ptr(), rows, heads, cache.block_size, head_dim, _threads(),
+            ))  # fmt: skip
+            return
         item = keys.element_size()
         self._write_kv(_write_kv_arguments(
             keys.data_ptr(), keys.stride(0) * item, values.data_ptr(), values.stride(0) * item,
@@ -280,12 +288,13 @@ class CpuKernels(ReferenceKernels):
                 f"The CPU kernels take head sizes that are multiples of 8 up to {_MAX_HEAD_DIM}, not {head_dim}."
             )
         query = _with_whole_rows(query)
-        keys = cache.keys
-        _, kv_heads, block_size, _ = keys.shape
+        _, kv_heads, block_size, _ = cache.keys.shape
+        key_scales, value_scales = (0 if scales is None else scales.data_ptr() for scales in cache.scales)
+        function = (self._attention_int8 if key_scales else self._attention)[query.dtype]
         block_tables = batch.block_tables.contiguous()
         out = self._empty(rows, num_heads, head_dim, dtype=query.dtype)
-        self._attention[query.dtype](_attention_arguments(
-            query.data_ptr(), query.stride(0), keys.data_ptr(), cache.values.data_ptr(),
+        function(_attention_arguments(
+            query.data_ptr(), query.stride(0), cache.keys.data_ptr(), cache.values.data_ptr(), key_scales, value_scales,
             batch.query_start.data_ptr(), batch.context_lens.data_ptr(), block_tables.data_ptr(),
             batch.table_rows.data_ptr(), out.data_ptr(), len(batch.table_rows), block_tables.shape[1],
             num_heads, kv_heads, head_dim, block_size, spec.sliding_window or 0, spec.scale * _LOG2_E, _threads(),

@@ -148,6 +148,49 @@ struct WriteKv {
   }
 };
 
+// A head's numbers as bytes; returns their scale, NaN where some are not finite.
+template <class T>
+float quantize_head(const T* x, int64_t size, int8_t* out) {
+  Vec highest{}, zero{};
+  for_vectors(size, [&](int64_t i, int count) {
+    Vec v = read(x + i, count);
+    highest = maximum(highest, v < 0.0f ? -v : v);
+    zero += v - v;  // NaN for what is not finite
+  });
+  const float scale = max_lanes(highest) / 127.0f + sum_lanes(zero), divisor = scale > 0.0f ? scale : 1.0f;
+  for_vectors(size, [&](int64_t i, int count) {
+    Vec v = round_to_whole(read(x + i, count) / divisor);  // in range but where the scale is denormal
+    for (int j = 0; j < count; ++j) out[i + j] = int8_t(scale == scale ? std::fmin(std::fmax(v[j], -127.0f), 127.0f) : 0);
+  });
+  return scale;
+}
+
+// The same into a cache of bytes, with a scale for each token and head.
+template <class T>
+struct WriteKvInt8 {
+  const T* keys;
+  int64_t keys_stride;
+  const T* values;
+  int64_t values_stride;
+  int8_t *key_cache, *value_cache;
+  float *key_scales, *value_scales;
+  const int64_t* slots;
+  int64_t rows, heads, block_size, head_dim;
+  int num_threads;
+
+  void run() const {
+    parallel_shares(num_threads, rows, heads * head_dim, [&](int64_t row) {
+      if (slots[row] < 0) return;  // padding
+      int64_t block = slots[row] / block_size, offset = slots[row] % block_size;
+      for (int64_t head = 0; head < heads; ++head) {
+        int64_t place = (block * heads + head) * block_size + offset, at = head * head_dim;
+        key_scales[place] = quantize_head(keys + row * keys_stride + at, head_dim, key_cache + place * head_dim);
+        value_scales[place] = quantize_head(values + row * values_stride + at, head_dim, value_cache + place * head_dim);
+      }
+    });
+  }
+};
+
 // For each token of a step, by request row and position: its id, its position and its slot in the cache.
 struct GatherInputs {
   const int32_t *rows, *positions;
@@ -200,4 +243,6 @@ void quire_silu_mul_bfloat16(const SiluMul<bf16>* call) { call->run(); }
 void quire_gather_inputs(const GatherInputs* call) { call->run(); }
 void quire_replay(const Replay* call) { call->run(); }
 void quire_write_kv(const WriteKv* call) { call->run(); }
+void quire_write_kv_int8_float32(const WriteKvInt8<float>* call) { call->run(); }
+void quire_write_kv_int8_bfloat16(const WriteKvInt8<bf16>* call) { call->run(); }
 }

@@ -34,6 +34,7 @@ typedef float Vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t IntVec __attribute__((vector_size(LANES * 4)));
 typedef uint32_t UIntVec __attribute__((vector_size(LANES * 4)));
 typedef uint16_t HalfVec __attribute__((vector_size(LANES * 2)));
+typedef float VecInMemory __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 
 struct bf16 {
   uint16_t bits;
@@ -54,7 +55,14 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
-inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
+// Where one is NaN, it may be either.
+inline Vec maximum(Vec a, Vec b) {
+#if defined(__aarch64__)
+  return (Vec)vmaxq_f32((float32x4_t)a, (float32x4_t)b);
+#else
+  return a > b ? a : b;
+#endif
+}
 
 // Sums the lanes in halves: always the same tree.
 inline float sum_lanes(Vec v) {
@@ -77,6 +85,8 @@ inline Vec fold_vectors(const Vec* sums) {
 inline float max_lanes(Vec v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)v);
+#elif defined(__aarch64__)
+  return vmaxvq_f32((float32x4_t)v);
 #else
   for (int half = LANES / 2; half > 0; half /= 2)
     for (int i = 0; i < half; ++i) v[i] = v[i] > v[i + half] ? v[i] : v[i + half];
@@ -95,23 +105,37 @@ inline float to_float(bf16 value) {
   return result;
 }
 
-inline Vec load(const float* p) {
-  Vec v;
-  std::memcpy(&v, p, sizeof v);
-  return v;
-}
+inline Vec load(const float* p) { return *reinterpret_cast<const VecInMemory*>(p); }
 
 inline Vec load(const bf16* p) {
   HalfVec half;
   std::memcpy(&half, p, sizeof half);
 #if defined(__AVX512F__)
   return low_bf16((UIntVec)_mm512_cvtepu16_epi32((__m256i)half));
+#elif defined(__aarch64__)
+  return (Vec)vshll_n_u16((uint16x4_t)half, 16);  // GCC would take the vector apart
 #else
   return low_bf16(__builtin_convertvector(half, UIntVec));
 #endif
 }
 
-inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+inline Vec load(const int8_t* p) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__aarch64__)
+  uint32_t bytes;
+  std::memcpy(&bytes, p, sizeof bytes);
+  return (Vec)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(bytes)))));
+#else
+  Vec v;
+  for (int i = 0; i < LANES; ++i) v[i] = p[i];
+  return v;
+#endif
+}
+
+inline void store(float* p, Vec v) { *reinterpret_cast<VecInMemory*>(p) = v; }
 
 // To nearest, ties to even; a NaN stays one.
 inline void store(bf16* p, Vec v) {
@@ -185,14 +209,15 @@ inline Vec power_of_fraction(Vec r) {
 
 // 2^x for x <= 0: exactly 1 for 0, exactly 0 below -126 and for minus infinity.
 inline Vec exp2_of_negative(Vec x) {
-#if !defined(__AVX512F__)
-  Vec inside = x < -126.0f ? splat(-126.0f) : x;
-#else
-  Vec inside = x;  // scaling takes any exponent
-#endif
-  Vec whole = round_to_whole(inside);
-  Vec result = scale_by_power(power_of_fraction(inside - whole), whole);
+#if defined(__AVX512F__)
+  Vec whole = round_to_whole(x);
+  Vec result = scale_by_power(power_of_fraction(x - whole), whole);
   return x < -126.0f ? Vec{} : result;
+#else
+  x = x < -126.0f ? splat(-127.0f) : x;  // 2^-127 as `scale_by_power` makes it is zero
+  Vec whole = round_to_whole(x);
+  return scale_by_power(power_of_fraction(x - whole), whole);
+#endif
 }
 
 // e^x to about one unit in the last place; 0 below -87.3 and infinity above 87.9.
