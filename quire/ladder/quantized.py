@@ -42,7 +42,7 @@ class BlockWeight:
 def to_q4_0(weight: Tensor) -> BlockWeight:
     """4 bits in blocks, as llama.cpp makes Q4_0: of 32 numbers the one of the largest magnitude becomes -8, the others
     the nearest of -8 to 7. With its float16 scale a block takes 18 bytes: 4.5 bits a number."""
-    blocks = weight.unflatten(1, (-1, BLOCK))
+    blocks = weight.reshape(len(weight), -1, BLOCK)
     largest = blocks.gather(2, blocks.abs().argmax(2, keepdim=True))
     scales = largest / -8
     inverse = torch.where(scales.abs() < 1e-38, 0.0, 1 / scales)
@@ -51,9 +51,9 @@ def to_q4_0(weight: Tensor) -> BlockWeight:
 
 
 def from_q4_1(stored: Tensor) -> BlockWeight:
-    """Q4_1 as it lies in a GGUF file, uint8 [outputs, bytes of a row]. A block's 20 bytes are a float16 scale, a float16
-    minimum, and 16 bytes with numbers 0 to 15 in their lower halves and 16 to 31 in their upper ones."""
-    blocks = stored.unflatten(1, (-1, 20))
+    """Q4_1 as it lies in a GGUF file, uint8 [outputs, bytes of a row]. The 20 bytes of a block are its scale and its
+    minimum in float16, then 16 bytes with numbers 0 to 15 in their lower halves and 16 to 31 in their upper ones."""
+    blocks = stored.reshape(len(stored), -1, 20)
     halves = blocks[:, :, :4].contiguous().view(torch.float16).float()
     codes = torch.cat((blocks[:, :, 4:] & 15, blocks[:, :, 4:] >> 4), 2)
     return BlockWeight(codes.int(), halves[:, :, 0], halves[:, :, 1])
@@ -65,7 +65,7 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     It is absmax again, with a multiplication instead of the division. A row is looked at by itself, so its integers are
     the same in any company.
     """
-    blocks = x.unflatten(1, (-1, BLOCK))
+    blocks = x.reshape(len(x), -1, BLOCK)
     highest = blocks.abs().amax(2)
     inverse = torch.where(highest > 1e-36, 127 / highest, 0.0)
     return (blocks * inverse.unsqueeze(2)).round().int(), highest / 127
@@ -91,7 +91,7 @@ def quantized_linear(x: Tensor, weight: BlockWeight) -> Tensor:
 
 def int8_linear(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     """x @ weight.T for a weight whose rows are quantised whole, by `absmax`: the rows' scales come last."""
-    blocks = codes.unflatten(1, (-1, BLOCK))
+    blocks = codes.reshape(len(codes), -1, BLOCK)
     return quantized_linear(x, BlockWeight(blocks, torch.ones(blocks.shape[:2]))) * scales
 
 
