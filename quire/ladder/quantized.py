@@ -15,12 +15,12 @@ BLOCK = 32
 """How many numbers of a row share a scale."""
 
 
-def absmax(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Integers from -127 to 127 and a scale for each row: the largest magnitude becomes 127, all else is rounded to the
-    nearest step. Integer times scale is within half a step of the number."""
-    scales = numbers.abs().amax(-1) / 127
+def absmax(numbers: Tensor, top: int = 127) -> tuple[Tensor, Tensor]:
+    """Integers from -top to top and a scale for each row: the largest magnitude becomes `top`, all else is rounded to
+    the nearest step. Integer times scale is within half a step of the number."""
+    scales = numbers.abs().amax(-1) / top
     scales = torch.where(scales == 0, 1.0, scales)
-    return (numbers / scales.unsqueeze(-1)).round().clamp(-127, 127).int(), scales
+    return (numbers / scales.unsqueeze(-1)).round().clamp(-top, top).int(), scales
 
 
 @dataclass(frozen=True, slots=True)

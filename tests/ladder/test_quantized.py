@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.bench.ladder.weights import compare_rounding
 from quire.kernels.cpu.kernels import CpuKernels
 from quire.kernels.formats import FORMATS
 from quire.kernels.quantize import to_int8
@@ -99,3 +100,18 @@ def test_what_rounding_costs_is_what_was_promised() -> None:
     assert ((seen - x).unflatten(1, (-1, 32)).abs() <= scales.unsqueeze(2) * 0.50001).all()
     exact = seen @ numbers.T
     assert ((quantized_linear(x, weight) - exact).abs() <= 1e-6 * (seen.abs() @ numbers.abs().T)).all()
+
+
+def test_the_table_of_roundings_shows_why_there_are_blocks() -> None:
+    table = compare_rounding()
+    rows = {row[0]: [cell.value for cell in row[1:]] for row in table.rows}  # type: ignore[union-attr]
+    assert rows["plain numbers"][:4] == [32, 0, 0, 0]
+    whole, blocks = rows["8 bits, a scale per row"], rows["8 bits, a scale per 32"]
+    assert blocks[1] < whole[1] < whole[2]
+    assert blocks[2] < whole[2] / 2
+    whole, blocks = rows["4 bits, a scale per row"], rows["4 bits, a scale per 32 (Q4_0)"]
+    assert blocks[2] < whole[2] / 2
+    assert whole[2] > 30
+    # 8-bit activations cost as much as 8-bit weights, and hardly anything beside those of 4 bits.
+    assert 0.3 < rows["plain numbers"][4] < 1
+    assert blocks[4] < 1.05 * blocks[3]

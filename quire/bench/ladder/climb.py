@@ -13,14 +13,14 @@ from quire.bench.ladder.attention import compare_attention
 from quire.bench.ladder.engines import Engines
 from quire.bench.ladder.rungs import Rung, find_rungs
 from quire.bench.ladder.settings import FULL, ClimbSettings
-from quire.bench.ladder.weights import compare_weights
+from quire.bench.ladder.weights import compare_rounding, compare_weights
 from quire.bench.machine import report_facts
 from quire.bench.measure import Clock, warm_up
 from quire.bench.report import EMPTY, Bytes, Factor, Report, Row, Table
 from quire.bench.spread import Spread
 from quire.frontend.progress import BenchmarkBar
 
-_NUM_EXPERIMENTS = 8
+_NUM_EXPERIMENTS = 9
 
 
 OTHER_WEIGHTS = (
@@ -84,6 +84,7 @@ def _experiments(engines: Engines, settings: ClimbSettings, clock: Clock, bar: B
         "shared system prompt": lambda: experiments.shared_system_prompt(llm, settings),
         "attention kernels": lambda: compare_attention(llm, settings, clock),
         "weights in other formats": lambda: compare_weights(engines, settings),
+        "rounding": compare_rounding,
     }
     assert len(parts) == _NUM_EXPERIMENTS
     tables: list[Table] = []

@@ -1,10 +1,12 @@
-"""Rung 7 in isolation: the same model with its weights in different formats, their memory, speed and quality."""
+"""Rung 7 in isolation: weights in different formats, their memory, speed and quality, and what each rounds away."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
+from torch import Tensor
 
 from quire.bench.jobs import Lengths, random_jobs
 from quire.bench.ladder.engines import Engines
@@ -13,6 +15,7 @@ from quire.bench.offline import run_together, time_to_first_token, token_source
 from quire.bench.quality import OWN_TEXT, open_weights, perplexity, read_text, score, weight_formats, windows_of
 from quire.bench.report import EMPTY, Bytes, Number, Row, Table
 from quire.bench.spread import Spread
+from quire.ladder.quantized import BLOCK, absmax, to_q4_0
 from quire.llm import LLM
 from quire.outputs import RequestOutput
 
@@ -46,6 +49,49 @@ def compare_weights(engines: Engines, settings: ClimbSettings) -> Table:
         "the same top token how often both think the same one likeliest."
     )
     return Table("Weights in other formats", note, columns, tuple(rows))
+
+
+def compare_rounding() -> Table:
+    """What formats lose of made-up numbers, with and without a few that are far larger than the rest."""
+    generator = torch.Generator().manual_seed(0)
+    plain, x = torch.randn(256, 1024, generator=generator), torch.randn(64, 1024, generator=generator)
+    outliers = torch.where(torch.rand(plain.shape, generator=generator) < 0.002, 20 * plain, plain)
+    rows: list[Row] = []
+    for name, (bits, rounded) in _ROUNDINGS.items():
+        exact, product = outliers @ x.T, rounded(outliers)
+        weights = [Number(_error(rounded(numbers), numbers), "%") for numbers in (plain, outliers)]
+        inputs = (x, _in_blocks(x, 127))
+        rows.append((name, Number(bits), *weights, *(Number(_error(product @ i.T, exact), "%") for i in inputs)))
+    note = (
+        "The root of the mean squared error over that of the numbers, in percent: of 256 rows of 1,024 normal numbers, "
+        "of the same with one in 500 twenty times as large, and of the latter's products with rows of normal numbers, "
+        "in full and in 8 bits (blocks of 32)."
+    )
+    columns = ("format", "bits per number", "plain rows", "rows with outliers", "their products", "with x in 8 bits")
+    return Table("What formats round away", note, columns, tuple(rows))
+
+
+def _in_rows(numbers: Tensor, top: int) -> Tensor:
+    codes, scales = absmax(numbers, top)
+    return codes * scales.unsqueeze(-1)
+
+
+def _in_blocks(numbers: Tensor, top: int) -> Tensor:
+    return _in_rows(numbers.reshape(-1, BLOCK), top).view(numbers.shape)
+
+
+_ROUNDINGS: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {
+    "plain numbers": (32, lambda numbers: numbers),
+    "8 bits, a scale per row": (8 + 32 / 1024, lambda numbers: _in_rows(numbers, 127)),
+    "8 bits, a scale per 32": (8.5, lambda numbers: _in_blocks(numbers, 127)),
+    "4 bits, a scale per row": (4 + 32 / 1024, lambda numbers: _in_rows(numbers, 7)),
+    "4 bits, a scale per 32 (Q4_0)": (4.5, lambda numbers: to_q4_0(numbers).numbers()),
+}
+"""The bits a number takes, and from numbers to what is left of them."""
+
+
+def _error(got: Tensor, expected: Tensor) -> float:
+    return 100 * float((got - expected).double().norm() / expected.double().norm())
 
 
 def _open(engines: Engines, form: str) -> LLM:
