@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from quire import LLM
 from quire.bench.jobs import Job, Lengths, TokenSource, random_jobs
@@ -14,6 +15,7 @@ from quire.bench.ladder import experiments
 from quire.bench.ladder.engines import Engines
 from quire.bench.ladder.rungs import find_rungs
 from quire.bench.ladder.settings import QUICK
+from quire.kernels.cpu.kernels import CpuKernels
 from quire.ladder.naive import generate_naive
 from quire.sampling_params import SamplingParams
 
@@ -93,6 +95,21 @@ def test_rungs_that_cannot_run_say_why(tiny_model: Path) -> None:
     assert set(missing) == {8, 9, 10}
     assert "GPU" in missing[8]
     assert all(len(reason) > 15 for reason in missing.values())
+
+
+def test_weights_are_quantised_as_the_file_and_the_kernels_allow(tiny_model: Path) -> None:
+    kernels = CpuKernels()
+    with Engines(str(tiny_model), "cpu", "float32", max_model_len=128) as engines:
+        assert engines.quantizations(kernels) == ("int8", "int4")
+        engines.block_formats = ["Q3_K", "Q4_1"]
+        assert engines.quantizations(kernels) == ("auto",)
+        engines.block_formats = ["Q3_K"]
+        assert engines.quantizations(kernels) == ()
+        missing = next(rung for rung in find_rungs(engines, [Job((1,), 1)], 1) if rung.number == 7).missing
+        assert missing == "no kernel computes with Q3_K as it is stored"
+        engines.device = torch.device("cuda")
+        engines.block_formats = []
+        assert engines.quantizations(kernels) == ()
 
 
 def test_a_short_request_leaves_first_and_another_takes_its_place_in_the_same_step(llm: LLM) -> None:
