@@ -148,6 +148,30 @@ def attention_tiles() -> Picture:
     return picture
 
 
+def weight_blocks() -> Picture:
+    """A row of a weight in 8 bits with one scale, and a block of Q4_1."""
+    picture = Picture(560, 235)
+    picture.text(20, 20, "8 bits, a scale for the row: a byte a number, 127 or -127 for the largest")
+    for i, code in enumerate((12, -3, 41, -127, 7, 0, 66, -18)):
+        picture.box(20 + i * 46, 30, 44, 22, COLOURS["A"], str(code))
+    picture.text(20 + 8 * 46 + 6, 46, "…")
+    picture.box(420, 30, 120, 22, COLOURS["new"], "scale, float32")
+    picture.text(20, 92, "Q4_1: 32 numbers in 20 bytes, each is code × scale + minimum")
+    picture.box(20, 102, 92, 22, COLOURS["new"], "scale")
+    picture.box(114, 102, 92, 22, COLOURS["B"], "minimum")
+    for i, (high, low) in enumerate(((9, 3), (15, 0), (4, 11), (7, 7), (2, 8))):
+        picture.box(220 + i * 56, 102, 27, 22, COLOURS["C"], str(high))
+        picture.box(248 + i * 56, 102, 27, 22, COLOURS["A"], str(low))
+    picture.text(220 + 5 * 56 + 6, 118, "…")
+    picture.text(66, 144, "float16", "middle", "#777777")
+    picture.text(160, 144, "float16", "middle", "#777777")
+    picture.text(220, 144, "16 bytes of two codes, 0 to 15 each", colour="#777777")
+    picture.text(20, 182, "A product: integers times integers, added up exactly within a block;")
+    picture.text(20, 202, "then one multiplication by both scales, and one rounded sum after the other:")
+    picture.text(20, 222, "out = fma(scale × x_scale, Σ code × x_code, out), block after block", colour=COLOURS["new"])
+    return picture
+
+
 def pipelined_steps() -> Picture:
     """The host's work hidden behind the device's."""
     picture = Picture(600, 235)
@@ -202,6 +226,7 @@ PICTURES = {
     "static_and_continuous": static_and_continuous,
     "prefix_sharing": prefix_sharing,
     "attention_tiles": attention_tiles,
+    "weight_blocks": weight_blocks,
     "pipelined_steps": pipelined_steps,
     "life_of_a_request": life_of_a_request,
 }

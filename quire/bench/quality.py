@@ -191,7 +191,12 @@ def _check_comparable(full: LLM, other: LLM, text: str, windows: list[list[int]]
 
 def _about(form: str, llm: LLM) -> Row:
     decoder = llm.engine.decoder
-    return form, _formats(decoder), Bytes(decoder.nbytes), Number(8 * decoder.nbytes / decoder.spec.num_parameters)
+    return (
+        form,
+        weight_formats(decoder),
+        Bytes(decoder.nbytes),
+        Number(8 * decoder.nbytes / decoder.spec.num_parameters),
+    )
 
 
 def _figures(scores: Scores) -> Row:
@@ -199,7 +204,7 @@ def _figures(scores: Scores) -> Row:
     return Number(perplexity(scores.model)), Number(scores.divergence.mean().item()), Number(worst), Number(same, "%")
 
 
-def _formats(decoder: Decoder) -> str:
+def weight_formats(decoder: Decoder) -> str:
     """The formats of the model's matrices, those that hold most of it first."""
     sizes: dict[str, int] = {}
     for weight in decoder.weights.values():

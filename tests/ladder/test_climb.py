@@ -19,6 +19,7 @@ from quire.bench.ladder.engines import Engines
 from quire.bench.ladder.settings import FULL, QUICK
 from quire.bench.report import Bytes, Factor, Table, cell_text
 from quire.bench.spread import Spread
+from quire.models.decoder import Decoder
 
 NUMBER = r"[\d,]+(?:\.\d+)?"
 
@@ -61,14 +62,14 @@ def test_quick_writes_the_table_the_plot_and_the_raw_figures(quick: tuple[Path, 
     tables = read_tables((folder / "results.md").read_text())
     ladder = tables["The ladder"]
     assert [row[0] for row in ladder[1:]] == [str(number) for number in range(1, 11)]
-    assert all(row[3].endswith(")") for row in ladder[1:7])
-    assert [row[2] == "not run" for row in ladder[1:]] == [False] * 6 + [True] * 4
+    assert all(row[3].endswith(")") for row in ladder[1:8])
+    assert [row[2] == "not run" for row in ladder[1:]] == [False] * 7 + [True] * 3
     missing = tables["Rungs that did not run here"]
-    assert [row[0] for row in missing[1:]] == ["7", "8", "9", "10"]
-    assert "needs a CUDA GPU" in missing[2][2]
+    assert [row[0] for row in missing[1:]] == ["8", "9", "10"]
+    assert "needs a CUDA GPU" in missing[1][2]
     plot = (folder / "ladder.svg").read_text()
     assert plot.count("continuous batching") == 1
-    for rate in json.loads((folder / "results.json").read_text())["tables"][0]["rows"][:6]:
+    for rate in json.loads((folder / "results.json").read_text())["tables"][0]["rows"][:7]:
         assert f"{statistics.median(rate[5]['values']):,.1f}" in plot
     assert "The ladder" in shown
     facts = (folder / "results.md").read_text().split("##")[0]
@@ -98,10 +99,10 @@ def test_the_numbers_in_the_tables_are_the_measured_ones(quick: tuple[Path, str,
 
 def test_factors_follow_from_the_times(quick: tuple[Path, str, str]) -> None:
     folder, _, _ = quick
-    rows = json.loads((folder / "results.json").read_text())["tables"][0]["rows"][:6]
+    rows = json.loads((folder / "results.json").read_text())["tables"][0]["rows"][:7]
     times = [statistics.median(row[3]["values"]) for row in rows]
     assert rows[0][7]["value"] == rows[0][8]["value"] == 1
-    for i in range(1, 6):
+    for i in range(1, 7):
         assert rows[i][7]["value"] == pytest.approx(times[i - 1] / times[i])
         assert rows[i][8]["value"] == pytest.approx(times[0] / times[i])
         tokens = [t * rate for t, rate in zip(rows[i][3]["values"], rows[i][5]["values"], strict=True)]
@@ -135,9 +136,9 @@ def test_what_the_clock_says_is_what_the_table_says(tiny_model: Path) -> None:
         found = climb(engines, settings, TickingClock())
     assert found.differing == ()
     tables = {table.title: table for table in found.report.tables}
-    times = [row[3] for row in tables["The ladder"].rows[:6]]
-    # Rungs 1 and 2 look at the start and after each of four requests; rung 3 once more at the end; 4 to 6 only once.
-    assert times == [Spread((seconds, seconds), "s") for seconds in (4, 4, 5, 2, 2, 2)]
+    times = [row[3] for row in tables["The ladder"].rows[:7]]
+    # Rungs 1 and 2 look at the start and after each of four requests; rung 3 once more at the end; 4 to 7 only once.
+    assert times == [Spread((seconds, seconds), "s") for seconds in (4, 4, 5, 2, 2, 2, 2)]
     hello = tables["Naive loop and KV cache"].rows
     assert [(row[0], row[1], row[2]) for row in hello] == [
         (2, Spread((1, 1), "s"), Spread((1, 1), "s")),
@@ -168,6 +169,52 @@ def test_a_rung_that_says_something_else_is_found_out(
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_quantised_weights_are_held_against_the_naive_loop_with_the_same_weights(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quire.bench.ladder import rungs
+
+    real = rungs.generate_naive
+    loops: list[set[str]] = []
+
+    def forgetful(decoder: Decoder, *arguments: Any) -> list[int]:
+        formats = {part.format.name for weight in decoder.weights.values() for part in weight.parts}
+        loops.append(formats)
+        return [token ^ ("cpu_packed_INT8" in formats) for token in real(decoder, *arguments)]
+
+    monkeypatch.setattr(rungs, "generate_naive", forgetful)
+    settings = replace(
+        QUICK, num_jobs=2, repeats=1, answer=Lengths(2, 3), hello_lengths=(2,), batch_jobs=2, prompt_lengths=(8,),
+        prompt_new_tokens=2, attention_lengths=(16,), chat_requests=2, system_tokens=32,
+    )  # fmt: skip
+    with Engines(str(tiny_model), "cpu", "float32", max_model_len=256) as engines:
+        assert climb(engines, settings, TickingClock()).differing == ("7 quantised weights",)
+    assert len(loops) == 2 + 2  # rung 1's, and those of rung 7
+
+
+def test_formats_of_weights_stand_side_by_side(quick: tuple[Path, str, str]) -> None:
+    folder, _, _ = quick
+    raw = json.loads((folder / "results.json").read_text())
+    table = next(table for table in raw["tables"] if table["title"] == "Weights in other formats")
+    rows = {row[0]["text"]: dict(zip(table["columns"], row, strict=True)) for row in table["rows"]}
+    assert list(rows) == ["float32", "bfloat16", "int8", "int4"]
+    sizes = [row["size"]["value"] for row in rows.values()]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == 2 * sizes[1] > 3.5 * sizes[2]
+    bits = [row["bits per weight"]["value"] for row in rows.values()]
+    assert bits[:2] == [32, 16]
+    assert 8 < bits[2] < 9
+    assert 4.5 < bits[3] < 5.5  # norms stay plain
+    perplexities = [row["perplexity"]["value"] for row in rows.values()]
+    assert all(value == pytest.approx(perplexities[0], rel=0.2) for value in perplexities)
+    divergence = [row["mean KL"]["value"] for row in list(rows.values())[1:]]
+    assert 0 < divergence[0] < divergence[2]
+    assert divergence[1] < divergence[2]
+    ladder = raw["tables"][0]
+    weights = [row[ladder["columns"].index("weights")].get("value") for row in ladder["rows"]]
+    assert weights == [*[sizes[0]] * 6, sizes[2], None, None, None]
+
+
 def test_without_matplotlib_the_plot_is_left_out_and_said_so(tiny_model: Path, tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['matplotlib'] = None; sys.argv = ['quire', 'bench', 'ladder', '--quick', '--model', "
@@ -187,6 +234,7 @@ def test_the_full_climb_is_the_one_the_chapters_speak_of() -> None:
     assert FULL.memory_sequences == FULL.batch_jobs == 100
     assert FULL.batch_answer.low < FULL.batch_answer.high
     assert FULL.num_jobs > FULL.max_num_seqs  # somebody waits
+    assert FULL.quality_windows > QUICK.quality_windows
 
 
 def test_cells_are_rounded_for_people() -> None:

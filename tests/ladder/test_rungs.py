@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from quire import LLM
 from quire.bench.jobs import Job, Lengths, TokenSource, random_jobs
@@ -14,6 +15,7 @@ from quire.bench.ladder import experiments
 from quire.bench.ladder.engines import Engines
 from quire.bench.ladder.rungs import find_rungs
 from quire.bench.ladder.settings import QUICK
+from quire.kernels.cpu.kernels import CpuKernels
 from quire.ladder.naive import generate_naive
 from quire.sampling_params import SamplingParams
 
@@ -29,10 +31,15 @@ def test_all_rungs_give_identical_tokens_on_smollm2_in_float32(smollm2_gguf: Pat
         jobs = random_jobs(3, Lengths(2, 6), Lengths(3, 6), TokenSource(0, engines.spec.vocab_size), shared=16)
         rungs = find_rungs(engines, jobs, max_num_seqs=2)
         runs = {rung.number: rung.run("only pass") for rung in rungs if rung.run is not None}
-        assert {1, 2, 3, 4, 5, 6} <= runs.keys()
+        assert {1, 2, 3, 4, 5, 6, 7} == runs.keys()
         assert {len(answer) for answer in runs[1].tokens} <= {3, 4, 5, 6}
-        assert len({run.tokens for run in runs.values()}) == 1
-        assert next(rung for rung in rungs if rung.number == 6).kernels == "cpu"
+        assert len({run.tokens for number, run in runs.items() if number < 7}) == 1
+        by_number = {rung.number: rung for rung in rungs}
+        assert by_number[6].kernels == by_number[7].kernels == "cpu"
+        # Computed as the file stores them: other numbers, the same in the engine as in the naive loop.
+        assert by_number[7].expected is not None
+        assert runs[7].tokens == by_number[7].expected()
+        assert 5 * by_number[7].weight_bytes < by_number[6].weight_bytes
 
 
 @pytest.mark.gpu
@@ -54,7 +61,9 @@ def test_the_model_itself_is_asked_and_not_a_copy_of_the_first_rung(tiny_model: 
         runs = [rung.run("pass") for rung in rungs if rung.run is not None]
         decoder = engines.get(kernels="reference", max_num_seqs=2).engine.decoder
         assert runs[0].tokens == tuple(tuple(generate_naive(decoder, job.token_ids, job.max_tokens)) for job in jobs)
-        assert all(run.tokens == runs[0].tokens for run in runs)
+        for rung, run in zip(rungs, runs, strict=True):
+            assert run.tokens == (runs[0].tokens if rung.expected is None else rung.expected())
+        assert [rung.number for rung in rungs if rung.expected is not None] == [7]
         for run in runs:
             assert len(run.latencies) == len(jobs)
             assert 0 < min(run.latencies) <= max(run.latencies) <= run.seconds
@@ -83,9 +92,24 @@ def test_rungs_that_cannot_run_say_why(tiny_model: Path) -> None:
         rungs = find_rungs(engines, [Job((1,), 1)], 1)
     assert [rung.number for rung in rungs] == list(range(1, 11))
     missing = {rung.number: rung.missing for rung in rungs if rung.run is None}
-    assert set(missing) == {7, 8, 9, 10}
+    assert set(missing) == {8, 9, 10}
     assert "GPU" in missing[8]
     assert all(len(reason) > 15 for reason in missing.values())
+
+
+def test_weights_are_quantised_as_the_file_and_the_kernels_allow(tiny_model: Path) -> None:
+    kernels = CpuKernels()
+    with Engines(str(tiny_model), "cpu", "float32", max_model_len=128) as engines:
+        assert engines.quantizations(kernels) == ("int8", "int4")
+        engines.block_formats = ["Q3_K", "Q4_1"]
+        assert engines.quantizations(kernels) == ("auto",)
+        engines.block_formats = ["Q3_K"]
+        assert engines.quantizations(kernels) == ()
+        missing = next(rung for rung in find_rungs(engines, [Job((1,), 1)], 1) if rung.number == 7).missing
+        assert missing == "no kernel computes with Q3_K as it is stored"
+        engines.device = torch.device("cuda")
+        engines.block_formats = []
+        assert engines.quantizations(kernels) == ()
 
 
 def test_a_short_request_leaves_first_and_another_takes_its_place_in_the_same_step(llm: LLM) -> None:

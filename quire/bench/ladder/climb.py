@@ -13,13 +13,20 @@ from quire.bench.ladder.attention import compare_attention
 from quire.bench.ladder.engines import Engines
 from quire.bench.ladder.rungs import Rung, find_rungs
 from quire.bench.ladder.settings import FULL, ClimbSettings
+from quire.bench.ladder.weights import compare_rounding, compare_weights
 from quire.bench.machine import report_facts
 from quire.bench.measure import Clock, warm_up
 from quire.bench.report import EMPTY, Bytes, Factor, Report, Row, Table
 from quire.bench.spread import Spread
 from quire.frontend.progress import BenchmarkBar
 
-_NUM_EXPERIMENTS = 7
+_NUM_EXPERIMENTS = 9
+
+
+OTHER_WEIGHTS = (
+    "Quantised weights are other numbers: rung 7 must give the tokens of rung 1's loop with the same weights; how far "
+    "they are from the full ones is measured below."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +37,7 @@ class Climb:
     bars: tuple[tuple[str, Spread], ...]
     """Throughput by rung, for the plot."""
     differing: tuple[str, ...]
-    """Rungs whose tokens are not those of the first rung."""
+    """Rungs whose tokens are not those they must give."""
 
 
 def climb(engines: Engines, settings: ClimbSettings = FULL, clock: Clock = time.perf_counter) -> Climb:
@@ -49,16 +56,20 @@ def climb(engines: Engines, settings: ClimbSettings = FULL, clock: Clock = time.
                 bar.begin(f"rung {rung.number}, {rung.name}")
                 rung.runs.append(run(f"rung {rung.number}, pass {repeat}"))
                 bar.advance()
+        differing = tuple(str(rung) for rung, _ in runs if not _says_what_it_must(rung, rungs[0]))
         engines.close()
         tables = _experiments(engines, settings, clock, bar)
     engines.close()
-    expected = rungs[0].runs[0].tokens
-    differing = tuple(str(rung) for rung in rungs if any(run.tokens != expected for run in rung.runs))
     facts["took"] = f"{time.perf_counter() - began:.0f} s"
     facts["same tokens on all rungs"] = "yes" if not differing else f"no: {', '.join(differing)}"
     tables = [_ladder_table(rungs, settings), *_missing_table(rungs), *tables]
     bars = [(str(rung), rung.seconds.per(rung.num_tokens, "output tokens per second")) for rung, _ in runs]
     return Climb(Report("What each rung buys", facts, tuple(tables)), tuple(bars), differing)
+
+
+def _says_what_it_must(rung: Rung, first: Rung) -> bool:
+    expected = first.runs[0].tokens if rung.expected is None else rung.expected()
+    return all(run.tokens == expected for run in rung.runs)
 
 
 def _experiments(engines: Engines, settings: ClimbSettings, clock: Clock, bar: BenchmarkBar) -> list[Table]:
@@ -72,6 +83,8 @@ def _experiments(engines: Engines, settings: ClimbSettings, clock: Clock, bar: B
         "early leavers": lambda: experiments.leaving_early(small, settings),
         "shared system prompt": lambda: experiments.shared_system_prompt(llm, settings),
         "attention kernels": lambda: compare_attention(llm, settings, clock),
+        "weights in other formats": lambda: compare_weights(engines, settings),
+        "rounding": compare_rounding,
     }
     assert len(parts) == _NUM_EXPERIMENTS
     tables: list[Table] = []
@@ -94,13 +107,14 @@ def _ladder_table(rungs: Sequence[Rung], settings: ClimbSettings) -> Table:
     first = before = rungs[0].seconds
     for rung in rungs:
         if not rung.runs:
-            rows.append((rung.number, rung.name, "not run", *[EMPTY] * 6))
+            rows.append((rung.number, rung.name, "not run", *[EMPTY] * 7))
             continue
         seconds = rung.seconds
         memory = Bytes(max(run.cache_bytes for run in rung.runs))
         factors = Factor.of(before, seconds), Factor.of(first, seconds)
         rate = seconds.per(rung.num_tokens)
-        rows.append((rung.number, rung.name, rung.kernels, seconds, rung.latency, rate, memory, *factors))
+        measured = seconds, rung.latency, rate, memory, *factors, Bytes(rung.weight_bytes)
+        rows.append((rung.number, rung.name, rung.kernels, *measured))
         before = seconds
     note = (
         f"{settings.num_jobs} requests at once: {settings.shared_tokens} prompt tokens in common and "
@@ -109,7 +123,10 @@ def _ladder_table(rungs: Sequence[Rung], settings: ClimbSettings) -> Table:
         f"of {settings.repeats} interleaved passes, the lowest and highest in brackets. Latency is the mean over the "
         "requests of the time until the whole answer is there; KV memory is the most that was held between two tokens."
     )
+    if any(rung.expected is not None for rung in rungs):
+        note += f" {OTHER_WEIGHTS}"
     columns = (
         "rung", "adds", "kernels", "time", "latency", "throughput", "KV memory", "over the one before", "over rung 1",
+        "weights",
     )  # fmt: skip
     return Table("The ladder", note, columns, tuple(rows))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Self
 
+from quire.kernels.formats import FORMATS
+from quire.kernels.ops import Kernels
 from quire.llm import LLM
 from quire.models.load import open_model
 from quire.models.sources import resolve
+from quire.models.weight_plan import QUANTIZED
 from quire.runner.device import pick_device, pick_dtype
 from quire.runner.kv_cache import bytes_per_block
 
@@ -22,6 +25,7 @@ class Engines:
         self.dtype = pick_dtype(dtype, self.device)
         self.max_model_len = max_model_len
         files = open_model(resolve(model).path)
+        self.block_formats = files.block_formats()
         files.checkpoint.close()
         self.spec = files.spec
         self._open: dict[tuple[object, ...], LLM] = {}
@@ -29,6 +33,15 @@ class Engines:
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
+
+    def quantizations(self, kernels: Kernels) -> tuple[str, ...]:
+        """How these kernels can run the model with quantised weights: as they are stored, where they are stored
+        quantised, else as they can be made from plain numbers."""
+        if self.device.type != "cpu":
+            return ()
+        if self.block_formats:
+            return ("auto",) if any(kernels.computes(FORMATS[name]) for name in self.block_formats) else ()
+        return tuple(name for name, format in QUANTIZED.items() if kernels.computes(format))
 
     def get(
         self,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
+from typing import Any
 
 from quire.bench.jobs import Job
 from quire.bench.ladder.engines import Engines
@@ -15,14 +17,17 @@ from quire.bench.spread import Spread
 from quire.ladder.kv_cache import generate_with_kv_cache
 from quire.ladder.naive import generate_naive
 from quire.llm import LLM
+from quire.models.decoder import Decoder
+
+Answers = tuple[tuple[int, ...], ...]
+"""The tokens of every request."""
 
 
 @dataclass(frozen=True, slots=True)
 class RungRun:
     """One pass of a rung over the workload."""
 
-    tokens: tuple[tuple[int, ...], ...]
-    """Every request's answer."""
+    tokens: Answers
     seconds: float
     latencies: tuple[float, ...]
     """From the start, when all requests were there, until each one's answer was complete."""
@@ -39,8 +44,11 @@ class Rung:
     run: Callable[[str], RungRun] | None = None
     """Takes a name no other pass has, so that nothing cached by another pass is found."""
     kernels: str = ""
+    weight_bytes: int = 0
     missing: str = ""
     """Why it can't run, if it can't."""
+    expected: Callable[[], Answers] | None = None
+    """What it must answer, where that is not what the first rung does: other weights are another model."""
     runs: list[RungRun] = field(default_factory=list)
 
     @property
@@ -63,19 +71,22 @@ def find_rungs(engines: Engines, jobs: Sequence[Job], max_num_seqs: int, clock: 
     """All rungs, in order, ready to run `jobs`, at most `max_num_seqs` at once where the rung can do several."""
 
     def loop(number: int, name: str, generate: Callable[[Job, list[int]], list[int]]) -> Rung:
-        return Rung(number, name, lambda salt: _run_loop(generate, jobs, clock), "reference")
+        return Rung(number, name, lambda salt: _run_loop(generate, jobs, clock), "reference", plain.nbytes)
 
     def engine(
         number: int, name: str, together: bool = True, kernels: str = "auto", prefix_caching: bool = True,
-        graphs: bool = False, depth: int = 1,
+        graphs: bool = False, depth: int = 1, quantization: str = "none",
     ) -> Rung:  # fmt: skip
-        llm = engines.get(kernels=kernels, prefix_caching=prefix_caching, max_num_seqs=max_num_seqs, cuda_graphs=graphs)
+        options: dict[str, Any] = {"kernels": kernels, "prefix_caching": prefix_caching, "quantization": quantization}
+        llm = engines.get(max_num_seqs=max_num_seqs, cuda_graphs=graphs, **options)
+        decoder = llm.engine.decoder
 
         def run(salt: str) -> RungRun:
             llm.engine.core.depth = depth  # nothing is in flight between two passes
             return _run_engine(llm, jobs, together, salt, clock)
 
-        return Rung(number, name, run, llm.engine.decoder.kernels.name)
+        expected = None if quantization == "none" else partial(_naive_answers, decoder, jobs)
+        return Rung(number, name, run, decoder.kernels.name, decoder.nbytes, expected=expected)
 
     def cached(job: Job, sizes: list[int]) -> list[int]:
         ids, note = job.token_ids, lambda cache: sizes.append(cache.num_bytes)
@@ -85,6 +96,8 @@ def find_rungs(engines: Engines, jobs: Sequence[Job], max_num_seqs: int, clock: 
     fused = engine(6, "fused kernels")
     is_fused = fused.kernels != plain.kernels.name
     no_graphs = _no_graphs(engines, is_fused)
+    fast = engines.get(prefix_caching=True, max_num_seqs=max_num_seqs).engine.decoder.kernels
+    quantizations = engines.quantizations(fast) if is_fused else ()
     no_fused = "the C++ kernels could not be built here; install a C++ compiler (g++ or clang++)"
     if engines.device.type == "cuda":
         no_fused = "no kernels but the plain torch ones run on this GPU in this build"
@@ -96,7 +109,9 @@ def find_rungs(engines: Engines, jobs: Sequence[Job], max_num_seqs: int, clock: 
         engine(4, "continuous batching", kernels="reference", prefix_caching=False),
         engine(5, "prefix cache", kernels="reference"),
         fused if is_fused else Rung(6, fused.name, missing=no_fused),
-        Rung(7, "quantised weights", missing="this build expands quantised weights when it loads them"),
+        engine(7, "quantised weights", quantization=quantizations[0])
+        if quantizations
+        else Rung(7, "quantised weights", missing=_no_quantized(engines, is_fused)),
         Rung(8, "CUDA graphs", missing=no_graphs) if no_graphs else engine(8, "CUDA graphs", graphs=True),
         engine(9, "pipelined steps", graphs=not no_graphs, depth=2)
         if engines.device.type == "cuda"
@@ -105,10 +120,23 @@ def find_rungs(engines: Engines, jobs: Sequence[Job], max_num_seqs: int, clock: 
     ]
 
 
+def _no_quantized(engines: Engines, is_fused: bool) -> str:
+    if engines.device.type != "cpu":
+        return f"only a CPU computes with quantised weights so far; this run is on the {engines.device.type}"
+    if not is_fused:
+        return "needs the fused kernels, which don't run here"
+    return f"no kernel computes with {', '.join(engines.block_formats)} as it is stored"
+
+
 def _no_graphs(engines: Engines, is_fused: bool) -> str:
     if engines.device.type != "cuda":
         return f"needs a CUDA GPU; this run is on the {engines.device.type}"
     return "" if is_fused else "needs the fused kernels, which don't run here"
+
+
+def _naive_answers(decoder: Decoder, jobs: Sequence[Job]) -> Answers:
+    """What rung 1's loop answers with some decoder's weights."""
+    return tuple(tuple(generate_naive(decoder, job.token_ids, job.max_tokens)) for job in jobs)
 
 
 def _run_loop(generate: Callable[[Job, list[int]], list[int]], jobs: Sequence[Job], clock: Clock) -> RungRun:

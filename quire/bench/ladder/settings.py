@@ -31,6 +31,10 @@ class ClimbSettings:
     system_tokens: int = 256
     chat_requests: int = 5
     attention_lengths: tuple[int, ...] = (256, 512, 1024)
+    weights_prompt: int = 128
+    weights_new_tokens: int = 32
+    quality_windows: int = 8
+    """How many windows of the text are read to measure quality, of `max_model_len` tokens each."""
 
 
 FULL = ClimbSettings()
@@ -43,4 +47,7 @@ QUICK = ClimbSettings(
     batch_jobs=24,
     chat_requests=4,
     attention_lengths=(256, 512),
+    weights_prompt=64,
+    weights_new_tokens=16,
+    quality_windows=1,
 )

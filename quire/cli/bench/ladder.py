@@ -25,7 +25,8 @@ def ladder(
 ) -> None:
     """Climb from the naive loop to the full engine and measure what each rung buys.
 
-    All rungs answer the same requests, and must give the same tokens. docs/ladder/ has a chapter on each.
+    All rungs answer the same requests and must give the same tokens; with quantised weights, other numbers, those of
+    the first rung's loop with the same weights. docs/ladder/ has a chapter on each.
 
     \b
     quire bench ladder --quick
@@ -49,4 +50,4 @@ def ladder(
     except QuireError as error:
         say(f"no plot: {error}")
     if found.differing and dtype == "float32":
-        raise EngineError(f"tokens differ from those of rung 1 on: {', '.join(found.differing)}")
+        raise EngineError(f"tokens are not those they must be on: {', '.join(found.differing)}")
