@@ -44,7 +44,6 @@ class ReferenceKernels:
 
     name = "reference"
     sample_rows: SampleRows | None = None
-    decode_split: int | None = None
 
     def pack(self, weight: Weight) -> Weight:
         return weight
@@ -128,6 +127,9 @@ class ReferenceKernels:
     def attention_work(
         self, query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array, shape: HeadShape
     ) -> dict[str, Int32Array]:
+        return {}
+
+    def decode_lists(self, fewest: int, most: int, max_context_len: int, shape: HeadShape) -> dict[str, int]:
         return {}
 
     def shorten_attention_work_(self, work: Mapping[str, Tensor], lag: Tensor) -> None:

@@ -4,8 +4,8 @@ Keys are walked in tiles of KEY_TILE, and tiles are grouped into splits of SPLIT
 runs along from tile to tile; the splits' results are merged in order. Both numbers are constants, so a query's
 bits don't depend on how many queries are computed with it or on which program computes which split:
 
-- `_decode_kernel` gives each split of a sequence with one query, or hardly more, to a program of its own; the last
-  one to finish merges them. It walks a list of (sequence, split) pairs, so its grid does not depend on the lengths.
+- `_decode_kernel` gives the splits of a sequence with one query, or hardly more, to one program or several; the last
+  one to finish merges them. It walks a list of (sequence, splits) pairs, so its grid does not depend on the lengths.
 - `_prefill_kernel` gives each tile of queries to one program, which walks all splits one after the other.
 
 The two use different tensor-core instructions (mma for 16 rows, wgmma for 64), which add in the same order. What
@@ -27,10 +27,22 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 from quire.kernels.ops import AttentionSpec, LayerCache
-from quire.kernels.triton.attention_work import DECODE_ROWS, KEY_TILE, MAX_PARTIALS, PREFILL_ROWS, SPLIT_TILES
+from quire.kernels.triton.attention_splits import (
+    MERGED_AT_ONCE,
+    MERGED_ROWS,
+    counters,
+    merge,
+    merge_stored,
+    partial_results,
+    store_split,
+)
+from quire.kernels.triton.attention_work import DECODE_ROWS, KEY_TILE, PROGRAMS, PROMPT_ROWS, SPLIT_TILES
 from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
 
 _ONES = 16
+_STAGES = 2
+_PROGRAM_ROWS = 64
+"""Of a prompt's tile."""
 _DECODE_REGISTERS = 128
 """Per thread, for four programs on a multiprocessor at once."""
 
@@ -73,18 +85,6 @@ def _attend_tile(
 
 
 @triton.jit
-def merge(highest, total, output, split_highest, split_total, split_output):
-    """Adds a split's result to those of the splits before it."""
-    new_highest = tl.maximum(highest, split_highest)
-    reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-    old = tl.exp2(highest - reference)
-    new = tl.exp2(split_highest - reference)
-    total = total * old[:, None] + split_total * new[:, None]
-    output = output * old[:, None] + split_output * new[:, None]
-    return new_highest, total, output
-
-
-@triton.jit
 def _load_queries(
     query, first_row, rows, num_queries, kv_head, num_heads, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr
 ):
@@ -119,6 +119,31 @@ def read_entry(entry):
     )  # fmt: skip
 
 
+@triton.jit
+def _fetch_tile(
+    keys, values, table, first_key, context_len, kv_head, block_stride, head_stride,
+    D: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Asks for a tile of keys and values, which will be in the second-level cache when it is read. What of it is only
+    being written meanwhile may be asked for too."""
+    LINE: tl.constexpr = 128 * 8 // keys.dtype.element_ty.primitive_bitwidth
+    key = first_key + tl.arange(0, KEYS)
+    block = tl.load(table + key // BLOCK_SIZE, mask=key < context_len, other=0, cache_modifier=".cg")
+    if WIDE:
+        block = block.to(tl.int64)
+    place = block * block_stride + kv_head * head_stride + (key % BLOCK_SIZE) * D
+    for column in tl.static_range(0, D, LINE):
+        for side in tl.static_range(2):
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+                "=r,l",
+                [(keys if side == 0 else values) + place + column],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+
+
 @triton.jit(do_not_specialize=["window"])
 def _decode_kernel(
     query, out, keys, values, block_tables, work, partial_output, partial_state, arrived,
@@ -129,8 +154,8 @@ def _decode_kernel(
 ):  # fmt: skip
     """`work` int32 [1 + items, 8] begins with the number of items; then for each: where the partial results of its
     sequence begin, first split, first row, number of queries, context length, row of the block table, split after
-    the last. An item is one split, or all of a sequence's, which are then merged here. There are at least as many
-    entries as programs, so that the first one can be read before the number of items is known."""
+    the last. An item is some splits of a sequence, or all of them, which are then merged here. There are at least as
+    many entries as programs, so that the first one can be read before the number of items is known."""
     rows = tl.arange(0, ROWS)
     column = tl.arange(0, D_PAD)
     item = tl.program_id(0)
@@ -141,6 +166,14 @@ def _decode_kernel(
     entry = work + (1 + item // num_kv_heads) * 8
     partial, first_split, first_row, num_queries, context_len, table_row, end_split = read_entry(entry)
     if PDL:
+        if item < count:
+            first_key = first_split * KEYS * TILES
+            if WINDOW:
+                first_key = tl.maximum(first_key, tl.maximum(context_len - num_queries - window + 1, 0))
+            _fetch_tile(
+                keys, values, block_tables + table_row.to(tl.int64) * table_stride, first_key // KEYS * KEYS,
+                context_len, item % num_kv_heads, block_stride, head_stride, D, BLOCK_SIZE, KEYS, WIDE,
+            )  # fmt: skip
         cuda.gdc_wait()
     while item < count:
         kv_head = item % num_kv_heads
@@ -160,6 +193,9 @@ def _decode_kernel(
         if WINDOW:
             first_tile = tl.maximum(first_tile, tl.maximum(context_len - num_queries - window + 1, 0) // KEYS)
         last_tile = tl.minimum(end_split * TILES, num_tiles)
+        is_whole = end_split - first_split == num_splits
+        first_slot = partial * num_kv_heads + kv_head
+        used = (rows < num_queries * GROUP)[:, None]
         split_highest, split_total, split_output = highest, total, output
         # One loop over the tiles of all splits, so that loads run ahead over their borders too.
         for tile in tl.range(first_tile, last_tile, num_stages=STAGES):
@@ -168,43 +204,42 @@ def _decode_kernel(
                 table, kv_head, block_stride, head_stride, scale, window, D, D_PAD, BLOCK_SIZE, KEYS, WINDOW, ONES,
                 WIDE,
             )  # fmt: skip
-            ends = ((tile + 1) % TILES == 0) | (tile + 1 == last_tile)
-            # The first split is merged into nothing, which changes no bit.
-            merged = merge(highest, total, output, split_highest, split_total, split_output)
-            highest = tl.where(ends, merged[0], highest)
-            total = tl.where(ends, merged[1], total)
-            output = tl.where(ends, merged[2], output)
-            split_highest = tl.where(ends, float("-inf"), split_highest)
-            split_total = tl.where(ends, 0.0, split_total)
-            split_output = tl.where(ends, 0.0, split_output)
-        if end_split - first_split == num_splits:
+            if ((tile + 1) % TILES == 0) | (tile + 1 == last_tile):
+                if is_whole:
+                    highest, total, output = merge(
+                        highest, total, output, split_highest, split_total, split_output
+                    )  # fmt: skip
+                else:
+                    slot = first_slot + tile // TILES * num_kv_heads
+                    store_split(
+                        partial_output, partial_state, slot, split_highest, split_total, split_output, rows, used,
+                        ROWS, D_PAD,
+                    )  # fmt: skip
+                split_highest = tl.full((ROWS,), float("-inf"), tl.float32)
+                split_total = tl.zeros((ROWS, ONES), tl.float32)
+                split_output = tl.zeros((ROWS, D_PAD), tl.float32)
+        if is_whole:
             _store_output(out, output, total, first_row, rows, num_queries, kv_head, num_heads, GROUP, D, D_PAD)
         else:
-            used = (rows < num_queries * GROUP)[:, None]
-            slot = ((partial + first_split) * num_kv_heads + kv_head).to(tl.int64)
-            state = partial_state + slot * 2 * ROWS + rows
-            tl.store(partial_output + (slot * ROWS + rows[:, None]) * D_PAD + column[None, :], output, mask=used)
-            tl.store(state, highest)
-            tl.store(state + ROWS, tl.max(total, 1))
             tl.debug_barrier()  # all threads' stores come before the count, which makes them visible
-            counter = arrived + partial * num_kv_heads + kv_head
-            before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-            if before == num_splits - 1:
-                highest = tl.full((ROWS,), float("-inf"), tl.float32)
-                total = tl.zeros((ROWS, ONES), tl.float32)
-                output = tl.zeros((ROWS, D_PAD), tl.float32)
-                for other in range(0, num_splits):
-                    slot = ((partial + other) * num_kv_heads + kv_head).to(tl.int64)
-                    state = partial_state + slot * 2 * ROWS + rows
-                    place = partial_output + (slot * ROWS + rows[:, None]) * D_PAD + column[None, :]
-                    other_total = tl.load(state + ROWS, cache_modifier=".cg")
-                    highest, total, output = merge(
-                        highest, total, output, tl.load(state, cache_modifier=".cg"),
-                        tl.broadcast_to(other_total[:, None], (ROWS, ONES)),
-                        tl.load(place, mask=used, other=0.0, cache_modifier=".cg"),
+            done = end_split - first_split
+            before = tl.atomic_add(arrived + first_slot, done, sem="acq_rel", scope="gpu")
+            if before + done == num_splits:
+                first_visible = 0
+                if WINDOW:  # what nobody sees was not stored
+                    first_visible = tl.maximum(context_len - num_queries - window + 1, 0) // (KEYS * TILES)
+                for first in range(0, num_queries * GROUP, MERGED_ROWS):
+                    some = first + tl.arange(0, MERGED_ROWS)
+                    merged_total, merged = merge_stored(
+                        partial_output, partial_state, first_slot, num_kv_heads, first_visible, num_splits, some,
+                        column, (some < num_queries * GROUP)[:, None],
+                        tl.full((MERGED_ROWS,), float("-inf"), tl.float32), tl.zeros((MERGED_ROWS, 1), tl.float32),
+                        tl.zeros((MERGED_ROWS, D_PAD), tl.float32), ROWS, D_PAD, MERGED_AT_ONCE,
                     )  # fmt: skip
-                _store_output(out, output, total, first_row, rows, num_queries, kv_head, num_heads, GROUP, D, D_PAD)
-                tl.store(counter, 0)
+                    _store_output(
+                        out, merged, merged_total, first_row, some, num_queries, kv_head, num_heads, GROUP, D, D_PAD
+                    )  # fmt: skip
+                tl.store(arrived + first_slot, 0)
         partial, first_split, first_row, num_queries, context_len, table_row, end_split = next_entry
 
 
@@ -213,17 +248,19 @@ def _prefill_kernel(
     query, out, keys, values, block_tables, work,
     table_stride, block_stride, head_stride, scale, window, num_heads,
     GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr, WINDOW: tl.constexpr, ONES: tl.constexpr,
-    STAGES: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr, WINDOW: tl.constexpr,
+    ONES: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Items of `work` int32 [items, 8]: first of the tile's (query, head) rows, -, first row, number of queries,
-    context length, row of the block table."""
+    context length, row of the block table. A program takes ROWS of a tile's rows."""
     begin(PDL)
     kv_head = tl.program_id(1)
-    entry = work + tl.program_id(0) * 8
-    first = tl.load(entry)
+    entry = work + tl.program_id(0) // PARTS * 8
+    first = tl.load(entry) + tl.program_id(0) % PARTS * ROWS
     first_row = tl.load(entry + 2)
     num_queries = tl.load(entry + 3)
+    if first >= num_queries * GROUP:
+        return
     context_len = tl.load(entry + 4)
     table = block_tables + tl.load(entry + 5).to(tl.int64) * table_stride
     rows = first + tl.arange(0, ROWS)
@@ -261,59 +298,74 @@ def attention(
     num_partials: int,
     spec: AttentionSpec,
 ) -> Tensor:
-    """Attention of query [rows, num_heads, head_dim]; rows that are in no list of `work` stay unwritten.
-
-    `num_partials`: how many splits wait to be merged at most (a bound: memory is taken for so many).
+    """Attention of query [rows, num_heads, head_dim] by the kernels of this module; rows that are in no list of `work`
+    stay unwritten. `num_partials`: how many splits wait to be merged at most (a bound: memory is taken for so many).
     """
     out = torch.empty_like(query)
-    _, num_heads, head_dim = query.shape
-    num_kv_heads, block_size = cache.keys.shape[1], cache.keys.shape[2]
-    strides = block_tables.stride(0), cache.keys.stride(0), cache.keys.stride(1)
-    numbers = spec.scale * math.log2(math.e), spec.sliding_window or 0
-    d_pad = max(16, triton.next_power_of_2(head_dim))
-    shape = num_heads // num_kv_heads, head_dim, d_pad, block_size
-    tensors = query, out, cache.keys, cache.values, block_tables
-    window = spec.sliding_window is not None
-    wide = cache.keys.numel() >= 1 << 31  # numbers of 32 bits take half the registers
-    decode, prefill = work.get("decode"), work.get("prefill")
-    if prefill is not None and len(prefill):
-        warps = 4 if d_pad <= 128 else 8
-        _prefill_kernel[(len(prefill), num_kv_heads)](
-            *tensors, prefill, *strides, *numbers, num_heads, *shape,
-            PREFILL_ROWS, KEY_TILE, SPLIT_TILES, window, _ONES, 2, wide, USE_PDL,
-            num_warps=warps, **ROUND_ALWAYS, **LAUNCH,
-        )  # fmt: skip
-    if decode is not None and len(decode) > 1:
-        programs = min((len(decode) - 1) * num_kv_heads, most_programs(query.device))
-        _decode_kernel[(programs,)](
-            *tensors, decode, *partial_results(query, num_kv_heads, num_partials, d_pad),
-            counters(query.device, num_kv_heads),
-            *strides, *numbers, num_heads, num_kv_heads, *shape,
-            DECODE_ROWS, KEY_TILE, SPLIT_TILES, window, _ONES, 2, wide, USE_PDL,
-            num_warps=4, maxnreg=_DECODE_REGISTERS if d_pad <= 128 else None, **ROUND_ALWAYS, **LAUNCH,
-        )  # fmt: skip
+    for name, some in work.items():
+        if name == "prefill":
+            prefill_attention(query, out, cache, block_tables, some, spec)
+        else:
+            decode_attention(query, out, cache, block_tables, some, num_partials, spec)
     return out
 
 
-def partial_results(query: Tensor, num_kv_heads: int, num_partials: int, d_pad: int) -> tuple[Tensor, Tensor]:
-    """Memory for the outputs and the (maximum, total) of splits that wait to be merged."""
-    slots = max(num_partials, 1) * num_kv_heads * DECODE_ROWS
-    return (
-        torch.empty(slots * d_pad, dtype=torch.float32, device=query.device),
-        torch.empty(slots * 2, dtype=torch.float32, device=query.device),
-    )
+def prefill_attention(
+    query: Tensor, out: Tensor, cache: LayerCache, block_tables: Tensor, work: Tensor, spec: AttentionSpec
+) -> None:
+    """Attention of a list `prefill`: writes its rows of `out`."""
+    if not len(work):
+        return
+    parts = PROMPT_ROWS // _PROGRAM_ROWS
+    shape, constants = _arguments(query, cache, block_tables, spec)
+    _prefill_kernel[(parts * len(work), cache.keys.shape[1])](
+        query, out, cache.keys, cache.values, block_tables, work, *shape,
+        *constants[:4], parts, _PROGRAM_ROWS, *constants[4:],
+        num_warps=4 if constants[2] <= 128 else 8, **ROUND_ALWAYS, **LAUNCH,
+    )  # fmt: skip
 
 
-@cache
-def counters(device: torch.device, num_kv_heads: int) -> Tensor:
-    """How many splits of a sequence and key head are done: zero between launches, whoever merges resets it."""
-    return torch.zeros(MAX_PARTIALS * num_kv_heads, dtype=torch.int32, device=device)
+def decode_attention(
+    query: Tensor,
+    out: Tensor,
+    cache: LayerCache,
+    block_tables: Tensor,
+    work: Tensor,
+    num_partials: int,
+    spec: AttentionSpec,
+) -> None:
+    """Attention of a list `decode` or `small`: writes its rows of `out`."""
+    if len(work) < 2:
+        return
+    num_kv_heads = cache.keys.shape[1]
+    shape, constants = _arguments(query, cache, block_tables, spec)
+    d_pad = constants[2]
+    _decode_kernel[(min((len(work) - 1) * num_kv_heads, most_programs(query.device)),)](
+        query, out, cache.keys, cache.values, block_tables, work,
+        *partial_results(query, num_kv_heads, num_partials, d_pad), counters(query.device, num_kv_heads),
+        *shape, num_kv_heads, *constants[:4], DECODE_ROWS, *constants[4:],
+        num_warps=4, maxnreg=_DECODE_REGISTERS if d_pad <= 128 else None, **ROUND_ALWAYS, **LAUNCH,
+    )  # fmt: skip
+
+
+def _arguments(
+    query: Tensor, cache: LayerCache, block_tables: Tensor, spec: AttentionSpec
+) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """Numbers and constants both kernels take, in their order; the rows of a program go before the fifth constant."""
+    _, num_heads, head_dim = query.shape
+    strides = block_tables.stride(0), cache.keys.stride(0), cache.keys.stride(1)
+    wide = cache.keys.numel() >= 1 << 31  # numbers of 32 bits take half the registers
+    window = spec.sliding_window is not None
+    return (*strides, spec.scale * math.log2(math.e), spec.sliding_window or 0, num_heads), (
+        num_heads // cache.keys.shape[1], head_dim, max(16, triton.next_power_of_2(head_dim)), cache.block_size,
+        KEY_TILE, SPLIT_TILES, window, _ONES, _STAGES, wide, USE_PDL,
+    )  # fmt: skip
 
 
 @cache
 def most_programs(device: torch.device) -> int:
     """As many as run at once; each takes further items when it is done with one."""
-    return 4 * num_multiprocessors(device)
+    return PROGRAMS * num_multiprocessors(device)
 
 
 @cache

@@ -65,9 +65,9 @@ def _same_attention(device: torch.device, dtype: torch.dtype) -> bool:
     rows = torch.arange(len(lengths), dtype=torch.int32).numpy()
     lists = attention_work(torch.ones_like(lengths).numpy(), lengths.numpy(), rows, _HEADS, 1024)
     work = {name: torch.from_numpy(values).to(device) for name, values in lists.items()}
-    arguments = query, cache, tables, work, len(work["decode"]), AttentionSpec(_HEADS, _HEADS.head_dim**-0.5)
-    found = small_batch_attention(*arguments, num_multiprocessors(device))
-    return torch.equal(found, attention(*arguments))
+    spec, found = AttentionSpec(_HEADS, _HEADS.head_dim**-0.5), torch.empty_like(query)
+    small_batch_attention(query, found, cache, tables, work["small"], 64, spec, num_multiprocessors(device))
+    return torch.equal(found, attention(query, cache, tables, work, 64, spec))
 
 
 def _random(*shape: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
