@@ -66,15 +66,16 @@ def _attend_tile(
     mask = exists[:, None] & (column < D)[None, :]
     # What lies past the sequence's end is nobody's and may be NaN: it is not read.
     k = tl.load(keys + place[:, None] + column[None, :], mask=mask, other=0.0)
-    scores = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
+    scores = tl.dot(query, tl.trans(k), input_precision="ieee")
     visible = key[None, :] <= position[:, None]
     if WINDOW:
         visible = visible & (key[None, :] > position[:, None] - window)
     scores = tl.where(visible, scores, float("-inf"))
-    new_highest = tl.maximum(highest, tl.max(scores, 1))
+    new_highest = tl.maximum(highest, tl.max(scores, 1) * scale)
     # Where nothing is visible yet the maximum is -inf, and -inf - -inf would be NaN.
     reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-    weights = tl.exp2(scores - reference[:, None]).to(values.dtype.element_ty)
+    # Scaled and reduced with one rounding, as in the other kernels.
+    weights = tl.exp2(tl.fma(scores, scale, -reference[:, None])).to(values.dtype.element_ty)
     decay = tl.exp2(highest - reference)
     v = tl.load(values + place[:, None] + column[None, :], mask=mask, other=0.0)
     # The sum of the weights is a product too: the order of a reduction would depend on the tile's layout.

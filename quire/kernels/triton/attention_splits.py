@@ -54,15 +54,16 @@ def merge_stored(
 ):  # fmt: skip
     """Folds the stored results of splits `first_split` to `num_splits` into (highest [rows], total [rows, 1], output
     [rows, columns]); all tensors have layouts that fit those."""
+    slot = first_slot.to(tl.int64)
+    states = partial_state + slot * 2 * ROWS + rows
+    outputs = partial_output + (slot * ROWS + rows[:, None]) * D_PAD + column[None, :]
     for first in range(first_split, num_splits, AT_ONCE):
         for i in tl.static_range(AT_ONCE):
             exists = first + i < num_splits
-            slot = (first_slot + (first + i) * slot_stride).to(tl.int64)
-            state = partial_state + slot * 2 * ROWS + rows
-            place = partial_output + (slot * ROWS + rows[:, None]) * D_PAD + column[None, :]
-            split_highest = tl.load(state, mask=exists, other=float("-inf"), cache_modifier=".cg")
-            split_total = tl.load(state + ROWS, mask=exists, other=0.0, cache_modifier=".cg")
-            split_output = tl.load(place, mask=used & exists, other=0.0, cache_modifier=".cg")
+            offset = (first + i) * slot_stride * ROWS
+            split_highest = tl.load(states + offset * 2, mask=exists, other=float("-inf"), cache_modifier=".cg")
+            split_total = tl.load(states + offset * 2 + ROWS, mask=exists, other=0.0, cache_modifier=".cg")
+            split_output = tl.load(outputs + offset * D_PAD, mask=used & exists, other=0.0, cache_modifier=".cg")
             highest, total, output = merge(
                 highest, total, output, split_highest, split_total[:, None], split_output
             )  # fmt: skip

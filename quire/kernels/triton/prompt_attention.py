@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -88,12 +89,12 @@ def _item(turn, num_items):
 
 @gluon.jit
 def _read_item(
-    item, work, num_tiles, window,
+    item, work, num_kv_heads, window,
     GROUP: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Key head, first of the (query, head) rows, first row of the batch, number of queries, context length, row of the
     block table, first tile of keys and the one after the last."""
-    entry = work + item % num_tiles * 8
+    entry = work + item // num_kv_heads * 8
     first = gl.load(entry)
     first_row = gl.load(entry + 2)
     num_queries = gl.load(entry + 3)
@@ -104,28 +105,22 @@ def _read_item(
     first_tile = 0
     if WINDOW:
         first_tile = gl.maximum(context_len - num_queries + first // GROUP - window + 1, 0) // KEYS
-    return (
-        item // num_tiles, first, first_row, num_queries, context_len, table_row, first_tile, last_position // KEYS + 1
-    )  # fmt: skip
+    end_tile = last_position // KEYS + 1
+    return item % num_kv_heads, first, first_row, num_queries, context_len, table_row, first_tile, end_tile
 
 
 @gluon.jit
 def _copy_tile(
-    source, buffers, barrier, stage, first_block, table, context_len, kv_head, num_kv_heads,
-    D: gl.constexpr, BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr,
+    source, boxes, barrier, stage, rows, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr
 ):  # fmt: skip
-    """Starts to copy a tile [KEYS, D]. Blocks after the sequence's end are block 0, which is nobody's."""
+    """Starts to copy a tile [KEYS, D] whose blocks begin at these rows of the cache."""
     BLOCKS: gl.constexpr = KEYS // BLOCK_SIZE
     PARTS: gl.constexpr = D // _COPIED
     mbarrier.expect(barrier, KEYS * D * 2)
     for i in gl.static_range(BLOCKS):
-        exists = (first_block + i) * BLOCK_SIZE < context_len
-        block = gl.load(table + first_block + i, mask=exists, other=0)
-        row = (block * num_kv_heads + kv_head) * BLOCK_SIZE
         for part in gl.static_range(PARTS):
-            tma.async_copy_global_to_shared(
-                source, [row, part * _COPIED], barrier, buffers.index((stage * PARTS + part) * BLOCKS + i)
-            )
+            box = boxes.index((stage * PARTS + part) * BLOCKS + i)
+            tma.async_copy_global_to_shared(source, [rows[i], part * _COPIED], barrier, box)
 
 
 @gluon.jit
@@ -144,23 +139,22 @@ def _copy_tiles(
         item = _item(turn, num_items)
         if item < num_items:
             kv_head, _, _, _, context_len, table_row, first_tile, end_tile = _read_item(
-                item, work, num_tiles, window, GROUP, ROWS, KEYS, WINDOW
+                item, work, num_kv_heads, window, GROUP, ROWS, KEYS, WINDOW
             )
             table = block_tables + table_row.to(gl.int64) * table_stride
             for tile in range(first_tile, end_tile):
                 stage = copied % STAGES
                 phase = copied // STAGES & 1
-                block = tile * (KEYS // BLOCK_SIZE)
+                rows = ()
+                for i in gl.static_range(KEYS // BLOCK_SIZE):
+                    # Blocks after the sequence's end are block 0, which is nobody's.
+                    place = tile * (KEYS // BLOCK_SIZE) + i
+                    block = gl.load(table + place, mask=place * BLOCK_SIZE < context_len, other=0)
+                    rows = rows + ((block * num_kv_heads + kv_head) * BLOCK_SIZE,)  # type: ignore  # noqa: RUF005
                 mbarrier.wait(keys_empty.index(stage), phase ^ 1)
-                _copy_tile(
-                    keys, key_boxes, keys_full.index(stage), stage, block, table, context_len, kv_head, num_kv_heads,
-                    D, BLOCK_SIZE, KEYS,
-                )  # fmt: skip
+                _copy_tile(keys, key_boxes, keys_full.index(stage), stage, rows, D, BLOCK_SIZE, KEYS)
                 mbarrier.wait(values_empty.index(stage), phase ^ 1)
-                _copy_tile(
-                    values, value_boxes, values_full.index(stage), stage, block, table, context_len, kv_head,
-                    num_kv_heads, D, BLOCK_SIZE, KEYS,
-                )  # fmt: skip
+                _copy_tile(values, value_boxes, values_full.index(stage), stage, rows, D, BLOCK_SIZE, KEYS)
                 copied += 1
 
 
@@ -174,25 +168,25 @@ def _clear_rows(tile, first, KEYS: gl.constexpr, D: gl.constexpr):
         found = part.load(layout)
         part.store(gl.where((row < first)[:, None], found, gl.zeros_like(found)))
     fence_async_shared()
+    tl.debug_barrier()  # here, or the compiler puts it where all tiles pass
 
 
 @gluon.jit
 def _softmax(
     scores, scale, before, first_key, position, first_position, window,
-    dtype: gl.constexpr, KEYS: gl.constexpr, WINDOW: gl.constexpr,
+    KEYS: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """The weights of a tile, the maximum with it (`before`: without), and what earlier weights are to be scaled by."""
     layout: gl.constexpr = scores.type.layout
-    scores = scores * scale
     key = first_key + gl.arange(0, KEYS, gl.SliceLayout(0, layout))
     if first_key + KEYS > first_position + 1:
         scores = gl.where(key[None, :] <= position[:, None], scores, float("-inf"))
     if WINDOW:
         scores = gl.where(key[None, :] > position[:, None] - window, scores, float("-inf"))
-    highest = gl.maximum(before, gl.max(scores, 1))
+    highest = gl.maximum(before, gl.max(scores, 1) * scale)
     # Where nothing is visible yet the maximum is -inf, and -inf - -inf would be NaN.
     reference = gl.where(highest == float("-inf"), 0.0, highest)
-    return gl.exp2(scores - reference[:, None]).to(dtype), highest, gl.exp2(before - reference)
+    return gl.exp2(gl.fma(scores, scale, -reference[:, None])), highest, gl.exp2(before - reference)
 
 
 @gluon.jit
@@ -218,7 +212,7 @@ def _attend_rows(
         item = _item(turn, num_items)
         if item < num_items:
             kv_head, first, first_row, num_queries, context_len, _, first_tile, end_tile = _read_item(
-                item, work, num_tiles, window, GROUP, ROWS, KEYS, WINDOW
+                item, work, num_kv_heads, window, GROUP, ROWS, KEYS, WINDOW
             )
             first += NUMBER * _GROUP_ROWS
             read_row = first + gl.arange(0, _GROUP_ROWS, gl.SliceLayout(1, as_read))
@@ -247,7 +241,7 @@ def _attend_rows(
             scores = warpgroup_mma_wait(0, deps=(scores,))
             mbarrier.arrive(keys_empty.index(stage))
             weights, split_highest, _ = _softmax(
-                scores, scale, split_highest, first_tile * KEYS, position, first_position, window, dtype, KEYS, WINDOW
+                scores, scale, split_highest, first_tile * KEYS, position, first_position, window, KEYS, WINDOW
             )
             for tile in range(first_tile, end_tile):
                 # The values of this tile are added up while the softmax of the next one is computed. After the last
@@ -263,19 +257,22 @@ def _attend_rows(
                 mbarrier.wait(values_full.index(stage), num_seen // STAGES & 1)
                 if tile * KEYS + KEYS > context_len:
                     _clear_rows(value_tiles.index(stage), context_len - tile * KEYS, KEYS, D)
-                left, left_of_ones = gl.convert_layout(weights, as_left), gl.convert_layout(weights, as_left_of_ones)
+                left = gl.convert_layout(weights.to(dtype), as_left)
+                left_of_ones = gl.convert_layout(weights.to(dtype), as_left_of_ones)
                 split_total = warpgroup_mma(left_of_ones, ones, split_total, is_async=True)
                 output = warpgroup_mma(left, value_tiles.index(stage), output, is_async=True)
                 scores = warpgroup_mma_wait(2, deps=(scores,))
+                if has_next:  # the compilers would put the softmax off until all products are done, but not out of here
+                    before = gl.where(ends_split, float("-inf"), split_highest)
+                    weights, next_highest, decay = _softmax(
+                        scores, scale, before, (tile + 1) * KEYS, position, first_position, window, KEYS, WINDOW
+                    )
+                else:
+                    weights = gl.zeros_like(scores)
+                    next_highest = split_highest
+                    decay = gl.full_like(split_highest, 1.0)
+                split_total, output = warpgroup_mma_wait(0, deps=(split_total, output))
                 mbarrier.arrive(keys_empty.index(next_stage), pred=has_next)
-                before = gl.where(ends_split, float("-inf"), split_highest)
-                weights, next_highest, decay = _softmax(
-                    scores, scale, before, (tile + 1) * KEYS, position, first_position, window, dtype, KEYS, WINDOW
-                )
-                # The weights are named too, so that the compiler does not put them off until after the wait.
-                split_total, output, left, left_of_ones, weights = warpgroup_mma_wait(
-                    0, deps=(split_total, output, left, left_of_ones, weights)
-                )
                 mbarrier.arrive(values_empty.index(stage))
                 num_seen += 1
                 if ends_split | (not has_next):
@@ -284,10 +281,10 @@ def _attend_rows(
                     )
                     if has_next:
                         merged.store(output)
+                        tl.debug_barrier()
                         split_total = gl.zeros_like(split_total)
                         output = gl.zeros_like(output)
                 split_highest = next_highest
-                decay = gl.where(has_next, decay, 1.0)
                 split_total = split_total * gl.convert_layout(decay, gl.SliceLayout(1, as_total))[:, None]
                 output = output * gl.convert_layout(decay, gl.SliceLayout(1, as_output))[:, None]
 

@@ -133,7 +133,7 @@ def _load_query(query, first_row, num_queries, kv_head, num_heads, GROUP: gl.con
 
 @gluon.jit
 def _scores(
-    q, k, scale, first_key, num_old, rows, window,
+    q, k, first_key, num_old, rows, window,
     GROUP: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr, WINDOW: gl.constexpr,
     ACC: gl.constexpr,
 ):  # fmt: skip
@@ -143,7 +143,7 @@ def _scores(
     k = k.reshape(D // 16, 4, 2, 2, SPLIT).permute(0, 2, 1, 3, 4).reshape(D, SPLIT)
     left = gl.convert_layout(q, gl.DotOperandLayout(0, ACC, 2), assert_trivial=True)
     right = gl.convert_layout(k, gl.DotOperandLayout(1, ACC, 2), assert_trivial=True)
-    scores = mma_v2(left, right, gl.zeros((16, SPLIT), gl.float32, ACC)) * scale
+    scores = mma_v2(left, right, gl.zeros((16, SPLIT), gl.float32, ACC))
     key = first_key + gl.arange(0, SPLIT, gl.SliceLayout(0, ACC))[None, :]
     position = (num_old + rows // GROUP)[:, None]
     visible = key <= position
@@ -160,20 +160,21 @@ def _highest_until(tile, tile_highest, tiles):
 
 @gluon.jit
 def _attend_split(
-    scores, staged_weights, value_tiles, num_keys,
+    scores, scale, staged_weights, value_tiles, num_keys,
     D: gl.constexpr, KEYS: gl.constexpr, TILES: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
     """What `attention._attend_tile` makes of the tiles one after the other: highest, total and output of a split of
     `num_keys` keys from its scores [16, TILES, KEYS], with -inf where nothing is visible."""
     dtype: gl.constexpr = staged_weights.dtype
-    tile_highest = gl.max(scores, 2)
+    tile_highest = gl.max(scores, 2) * scale
     tiles = gl.arange(0, TILES, gl.SliceLayout(0, gl.SliceLayout(2, scores.type.layout)))
     running = tile_highest
     for tile in gl.static_range(1, TILES):
         running = gl.where((tiles == tile)[None, :], _highest_until(tile, tile_highest, tiles)[:, None], running)
     # Where nothing is visible yet the maximum is -inf, and -inf - -inf would be NaN.
     reference = gl.where(running == float("-inf"), 0.0, running)
-    staged_weights.store(gl.exp2(scores - reference[:, :, None]).to(dtype).reshape(16, TILES * KEYS))
+    all_weights = gl.exp2(gl.fma(scores, scale, -reference[:, :, None]))
+    staged_weights.store(all_weights.to(dtype).reshape(16, TILES * KEYS))
 
     async_copy.wait_group(0)
     as_left: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
@@ -275,8 +276,10 @@ def _small_batch_kernel(
                     value_tiles.index(tile - split * TILES), values, table, tile * KEYS, context_len, kv_head,
                     block_stride, head_stride, KEYS, D, BLOCK_SIZE, WIDE,
                 )  # fmt: skip
-            scores = _scores(q, k, scale, split * SPLIT, old, rows, window, GROUP, D, KEYS, SPLIT, WINDOW, acc)
-            found = _attend_split(scores, staged_weights, value_tiles, context_len - split * SPLIT, D, KEYS, TILES, acc)
+            scores = _scores(q, k, split * SPLIT, old, rows, window, GROUP, D, KEYS, SPLIT, WINDOW, acc)
+            found = _attend_split(
+                scores, scale, staged_weights, value_tiles, context_len - split * SPLIT, D, KEYS, TILES, acc
+            )
             highest, total, output = merge(highest, total, output, found[0], found[1], found[2])
 
         if PDL:  # for those who saw no split

@@ -142,8 +142,10 @@ def test_the_work_may_be_shared_out_in_any_way(window: int | None) -> None:
     counts, rows = np.ones(5, np.int32), np.arange(5, dtype=np.int32)
     spec = AttentionSpec(shape, 0.125, window)
     lists = [module.attention_work(counts, np.array(lengths, np.int32), rows, shape, each) for each in (1, 16, 1000)]
-    for runs in ([1] * 5, [2] * 5, [100] * 5, [3, 1, 1, 2, 1], [2, 1, 2, 1, 1]):
-        lists.append({"decode": module.divided(rows, counts, np.array(lengths, np.int32), rows, np.array(runs))})
+    lists += [
+        {"decode": module.divided(rows, counts, np.array(lengths, np.int32), rows, np.array(runs))}
+        for runs in ([1] * 5, [2] * 5, [100] * 5, [3, 1, 1, 2, 1], [2, 1, 2, 1, 1])
+    ]
     found = []
     for made in lists * 2:
         work = {name: torch.from_numpy(values).to(DEVICE) for name, values in made.items()}
