@@ -1,8 +1,9 @@
 """Attention over the paged cache: one tile body for one query or a thousand.
 
-Keys are walked in tiles of KEY_TILE, and tiles are grouped into splits of SPLIT_TILES. Within a split the softmax
-runs along from tile to tile; the splits' results are merged in order. Both numbers are constants, so a query's
-bits don't depend on how many queries are computed with it or on which program computes which split:
+Keys are walked in tiles of KEY_TILE (or fewer on a device where they don't fit), and tiles are grouped into splits of
+SPLIT. Within a split the softmax runs along from tile to tile; the splits' results are merged in order. Neither depends
+on the batch, so a query's bits don't depend on how many queries are computed with it or on which program computes which
+split:
 
 - `_decode_kernel` gives the splits of a sequence with one query, or hardly more, to one program or several; the last
   one to finish merges them. It walks a list of (sequence, splits) pairs, so its grid does not depend on the lengths.
@@ -36,13 +37,15 @@ from quire.kernels.triton.attention_splits import (
     partial_results,
     store_split,
 )
-from quire.kernels.triton.attention_work import DECODE_ROWS, KEY_TILE, PROGRAMS, PROMPT_ROWS, SPLIT_TILES
+from quire.kernels.triton.attention_work import DECODE_ROWS, PROGRAMS, PROMPT_ROWS, SPLIT
 from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
 
 _ONES = 16
 _STAGES = 2
-_PROGRAM_ROWS = 64
-"""Of a prompt's tile."""
+_TILES = (64, 64), (32, 64), (32, 32), (16, 32)
+"""Keys of a tile and rows of a prompt's program, as much of them as fits into shared memory."""
+_SCRATCH = 20 << 10
+"""Bytes of shared memory that the compiler takes beside the tiles, at most."""
 _DECODE_REGISTERS = 128
 """Per thread, for four programs on a multiprocessor at once."""
 
@@ -317,11 +320,12 @@ def prefill_attention(
     """Attention of a list `prefill`: writes its rows of `out`."""
     if not len(work):
         return
-    parts = PROMPT_ROWS // _PROGRAM_ROWS
     shape, constants = _arguments(query, cache, block_tables, spec)
+    _, rows = _tiles(query.device, constants[2] * query.itemsize)
+    parts = PROMPT_ROWS // rows
     _prefill_kernel[(parts * len(work), cache.keys.shape[1])](
         query, out, cache.keys, cache.values, block_tables, work, *shape,
-        *constants[:4], parts, _PROGRAM_ROWS, *constants[4:],
+        *constants[:4], parts, rows, *constants[4:],
         num_warps=4 if constants[2] <= 128 else 8, **ROUND_ALWAYS, **LAUNCH,
     )  # fmt: skip
 
@@ -357,10 +361,26 @@ def _arguments(
     strides = block_tables.stride(0), cache.keys.stride(0), cache.keys.stride(1)
     wide = cache.keys.numel() >= 1 << 31  # numbers of 32 bits take half the registers
     window = spec.sliding_window is not None
+    d_pad = max(16, triton.next_power_of_2(head_dim))
+    keys, _ = _tiles(query.device, d_pad * query.itemsize)
     return (*strides, spec.scale * math.log2(math.e), spec.sliding_window or 0, num_heads), (
-        num_heads // cache.keys.shape[1], head_dim, max(16, triton.next_power_of_2(head_dim)), cache.block_size,
-        KEY_TILE, SPLIT_TILES, window, _ONES, _STAGES, wide, USE_PDL,
+        num_heads // cache.keys.shape[1], head_dim, d_pad, cache.block_size,
+        keys, SPLIT // keys, window, _ONES, _STAGES, wide, USE_PDL,
     )  # fmt: skip
+
+
+def fitting_tiles(row_bytes: int, shared_memory: int) -> tuple[int, int]:
+    """Keys of a tile and rows of a prompt's program, for heads of so many bytes and a program's shared memory."""
+    fitting = (each for each in _TILES if (2 * each[0] + each[1]) * row_bytes + _SCRATCH <= shared_memory)
+    return next(fitting, _TILES[-1])
+
+
+@cache
+def _tiles(device: torch.device, row_bytes: int) -> tuple[int, int]:
+    if device.type != "cuda":
+        return _TILES[0]
+    has = torch.cuda.get_device_properties(device)
+    return fitting_tiles(row_bytes, getattr(has, "shared_memory_per_block_optin", has.shared_memory_per_block))
 
 
 @cache

@@ -11,8 +11,8 @@ from torch import Tensor
 from quire.kernels.ops import HeadShape, Int32Array
 
 KEY_TILE = 64
-SPLIT_TILES = 8
-SPLIT = KEY_TILE * SPLIT_TILES
+"""Keys of a tile, where so many fit."""
+SPLIT = 512
 """Keys whose results are merged in order: what makes an item of work where a sequence is divided."""
 DECODE_ROWS = 16
 """Sequences with at most so many (query, head) rows per key head are attended split by split."""

@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra import cuda
 
 from quire.kernels.ops import AttentionSpec, LayerCache
-from quire.kernels.triton.attention_work import KEY_TILE, PROMPT_ROWS, SPLIT_TILES
+from quire.kernels.triton.attention_work import KEY_TILE, PROMPT_ROWS, SPLIT
 from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL
 
 _BLOCK_SIZES = (16, 32, 64)
@@ -73,7 +73,7 @@ def prompt_attention(
     _prompt_kernel[(min(len(work) * num_kv_heads, num_multiprocessors),)](
         query, out, keys, values, block_tables, work, len(work), block_tables.stride(0),
         spec.scale * math.log2(math.e), spec.sliding_window or 0, num_heads, num_kv_heads,
-        num_heads // num_kv_heads, head_dim, block_size, PROMPT_ROWS, KEY_TILE, SPLIT_TILES,
+        num_heads // num_kv_heads, head_dim, block_size, PROMPT_ROWS, KEY_TILE, SPLIT // KEY_TILE,
         spec.sliding_window is not None, _STAGES, USE_PDL,
         num_warps=4, maxnreg=_REGISTERS, **ROUND_ALWAYS, **LAUNCH,
     )  # fmt: skip
