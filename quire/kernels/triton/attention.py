@@ -123,31 +123,6 @@ def read_entry(entry):
     )  # fmt: skip
 
 
-@triton.jit
-def _fetch_tile(
-    keys, values, table, first_key, context_len, kv_head, block_stride, head_stride,
-    D: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """Asks for a tile of keys and values, which will be in the second-level cache when it is read. What of it is only
-    being written meanwhile may be asked for too."""
-    LINE: tl.constexpr = 128 * 8 // keys.dtype.element_ty.primitive_bitwidth
-    key = first_key + tl.arange(0, KEYS)
-    block = tl.load(table + key // BLOCK_SIZE, mask=key < context_len, other=0, cache_modifier=".cg")
-    if WIDE:
-        block = block.to(tl.int64)
-    place = block * block_stride + kv_head * head_stride + (key % BLOCK_SIZE) * D
-    for column in tl.static_range(0, D, LINE):
-        for side in tl.static_range(2):
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-                "=r,l",
-                [(keys if side == 0 else values) + place + column],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
-
-
 @triton.jit(do_not_specialize=["window"])
 def _decode_kernel(
     query, out, keys, values, block_tables, work, partial_output, partial_state, arrived,
@@ -170,14 +145,6 @@ def _decode_kernel(
     entry = work + (1 + item // num_kv_heads) * 8
     partial, first_split, first_row, num_queries, context_len, table_row, end_split = read_entry(entry)
     if PDL:
-        if item < count:
-            first_key = first_split * KEYS * TILES
-            if WINDOW:
-                first_key = tl.maximum(first_key, tl.maximum(context_len - num_queries - window + 1, 0))
-            _fetch_tile(
-                keys, values, block_tables + table_row.to(tl.int64) * table_stride, first_key // KEYS * KEYS,
-                context_len, item % num_kv_heads, block_stride, head_stride, D, BLOCK_SIZE, KEYS, WIDE,
-            )  # fmt: skip
         cuda.gdc_wait()
     while item < count:
         kv_head = item % num_kv_heads
