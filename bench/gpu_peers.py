@@ -81,3 +81,21 @@ def compare(shape: str, measure: str, ours: float) -> list[Comparison]:
         for name, figures in PEERS.get(shape, {}).items()
         if measure in figures
     ]
+
+
+LONG_DECODES = {
+    (1, 2000): 5.28,
+    (1, 8000): 5.44,
+    (1, 32_000): 6.36,
+    (1, 64_000): 7.35,
+    (4, 8000): 6.26,
+    (16, 2000): 6.56,
+    (16, 8000): 9.33,
+    (16, 32_000): 22.2,
+    (32, 8000): 13.0,
+    (64, 4000): 12.6,
+    (64, 8000): 21.5,
+}
+"""vLLM on Qwen3-8B, ms per step, by requests and context."""
+LONG_PROMPTS = {8192: 38_766, 32_768: 26_584}
+"""Likewise, prompt tokens per second of four prompts of this length."""

@@ -28,7 +28,13 @@ MAX_MODEL_LEN = 4096
 
 
 def random_decoder(
-    spec: ModelSpec, kernels: Kernels, dtype: torch.dtype, device: torch.device, std: float = 0.02, seed: int = 0
+    spec: ModelSpec,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    device: torch.device,
+    std: float = 0.02,
+    seed: int = 0,
+    max_position: int = MAX_MODEL_LEN,
 ) -> Decoder:
     """Random values drawn on the device itself: norms are 1, everything else is normal."""
     generator = torch.Generator(device).manual_seed(seed)
@@ -41,7 +47,7 @@ def random_decoder(
             value.normal_(std=std, generator=generator)
         loaded[name] = Weight.dense(value)
     del value  # so that each goes as its packed one comes
-    return Decoder(spec, kernels, loaded, dtype, min(MAX_MODEL_LEN, spec.max_position))
+    return Decoder(spec, kernels, loaded, dtype, min(max_position, spec.max_position))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +108,7 @@ def open_machine(options: argparse.Namespace) -> Machine:
     print(engine.description)
     print(f"The device {rates} (measured now). Steps in flight: {engine.core.depth}.", flush=True)
     machine = Machine(options.shape, engine, rates)
-    warm_up(machine)
+    capture_graphs(machine.core)
     return machine
 
 
@@ -165,8 +171,8 @@ def drive(core: EngineCore, requests: Sequence[Request], before_step: Callable[[
     return run
 
 
-def warm_up(machine: Machine) -> None:
+def capture_graphs(core: EngineCore) -> None:
     """A request before anything is measured, as the peers' benchmarks send one. It is long enough for the engine
     to capture its decode graphs, one after each step."""
-    steps = 16 + machine.core.scheduler.config.max_num_seqs // 16
-    drive(machine.core, requests_for(random_prompts(1, 16, seed=-1), [steps], "warm-up"))
+    steps = 48 + core.scheduler.config.max_num_seqs // 16
+    drive(core, requests_for(random_prompts(1, 16, seed=-1), [steps], "warm-up"))

@@ -186,11 +186,6 @@ class Kernels(Protocol):
     def sample_rows(self) -> SampleRows | None:
         """Sampling in one go, where the backend has it."""
 
-    @property
-    def decode_split(self) -> int | None:
-        """Where decode steps can be captured as CUDA graphs: how many keys an item of their attention work covers, a
-        sequence's last one excepted. None where they can't."""
-
     def computes(self, format: Format) -> bool:
         """Whether the backend computes with this block format as it is stored; others are expanded when loaded."""
 
@@ -250,6 +245,10 @@ class Kernels(Protocol):
     ) -> dict[str, Int32Array]:
         """How the backend shares out the attention of a step, made on the host where the lengths are known
         (`shape` says how many heads). The runner uploads it and hands it back as `PagedBatch.work`."""
+
+    def decode_lists(self, fewest: int, most: int, max_context_len: int, shape: HeadShape) -> dict[str, int]:
+        """For CUDA graphs: by name, the lists of which `attention_work` makes one for a step of `fewest` to `most`
+        single queries, and how many items each has at most. None at all where steps can't be captured."""
 
     def shorten_attention_work_(self, work: Mapping[str, Tensor], lag: Tensor) -> None:
         """Corrects what `attention_work` made where sequences turn out to be shorter than it was told: by int32

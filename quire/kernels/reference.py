@@ -45,7 +45,6 @@ class ReferenceKernels:
 
     name = "reference"
     sample_rows: SampleRows | None = None
-    decode_split: int | None = None
     record: Callable[[Callable[[], None]], Callable[[], None] | None] | None = None
 
     def computes(self, format: Format) -> bool:
@@ -135,6 +134,9 @@ class ReferenceKernels:
     def attention_work(
         self, query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array, shape: HeadShape
     ) -> dict[str, Int32Array]:
+        return {}
+
+    def decode_lists(self, fewest: int, most: int, max_context_len: int, shape: HeadShape) -> dict[str, int]:
         return {}
 
     def shorten_attention_work_(self, work: Mapping[str, Tensor], lag: Tensor) -> None:

@@ -1,9 +1,11 @@
 """Decode steps as CUDA graphs: one launch for a whole step, from the request rows to the sampled tokens.
 
 A graph has fixed memory and a fixed number of rows, so there is one for each of a series of sizes, and a step takes
-the next larger one; the rows it has too many are padding, which is written nowhere. The graphs share one pool of memory
-and are captured largest first, so that the smaller ones live in the memory of the largest. Capturing takes tens of
-milliseconds each: one is made after each of the first steps, which are computed without graphs meanwhile.
+the next larger one; the rows it has too many are padding, which is written nowhere. A backend that has several kernels
+of attention chooses one by the list it makes of a step's work, so there is a graph for each size and kind of list. They
+share one pool of memory and are captured largest first, so that the smaller ones live in the memory of the largest.
+Capturing takes tens of milliseconds each: one is made after each of the first steps, which are computed without graphs
+meanwhile.
 """
 
 from __future__ import annotations
@@ -56,19 +58,22 @@ class DecodeGraphs:
         self._caches = caches
         self._rows = rows
         self._kernels = decoder.kernels
-        assert self._kernels.decode_split is not None
         assert self._kernels.sample_rows is not None
-        self._split = self._kernels.decode_split
         self._sample_rows = self._kernels.sample_rows
         self._uploader = Uploader(device)
         self._block_size = block_size
         self._heads = spec.heads
         self._max_context_len = max_context_len
         self._sizes = graph_sizes(max_num_seqs)
-        self._to_capture = list(self._sizes)
+        self._most_work: dict[tuple[int, str], int] = {}
+        """Of each size and kind of list: how many items it has room for."""
+        for size, before in zip(self._sizes, [0, *self._sizes], strict=False):
+            lists = self._kernels.decode_lists(before + 1, size, max_context_len, spec.heads)
+            self._most_work |= {(size, name): max(min(_MAX_WORK, most), 512) for name, most in lists.items()}
+        self._to_capture = list(self._most_work)
         """The largest is last and captured first."""
         largest = -(-self._sizes[-1] // 16) * 16  # parts of the inputs begin at multiples of 16 numbers
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, str], torch.cuda.CUDAGraph] = {}
         self._largest = largest
         self._inputs = torch.zeros(3 * largest + 8 * (1 + _MAX_WORK), dtype=torch.int32, device=device)
         self._sampled = torch.zeros(2, largest, dtype=torch.int64, device=device)
@@ -83,11 +88,11 @@ class DecodeGraphs:
     def run(self, shape: StepShape) -> DecodeOutput | None:
         """Computes a decode step, if there is a graph for it."""
         count = len(shape.request_rows)
-        graph = self._graphs.get(self._sizes[bisect_left(self._sizes, count)])
-        if graph is None:
-            return None
-        work = self._kernels.attention_work(shape.counts, shape.starts + 1, shape.request_rows, self._heads)["decode"]
-        if len(work) > 1 + _MAX_WORK:
+        lists = self._kernels.attention_work(shape.counts, shape.starts + 1, shape.request_rows, self._heads)
+        ((name, work),) = lists.items()
+        kind = self._sizes[bisect_left(self._sizes, count)], name
+        graph = self._graphs.get(kind)
+        if graph is None or len(work) > 1 + self._most_work[kind]:
             return None
         self._uploader.upload_into(
             self._inputs,
@@ -105,13 +110,14 @@ class DecodeGraphs:
         loaded: there are others for small batches."""
         self._inputs.zero_()
         self._inputs[: self._largest] = -1
-        for size in {self._sizes[-1], self._sizes[0]}:
-            self._compute(size)
+        for size, name in self._most_work:
+            if size in (self._sizes[-1], self._sizes[0]):
+                self._compute(size, name)
 
     @torch.inference_mode()
     def capture_next(self) -> None:
         """Captures the largest graph that is missing. Nothing waits for the device, and it goes on computing."""
-        size = self._to_capture.pop()
+        size, name = self._to_capture.pop()
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         gc_was_on = gc.isenabled()
@@ -119,17 +125,16 @@ class DecodeGraphs:
         try:
             with torch.cuda.stream(self._stream):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                self._compute(size)
+                self._compute(size, name)
                 graph.capture_end()
         finally:
             if gc_was_on:
                 gc.enable()
-        self._graphs[size] = graph
+        self._graphs[size, name] = graph
 
-    def _compute(self, size: int) -> None:
+    def _compute(self, size: int, name: str) -> None:
         rows, positions, next_positions = self._inputs[: 3 * self._largest].view(3, -1)[:, :size].unbind()
-        most_work = max(min(_MAX_WORK, size * -(-self._max_context_len // self._split)), 512)
-        work = self._inputs[3 * self._largest :].view(-1, 8)[: 1 + most_work]
+        work = self._inputs[3 * self._largest :].view(-1, 8)[: 1 + self._most_work[size, name]]
         token_ids, places, slots = self._kernels.gather_inputs(
             rows, positions, self._rows.token_ids, self._rows.block_tables, self._block_size
         )
@@ -141,7 +146,7 @@ class DecodeGraphs:
             slot_mapping=slots,
             max_query_len=1,
             max_context_len=self._max_context_len,
-            work={"decode": work},
+            work={name: work},
         )
         hidden = self._decoder(token_ids, places, paged, self._caches)
         logits = self._decoder.logits(hidden, out=self._logits[:size])

@@ -67,7 +67,7 @@ def start_worker(decoder: Decoder, config: EngineConfig, grammars: GrammarCompil
     graphs: DecodeGraphs | RecordedSteps | None = None
     if config.cuda_graphs and RecordedSteps.fit(decoder):
         graphs = RecordedSteps(decoder, cache.layers, rows, plan.block_size)
-    elif config.cuda_graphs and kernels.decode_split is not None and kernels.sample_rows is not None:
+    elif config.cuda_graphs and kernels.decode_lists(1, 1, 1, spec.heads) and kernels.sample_rows is not None:
         graphs = DecodeGraphs(decoder, cache.layers, rows, plan.block_size, limits.max_num_seqs, plan.max_model_len)
         graphs.warm_up()
     runner = Runner(decoder, cache, rows, plan.block_size, constrainer, graphs)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import decode, prefill, startup, throughput
+from bench import decode, long_contexts, prefill, startup, throughput
 from bench.ceiling import Rates, Work, decode_work, prompt_work, workload_work
 from bench.gpu_all import run_job
 from bench.gpu_peers import compare
@@ -124,6 +124,15 @@ def test_commands_run(
     for part in ("schedule", "submit", "wait", "commit"):
         assert f"us  {part}" in shown
     assert "tiny" in json.loads(figures.read_text())["facts"]["engine"]
+
+
+def test_long_contexts_are_swept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "--shape tiny --batches 1,2 --contexts 40,100 --prompts 64 --steps 4"
+    monkeypatch.setattr(sys, "argv", ["bench", *arguments.split()])
+    long_contexts.main()
+    shown = capsys.readouterr().out
+    for row in ("1 at 40", "1 at 100", "2 at 40", "2 at 100", "2 × 64"):
+        assert f"| {row} | " in shown
 
 
 def test_startup_is_timed_from_outside_the_process(tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
 """Attention over the paged cache: one tile body for one query or a thousand.
 
-Keys are walked in tiles of KEY_TILE, and tiles are grouped into splits of SPLIT_TILES. Within a split the softmax
-runs along from tile to tile; the splits' results are merged in order. Both numbers are constants, so a query's
-bits don't depend on how many queries are computed with it or on which program computes which split:
+Keys are walked in tiles of KEY_TILE (or fewer on a device where they don't fit), and tiles are grouped into splits of
+SPLIT. Within a split the softmax runs along from tile to tile; the splits' results are merged in order. Neither depends
+on the batch, so a query's bits don't depend on how many queries are computed with it or on which program computes which
+split:
 
-- `_decode_kernel` gives each split of a sequence with one query, or hardly more, to a program of its own; the last
-  one to finish merges them. It walks a list of (sequence, split) pairs, so its grid does not depend on the lengths.
+- `_decode_kernel` gives the splits of a sequence with one query, or hardly more, to one program or several; the last
+  one to finish merges them. It walks a list of (sequence, splits) pairs, so its grid does not depend on the lengths.
 - `_prefill_kernel` gives each tile of queries to one program, which walks all splits one after the other.
 
 The two use different tensor-core instructions (mma for 16 rows, wgmma for 64), which add in the same order. What
@@ -27,10 +28,24 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 from quire.kernels.ops import AttentionSpec, LayerCache
-from quire.kernels.triton.attention_work import DECODE_ROWS, KEY_TILE, MAX_PARTIALS, PREFILL_ROWS, SPLIT_TILES
+from quire.kernels.triton.attention_splits import (
+    MERGED_AT_ONCE,
+    MERGED_ROWS,
+    counters,
+    merge,
+    merge_stored,
+    partial_results,
+    store_split,
+)
+from quire.kernels.triton.attention_work import DECODE_ROWS, PROGRAMS, PROMPT_ROWS, SPLIT
 from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
 
 _ONES = 16
+_STAGES = 2
+_TILES = (64, 64), (32, 64), (32, 32), (16, 32)
+"""Keys of a tile and rows of a prompt's program, as much of them as fits into shared memory."""
+_SCRATCH = 20 << 10
+"""Bytes of shared memory that the compiler takes beside the tiles, at most."""
 _DECODE_REGISTERS = 128
 """Per thread, for four programs on a multiprocessor at once."""
 
@@ -54,33 +69,22 @@ def _attend_tile(
     mask = exists[:, None] & (column < D)[None, :]
     # What lies past the sequence's end is nobody's and may be NaN: it is not read.
     k = tl.load(keys + place[:, None] + column[None, :], mask=mask, other=0.0)
-    scores = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
+    scores = tl.dot(query, tl.trans(k), input_precision="ieee")
     visible = key[None, :] <= position[:, None]
     if WINDOW:
         visible = visible & (key[None, :] > position[:, None] - window)
     scores = tl.where(visible, scores, float("-inf"))
-    new_highest = tl.maximum(highest, tl.max(scores, 1))
+    new_highest = tl.maximum(highest, tl.max(scores, 1) * scale)
     # Where nothing is visible yet the maximum is -inf, and -inf - -inf would be NaN.
     reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-    weights = tl.exp2(scores - reference[:, None]).to(values.dtype.element_ty)
+    # Scaled and reduced with one rounding, as in the other kernels.
+    weights = tl.exp2(tl.fma(scores, scale, -reference[:, None])).to(values.dtype.element_ty)
     decay = tl.exp2(highest - reference)
     v = tl.load(values + place[:, None] + column[None, :], mask=mask, other=0.0)
     # The sum of the weights is a product too: the order of a reduction would depend on the tile's layout.
     ones = tl.full((KEYS, ONES), 1.0, values.dtype.element_ty)
     total = tl.dot(weights, ones, total * decay[:, None], input_precision="ieee")
     output = tl.dot(weights, v, output * decay[:, None], input_precision="ieee")
-    return new_highest, total, output
-
-
-@triton.jit
-def merge(highest, total, output, split_highest, split_total, split_output):
-    """Adds a split's result to those of the splits before it."""
-    new_highest = tl.maximum(highest, split_highest)
-    reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-    old = tl.exp2(highest - reference)
-    new = tl.exp2(split_highest - reference)
-    total = total * old[:, None] + split_total * new[:, None]
-    output = output * old[:, None] + split_output * new[:, None]
     return new_highest, total, output
 
 
@@ -129,8 +133,8 @@ def _decode_kernel(
 ):  # fmt: skip
     """`work` int32 [1 + items, 8] begins with the number of items; then for each: where the partial results of its
     sequence begin, first split, first row, number of queries, context length, row of the block table, split after
-    the last. An item is one split, or all of a sequence's, which are then merged here. There are at least as many
-    entries as programs, so that the first one can be read before the number of items is known."""
+    the last. An item is some splits of a sequence, or all of them, which are then merged here. There are at least as
+    many entries as programs, so that the first one can be read before the number of items is known."""
     rows = tl.arange(0, ROWS)
     column = tl.arange(0, D_PAD)
     item = tl.program_id(0)
@@ -160,6 +164,9 @@ def _decode_kernel(
         if WINDOW:
             first_tile = tl.maximum(first_tile, tl.maximum(context_len - num_queries - window + 1, 0) // KEYS)
         last_tile = tl.minimum(end_split * TILES, num_tiles)
+        is_whole = end_split - first_split == num_splits
+        first_slot = partial * num_kv_heads + kv_head
+        used = (rows < num_queries * GROUP)[:, None]
         split_highest, split_total, split_output = highest, total, output
         # One loop over the tiles of all splits, so that loads run ahead over their borders too.
         for tile in tl.range(first_tile, last_tile, num_stages=STAGES):
@@ -168,43 +175,42 @@ def _decode_kernel(
                 table, kv_head, block_stride, head_stride, scale, window, D, D_PAD, BLOCK_SIZE, KEYS, WINDOW, ONES,
                 WIDE,
             )  # fmt: skip
-            ends = ((tile + 1) % TILES == 0) | (tile + 1 == last_tile)
-            # The first split is merged into nothing, which changes no bit.
-            merged = merge(highest, total, output, split_highest, split_total, split_output)
-            highest = tl.where(ends, merged[0], highest)
-            total = tl.where(ends, merged[1], total)
-            output = tl.where(ends, merged[2], output)
-            split_highest = tl.where(ends, float("-inf"), split_highest)
-            split_total = tl.where(ends, 0.0, split_total)
-            split_output = tl.where(ends, 0.0, split_output)
-        if end_split - first_split == num_splits:
+            if ((tile + 1) % TILES == 0) | (tile + 1 == last_tile):
+                if is_whole:
+                    highest, total, output = merge(
+                        highest, total, output, split_highest, split_total, split_output
+                    )  # fmt: skip
+                else:
+                    slot = first_slot + tile // TILES * num_kv_heads
+                    store_split(
+                        partial_output, partial_state, slot, split_highest, split_total, split_output, rows, used,
+                        ROWS, D_PAD,
+                    )  # fmt: skip
+                split_highest = tl.full((ROWS,), float("-inf"), tl.float32)
+                split_total = tl.zeros((ROWS, ONES), tl.float32)
+                split_output = tl.zeros((ROWS, D_PAD), tl.float32)
+        if is_whole:
             _store_output(out, output, total, first_row, rows, num_queries, kv_head, num_heads, GROUP, D, D_PAD)
         else:
-            used = (rows < num_queries * GROUP)[:, None]
-            slot = ((partial + first_split) * num_kv_heads + kv_head).to(tl.int64)
-            state = partial_state + slot * 2 * ROWS + rows
-            tl.store(partial_output + (slot * ROWS + rows[:, None]) * D_PAD + column[None, :], output, mask=used)
-            tl.store(state, highest)
-            tl.store(state + ROWS, tl.max(total, 1))
             tl.debug_barrier()  # all threads' stores come before the count, which makes them visible
-            counter = arrived + partial * num_kv_heads + kv_head
-            before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-            if before == num_splits - 1:
-                highest = tl.full((ROWS,), float("-inf"), tl.float32)
-                total = tl.zeros((ROWS, ONES), tl.float32)
-                output = tl.zeros((ROWS, D_PAD), tl.float32)
-                for other in range(0, num_splits):
-                    slot = ((partial + other) * num_kv_heads + kv_head).to(tl.int64)
-                    state = partial_state + slot * 2 * ROWS + rows
-                    place = partial_output + (slot * ROWS + rows[:, None]) * D_PAD + column[None, :]
-                    other_total = tl.load(state + ROWS, cache_modifier=".cg")
-                    highest, total, output = merge(
-                        highest, total, output, tl.load(state, cache_modifier=".cg"),
-                        tl.broadcast_to(other_total[:, None], (ROWS, ONES)),
-                        tl.load(place, mask=used, other=0.0, cache_modifier=".cg"),
+            done = end_split - first_split
+            before = tl.atomic_add(arrived + first_slot, done, sem="acq_rel", scope="gpu")
+            if before + done == num_splits:
+                first_visible = 0
+                if WINDOW:  # what nobody sees was not stored
+                    first_visible = tl.maximum(context_len - num_queries - window + 1, 0) // (KEYS * TILES)
+                for first in range(0, num_queries * GROUP, MERGED_ROWS):
+                    some = first + tl.arange(0, MERGED_ROWS)
+                    merged_total, merged = merge_stored(
+                        partial_output, partial_state, first_slot, num_kv_heads, first_visible, num_splits, some,
+                        column, (some < num_queries * GROUP)[:, None],
+                        tl.full((MERGED_ROWS,), float("-inf"), tl.float32), tl.zeros((MERGED_ROWS, 1), tl.float32),
+                        tl.zeros((MERGED_ROWS, D_PAD), tl.float32), ROWS, D_PAD, MERGED_AT_ONCE,
                     )  # fmt: skip
-                _store_output(out, output, total, first_row, rows, num_queries, kv_head, num_heads, GROUP, D, D_PAD)
-                tl.store(counter, 0)
+                    _store_output(
+                        out, merged, merged_total, first_row, some, num_queries, kv_head, num_heads, GROUP, D, D_PAD
+                    )  # fmt: skip
+                tl.store(arrived + first_slot, 0)
         partial, first_split, first_row, num_queries, context_len, table_row, end_split = next_entry
 
 
@@ -213,17 +219,19 @@ def _prefill_kernel(
     query, out, keys, values, block_tables, work,
     table_stride, block_stride, head_stride, scale, window, num_heads,
     GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr, WINDOW: tl.constexpr, ONES: tl.constexpr,
-    STAGES: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr, WINDOW: tl.constexpr,
+    ONES: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Items of `work` int32 [items, 8]: first of the tile's (query, head) rows, -, first row, number of queries,
-    context length, row of the block table."""
+    context length, row of the block table. A program takes ROWS of a tile's rows."""
     begin(PDL)
     kv_head = tl.program_id(1)
-    entry = work + tl.program_id(0) * 8
-    first = tl.load(entry)
+    entry = work + tl.program_id(0) // PARTS * 8
+    first = tl.load(entry) + tl.program_id(0) % PARTS * ROWS
     first_row = tl.load(entry + 2)
     num_queries = tl.load(entry + 3)
+    if first >= num_queries * GROUP:
+        return
     context_len = tl.load(entry + 4)
     table = block_tables + tl.load(entry + 5).to(tl.int64) * table_stride
     rows = first + tl.arange(0, ROWS)
@@ -261,59 +269,91 @@ def attention(
     num_partials: int,
     spec: AttentionSpec,
 ) -> Tensor:
-    """Attention of query [rows, num_heads, head_dim]; rows that are in no list of `work` stay unwritten.
-
-    `num_partials`: how many splits wait to be merged at most (a bound: memory is taken for so many).
+    """Attention of query [rows, num_heads, head_dim] by the kernels of this module; rows that are in no list of `work`
+    stay unwritten. `num_partials`: how many splits wait to be merged at most (a bound: memory is taken for so many).
     """
     out = torch.empty_like(query)
-    _, num_heads, head_dim = query.shape
-    num_kv_heads, block_size = cache.keys.shape[1], cache.keys.shape[2]
-    strides = block_tables.stride(0), cache.keys.stride(0), cache.keys.stride(1)
-    numbers = spec.scale * math.log2(math.e), spec.sliding_window or 0
-    d_pad = max(16, triton.next_power_of_2(head_dim))
-    shape = num_heads // num_kv_heads, head_dim, d_pad, block_size
-    tensors = query, out, cache.keys, cache.values, block_tables
-    window = spec.sliding_window is not None
-    wide = cache.keys.numel() >= 1 << 31  # numbers of 32 bits take half the registers
-    decode, prefill = work.get("decode"), work.get("prefill")
-    if prefill is not None and len(prefill):
-        warps = 4 if d_pad <= 128 else 8
-        _prefill_kernel[(len(prefill), num_kv_heads)](
-            *tensors, prefill, *strides, *numbers, num_heads, *shape,
-            PREFILL_ROWS, KEY_TILE, SPLIT_TILES, window, _ONES, 2, wide, USE_PDL,
-            num_warps=warps, **ROUND_ALWAYS, **LAUNCH,
-        )  # fmt: skip
-    if decode is not None and len(decode) > 1:
-        programs = min((len(decode) - 1) * num_kv_heads, most_programs(query.device))
-        _decode_kernel[(programs,)](
-            *tensors, decode, *partial_results(query, num_kv_heads, num_partials, d_pad),
-            counters(query.device, num_kv_heads),
-            *strides, *numbers, num_heads, num_kv_heads, *shape,
-            DECODE_ROWS, KEY_TILE, SPLIT_TILES, window, _ONES, 2, wide, USE_PDL,
-            num_warps=4, maxnreg=_DECODE_REGISTERS if d_pad <= 128 else None, **ROUND_ALWAYS, **LAUNCH,
-        )  # fmt: skip
+    for name, some in work.items():
+        if name == "prefill":
+            prefill_attention(query, out, cache, block_tables, some, spec)
+        else:
+            decode_attention(query, out, cache, block_tables, some, num_partials, spec)
     return out
 
 
-def partial_results(query: Tensor, num_kv_heads: int, num_partials: int, d_pad: int) -> tuple[Tensor, Tensor]:
-    """Memory for the outputs and the (maximum, total) of splits that wait to be merged."""
-    slots = max(num_partials, 1) * num_kv_heads * DECODE_ROWS
-    return (
-        torch.empty(slots * d_pad, dtype=torch.float32, device=query.device),
-        torch.empty(slots * 2, dtype=torch.float32, device=query.device),
-    )
+def prefill_attention(
+    query: Tensor, out: Tensor, cache: LayerCache, block_tables: Tensor, work: Tensor, spec: AttentionSpec
+) -> None:
+    """Attention of a list `prefill`: writes its rows of `out`."""
+    if not len(work):
+        return
+    shape, constants = _arguments(query, cache, block_tables, spec)
+    _, rows = _tiles(query.device, constants[2] * query.itemsize)
+    parts = PROMPT_ROWS // rows
+    _prefill_kernel[(parts * len(work), cache.keys.shape[1])](
+        query, out, cache.keys, cache.values, block_tables, work, *shape,
+        *constants[:4], parts, rows, *constants[4:],
+        num_warps=4 if constants[2] <= 128 else 8, **ROUND_ALWAYS, **LAUNCH,
+    )  # fmt: skip
+
+
+def decode_attention(
+    query: Tensor,
+    out: Tensor,
+    cache: LayerCache,
+    block_tables: Tensor,
+    work: Tensor,
+    num_partials: int,
+    spec: AttentionSpec,
+) -> None:
+    """Attention of a list `decode` or `small`: writes its rows of `out`."""
+    if len(work) < 2:
+        return
+    num_kv_heads = cache.keys.shape[1]
+    shape, constants = _arguments(query, cache, block_tables, spec)
+    d_pad = constants[2]
+    _decode_kernel[(min((len(work) - 1) * num_kv_heads, most_programs(query.device)),)](
+        query, out, cache.keys, cache.values, block_tables, work,
+        *partial_results(query, num_kv_heads, num_partials, d_pad), counters(query.device, num_kv_heads),
+        *shape, num_kv_heads, *constants[:4], DECODE_ROWS, *constants[4:],
+        num_warps=4, maxnreg=_DECODE_REGISTERS if d_pad <= 128 else None, **ROUND_ALWAYS, **LAUNCH,
+    )  # fmt: skip
+
+
+def _arguments(
+    query: Tensor, cache: LayerCache, block_tables: Tensor, spec: AttentionSpec
+) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """Numbers and constants both kernels take, in their order; the rows of a program go before the fifth constant."""
+    _, num_heads, head_dim = query.shape
+    strides = block_tables.stride(0), cache.keys.stride(0), cache.keys.stride(1)
+    wide = cache.keys.numel() >= 1 << 31  # numbers of 32 bits take half the registers
+    window = spec.sliding_window is not None
+    d_pad = max(16, triton.next_power_of_2(head_dim))
+    keys, _ = _tiles(query.device, d_pad * query.itemsize)
+    return (*strides, spec.scale * math.log2(math.e), spec.sliding_window or 0, num_heads), (
+        num_heads // cache.keys.shape[1], head_dim, d_pad, cache.block_size,
+        keys, SPLIT // keys, window, _ONES, _STAGES, wide, USE_PDL,
+    )  # fmt: skip
+
+
+def fitting_tiles(row_bytes: int, shared_memory: int) -> tuple[int, int]:
+    """Keys of a tile and rows of a prompt's program, for heads of so many bytes and a program's shared memory."""
+    fitting = (each for each in _TILES if (2 * each[0] + each[1]) * row_bytes + _SCRATCH <= shared_memory)
+    return next(fitting, _TILES[-1])
 
 
 @cache
-def counters(device: torch.device, num_kv_heads: int) -> Tensor:
-    """How many splits of a sequence and key head are done: zero between launches, whoever merges resets it."""
-    return torch.zeros(MAX_PARTIALS * num_kv_heads, dtype=torch.int32, device=device)
+def _tiles(device: torch.device, row_bytes: int) -> tuple[int, int]:
+    if device.type != "cuda":
+        return _TILES[0]
+    has = torch.cuda.get_device_properties(device)
+    return fitting_tiles(row_bytes, getattr(has, "shared_memory_per_block_optin", has.shared_memory_per_block))
 
 
 @cache
 def most_programs(device: torch.device) -> int:
     """As many as run at once; each takes further items when it is done with one."""
-    return 4 * num_multiprocessors(device)
+    return PROGRAMS * num_multiprocessors(device)
 
 
 @cache

@@ -11,37 +11,55 @@ from torch import Tensor
 from quire.kernels.ops import HeadShape, Int32Array
 
 KEY_TILE = 64
-SPLIT_TILES = 8
-SPLIT = KEY_TILE * SPLIT_TILES
+"""Keys of a tile, where so many fit."""
+SPLIT = 512
 """Keys whose results are merged in order: what makes an item of work where a sequence is divided."""
 DECODE_ROWS = 16
 """Sequences with at most so many (query, head) rows per key head are attended split by split."""
-PREFILL_ROWS = 64
+PROMPT_ROWS = 128
 """(query, head) rows of one tile of the others."""
 MAX_PARTIALS = 1 << 16
 """Splits that wait to be merged in one step, at most."""
+PROGRAMS = 4
+"""Of the kernel for decode steps, that run on a multiprocessor at once."""
 _ENTRY = 8
 """Numbers per item of work."""
 
 
 def attention_work(
-    query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array, shape: HeadShape, num_programs: int
+    query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array, shape: HeadShape, num_multiprocessors: int
 ) -> dict[str, Int32Array]:
-    """The lists the two kernels walk: `decode` for sequences with up to DECODE_ROWS rows, `prefill` for the others."""
+    """The lists the kernels walk: `decode` for sequences with up to DECODE_ROWS rows, `prefill` for the others. Where
+    there is nothing but single queries and a multiprocessor for every split, the list of them is called `small`."""
     first_rows = np.zeros_like(query_lens)
     np.cumsum(query_lens[:-1], out=first_rows[1:])
     group = shape.num_heads // shape.num_kv_heads
     is_decode = query_lens * group <= DECODE_ROWS
     if is_decode.all():
         of_all = first_rows, query_lens, context_lens, table_rows
-        return {"decode": _decode_work(*of_all, shape.num_kv_heads, num_programs)}
+        num_splits = int((-(-context_lens // SPLIT)).sum())
+        is_small = query_lens.max() == 1 and num_splits * shape.num_kv_heads <= num_multiprocessors
+        return {"small" if is_small else "decode": _decode_work(*of_all, shape.num_kv_heads, num_multiprocessors)}
     work = {}
     rest = ~is_decode
     work["prefill"] = _prefill_work(first_rows[rest], query_lens[rest], context_lens[rest], table_rows[rest], group)
     if is_decode.any():
         chosen = first_rows[is_decode], query_lens[is_decode], context_lens[is_decode], table_rows[is_decode]
-        work["decode"] = _decode_work(*chosen, shape.num_kv_heads, num_programs)
+        work["decode"] = _decode_work(*chosen, shape.num_kv_heads, num_multiprocessors)
     return work
+
+
+def decode_lists(
+    fewest: int, most: int, max_context_len: int, shape: HeadShape, num_multiprocessors: int
+) -> dict[str, int]:
+    """The lists that steps of `fewest` to `most` single queries may have, and how many items each has at most."""
+    lists = {}
+    if fewest * shape.num_kv_heads <= num_multiprocessors:
+        lists["small"] = num_multiprocessors // shape.num_kv_heads
+    splits = most * -(-max_context_len // SPLIT)
+    if splits * shape.num_kv_heads > num_multiprocessors:
+        lists["decode"] = splits
+    return lists
 
 
 def _decode_work(
@@ -50,31 +68,46 @@ def _decode_work(
     context_lens: Int32Array,
     table_rows: Int32Array,
     num_kv_heads: int,
-    num_programs: int,
+    num_multiprocessors: int,
 ) -> Int32Array:
     splits = -(-context_lens // SPLIT)
-    # Where there is work for everyone, a sequence is not divided: that saves writing and merging partial results.
-    fair_share = int(context_lens.sum()) * num_kv_heads // num_programs
-    pieces = np.where(context_lens <= 2 * fair_share, 1, splits)
-    if pieces.max() == 1:
-        owner = np.argsort(-context_lens, kind="stable")  # long ones first: the last to start should be short
-        first_split, end_split, first_partial = np.zeros_like(owner), splits[owner], np.zeros_like(splits)
-        num_partials = 0
-    else:
-        owner = np.repeat(np.arange(len(pieces)), pieces)
-        first_split = np.arange(len(owner)) - (np.cumsum(pieces) - pieces)[owner]
-        end_split = np.where(pieces[owner] == 1, splits[owner], first_split + 1)
-        lengths = np.minimum(end_split * SPLIT, context_lens[owner]) - first_split * SPLIT
-        order = np.argsort(-lengths, kind="stable")
-        owner, first_split, end_split = owner[order], first_split[order], end_split[order]
-        partials = np.where(pieces > 1, splits, 0)
-        first_partial = np.cumsum(partials) - partials
-        num_partials = int(partials.sum())
-    entries = max(len(owner), -(-num_programs // num_kv_heads))
-    work = np.zeros((1 + entries, _ENTRY), dtype=np.int32)
+    run = _best_run(splits, num_kv_heads, PROGRAMS * num_multiprocessors)
+    return divided(first_rows, query_lens, context_lens, table_rows, np.full_like(splits, run))
+
+
+def _best_run(splits: Int32Array, num_kv_heads: int, num_programs: int) -> int:
+    """How many splits of a sequence a program should take at a time, so that all are done soonest. Counted in the time
+    of a split, as measured on an H200 (docs/performance.md, attempt 20): an item costs 0.15 more than its splits, a
+    sequence that is divided costs 0.3 to merge, and the last items of several rounds leave a quarter of one idle."""
+    longest = int(splits.max())
+    if longest == 1:
+        return 1
+    runs = np.unique(-(-longest // np.arange(1, longest + 1)))  # all that divide the longest evenly, about
+    rounds = (-(-splits // runs[:, None])).sum(1) * num_kv_heads / num_programs
+    share = int(splits.sum()) * num_kv_heads / num_programs
+    costs = np.where(rounds <= 1, runs, share + 0.25 * runs) + 0.15 * rounds + 0.3 * (runs < longest)
+    return int(runs[costs.argmin()])
+
+
+def divided(
+    first_rows: Int32Array, query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array, runs: Int32Array
+) -> Int32Array:
+    """The list of a division: each sequence goes to programs `runs` splits at a time, the last one perhaps fewer."""
+    splits = -(-context_lens // SPLIT)
+    runs = np.minimum(runs, splits)
+    pieces = -(-splits // runs)
+    owner = np.repeat(np.arange(len(pieces)), pieces)
+    first_split = (np.arange(len(owner)) - (np.cumsum(pieces) - pieces)[owner]) * runs[owner]
+    end_split = np.minimum(first_split + runs[owner], splits[owner])
+    lengths = np.minimum(end_split * SPLIT, context_lens[owner]) - first_split * SPLIT
+    order = np.argsort(-lengths, kind="stable")  # long ones first: the last to start should be short
+    owner, first_split, end_split = owner[order], first_split[order], end_split[order]
+    partials = np.where(pieces > 1, splits, 0)
+    num_partials = int(partials.sum())
+    work = np.zeros((1 + max(len(owner), num_partials), _ENTRY), dtype=np.int32)
     work[0, :2] = len(owner), num_partials
     filled = work[1 : 1 + len(owner)]
-    filled[:, 0] = first_partial[owner]
+    filled[:, 0] = (np.cumsum(partials) - partials)[owner]
     filled[:, 1] = first_split
     filled[:, 2] = first_rows[owner]
     filled[:, 3] = query_lens[owner]
@@ -87,9 +120,9 @@ def _decode_work(
 def _prefill_work(
     first_rows: Int32Array, query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array, num_groups: int
 ) -> Int32Array:
-    tiles = -(-query_lens * num_groups // PREFILL_ROWS)
+    tiles = -(-query_lens * num_groups // PROMPT_ROWS)
     owner = np.repeat(np.arange(len(tiles)), tiles)
-    first = (np.arange(len(owner)) - (np.cumsum(tiles) - tiles)[owner]) * PREFILL_ROWS
+    first = (np.arange(len(owner)) - (np.cumsum(tiles) - tiles)[owner]) * PROMPT_ROWS
     last_position = (context_lens - query_lens)[owner] + first // num_groups
     order = np.argsort(-last_position, kind="stable")
     owner, first = owner[order], first[order]
@@ -103,7 +136,7 @@ def _prefill_work(
 
 def shorten_attention_work_(work: Mapping[str, Tensor], lag: Tensor) -> None:
     """Sequences are shorter than the lists were made for, by lag [tables]. Nothing here waits for the device."""
-    prefill, decode = work.get("prefill"), work.get("decode")
+    prefill, decode = work.get("prefill"), work.get("decode", work.get("small"))
     if prefill is not None:
         prefill[:, 4] -= lag[prefill[:, 5].long()]
     if decode is not None:

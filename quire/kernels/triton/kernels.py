@@ -29,14 +29,14 @@ from quire.kernels.reference import ReferenceKernels
 from quire.kernels.triton import attention as paged_attention
 from quire.kernels.triton import filters, heads, inputs, repeats, rowwise, sampling, scores
 from quire.kernels.triton import moe as experts_kernels
-from quire.kernels.triton.attention_work import SPLIT, attention_work, shorten_attention_work_
+from quire.kernels.triton.attention_work import SPLIT, attention_work, decode_lists, shorten_attention_work_
 from quire.kernels.triton.launch import HAS_GLUON
 from quire.kernels.triton.linear import SMALLEST_BATCH, VOCABULARY_SIZE, is_quicker_than_cublas, linear, room_for
 from quire.kernels.triton.small_batches import are_exact
 from quire.kernels.weights import Weight
 
 if HAS_GLUON:
-    from quire.kernels.triton import single_row_linear, small_batch_attention
+    from quire.kernels.triton import prompt_attention, single_row_linear, small_batch_attention
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,6 @@ class TritonKernels(ReferenceKernels):
     concerns weights that are not plain numbers."""
 
     name = "triton"
-    decode_split = SPLIT
     rms_norm = staticmethod(rowwise.rms_norm)
     add_rms_norm = staticmethod(rowwise.add_rms_norm)
     qkv_to_cache_ = staticmethod(heads.qkv_to_cache_)
@@ -77,7 +76,6 @@ class TritonKernels(ReferenceKernels):
         self._is_exact: dict[tuple[torch.Size, torch.dtype], bool] = {}
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._num_multiprocessors = paged_attention.num_multiprocessors(device)
-        self._num_programs = paged_attention.most_programs(device)
 
     def computes(self, format: Format) -> bool:
         return False
@@ -126,7 +124,10 @@ class TritonKernels(ReferenceKernels):
     def attention_work(
         self, query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array, shape: HeadShape
     ) -> dict[str, Int32Array]:
-        return attention_work(query_lens, context_lens, table_rows, shape, self._num_programs)
+        return attention_work(query_lens, context_lens, table_rows, shape, self._num_multiprocessors)
+
+    def decode_lists(self, fewest: int, most: int, max_context_len: int, shape: HeadShape) -> dict[str, int]:
+        return decode_lists(fewest, most, max_context_len, shape, self._num_multiprocessors)
 
     def attention(self, query: Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec) -> Tensor:
         work = batch.work
@@ -138,15 +139,35 @@ class TritonKernels(ReferenceKernels):
                 spec.heads,
             )
             work = {name: torch.from_numpy(values).to(query.device) for name, values in lists.items()}
-        decode = work.get("decode")
-        num_partials = 0 if decode is None or batch.max_context_len <= SPLIT else len(decode) - 1
-        arguments = query, cache, batch.block_tables, work, num_partials, spec
-        programs = self._num_multiprocessors
-        if are_exact(query.device, query.dtype) and small_batch_attention.takes(
-            query, cache, batch.max_query_len, programs
-        ):
-            return small_batch_attention.small_batch_attention(*arguments, programs)
-        return paged_attention.attention(*arguments)
+        out = torch.empty_like(query)
+        for name, some in work.items():
+            self._attend(name, some, query, out, cache, batch, spec)
+        return out
+
+    def _attend(
+        self,
+        name: str,
+        work: Tensor,
+        query: Tensor,
+        out: Tensor,
+        cache: LayerCache,
+        batch: PagedBatch,
+        spec: AttentionSpec,
+    ) -> None:
+        """Attention of one of a step's lists, by the quickest kernel for it."""
+        has_others = are_exact(query.device, query.dtype)
+        arguments = query, out, cache, batch.block_tables, work
+        if name == "prefill":
+            if has_others and prompt_attention.takes(query, cache):
+                prompt_attention.prompt_attention(*arguments, spec, self._num_multiprocessors)
+            else:
+                paged_attention.prefill_attention(*arguments, spec)
+            return
+        num_partials = 0 if batch.max_context_len <= SPLIT else len(work) - 1
+        if name == "small" and has_others and small_batch_attention.takes(query, cache):
+            small_batch_attention.small_batch_attention(*arguments, num_partials, spec, self._num_multiprocessors)
+        else:
+            paged_attention.decode_attention(*arguments, num_partials, spec)
 
     def moe(self, x: Tensor, router_logits: Tensor, experts: ExpertWeights, spec: MoeSpec) -> Tensor:
         gate_up, down = experts

@@ -27,7 +27,7 @@ def _has_gluon() -> bool:
     if INTERPRETED:
         return False
     try:
-        from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2  # noqa: F401
+        from triton.experimental.gluon.language.nvidia.hopper import async_copy, mma_v2, warpgroup_mma  # noqa: F401
     except ImportError:
         return False
     return True

@@ -12,9 +12,7 @@ They lie there as weights do, the inner dimension now being the head's.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
-import torch
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -23,7 +21,15 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra import cuda
 
 from quire.kernels.ops import AttentionSpec, LayerCache
-from quire.kernels.triton.attention import counters, merge, partial_results, read_entry
+from quire.kernels.triton.attention import read_entry
+from quire.kernels.triton.attention_splits import (
+    MERGED_AT_ONCE,
+    MERGED_ROWS,
+    counters,
+    merge,
+    merge_stored,
+    partial_results,
+)
 from quire.kernels.triton.attention_work import DECODE_ROWS, KEY_TILE, SPLIT
 from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL
 
@@ -31,44 +37,35 @@ _WARPS = 8
 _HEAD_DIMS = (64, 128)
 
 
-def takes(query: Tensor, cache: LayerCache, max_query_len: int, num_multiprocessors: int) -> bool:
-    """Whether this kernel is the quickest there is, as measured on an H200 (docs/performance.md, attempt 17): each
-    sequence and key head has a multiprocessor for itself."""
-    num_kv_heads = cache.keys.shape[1]
-    return (
-        max_query_len == 1
-        and query.itemsize == 2
-        and query.shape[2] in _HEAD_DIMS
-        and query.shape[1] // num_kv_heads <= DECODE_ROWS
-        and query.shape[0] * num_kv_heads <= num_multiprocessors
-    )
+def takes(query: Tensor, cache: LayerCache) -> bool:
+    """Whether this kernel can compute these heads; the list of work says whether it is the quickest for them."""
+    return query.itemsize == 2 and query.shape[2] in _HEAD_DIMS and query.shape[1] // cache.keys.shape[1] <= DECODE_ROWS
 
 
 def small_batch_attention(
     query: Tensor,
+    out: Tensor,
     cache: LayerCache,
     block_tables: Tensor,
-    work: Mapping[str, Tensor],
+    work: Tensor,
     num_partials: int,
     spec: AttentionSpec,
     num_multiprocessors: int,
-) -> Tensor:
-    """`attention.attention` for what `takes` takes. All keys but the newest of each sequence were written, and all
-    lists and block tables, before the first kernel of this step began."""
-    out = torch.empty_like(query)
-    decode = work["decode"]
+) -> None:
+    """`attention.decode_attention` for what `takes` takes, of a list whose items are single splits or whole sequences.
+    All keys but the newest of each sequence were written, and all lists and block tables, before the first kernel of
+    this step began."""
     _, num_heads, head_dim = query.shape
-    num_kv_heads, block_size = cache.keys.shape[1], cache.keys.shape[2]
-    _small_batch_kernel[(min((len(decode) - 1) * num_kv_heads, num_multiprocessors),)](
-        query, out, cache.keys, cache.values, block_tables, decode,
+    num_kv_heads = cache.keys.shape[1]
+    _small_batch_kernel[(min((len(work) - 1) * num_kv_heads, num_multiprocessors),)](
+        query, out, cache.keys, cache.values, block_tables, work,
         *partial_results(query, num_kv_heads, num_partials, head_dim), counters(query.device, num_kv_heads),
         block_tables.stride(0), cache.keys.stride(0), cache.keys.stride(1),
         spec.scale * math.log2(math.e), spec.sliding_window or 0, num_heads, num_kv_heads,
-        num_heads // num_kv_heads, head_dim, block_size, KEY_TILE, SPLIT,
+        num_heads // num_kv_heads, head_dim, cache.block_size, KEY_TILE, SPLIT,
         spec.sliding_window is not None, cache.keys.numel() >= 1 << 31, USE_PDL,
         num_warps=_WARPS, **ROUND_ALWAYS, **LAUNCH,
     )  # fmt: skip
-    return out
 
 
 @gluon.constexpr_function
@@ -136,7 +133,7 @@ def _load_query(query, first_row, num_queries, kv_head, num_heads, GROUP: gl.con
 
 @gluon.jit
 def _scores(
-    q, k, scale, first_key, num_old, rows, window,
+    q, k, first_key, num_old, rows, window,
     GROUP: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr, WINDOW: gl.constexpr,
     ACC: gl.constexpr,
 ):  # fmt: skip
@@ -146,7 +143,7 @@ def _scores(
     k = k.reshape(D // 16, 4, 2, 2, SPLIT).permute(0, 2, 1, 3, 4).reshape(D, SPLIT)
     left = gl.convert_layout(q, gl.DotOperandLayout(0, ACC, 2), assert_trivial=True)
     right = gl.convert_layout(k, gl.DotOperandLayout(1, ACC, 2), assert_trivial=True)
-    scores = mma_v2(left, right, gl.zeros((16, SPLIT), gl.float32, ACC)) * scale
+    scores = mma_v2(left, right, gl.zeros((16, SPLIT), gl.float32, ACC))
     key = first_key + gl.arange(0, SPLIT, gl.SliceLayout(0, ACC))[None, :]
     position = (num_old + rows // GROUP)[:, None]
     visible = key <= position
@@ -163,20 +160,21 @@ def _highest_until(tile, tile_highest, tiles):
 
 @gluon.jit
 def _attend_split(
-    scores, staged_weights, value_tiles, num_keys,
+    scores, scale, staged_weights, value_tiles, num_keys,
     D: gl.constexpr, KEYS: gl.constexpr, TILES: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
     """What `attention._attend_tile` makes of the tiles one after the other: highest, total and output of a split of
     `num_keys` keys from its scores [16, TILES, KEYS], with -inf where nothing is visible."""
     dtype: gl.constexpr = staged_weights.dtype
-    tile_highest = gl.max(scores, 2)
+    tile_highest = gl.max(scores, 2) * scale
     tiles = gl.arange(0, TILES, gl.SliceLayout(0, gl.SliceLayout(2, scores.type.layout)))
     running = tile_highest
     for tile in gl.static_range(1, TILES):
         running = gl.where((tiles == tile)[None, :], _highest_until(tile, tile_highest, tiles)[:, None], running)
     # Where nothing is visible yet the maximum is -inf, and -inf - -inf would be NaN.
     reference = gl.where(running == float("-inf"), 0.0, running)
-    staged_weights.store(gl.exp2(scores - reference[:, :, None]).to(dtype).reshape(16, TILES * KEYS))
+    all_weights = gl.exp2(gl.fma(scores, scale, -reference[:, :, None]))
+    staged_weights.store(all_weights.to(dtype).reshape(16, TILES * KEYS))
 
     async_copy.wait_group(0)
     as_left: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
@@ -205,24 +203,23 @@ def _store_result(target, used, total, output):
 
 @gluon.jit
 def _merge_splits(
-    partial_output, partial_state, target, used, rows, column, first_slot, num_splits, num_kv_heads,
-    D: gl.constexpr, ACC: gl.constexpr,
+    partial_output, partial_state, out, first_slot, first_split, num_splits, num_rows, first_row, kv_head, num_heads,
+    num_kv_heads, GROUP: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """All splits of a sequence are there: merges them in their order and stores the result."""
-    highest = gl.full((16,), float("-inf"), gl.float32, gl.SliceLayout(1, ACC))
-    total = gl.zeros((16, 16), gl.float32, ACC)
-    output = gl.zeros((16, D), gl.float32, ACC)
-    for split in range(0, num_splits):
-        slot = (first_slot + split * num_kv_heads).to(gl.int64)
-        state = partial_state + slot * 32 + rows
-        split_output = partial_output + (slot * 16 + rows[:, None]) * D + column[None, :]
-        split_total = gl.load(state + 16, cache_modifier=".cg")
-        highest, total, output = merge(
-            highest, total, output, gl.load(state, cache_modifier=".cg"),
-            gl.zeros((16, 16), gl.float32, ACC) + split_total[:, None],
-            gl.load(split_output, mask=used, other=0.0, cache_modifier=".cg"),
+    layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [512 // D, D // 64], [1, 0])
+    column = gl.arange(0, D, gl.SliceLayout(0, layout))
+    for first in range(0, num_rows, MERGED_ROWS):
+        rows = first + gl.arange(0, MERGED_ROWS, gl.SliceLayout(1, layout))
+        used = (rows < num_rows)[:, None]
+        total, output = merge_stored(
+            partial_output, partial_state, first_slot, num_kv_heads, first_split, num_splits, rows, column, used,
+            gl.full((MERGED_ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, layout)),
+            gl.zeros((MERGED_ROWS, 1), gl.float32, layout), gl.zeros((MERGED_ROWS, D), gl.float32, layout),
+            16, D, MERGED_AT_ONCE,
         )  # fmt: skip
-    _store_result(target, used, total, output)
+        head = (first_row + rows // GROUP).to(gl.int64) * num_heads + kv_head * GROUP + rows % GROUP
+        _store_result(out + head[:, None] * D + column[None, :], used, total, output)
 
 
 @gluon.jit
@@ -256,7 +253,8 @@ def _small_batch_kernel(
         highest = gl.full((16,), float("-inf"), gl.float32, gl.SliceLayout(1, acc))
         total = gl.zeros((16, 16), gl.float32, acc)
         output = gl.zeros((16, D), gl.float32, acc)
-        for split in range(first_split, end_split):
+        first_visible = gl.maximum(old - window + 1, 0) // SPLIT if WINDOW else 0
+        for split in range(gl.maximum(first_split, first_visible), end_split):
             _copy_values(
                 staged_values, values, table, split * SPLIT, old // KEYS * KEYS, kv_head, block_stride, head_stride,
                 SPLIT, D, BLOCK_SIZE, WIDE,
@@ -278,16 +276,19 @@ def _small_batch_kernel(
                     value_tiles.index(tile - split * TILES), values, table, tile * KEYS, context_len, kv_head,
                     block_stride, head_stride, KEYS, D, BLOCK_SIZE, WIDE,
                 )  # fmt: skip
-            scores = _scores(q, k, scale, split * SPLIT, old, rows, window, GROUP, D, KEYS, SPLIT, WINDOW, acc)
-            found = _attend_split(scores, staged_weights, value_tiles, context_len - split * SPLIT, D, KEYS, TILES, acc)
+            scores = _scores(q, k, split * SPLIT, old, rows, window, GROUP, D, KEYS, SPLIT, WINDOW, acc)
+            found = _attend_split(
+                scores, scale, staged_weights, value_tiles, context_len - split * SPLIT, D, KEYS, TILES, acc
+            )
             highest, total, output = merge(highest, total, output, found[0], found[1], found[2])
 
+        if PDL:  # for those who saw no split
+            cuda.gdc_wait()
         used = (rows < num_queries * GROUP)[:, None]
-        head = (first_row + rows // GROUP).to(gl.int64) * num_heads + kv_head * GROUP + rows % GROUP
-        target = out + head[:, None] * D + column[None, :]
         num_splits = gl.cdiv(context_len, SPLIT)
         if end_split - first_split == num_splits:
-            _store_result(target, used, total, output)
+            head = (first_row + rows // GROUP).to(gl.int64) * num_heads + kv_head * GROUP + rows % GROUP
+            _store_result(out + head[:, None] * D + column[None, :], used, total, output)
         else:
             first_slot = partial * num_kv_heads + kv_head
             slot = (first_slot + first_split * num_kv_heads).to(gl.int64)
@@ -298,8 +299,8 @@ def _small_batch_kernel(
             tl.debug_barrier()  # all threads' stores come before the count, which makes them visible
             if gl.atomic_add(arrived + first_slot, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
                 _merge_splits(
-                    partial_output, partial_state, target, used, rows, column, first_slot, num_splits, num_kv_heads,
-                    D, acc,
+                    partial_output, partial_state, out, first_slot, first_visible, num_splits, num_queries * GROUP,
+                    first_row, kv_head, num_heads, num_kv_heads, GROUP, D,
                 )  # fmt: skip
                 gl.store(arrived + first_slot, 0)
     if PDL and count == 0:  # with any work, those who do it have waited

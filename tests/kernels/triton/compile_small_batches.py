@@ -1,4 +1,4 @@
-"""Compiles the kernels for small batches for an H200, which needs no GPU; prints what each takes, as JSON.
+"""Compiles the kernels for small batches and prompts for an H200, which needs no GPU; prints what each takes, as JSON.
 
 A process of its own, as Triton must not be in its interpreter's mode.
 """
@@ -15,8 +15,10 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from quire.kernels.triton.prompt_attention import _REGISTERS, _prompt_kernel
 from quire.kernels.triton.single_row_linear import _single_row_kernel
 from quire.kernels.triton.small_batch_attention import _small_batch_kernel
 
@@ -26,10 +28,14 @@ ATTENTION_TYPES = {
     **dict.fromkeys(("partial_output", "partial_state"), "*fp32"),
     "scale": "fp32",
 }
+BOX = f"tensordesc<bf16[16, 64],{gl.NVMMASharedLayout.get_default_for([16, 64], gl.bfloat16)!r}>"
+PROMPT_TYPES = ATTENTION_TYPES | {"keys": BOX, "values": BOX}
 PRODUCT_TYPES = dict.fromkeys(("x", "weight", "bias", "out"), "*bf16")
 
 
-def resources(kernel: Any, types: dict[str, str], constants: dict[str, Any], num_warps: int) -> dict[str, int]:
+def resources(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], num_warps: int, **options: int
+) -> dict[str, int]:
     """Bytes of shared memory, and of registers that did not fit, of a kernel compiled so."""
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
@@ -43,7 +49,7 @@ def resources(kernel: Any, types: dict[str, str], constants: dict[str, Any], num
     compiled = triton.compile(
         source,
         target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": num_warps, "enable_fp_fusion": False, "launch_pdl": True},
+        options={"num_warps": num_warps, "enable_fp_fusion": False, "launch_pdl": True, **options},
     )
     return {"shared": compiled.metadata.shared, "stack": stack_size(compiled.asm["cubin"])}
 
@@ -63,6 +69,10 @@ def main() -> None:
         constants = {"GROUP": group, "D": head_dim, "BLOCK_SIZE": 16, "KEYS": 64, "SPLIT": 512}
         constants |= {"WINDOW": window, "WIDE": wide, "PDL": True}
         found[f"attention {head_dim}"] = resources(_small_batch_kernel, ATTENTION_TYPES, constants, 8)
+    for window in (False, True):
+        constants = {"GROUP": 4, "D": 128, "BLOCK_SIZE": 16, "ROWS": 128, "KEYS": 64, "TILES": 8, "STAGES": 2}
+        constants |= {"WINDOW": window, "PDL": True}
+        found[f"prompt {window}"] = resources(_prompt_kernel, PROMPT_TYPES, constants, 4, maxnreg=_REGISTERS)
     for inner, silu_mul, ahead in ((3072, False, 8), (1024, True, 4)):
         constants = {"K": inner, "HAS_BIAS": True, "SILU_MUL": silu_mul, "CHUNK": 128, "AHEAD": ahead, "WARPS": 2}
         found[f"product {inner}"] = resources(_single_row_kernel, PRODUCT_TYPES, constants | {"PDL": True}, 2)

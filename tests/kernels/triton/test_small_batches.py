@@ -19,7 +19,7 @@ from tests.kernels.triton.test_attention import make, one_each
 
 from quire.kernels.ops import AttentionSpec, HeadShape  # isort: skip  (after the check for Triton)
 from quire.kernels.triton import attention as paged, small_batches  # isort: skip
-from quire.kernels.triton.attention_work import attention_work  # isort: skip
+from quire.kernels.triton.attention_work import attention_work, decode_lists, divided  # isort: skip
 from quire.kernels.triton.kernels import TritonKernels  # isort: skip
 from quire.kernels.triton.linear import linear  # isort: skip
 from quire.kernels.weights import Weight  # isort: skip
@@ -43,28 +43,23 @@ HEADS = [(16, 8, 128), (32, 8, 128), (9, 3, 64), (32, 8, 64), (16, 1, 128), (3, 
         max_size=16,
     ),
     st.sampled_from([None, 1, 50, 600]),
-    st.sampled_from([1, 64, 4096]),
+    st.booleans(),
 )
 def test_attention_of_small_batches_is_that_of_large_ones(
-    dtype: torch.dtype, heads: tuple[int, int, int], lengths: list[int], window: int | None, num_programs: int
+    dtype: torch.dtype, heads: tuple[int, int, int], lengths: list[int], window: int | None, is_divided: bool
 ) -> None:
     """Any lengths, whole sequences or single splits, what belongs to nobody being NaN; twice, as splits are counted."""
     shape = HeadShape(*heads)
     query, cache, batch = make(lengths, [1] * len(lengths), shape, dtype)
     ones, rows = np.ones(len(lengths), np.int32), np.arange(len(lengths), dtype=np.int32)
-    lists = attention_work(ones, np.array(lengths, np.int32), rows, shape, num_programs)
-    work = {name: torch.from_numpy(values).to(DEVICE) for name, values in lists.items()}
-    arguments = (
-        query,
-        cache,
-        batch.block_tables,
-        work,
-        len(work["decode"]),
-        AttentionSpec(shape, shape.head_dim**-0.5, window),
-    )
-    expected = paged.attention(*arguments)
+    runs = np.full(len(lengths), 1 if is_divided else 100)
+    work = torch.from_numpy(divided(rows, ones, np.array(lengths, np.int32), rows, runs)).to(DEVICE)
+    spec = AttentionSpec(shape, shape.head_dim**-0.5, window)
+    expected = paged.attention(query, cache, batch.block_tables, {"decode": work}, len(work), spec)
     for _ in range(2):
-        assert torch.equal(small_batch_attention.small_batch_attention(*arguments, 132), expected)
+        found = torch.full_like(query, NAN)
+        small_batch_attention.small_batch_attention(query, found, cache, batch.block_tables, work, len(work), spec, 132)
+        assert torch.equal(found, expected)
     assert not expected.isnan().any()
 
 
@@ -78,7 +73,6 @@ def test_every_position_alone_has_the_bits_of_the_whole_prompt(window: int | Non
     for start in range(0, length, 16):
         positions = torch.arange(start, min(start + 16, length))
         alone = replace(one_each(query, batch, positions, 1), max_query_len=1)
-        assert small_batch_attention.takes(query[positions], cache, 1, 132)
         found = kernels.attention(query[positions], cache, alone, spec)
         assert torch.equal(found, whole[positions]), start
 
@@ -92,24 +86,45 @@ def test_attention_in_a_graph_has_the_same_bits() -> None:
         np.ones(3, np.int32), batch.context_lens.cpu().numpy(), np.arange(3, dtype=np.int32), shape
     )
     batch = replace(batch, work={name: torch.from_numpy(values).to(DEVICE) for name, values in lists.items()})
-    assert small_batch_attention.takes(query, cache, batch.max_query_len, 132)
-    expected = kernels.attention(query, cache, replace(batch, max_query_len=2), spec)  # by the other kernel
+    assert small_batch_attention.takes(query, cache)
+    assert batch.work is not None
+    other = replace(batch, work={"decode": batch.work["small"]})
+    expected = kernels.attention(query, cache, other, spec)  # by the other kernel
     assert torch.equal(in_graph(lambda: kernels.attention(query, cache, batch, spec)), expected)
 
 
 @on_gpu
-def test_it_is_for_half_precision_single_queries_and_small_batches() -> None:
-    def taken(rows: int, heads: tuple[int, int, int], dtype: torch.dtype, max_query_len: int = 1) -> bool:
-        query, cache, _ = make([20] * rows, [1] * rows, HeadShape(*heads), dtype)
-        return small_batch_attention.takes(query, cache, max_query_len, 132)
+def test_it_is_for_half_precision_and_some_heads() -> None:
+    def taken(heads: tuple[int, int, int], dtype: torch.dtype) -> bool:
+        query, cache, _ = make([20], [1], HeadShape(*heads), dtype)
+        return small_batch_attention.takes(query, cache)
 
-    assert taken(16, (16, 8, 128), torch.bfloat16)
-    assert not taken(17, (16, 8, 128), torch.bfloat16)
-    assert taken(33, (32, 4, 128), torch.float16)
-    assert not taken(1, (16, 8, 128), torch.float32)
-    assert not taken(1, (16, 8, 80), torch.bfloat16)
-    assert not taken(1, (17, 1, 64), torch.bfloat16)
-    assert not taken(1, (16, 8, 128), torch.bfloat16, max_query_len=2)
+    assert taken((16, 8, 128), torch.bfloat16)
+    assert taken((32, 4, 64), torch.float16)
+    assert not taken((16, 8, 128), torch.float32)
+    assert not taken((16, 8, 80), torch.bfloat16)
+    assert not taken((17, 1, 64), torch.bfloat16)
+
+
+def test_it_is_chosen_by_the_work() -> None:
+    """Single queries, while there is a multiprocessor for every split of every key head; and graphs know of it."""
+
+    def kind(lengths: list[int], shape: HeadShape, count: int = 1) -> str:
+        rows = np.arange(len(lengths), dtype=np.int32)
+        lists = attention_work(np.full_like(rows, count), np.array(lengths, np.int32), rows, shape, 132)
+        ((name, work),) = lists.items()
+        most = decode_lists(len(lengths), len(lengths), max(lengths), shape, 132)
+        assert count > 1 or len(work) - 1 <= most[name]
+        return name
+
+    qwen = HeadShape(32, 8, 128)
+    assert kind([512] * 16, qwen) == kind([8192], qwen) == kind([1000] * 8, qwen) == "small"
+    assert kind([512] * 17, qwen) == kind([8193], qwen) == kind([513] * 16, qwen) == "decode"
+    assert kind([400] * 33, HeadShape(32, 4, 128)) == "small"
+    assert kind([20], qwen, count=2) == "decode"
+    assert decode_lists(1, 1, 8192, qwen, 132) == {"small": 16}
+    assert decode_lists(17, 20, 600, qwen, 132) == {"decode": 40}
+    assert decode_lists(15, 20, 600, qwen, 132) == {"small": 16, "decode": 40}
 
 
 @on_gpu
@@ -161,13 +176,33 @@ def test_other_devices_and_dtypes_do_without() -> None:
 
 @pytest.mark.skipif(ON_GPU, reason="where there is a GPU they are run")
 def test_they_compile_for_an_h200() -> None:
-    """And fit: no register is spilled, and the shared memory is what a program can have."""
+    """And fit: no register is spilled (hardly one by the kernel for prompts), and the shared memory is what a program
+    can have."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernels.triton.compile_small_batches"]
     done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
-    assert len(found) == 4
+    assert len(found) == 6
     for name, used in found.items():
-        assert used["stack"] == 0, name
+        assert used["stack"] <= (64 if name.startswith("prompt") else 0), name
         assert used["shared"] <= 227 * 1024, name
+
+
+@pytest.mark.skipif(ON_GPU, reason="where there is a GPU they are run")
+def test_kernels_for_all_devices_fit_into_what_each_has() -> None:
+    """Compiled for an A100, two kinds of cards with 100 KB, and an H200, with the tiles each of them gets."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.triton.compile_attention"]
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert len(found) == 10
+    for name, (shared, limit) in found.items():
+        assert shared <= limit, name
+
+
+def test_tiles_are_as_large_as_fits() -> None:
+    assert [paged.fitting_tiles(256, limit << 10) for limit in (227, 163, 99)] == [(64, 64)] * 3
+    assert [paged.fitting_tiles(512, limit << 10) for limit in (227, 163, 99)] == [(64, 64), (64, 64), (32, 64)]
+    assert [paged.fitting_tiles(1024, limit << 10) for limit in (227, 163, 99)] == [(64, 64), (32, 64), (16, 32)]

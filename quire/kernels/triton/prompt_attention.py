@@ -1,0 +1,373 @@
+"""Attention of prompts on Hopper: the numbers of `attention._prefill_kernel`, bit for bit, sooner.
+
+A program has three parts that run side by side. One warp copies tiles of keys and values to shared memory, block by
+block of the paged cache, as far ahead as there is room. Two groups of four warps have 64 rows each and take turns by
+themselves: while one computes its softmax, the tensor core multiplies for the other. Each of them also starts the
+product of the next tile's keys before it turns to the softmax of this one. Programs stay, and walk the list of tiles.
+
+In Gluon, as Triton itself neither divides a program so nor leaves products running across the softmax.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra import cuda
+
+from quire.kernels.ops import AttentionSpec, LayerCache
+from quire.kernels.triton.attention_work import KEY_TILE, PROMPT_ROWS, SPLIT
+from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL
+
+_BLOCK_SIZES = (16, 32, 64)
+_STAGES = 2
+_COPIED = gl.constexpr(64)
+"""Numbers of a head that are copied at a time: what the swizzled layout of the tensor core has side by side."""
+_GROUP_ROWS = gl.constexpr(64)
+_ONES = gl.constexpr(8)
+_REGISTERS = 168
+"""Per thread when the program starts; the groups then take most of those of the warp that copies."""
+
+
+def takes(query: Tensor, cache: LayerCache) -> bool:
+    return (
+        query.itemsize == 2
+        and query.shape[2] == 128
+        and cache.block_size in _BLOCK_SIZES
+        and cache.keys.is_contiguous()
+        and cache.values.is_contiguous()
+        and torch.cuda.get_device_capability(query.device)[0] == 9
+    )
+
+
+def prompt_attention(
+    query: Tensor,
+    out: Tensor,
+    cache: LayerCache,
+    block_tables: Tensor,
+    work: Tensor,
+    spec: AttentionSpec,
+    num_multiprocessors: int,
+) -> None:
+    """Attention of the list `prefill`, for what `takes` takes; writes its rows of `out`."""
+    _, num_heads, head_dim = query.shape
+    num_kv_heads, block_size = cache.keys.shape[1], cache.block_size
+    dtype = gl.bfloat16 if query.dtype == torch.bfloat16 else gl.float16
+    box = [block_size, _COPIED.value]
+    layout = gl.NVMMASharedLayout.get_default_for(box, dtype)
+    keys, values = (
+        TensorDescriptor.from_tensor(side.view(-1, head_dim), box, layout) for side in (cache.keys, cache.values)
+    )
+    _prompt_kernel[(min(len(work) * num_kv_heads, num_multiprocessors),)](
+        query, out, keys, values, block_tables, work, len(work), block_tables.stride(0),
+        spec.scale * math.log2(math.e), spec.sliding_window or 0, num_heads, num_kv_heads,
+        num_heads // num_kv_heads, head_dim, block_size, PROMPT_ROWS, KEY_TILE, SPLIT // KEY_TILE,
+        spec.sliding_window is not None, _STAGES, USE_PDL,
+        num_warps=4, maxnreg=_REGISTERS, **ROUND_ALWAYS, **LAUNCH,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _item(turn, num_items):
+    """Which item this program takes at its so manieth turn: items get shorter, so every other round goes backwards."""
+    programs = gl.num_programs(0)
+    place = gl.program_id(0)
+    return turn * programs + (place if turn % 2 == 0 else programs - 1 - place)
+
+
+@gluon.jit
+def _read_item(
+    item, work, num_kv_heads, window,
+    GROUP: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Key head, first of the (query, head) rows, first row of the batch, number of queries, context length, row of the
+    block table, first tile of keys and the one after the last."""
+    entry = work + item // num_kv_heads * 8
+    first = gl.load(entry)
+    first_row = gl.load(entry + 2)
+    num_queries = gl.load(entry + 3)
+    context_len = gl.load(entry + 4)
+    table_row = gl.load(entry + 5)
+    # Keys after the last query are invisible to all of them.
+    last_position = gl.minimum(context_len - num_queries + (first + ROWS - 1) // GROUP, context_len - 1)
+    first_tile = 0
+    if WINDOW:
+        first_tile = gl.maximum(context_len - num_queries + first // GROUP - window + 1, 0) // KEYS
+    end_tile = last_position // KEYS + 1
+    return item % num_kv_heads, first, first_row, num_queries, context_len, table_row, first_tile, end_tile
+
+
+@gluon.jit
+def _copy_tile(
+    source, boxes, barrier, stage, rows, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr
+):  # fmt: skip
+    """Starts to copy a tile [KEYS, D] whose blocks begin at these rows of the cache."""
+    BLOCKS: gl.constexpr = KEYS // BLOCK_SIZE
+    PARTS: gl.constexpr = D // _COPIED
+    mbarrier.expect(barrier, KEYS * D * 2)
+    for i in gl.static_range(BLOCKS):
+        for part in gl.static_range(PARTS):
+            box = boxes.index((stage * PARTS + part) * BLOCKS + i)
+            tma.async_copy_global_to_shared(source, [rows[i], part * _COPIED], barrier, box)
+
+
+@gluon.jit
+def _copy_tiles(
+    keys, values, key_boxes, value_boxes, keys_full, keys_empty, values_full, values_empty,
+    block_tables, work, num_tiles, table_stride, window, num_kv_heads,
+    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
+    WINDOW: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """What the copying warp does."""
+    if PDL:
+        cuda.gdc_wait()
+    num_items = num_tiles * num_kv_heads
+    copied = 0
+    for turn in range(0, gl.cdiv(num_items, gl.num_programs(0))):
+        item = _item(turn, num_items)
+        if item < num_items:
+            kv_head, _, _, _, context_len, table_row, first_tile, end_tile = _read_item(
+                item, work, num_kv_heads, window, GROUP, ROWS, KEYS, WINDOW
+            )
+            table = block_tables + table_row.to(gl.int64) * table_stride
+            for tile in range(first_tile, end_tile):
+                stage = copied % STAGES
+                phase = copied // STAGES & 1
+                rows = ()
+                for i in gl.static_range(KEYS // BLOCK_SIZE):
+                    # Blocks after the sequence's end are block 0, which is nobody's.
+                    place = tile * (KEYS // BLOCK_SIZE) + i
+                    block = gl.load(table + place, mask=place * BLOCK_SIZE < context_len, other=0)
+                    rows = rows + ((block * num_kv_heads + kv_head) * BLOCK_SIZE,)  # type: ignore  # noqa: RUF005
+                mbarrier.wait(keys_empty.index(stage), phase ^ 1)
+                _copy_tile(keys, key_boxes, keys_full.index(stage), stage, rows, D, BLOCK_SIZE, KEYS)
+                mbarrier.wait(values_empty.index(stage), phase ^ 1)
+                _copy_tile(values, value_boxes, values_full.index(stage), stage, rows, D, BLOCK_SIZE, KEYS)
+                copied += 1
+
+
+@gluon.jit
+def _clear_rows(tile, first, KEYS: gl.constexpr, D: gl.constexpr):
+    """Zeros from row `first` on: values after the sequence's end are nobody's and may be NaN."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    for start in gl.static_range(0, KEYS, 16):
+        part = tile.slice(start, 16)
+        row = start + gl.arange(0, 16, gl.SliceLayout(1, layout))
+        found = part.load(layout)
+        part.store(gl.where((row < first)[:, None], found, gl.zeros_like(found)))
+    fence_async_shared()
+    tl.debug_barrier()  # here, or the compiler puts it where all tiles pass
+
+
+@gluon.jit
+def _softmax(
+    scores, scale, before, first_key, position, first_position, window,
+    KEYS: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """The weights of a tile, the maximum with it (`before`: without), and what earlier weights are to be scaled by."""
+    layout: gl.constexpr = scores.type.layout
+    key = first_key + gl.arange(0, KEYS, gl.SliceLayout(0, layout))
+    if first_key + KEYS > first_position + 1:
+        scores = gl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+    if WINDOW:
+        scores = gl.where(key[None, :] > position[:, None] - window, scores, float("-inf"))
+    highest = gl.maximum(before, gl.max(scores, 1) * scale)
+    # Where nothing is visible yet the maximum is -inf, and -inf - -inf would be NaN.
+    reference = gl.where(highest == float("-inf"), 0.0, highest)
+    return gl.exp2(gl.fma(scores, scale, -reference[:, None])), highest, gl.exp2(before - reference)
+
+
+@gluon.jit
+def _attend_rows(
+    query, out, key_tiles, value_tiles, staged_query, ones, merged, keys_full, keys_empty, values_full, values_empty,
+    work, num_tiles, scale, window, num_heads, num_kv_heads,
+    NUMBER: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
+    TILES: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """What each group of four warps does; NUMBER says which of the tile's rows are its own."""
+    as_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    as_output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    as_total: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _ONES, 16])
+    as_left: gl.constexpr = gl.DotOperandLayout(0, as_output, 2)
+    as_left_of_ones: gl.constexpr = gl.DotOperandLayout(0, as_total, 2)
+    as_read: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    dtype: gl.constexpr = query.dtype.element_ty
+    if PDL:
+        cuda.gdc_wait()
+    num_items = num_tiles * num_kv_heads
+    num_seen = 0
+    for turn in range(0, gl.cdiv(num_items, gl.num_programs(0))):
+        item = _item(turn, num_items)
+        if item < num_items:
+            kv_head, first, first_row, num_queries, context_len, _, first_tile, end_tile = _read_item(
+                item, work, num_kv_heads, window, GROUP, ROWS, KEYS, WINDOW
+            )
+            first += NUMBER * _GROUP_ROWS
+            read_row = first + gl.arange(0, _GROUP_ROWS, gl.SliceLayout(1, as_read))
+            read_column = gl.arange(0, D, gl.SliceLayout(0, as_read))
+            place = (first_row + read_row // GROUP).to(gl.int64) * num_heads + kv_head * GROUP + read_row % GROUP
+            exists = (read_row < num_queries * GROUP)[:, None]
+            staged_query.store(gl.load(query + place[:, None] * D + read_column[None, :], mask=exists, other=0.0))
+            rows_of_query = staged_query.load(gl.DotOperandLayout(0, as_scores, 2))
+
+            row = first + gl.arange(0, _GROUP_ROWS, gl.SliceLayout(1, as_scores))
+            position = context_len - num_queries + row // GROUP
+            first_position = context_len - num_queries + first // GROUP
+            highest = gl.full((_GROUP_ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, as_output))
+            total = gl.zeros((_GROUP_ROWS, _ONES), gl.float32, as_total)
+            split_highest = gl.full((_GROUP_ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, as_scores))
+            split_total = gl.zeros((_GROUP_ROWS, _ONES), gl.float32, as_total)
+            output = gl.zeros((_GROUP_ROWS, D), gl.float32, as_output)
+            merged.store(output)
+            nothing = gl.zeros((_GROUP_ROWS, KEYS), gl.float32, as_scores)
+
+            stage = num_seen % STAGES
+            mbarrier.wait(keys_full.index(stage), num_seen // STAGES & 1)
+            scores = warpgroup_mma(
+                rows_of_query, key_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True
+            )
+            scores = warpgroup_mma_wait(0, deps=(scores,))
+            mbarrier.arrive(keys_empty.index(stage))
+            weights, split_highest, _ = _softmax(
+                scores, scale, split_highest, first_tile * KEYS, position, first_position, window, KEYS, WINDOW
+            )
+            for tile in range(first_tile, end_tile):
+                # The values of this tile are added up while the softmax of the next one is computed. After the last
+                # there is no next: what lies there is multiplied all the same, and nobody looks at it.
+                has_next = tile + 1 < end_tile
+                ends_split = (tile + 1) % TILES == 0
+                next_stage = (num_seen + 1) % STAGES
+                mbarrier.wait(keys_full.index(next_stage), (num_seen + 1) // STAGES & 1, pred=has_next)
+                scores = warpgroup_mma(
+                    rows_of_query, key_tiles.index(next_stage).permute((1, 0)), nothing, use_acc=False, is_async=True
+                )
+                stage = num_seen % STAGES
+                mbarrier.wait(values_full.index(stage), num_seen // STAGES & 1)
+                if tile * KEYS + KEYS > context_len:
+                    _clear_rows(value_tiles.index(stage), context_len - tile * KEYS, KEYS, D)
+                left = gl.convert_layout(weights.to(dtype), as_left)
+                left_of_ones = gl.convert_layout(weights.to(dtype), as_left_of_ones)
+                split_total = warpgroup_mma(left_of_ones, ones, split_total, is_async=True)
+                output = warpgroup_mma(left, value_tiles.index(stage), output, is_async=True)
+                scores = warpgroup_mma_wait(2, deps=(scores,))
+                if has_next:  # the compilers would put the softmax off until all products are done, but not out of here
+                    before = gl.where(ends_split, float("-inf"), split_highest)
+                    weights, next_highest, decay = _softmax(
+                        scores, scale, before, (tile + 1) * KEYS, position, first_position, window, KEYS, WINDOW
+                    )
+                else:
+                    weights = gl.zeros_like(scores)
+                    next_highest = split_highest
+                    decay = gl.full_like(split_highest, 1.0)
+                split_total, output = warpgroup_mma_wait(0, deps=(split_total, output))
+                mbarrier.arrive(keys_empty.index(next_stage), pred=has_next)
+                mbarrier.arrive(values_empty.index(stage))
+                num_seen += 1
+                if ends_split | (not has_next):
+                    highest, total, output = _merge(
+                        highest, total, merged.load(as_output), split_highest, split_total, output, as_total, as_output
+                    )
+                    if has_next:
+                        merged.store(output)
+                        tl.debug_barrier()
+                        split_total = gl.zeros_like(split_total)
+                        output = gl.zeros_like(output)
+                split_highest = next_highest
+                split_total = split_total * gl.convert_layout(decay, gl.SliceLayout(1, as_total))[:, None]
+                output = output * gl.convert_layout(decay, gl.SliceLayout(1, as_output))[:, None]
+
+            divisor = gl.convert_layout(gl.max(total, 1), gl.SliceLayout(1, as_output))  # its columns are the same
+            result = output / gl.where(divisor == 0.0, 1.0, divisor)[:, None]
+            row = first + gl.arange(0, _GROUP_ROWS, gl.SliceLayout(1, as_output))
+            column = gl.arange(0, D, gl.SliceLayout(0, as_output))
+            place = (first_row + row // GROUP).to(gl.int64) * num_heads + kv_head * GROUP + row % GROUP
+            exists = (row < num_queries * GROUP)[:, None]
+            gl.store(out + place[:, None] * D + column[None, :], result.to(dtype), mask=exists)
+
+
+@gluon.jit
+def _merge(
+    highest, total, output, split_highest, split_total, split_output, as_total: gl.constexpr, as_output: gl.constexpr
+):
+    """`attention_splits.merge`, for totals that lie elsewhere than outputs."""
+    split_highest = gl.convert_layout(split_highest, gl.SliceLayout(1, as_output))
+    new_highest = gl.maximum(highest, split_highest)
+    reference = gl.where(new_highest == float("-inf"), 0.0, new_highest)
+    old = gl.exp2(highest - reference)
+    new = gl.exp2(split_highest - reference)
+    output = output * old[:, None] + split_output * new[:, None]
+    old = gl.convert_layout(old, gl.SliceLayout(1, as_total))
+    new = gl.convert_layout(new, gl.SliceLayout(1, as_total))
+    total = total * old[:, None] + split_total * new[:, None]
+    return new_highest, total, output
+
+
+@gluon.jit
+def _prompt_kernel(
+    query, out, keys, values, block_tables, work, num_tiles, table_stride, scale, window, num_heads, num_kv_heads,
+    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
+    TILES: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """`work` is that of `attention._prefill_kernel`, with tiles of twice 64 rows."""
+    dtype: gl.constexpr = query.dtype.element_ty
+    as_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D], dtype)
+    as_ones: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, _ONES], dtype)
+    as_merged: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    BOXES: gl.constexpr = STAGES * (KEYS // BLOCK_SIZE) * (D // _COPIED)
+    if PDL:
+        cuda.gdc_launch_dependents()
+    key_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D], as_tile)
+    value_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D], as_tile)
+    key_boxes = key_tiles._reinterpret(dtype, [BOXES, BLOCK_SIZE, _COPIED], keys.layout)
+    value_boxes = value_tiles._reinterpret(dtype, [BOXES, BLOCK_SIZE, _COPIED], values.layout)
+    staged_query = gl.allocate_shared_memory(dtype, [2, _GROUP_ROWS, D], as_tile)
+    merged = gl.allocate_shared_memory(gl.float32, [2, _GROUP_ROWS, D], as_merged)
+    ones = gl.allocate_shared_memory(dtype, [KEYS, _ONES], as_ones)
+    as_filled: gl.constexpr = gl.BlockedLayout([1, _ONES], [32, 1], [4, 1], [1, 0])
+    ones.store(gl.full((KEYS, _ONES), 1.0, dtype, as_filled))
+    keys_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    keys_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    values_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    values_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(keys_full.index(stage), count=1)
+        mbarrier.init(keys_empty.index(stage), count=2)
+        mbarrier.init(values_full.index(stage), count=1)
+        mbarrier.init(values_empty.index(stage), count=2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (
+                _attend_rows,
+                (query, out, key_tiles, value_tiles, staged_query.index(0), ones, merged.index(0), keys_full,
+                 keys_empty, values_full, values_empty, work, num_tiles, scale, window, num_heads, num_kv_heads,
+                 0, GROUP, D, ROWS, KEYS, TILES, WINDOW, STAGES, PDL),
+            ),
+            (
+                _attend_rows,
+                (query, out, key_tiles, value_tiles, staged_query.index(1), ones, merged.index(1), keys_full,
+                 keys_empty, values_full, values_empty, work, num_tiles, scale, window, num_heads, num_kv_heads,
+                 1, GROUP, D, ROWS, KEYS, TILES, WINDOW, STAGES, PDL),
+            ),
+            (
+                _copy_tiles,
+                (keys, values, key_boxes, value_boxes, keys_full, keys_empty, values_full, values_empty,
+                 block_tables, work, num_tiles, table_stride, window, num_kv_heads, GROUP, D, BLOCK_SIZE, ROWS,
+                 KEYS, WINDOW, STAGES, PDL),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

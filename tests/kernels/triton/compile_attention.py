@@ -1,0 +1,54 @@
+"""Compiles attention for several kinds of GPU, which needs none; prints what shared memory it takes of what there is.
+
+A process of its own, as Triton must not be in its interpreter's mode.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from quire.kernels.triton.attention import _decode_kernel, _prefill_kernel, fitting_tiles
+from tests.kernels.triton.compile_small_batches import ATTENTION_TYPES
+
+LIMITS = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
+"""By compute capability: what one program can have."""
+
+
+def shared_memory(kernel: Any, constants: dict[str, Any], capability: int, num_warps: int) -> int:
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else ATTENTION_TYPES.get(name, "i32") for name in names}
+    aligned = [i for i, name in enumerate(names) if signature[name].startswith("*") or name.endswith("stride")]
+    source = ASTSource(
+        kernel,
+        signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+    )
+    options = {"num_warps": num_warps, "enable_fp_fusion": False}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return int(compiled.metadata.shared)
+
+
+def main() -> None:
+    found = {}
+    cases = [(capability, 256) for capability in LIMITS] + [(86, 128)]
+    for capability, head_dim in cases:
+        keys, rows = fitting_tiles(2 * head_dim, LIMITS[capability])
+        constants = {"GROUP": 4, "D": head_dim, "D_PAD": head_dim, "BLOCK_SIZE": 16, "ROWS": 16, "KEYS": keys}
+        constants |= {"TILES": 512 // keys, "WINDOW": True, "ONES": 16, "STAGES": 2, "WIDE": True, "PDL": False}
+        used = shared_memory(_decode_kernel, constants, capability, 4)
+        found[f"decode {capability} {head_dim}"] = used, LIMITS[capability]
+        constants |= {"ROWS": rows, "PARTS": 128 // rows}
+        used = shared_memory(_prefill_kernel, constants, capability, 4 if head_dim <= 128 else 8)
+        found[f"prefill {capability} {head_dim}"] = used, LIMITS[capability]
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
