@@ -80,7 +80,7 @@ def prompt_attention(
 
 
 @gluon.jit
-def _item(turn, num_items):
+def _item(turn):
     """Which item this program takes at its so manieth turn: items get shorter, so every other round goes backwards."""
     programs = gl.num_programs(0)
     place = gl.program_id(0)
@@ -136,7 +136,7 @@ def _copy_tiles(
     num_items = num_tiles * num_kv_heads
     copied = 0
     for turn in range(0, gl.cdiv(num_items, gl.num_programs(0))):
-        item = _item(turn, num_items)
+        item = _item(turn)
         if item < num_items:
             kv_head, _, _, _, context_len, table_row, first_tile, end_tile = _read_item(
                 item, work, num_kv_heads, window, GROUP, ROWS, KEYS, WINDOW
@@ -209,7 +209,7 @@ def _attend_rows(
     num_items = num_tiles * num_kv_heads
     num_seen = 0
     for turn in range(0, gl.cdiv(num_items, gl.num_programs(0))):
-        item = _item(turn, num_items)
+        item = _item(turn)
         if item < num_items:
             kv_head, first, first_row, num_queries, context_len, _, first_tile, end_tile = _read_item(
                 item, work, num_kv_heads, window, GROUP, ROWS, KEYS, WINDOW
