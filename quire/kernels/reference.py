@@ -48,7 +48,7 @@ class ReferenceKernels:
     record: Callable[[Callable[[], None]], Callable[[], None] | None] | None = None
 
     def computes(self, format: Format) -> bool:
-        return True
+        return False  # it can, but expands a weight at every product: once, when it is loaded, is better
 
     def pack(self, weight: Weight) -> Weight:
         return weight

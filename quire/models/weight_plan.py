@@ -170,8 +170,8 @@ def _check_can_quantize(files: ModelFiles, kernels: Kernels, device: torch.devic
     check_not_quantized(files, quantization)
     if device.type != "cpu" or not kernels.computes(QUANTIZED[quantization]):
         raise DeviceError(
-            f'quantization="{quantization}" runs on the CPU so far, not on {device} with the {kernels.name} kernels. '
-            'Use device="cpu", or quantization="none".'
+            f'quantization="{quantization}" runs on the CPU with the C++ kernels so far, not on {device} with the '
+            f'{kernels.name} kernels. Use device="cpu" where a C++ compiler is installed, or quantization="none".'
         )
 
 

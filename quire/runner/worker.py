@@ -39,9 +39,7 @@ def choose_weights(files: ModelFiles, config: EngineConfig, device: torch.device
     """The kernels for a model, its number format, and the formats its weights are kept in."""
     dtype = pick_dtype(config.dtype, device, files.are_quantized(config.quantization))
     kernels = select_kernels(device, dtype, config.kernels)
-    # The reference kernels would expand a weight at every product; once is better.
-    expands = config.quantization == "auto" and kernels.name == "reference"
-    return plan_weights(files, kernels, dtype, device, "none" if expands else config.quantization)
+    return plan_weights(files, kernels, dtype, device, config.quantization)
 
 
 def expected_plan(weights: WeightPlan, config: EngineConfig) -> CachePlan:

@@ -30,7 +30,8 @@ def quire(*arguments: str | Path, stdin: str | None = None, **environment: str) 
 
 
 def test_run_answers_a_prompt_with_the_chat_template(smollm2_gguf: Path) -> None:
-    done = quire("run", "What is the capital of France?", "--temperature", "0", "-n", "12", "-m", smollm2_gguf)
+    question = "What is the capital of France? Answer in one word."
+    done = quire("run", question, "--temperature", "0", "-n", "12", "-m", smollm2_gguf)
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
     assert "tokens/s" in done.stderr

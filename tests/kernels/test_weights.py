@@ -35,7 +35,10 @@ def in_blocks(name: str, *shape: int, seed: int = 0) -> tuple[Weight, Tensor]:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_products_and_rows_are_those_of_the_numbers(name: str, backend: type[Kernels]) -> None:
+    """What the C++ kernels compute with as it is stored, with x in 8 bits, is tested in test_cpu_quantized.py."""
     kernels = backend()
+    if kernels.name == "cpu" and kernels.computes(FORMATS[name]):
+        pytest.skip("the C++ kernels take x in 8 bits")
     weight, numbers = in_blocks(name, 7, 512)
     assert numbers.shape == weight.shape
     assert weight.nbytes == weight.parts[0].format.nbytes(weight.shape) < numbers.nbytes
@@ -59,12 +62,15 @@ def test_parts_may_have_formats_of_their_own(backend: type[Kernels]) -> None:
     assert weight.nbytes == sum(part.nbytes for part, _ in parts)
     packed = kernels.pack(weight)
     assert packed.shape == weight.shape
-    assert packed.nbytes == weight.nbytes
+    assert packed.nbytes >= weight.nbytes  # panels are filled up
     x, bias = random(5, 64, dtype=torch.float32, seed=4), random(18, dtype=torch.float32, seed=5)
     whole = torch.cat([numbers for _, numbers in parts])
     expected = ReferenceKernels().linear(x, Weight.dense(whole), bias)
     got = kernels.linear(x, packed, bias)
-    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
+    if kernels.name == "reference":
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
+    else:  # which see x in 8 bits
+        assert torch.corrcoef(torch.stack((got.flatten(), expected.flatten())))[0, 1] > 0.999
     out = torch.empty(5, 18)
     assert kernels.linear(x, packed, bias, out) is out
     assert torch.equal(out, got)

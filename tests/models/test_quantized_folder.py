@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from quire.errors import InvalidRequestError, ModelFormatError, QuireError, UnsupportedModelError
 from quire.kernels.quantize import to_int8, to_q4_0
-from quire.kernels.reference import ReferenceKernels
 from quire.models import quantized_folder
 from quire.models.load import load_decoder, open_model
 from quire.models.quantized_folder import quantize_model
 from quire.models.weight_plan import plan_weights
 from tests.decoding import all_logits
+from tests.models.storing_kernels import StoringKernels
 from tests.models.test_families import random_model
 from tests.models.test_gguf_models import MODELS as GGUF_MODELS
 from tests.models.test_gguf_models import write_gguf
@@ -56,7 +56,7 @@ def test_the_folder_gives_the_bits_of_quantising_while_loading(original: Path, t
         assert torch.equal(numbers(weight), numbers(again.weights[name])), name
     assert torch.equal(all_logits(again, TOKENS), all_logits(before, TOKENS))
     assert torch.equal(all_logits(load(out, "none"), TOKENS), all_logits(before, TOKENS))  # expanded: the same numbers
-    plan = plan_weights(open_model(out), ReferenceKernels(), torch.float32, CPU)
+    plan = plan_weights(open_model(out), StoringKernels(), torch.float32, CPU)
     assert plan.describe() == f"{'INT8' if to == 'int8' else 'Q4_0'} computed as stored; float32"
     names = {file.name for file in out.iterdir()}
     assert names >= {"config.json", "generation_config.json", "chat_template.jinja", "tokenizer.json"}
@@ -252,4 +252,4 @@ def test_int4_scales_that_float16_can_not_hold_are_refused(small: Path, tmp_path
     tensors[f"{UP}_scale"] = torch.full_like(tensors[f"{UP}_scale"], 1e-9, dtype=torch.float32)
     save_file(tensors, file)
     with pytest.raises(UnsupportedModelError, match=r"up_proj\.weight_scale': its int4 scales"):
-        load_decoder(open_model(tmp_path / "out"), ReferenceKernels(), torch.float32, CPU)
+        load_decoder(open_model(tmp_path / "out"), StoringKernels(), torch.float32, CPU)

@@ -21,7 +21,6 @@ from quire.config import EngineConfig
 from quire.errors import DeviceError, InvalidRequestError, ModelFormatError
 from quire.kernels.formats import FORMATS, Format
 from quire.kernels.quantize import to_int8, to_q4_0
-from quire.kernels.reference import ReferenceKernels
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from quire.models.load import load_decoder, open_model
@@ -30,6 +29,7 @@ from quire.models.weight_plan import plan_weights
 from quire.runner import device as devices
 from quire.runner.worker import choose_weights
 from tests.decoding import all_logits
+from tests.models.storing_kernels import StoringKernels
 from tests.models.test_families import random_model
 from tests.models.test_gguf_models import write_gguf
 
@@ -84,8 +84,8 @@ def write_blocks(
     write_gguf(path, architecture, random_model(config, seed=3), stored=stored, **changes)
 
 
-def load(path: Path, quantization: str = "auto", kernels: ReferenceKernels | None = None) -> Decoder:
-    return load_decoder(open_model(path), kernels or ReferenceKernels(), torch.float32, CPU, quantization=quantization)
+def load(path: Path, quantization: str = "auto", kernels: StoringKernels | None = None) -> Decoder:
+    return load_decoder(open_model(path), kernels or StoringKernels(), torch.float32, CPU, quantization=quantization)
 
 
 def numbers(weight: Weight) -> Tensor:
@@ -109,7 +109,7 @@ def test_blocks_stay_as_they_are_stored_and_mean_the_same(name: str, tmp_path: P
     """Heads of queries and keys are reordered as rows of blocks."""
     path = tmp_path / "model.gguf"
     write_blocks(path, TIED, lambda _: name)
-    plan = plan_weights(open_model(path), ReferenceKernels(), torch.float32, CPU)
+    plan = plan_weights(open_model(path), StoringKernels(), torch.float32, CPU)
     stored, expanded = load(path), load(path, "none")
     matrices = [weight for weight in stored.weights.values() if len(weight.shape) > 1]
     assert len(matrices) == 5
@@ -141,7 +141,7 @@ def test_parts_of_a_matrix_keep_their_own_formats(tmp_path: Path) -> None:
     torch.testing.assert_close(all_logits(stored, TOKENS), all_logits(expanded, TOKENS), atol=1e-4, rtol=1e-4)
 
 
-class SomeKernels(ReferenceKernels):
+class SomeKernels(StoringKernels):
     def computes(self, format: Format) -> bool:
         return format.name in ("Q4_K", "Q8_0")
 
@@ -213,7 +213,7 @@ def test_plain_matrices_are_quantised_row_by_row(
         assert weight.format == FORMATS[name], parameter
         made = to_int8(before) if name == "INT8" else (to_q4_0(before),)
         assert all(torch.equal(*pair) for pair in zip(weight.parts[0].tensors, made, strict=True)), parameter
-    plan = plan_weights(open_model(folder), ReferenceKernels(), torch.float32, CPU, quantization)
+    plan = plan_weights(open_model(folder), StoringKernels(), torch.float32, CPU, quantization)
     assert plan.describe() == f"{name} made while loading; float32"
     assert quantised.nbytes == plan.nbytes
     got, expected = all_logits(quantised, TOKENS), all_logits(plain, TOKENS)
@@ -235,7 +235,7 @@ def test_rows_that_are_not_whole_blocks_stay_plain_and_are_counted(tmp_path: Pat
     decoder = load(tmp_path, "int4")
     assert formats(decoder, "layers.0.mlp.down.weight") == ["F32"]
     assert formats(decoder, "layers.0.mlp.gate_up.weight") == ["Q4_0"]
-    plan = plan_weights(open_model(tmp_path), ReferenceKernels(), torch.float32, CPU, "int4")
+    plan = plan_weights(open_model(tmp_path), StoringKernels(), torch.float32, CPU, "int4")
     assert plan.describe().endswith("; 1 matrices in float32: their input size is no multiple of 32")
 
 
@@ -253,9 +253,9 @@ def test_a_weight_that_is_no_number_can_not_be_quantised(tmp_path: Path, bad: fl
 
 def test_a_gpu_says_that_it_can_not_yet(folder: Path) -> None:
     with pytest.raises(DeviceError, match=r'quantization="int8" runs on the CPU so far, not on cuda'):
-        plan_weights(open_model(folder), ReferenceKernels(), torch.bfloat16, torch.device("cuda"), "int8")
+        plan_weights(open_model(folder), StoringKernels(), torch.bfloat16, torch.device("cuda"), "int8")
 
-    class NoInt4(ReferenceKernels):
+    class NoInt4(StoringKernels):
         def computes(self, format: Format) -> bool:
             return format.name != "Q4_0"
 
@@ -285,11 +285,11 @@ def test_the_start_up_message_names_the_formats(folder: Path, tmp_path: Path) ->
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     write_tokenizer(300, tmp_path)
-    options: dict[str, Any] = {"device": "cpu", "kernels": "reference", "max_model_len": 64, "kv_cache_memory": "8MiB"}
+    options: dict[str, Any] = {"device": "cpu", "max_model_len": 64, "kv_cache_memory": "8MiB"}
     engine = build_engine(resolve(str(tmp_path)), EngineConfig(**options, quantization="int8"))
-    plan = plan_weights(open_model(tmp_path), ReferenceKernels(), torch.float32, CPU, "int8")
+    plan = plan_weights(open_model(tmp_path), StoringKernels(), torch.float32, CPU, "int8")
     assert ": INT8 made while loading; float32) on cpu" in engine.description
-    assert engine.decoder.nbytes == plan.nbytes
+    assert plan.nbytes <= engine.decoder.nbytes < 1.1 * plan.nbytes  # panels of 16 outputs are filled up
 
 
 def test_an_unknown_quantisation_lists_the_known_ones() -> None:
