@@ -63,7 +63,7 @@ class EngineConfig:
     (0.25); None: 0.25 on a CPU, 0.9 on a GPU."""
     kv_cache_dtype: str = "auto"
     """How keys and values are stored: auto (in the model's dtype) or int8 (on a CPU: a byte each and a scale per token
-    and head, so about a quarter of float32; long contexts become quicker, answers may change a little)."""
+    and head, so about a quarter of float32; answers may change a little)."""
     host_cache_memory: int | str = 0
     """Memory of the host tier below the prefix cache, in bytes; 0 turns it off."""
     prefix_caching: bool = True
