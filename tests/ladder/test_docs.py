@@ -84,7 +84,7 @@ def test_there_is_a_chapter_for_every_rung_and_all_have_the_same_parts() -> None
 
 
 @pytest.mark.parametrize(
-    "folder", [ROOT / "bench" / "results", ROOT / "bench" / "results" / "h200"], ids=lambda path: path.name
+    "folder", [ROOT / "bench" / "results" / name for name in ("", "arm", "h200")], ids=lambda path: path.name
 )
 def test_the_recorded_tables_and_plots_are_those_of_the_recorded_figures(folder: Path) -> None:
     raw = json.loads((folder / "results.json").read_text())
