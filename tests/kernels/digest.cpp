@@ -21,6 +21,7 @@ void quire_rms_norm_float32(const void*);
 void quire_silu_mul_float32(const void*);
 void quire_rope_float32(const void*);
 void quire_attention_float32(const void*);
+void quire_attention_int8_float32(const void*);
 }
 
 static uint32_t state = 1;
@@ -150,14 +151,21 @@ int main() {
     struct {
       const void* query;
       int64_t query_stride;
-      const void *keys, *values, *query_start, *context_lens, *block_tables, *table_rows;
+      const void *keys, *values, *key_scales, *value_scales, *query_start, *context_lens, *block_tables, *table_rows;
       void* out;
       int64_t num_sequences, max_blocks, num_heads, num_kv_heads, head_dim, block_size, window;
       float scale;
       int threads;
-    } attention{x.data(), depth, keys.data(), values.data(), starts.data(), lengths.data(), table.data(), tables.data(),
-                out.data(), 1, blocks, heads, kv_heads, head_dim, 16, window, 0.18f, 1};
+    } attention{x.data(), depth, keys.data(), values.data(), nullptr, nullptr, starts.data(), lengths.data(),
+                table.data(), tables.data(), out.data(), 1, blocks, heads, kv_heads, head_dim, 16, window, 0.18f, 1};
     quire_attention_float32(&attention);
     print("attention", out);
+    std::vector<int8_t> bytes(2 * keys.size());
+    for (int8_t& byte : bytes) byte = int8_t(int(next() % 255) - 127);
+    std::vector<float> scales = numbers(size_t(2 * blocks * kv_heads * 16));
+    attention.keys = bytes.data(), attention.values = bytes.data() + keys.size();
+    attention.key_scales = scales.data(), attention.value_scales = scales.data() + blocks * kv_heads * 16;
+    quire_attention_int8_float32(&attention);
+    print("attention over an int8 cache", out);
   }
 }

@@ -252,14 +252,14 @@ def test_a_weight_that_is_no_number_can_not_be_quantised(tmp_path: Path, bad: fl
 
 
 def test_a_gpu_says_that_it_can_not_yet(folder: Path) -> None:
-    with pytest.raises(DeviceError, match=r'quantization="int8" runs on the CPU with the C++ kernels so far, not on cuda'):
+    with pytest.raises(DeviceError, match=r'"int8" runs on the CPU with the C\+\+ kernels so far, not on cuda'):
         plan_weights(open_model(folder), StoringKernels(), torch.bfloat16, torch.device("cuda"), "int8")
 
     class NoInt4(StoringKernels):
         def computes(self, format: Format) -> bool:
             return format.name != "Q4_0"
 
-    with pytest.raises(DeviceError, match=r'quantization="int4" runs on the CPU with the C++ kernels so far'):
+    with pytest.raises(DeviceError, match=r'"int4" runs on the CPU with the C\+\+ kernels so far'):
         plan_weights(open_model(folder), NoInt4(), torch.float32, CPU, "int4")
 
 
