@@ -180,7 +180,8 @@ def test_embeddings(client: openai.OpenAI) -> None:
 
 
 def test_responses(client: openai.OpenAI) -> None:
-    arguments: dict[str, Any] = {"model": "smollm2", "input": "What is the capital of France? Answer in one word.", "temperature": 0}
+    question = "What is the capital of France? Answer in one word."
+    arguments: dict[str, Any] = {"model": "smollm2", "input": question, "temperature": 0}
     made = client.responses.create(**arguments, max_output_tokens=100, instructions="Be short.")
     assert made.status == "completed"
     assert made.output_text
