@@ -1,6 +1,6 @@
 """CPU kernels next to torch's, on the shapes of SmolLM2-135M.
 
-    python bench/kernels_cpu.py [--dtype bfloat16|float32] [--only linear|attention|small] [--seconds 0.3]
+    python bench/kernels_cpu.py [--dtype bfloat16|float32] [--only linear|quantized|attention|small] [--seconds 0.3]
 
 Weights go round through enough copies that they come from where a real step finds them (a model's weights
 don't stay in a core's own cache). Contenders take turns and each figure is the best of its rounds: what else
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.cpu.kernels import CpuKernels
+from quire.kernels.formats import FORMATS
 from quire.kernels.ops import Activation, AttentionSpec, HeadShape, LayerCache, PagedBatch
 from quire.kernels.weights import Weight
 
@@ -81,6 +82,34 @@ def bench_linear(kernels: CpuKernels, dtype: torch.dtype, budget: float) -> None
             print(
                 f"{name:10} {rows:4} {ours * 1e6:9.1f} {theirs * 1e6:9.1f} {theirs / ours:6.2f} "
                 f"{size / ours / 1e9:7.1f} {work / ours:8.0f} {work / theirs:8.0f}"
+            )
+    print()
+
+
+def bench_quantized(kernels: CpuKernels, dtype: torch.dtype, budget: float) -> None:
+    """Products with weights as they are stored, next to ours with plain float32 weights of the same shape."""
+    columns, depth = 3072, 768
+    plain = [
+        kernels.pack(Weight.dense(torch.randn(columns, depth))) for _ in range(COLD_BYTES // (columns * depth * 4))
+    ]
+    print(f"{'quantized':10} {'rows':>4} {'µs':>9} {'float32':>9} {'ratio':>6} {'GB/s':>7} {'GMAC/s':>8}")
+    for name in ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q6_K", "INT8"):
+        format = FORMATS[name]
+        weights = []
+        for _ in range(max(1, COLD_BYTES // format.nbytes((columns, depth)))):
+            tensors = format.empty((columns, depth))
+            for tensor in tensors:
+                tensor.fill_(1)  # whatever the codes are, they take as long
+            weights.append(kernels.pack(Weight.of(format, (columns, depth), *tensors)))
+        size = weights[0].nbytes
+        for rows in (1, 4, 32, 256):
+            x = torch.randn(rows, depth)
+            ours, wide = seconds_each(
+                [partial(call_copy, kernels.linear, x, weights), partial(call_copy, kernels.linear, x, plain)], budget
+            )
+            print(
+                f"{name:10} {rows:4} {ours * 1e6:9.1f} {wide * 1e6:9.1f} {wide / ours:6.2f} "
+                f"{size / ours / 1e9:7.1f} {rows * columns * depth / ours / 1e9:8.0f}"
             )
     print()
 
@@ -174,7 +203,7 @@ def bench_small(kernels: CpuKernels, dtype: torch.dtype, budget: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--only", choices=("linear", "attention", "small"))
+    parser.add_argument("--only", choices=("linear", "quantized", "attention", "small"))
     parser.add_argument("--seconds", type=float, default=0.3, help="per figure")
     parser.add_argument("--no-amx", action="store_true", help="vector instructions only")
     args = parser.parse_args()
@@ -182,7 +211,12 @@ def main() -> None:
     dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32
     print(f"{args.dtype}, {torch.get_num_threads()} threads, {'AMX' if kernels.has_amx else 'vector instructions'}")
     bench_memory(args.seconds)
-    parts = {"linear": bench_linear, "attention": bench_attention, "small": bench_small}
+    parts = {
+        "linear": bench_linear,
+        "quantized": bench_quantized,
+        "attention": bench_attention,
+        "small": bench_small,
+    }
     for name, part in parts.items():
         if args.only in (None, name):
             part(kernels, dtype, args.seconds)

@@ -69,7 +69,8 @@ class EngineConfig:
     prefix_caching: bool = True
     """Whether requests share the computed blocks of equal prefixes."""
     cuda_graphs: bool = True
-    """On a GPU: whether decode steps are captured and launched as a whole. The same bits either way."""
+    """Whether decode steps are captured and launched as a whole; on a CPU, recorded and made again without Python. The
+    same bits either way."""
     policy: Literal["fcfs", "priority"] = "fcfs"
     """The order of waiting requests: by arrival, or by priority and then arrival."""
     step_log: Path | str | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # read when it is imported, so before that
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
@@ -24,6 +25,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Started in the background, a shell has us ignore Ctrl-C, and every process that a test interrupts would, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Workers of pytest-xdist share the cores between them: with more threads than cores, OpenMP spends its
     # time waiting at barriers. The variable is for the processes that tests start.
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))

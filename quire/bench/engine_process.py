@@ -7,6 +7,7 @@ answered by their tokens. `python -m quire.bench.engine_process` is the process'
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -76,7 +77,9 @@ class EngineProcess:
     def close(self) -> None:
         """Ends the process."""
         if self._process.stdin is not None:
-            self._process.stdin.close()  # there is no more to do, so it ends by itself
+            # There is no more to do, so it ends by itself; one that has ended already left what it did not read.
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
         try:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:

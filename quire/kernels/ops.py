@@ -201,7 +201,8 @@ class Kernels(Protocol):
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """x [rows, in] times weight [out, in] transposed, plus bias, in x's dtype with float32 accumulation; into
-        `out` if there is one."""
+        `out` if there is one. With a weight of blocks a backend may round x to 8-bit integers first, each row by
+        itself (`cpu/quantized.h`)."""
 
     def linear_gated(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation) -> Tensor:
         """activation(gate) * up of gate_up = linear(x, weight, bias) [rows, 2 * size]; gate is the first half."""

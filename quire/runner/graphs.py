@@ -81,10 +81,6 @@ class DecodeGraphs:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
-    @property
-    def is_complete(self) -> bool:
-        return not self._to_capture
-
     def run(self, shape: StepShape) -> DecodeOutput | None:
         """Computes a decode step, if there is a graph for it."""
         count = len(shape.request_rows)
@@ -116,7 +112,9 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture_next(self) -> None:
-        """Captures the largest graph that is missing. Nothing waits for the device, and it goes on computing."""
+        """Captures the largest graph that is missing, if one is. The device is not waited for and goes on computing."""
+        if not self._to_capture:
+            return
         size, name = self._to_capture.pop()
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())

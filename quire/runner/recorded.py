@@ -31,8 +31,6 @@ class _Recording(NamedTuple):
 class RecordedSteps:
     """Records and replays them."""
 
-    is_complete = True
-
     def __init__(self, decoder: Decoder, caches: list[LayerCache], rows: RequestRows, block_size: int) -> None:
         assert decoder.kernels.record is not None
         self._record = decoder.kernels.record
@@ -64,7 +62,7 @@ class RecordedSteps:
         return None if recording is None else DecodeOutput(None, recording.logits)
 
     def capture_next(self) -> None:
-        raise AssertionError("recordings are made when they are needed")
+        """Nothing is made in advance."""
 
     def _fill(self, inputs: Int32Array, shape: StepShape) -> None:
         inputs[0, :-1] = shape.request_rows

@@ -76,7 +76,7 @@ class Runner:
             self._compute(step, outputs)
         pending = PendingStep(outputs, self._copy_stream)
         self._grammars.submitted(pending)
-        if self._graphs is not None and step.scheduled and not self._graphs.is_complete:
+        if self._graphs is not None and step.scheduled:
             self._graphs.capture_next()
         return pending
 

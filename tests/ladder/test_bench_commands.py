@@ -233,6 +233,9 @@ def test_a_process_that_ends_says_why(tmp_path: Path) -> None:
     broken.chmod(0o700)
     with pytest.raises(QuireError, match="the process of vllm ended: no such module"):
         EngineProcess(EngineChoice("vllm", setting(tmp_path), python=str(broken)))
+    # More than a pipe holds: it ends while the order is being written, and the rest can't be delivered any more.
+    with pytest.raises(QuireError, match="the process of vllm ended: no such module"):
+        EngineProcess(EngineChoice("vllm", setting(tmp_path), {"long": "x" * 2**20}, python=str(broken)))
 
 
 def test_a_peer_has_nothing_of_ours_in_its_process() -> None:

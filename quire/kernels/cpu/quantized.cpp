@@ -80,7 +80,7 @@ struct QuantizedLinear {
     for (int64_t i = 0; i < num_parts; ++i) panels += num_panels(parts[i]);
     const int64_t chunks = (rows + ROW_CHUNK - 1) / ROW_CHUNK;
     // Neighbours are read one after the other, so a task takes several; enough tasks stay to even out the threads.
-    const int64_t group = std::max<int64_t>(1, panels * chunks / (8 * num_threads) / chunks);
+    const int64_t group = std::max<int64_t>(1, panels / (8 * num_threads));
     const int64_t groups = (panels + group - 1) / group;
     parallel_tasks(num_threads, groups * chunks, [&](int64_t task) {
       const int64_t first_row = task % chunks * ROW_CHUNK, end_row = std::min(first_row + ROW_CHUNK, rows);

@@ -139,7 +139,8 @@ void up_to_rows(int64_t rows, const Panel& panel, const QuantizedRows& x, int64_
 // A block's 16 x 16 sums are one tile product. They pass through memory on their way to the vector registers, four
 // blocks at a time, so that what is loaded was stored a while ago.
 template <class F>
-void rows_by_tiles(const ExpandedPanel<F>& panel, const QuantizedRows& x, int64_t first_row, int64_t rows, float* totals) {
+void rows_by_tiles(const ExpandedPanel<F>& panel, const QuantizedRows& x, int64_t first_row, int64_t rows,
+                   float* totals) {
   constexpr int AT_ONCE = 4, DEPTH = int(UNIT) / F::BLOCKS;
   const int64_t blocks = x.units * F::BLOCKS, stride = x.units * UNIT;
   for (int64_t row = 0; row < rows; row += 16) {

@@ -72,7 +72,8 @@ class Calls:
         if self._num_bytes > _MAX_BYTES:
             return None
         if len(self._shared) < self._num_bytes:
-            self._shared = torch.empty(self._num_bytes, dtype=torch.uint8)
+            # Twice as large as the one before, which older recordings keep: all of them together stay in proportion.
+            self._shared = torch.empty(1 << (self._num_bytes - 1).bit_length(), dtype=torch.uint8)
         memory = self._shared
         calls = self._note(compute, memory)
         arguments = [ctypes.create_string_buffer(one) for _, one in calls]

@@ -1,5 +1,5 @@
-// Threads and memory. Threads come from the OpenMP runtime that torch already runs on, called through its C interface: a pool of our
-// own would fight torch's for the same cores, and no compiler support for OpenMP is needed this way.
+// Threads and memory. Threads come from the OpenMP runtime that torch already runs on, called through its C
+// interface: a pool of our own would fight torch's for the same cores, and no compiler support for OpenMP is needed.
 #pragma once
 
 #include <atomic>

@@ -1,0 +1,45 @@
+"""Calls that are recorded and made again: the same results in the same memory, which stays within bounds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels.cpu import recording
+from quire.kernels.cpu.kernels import CpuKernels
+from quire.kernels.ops import Activation
+
+
+def recorded_gate(kernels: CpuKernels, x: Tensor) -> tuple[Tensor, object]:
+    found: list[Tensor] = []
+    replay = kernels.record(lambda: found.append(kernels.gate(x, Activation.SILU)))
+    return found[-1], replay
+
+
+def test_a_recording_computes_what_its_inputs_hold_now() -> None:
+    kernels = CpuKernels()
+    x = torch.randn(4, 64)
+    out, replay = recorded_gate(kernels, x)
+    assert torch.equal(out, kernels.gate(x, Activation.SILU))
+    x.copy_(torch.randn(4, 64))
+    assert not torch.equal(out, kernels.gate(x, Activation.SILU))
+    assert callable(replay)
+    replay()
+    assert torch.equal(out, kernels.gate(x, Activation.SILU))
+
+
+def test_recordings_of_growing_steps_share_their_memory() -> None:
+    """A server's batches grow one by one: a memory of its own for each would take half the square of the largest."""
+    kernels = CpuKernels()
+    outputs = [recorded_gate(kernels, torch.randn(rows, 512))[0] for rows in range(1, 65)]
+    memories = {out.untyped_storage().data_ptr(): out.untyped_storage().nbytes() for out in outputs}
+    largest = 64 * 256 * 4
+    assert sum(memories.values()) <= 2 * largest
+
+
+def test_what_takes_too_much_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "_MAX_BYTES", 1024)
+    out, replay = recorded_gate(CpuKernels(), torch.randn(4, 512))
+    assert replay is None
+    assert out.shape == (4, 256)  # computed all the same
