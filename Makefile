@@ -22,7 +22,7 @@ serve: .venv/serve-installed
 	@$(BIN)/quire serve $(SERVE_ARGS)
 
 test: check
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST_ARGS)
 
 check: .venv/test-installed
 	$(BIN)/ruff check .

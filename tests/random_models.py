@@ -111,7 +111,9 @@ class Bench:
             prefix_caching=prefix_caching,
         )
         spec, device = decoder.spec, decoder.device
-        cache = KVCache(spec, num_blocks, num_host_blocks, block_size, cache_dtype or decoder.dtype, device)
+        dtype = cache_dtype or decoder.dtype
+        by_dimension = decoder.kernels.keys_by_dimension(dtype, block_size)
+        cache = KVCache(spec, num_blocks, num_host_blocks, block_size, dtype, device, by_dimension)
         for layer in cache.layers:  # whoever reads what nobody wrote is found out
             for side, scales in zip((layer.keys, layer.values), layer.scales, strict=True):
                 (side if scales is None else scales).fill_(float("nan"))

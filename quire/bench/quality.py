@@ -101,7 +101,8 @@ class _Reader:
         self._decoder = decoder
         num_blocks = 1 + -(-longest // _BLOCK_SIZE)  # the first is nobody's, as in the engine
         self._tables = torch.arange(1, num_blocks, dtype=torch.int32, device=decoder.device)[None]
-        self._cache = KVCache(decoder.spec, num_blocks, 0, _BLOCK_SIZE, decoder.dtype, decoder.device)
+        by_dimension = decoder.kernels.keys_by_dimension(decoder.dtype, _BLOCK_SIZE)
+        self._cache = KVCache(decoder.spec, num_blocks, 0, _BLOCK_SIZE, decoder.dtype, decoder.device, by_dimension)
 
     def logits(self, window: Sequence[int]) -> Iterator[Tensor]:
         """Float64 scores of the token after each of the window's but the last, some rows at a time."""

@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
+from torch import Tensor, dtype
 
 from quire.kernels.formats import Format
 from quire.kernels.weights import Weight
@@ -62,7 +62,7 @@ class PagedBatch:
 @dataclass(frozen=True, slots=True)
 class LayerCache:
     """One layer's keys and values: [num_blocks, num_kv_heads, block_size, head_dim] each, in the model's dtype, or in
-    int8 with scales."""
+    int8 with scales. In memory each lies as its shape says, or the keys' last two dimensions are exchanged."""
 
     keys: Tensor
     values: Tensor
@@ -78,6 +78,11 @@ class LayerCache:
     @property
     def block_size(self) -> int:
         return self.keys.shape[2]
+
+    @property
+    def keys_by_dimension(self) -> bool:
+        """Whether in memory a block's keys are [head_dim, block_size]."""
+        return self.keys.stride(3) != 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +259,9 @@ class Kernels(Protocol):
     def shorten_attention_work_(self, work: Mapping[str, Tensor], lag: Tensor) -> None:
         """Corrects what `attention_work` made where sequences turn out to be shorter than it was told: by int32
         lag [tables], for each of the tables."""
+
+    def keys_by_dimension(self, cache_dtype: dtype, block_size: int) -> bool:
+        """Whether attention wants a cache of this dtype to have its keys in that order (see `LayerCache`)."""
 
     def attention(self, query: Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec) -> Tensor:
         """Causal attention of query [rows, num_heads, head_dim] over the cached keys and values (those of

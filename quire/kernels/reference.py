@@ -121,6 +121,9 @@ class ReferenceKernels:
                 new, scales[block, :, offset] = quantize_heads(new)
             side[block, :, offset] = new
 
+    def keys_by_dimension(self, cache_dtype: torch.dtype, block_size: int) -> bool:
+        return False
+
     def gather_inputs(
         self, token_rows: Tensor, positions: Tensor, token_ids: Tensor, block_tables: Tensor, block_size: int
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
@@ -35,6 +36,7 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        keys_by_dimension: bool = False,
     ) -> None:
         layers, pinned = spec.num_layers, device.type == "cuda"
         shape = (spec.heads.num_kv_heads, block_size)
@@ -46,6 +48,9 @@ class KVCache:
         self.layers = [
             LayerCache(*(side for kind in self._device for side in kind[layer])) for layer in range(spec.num_layers)
         ]
+        if keys_by_dimension:
+            by_dimension = (num_blocks, spec.heads.num_kv_heads, spec.heads.head_dim, block_size)
+            self.layers = [replace(layer, keys=layer.keys.view(by_dimension).mT) for layer in self.layers]
 
     def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
         """Carries out a step's copies in their order."""

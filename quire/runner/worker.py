@@ -59,7 +59,8 @@ def start_worker(decoder: Decoder, config: EngineConfig, grammars: GrammarCompil
     needs = measure_needs(decoder, limits, config.block_size, config.cuda_graphs)
     cache_dtype = pick_cache_dtype(config.kv_cache_dtype, dtype, device)
     plan = plan_cache(spec, config, limits, cache_dtype, free_memory(device), needs)
-    cache = KVCache(spec, plan.num_blocks, plan.num_host_blocks, plan.block_size, cache_dtype, device)
+    by_dimension = kernels.keys_by_dimension(cache_dtype, plan.block_size)
+    cache = KVCache(spec, plan.num_blocks, plan.num_host_blocks, plan.block_size, cache_dtype, device, by_dimension)
     rows = RequestRows(limits.max_num_seqs, plan.max_model_len, plan.block_size, device)
     constrainer = Constrainer(grammars, limits.max_num_seqs, spec.vocab_size, device)
     graphs: DecodeGraphs | RecordedSteps | None = None

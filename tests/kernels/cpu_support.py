@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import platform
+from dataclasses import replace
 
 import torch
 from hypothesis import settings
@@ -63,6 +64,11 @@ def make_cache(
         slots = table[tokens // block_size].long() * block_size + tokens % block_size
         REFERENCE.write_kv_(keys, values, cache, slots)
     return cache, tables
+
+
+def by_dimension(cache: LayerCache) -> LayerCache:
+    """The same numbers with keys in the other order in memory."""
+    return replace(cache, keys=cache.keys.mT.contiguous().mT)
 
 
 def make_batch(tables: Tensor, context_lens: list[int], query_lens: list[int]) -> PagedBatch:

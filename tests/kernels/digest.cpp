@@ -147,17 +147,19 @@ int main() {
   std::vector<float> keys = numbers(size_t(blocks * kv_heads * 16 * head_dim)), values = numbers(keys.size());
   std::vector<int32_t> starts = {0, int32_t(rows)}, lengths = {700}, table, tables = {0};
   for (int64_t i = 0; i < blocks; ++i) table.push_back(int32_t(i * 7 % blocks));
-  for (int64_t window : {int64_t(0), int64_t(100)}) {
+  for (int64_t by_dimension : {0, 1}) {
+    const int64_t window = by_dimension ? 0 : 100;
     struct {
       const void* query;
       int64_t query_stride;
       const void *keys, *values, *key_scales, *value_scales, *query_start, *context_lens, *block_tables, *table_rows;
       void* out;
-      int64_t num_sequences, max_blocks, num_heads, num_kv_heads, head_dim, block_size, window;
+      int64_t num_sequences, max_blocks, num_heads, num_kv_heads, head_dim, block_size, window, keys_by_dimension;
       float scale;
       int threads;
     } attention{x.data(), depth, keys.data(), values.data(), nullptr, nullptr, starts.data(), lengths.data(),
-                table.data(), tables.data(), out.data(), 1, blocks, heads, kv_heads, head_dim, 16, window, 0.18f, 1};
+                table.data(), tables.data(), out.data(), 1, blocks, heads, kv_heads, head_dim, 16, window, by_dimension,
+                0.18f, 1};
     quire_attention_float32(&attention);
     print("attention", out);
     std::vector<int8_t> bytes(2 * keys.size());

@@ -14,7 +14,15 @@ from torch import Tensor
 from quire.errors import UnsupportedModelError
 from quire.kernels.cpu.kernels import CpuKernels
 from tests.decoding import attend
-from tests.kernels.cpu_support import REFERENCE, assert_close, few_examples, make_batch, make_cache, random
+from tests.kernels.cpu_support import (
+    REFERENCE,
+    assert_close,
+    by_dimension,
+    few_examples,
+    make_batch,
+    make_cache,
+    random,
+)
 
 
 def dequantized(x: Tensor) -> Tensor:
@@ -48,6 +56,7 @@ def float64_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float,
     window=st.sampled_from([None, 1, 7, 64, 100]),
     spread=st.sampled_from([1.0, 100.0]),
     is_int8=st.booleans(),
+    turned=st.booleans(),
     seed=st.integers(0, 99),
 )
 @few_examples
@@ -62,6 +71,7 @@ def test_attention_is_close_to_float64(
     window: int | None,
     spread: float,
     is_int8: bool,
+    turned: bool,
     seed: int,
 ) -> None:
     context_lens = [max(length) for length in lengths]
@@ -71,6 +81,8 @@ def test_attention_is_close_to_float64(
         for i, n in enumerate(context_lens)
     ]
     cache, tables = make_cache(contexts, block_size, seed, is_int8=is_int8)
+    if turned and block_size % 16 == 0:
+        cache = by_dimension(cache)
     if is_int8:  # what is stored is what is attended to
         contexts = [(dequantized(keys), dequantized(values)) for keys, values in contexts]
     batch = make_batch(tables, context_lens, query_lens)
@@ -92,7 +104,7 @@ def test_attention_is_close_to_float64(
 
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(
-    ("head_dim", "group", "block_size", "is_int8"), [(64, 3, 16, False), (40, 2, 7, False), (64, 3, 7, True)]
+    ("head_dim", "group", "block_size", "is_int8"), [(64, 3, 16, False), (40, 2, 7, False), (64, 3, 48, True)]
 )
 def test_attention_has_the_same_bits_whole_in_chunks_and_one_by_one(
     kernels: CpuKernels,
@@ -104,7 +116,8 @@ def test_attention_has_the_same_bits_whole_in_chunks_and_one_by_one(
     is_int8: bool,
 ) -> None:
     """Every position of a 600-token sequence, in three settings: the whole prompt at once; chunks among other
-    sequences, other blocks; and single steps, sixty at a time in one batch as if they were so many requests."""
+    sequences, other blocks; and single steps, sixty at a time in one batch as if they were so many requests. Where
+    keys may lie in the other order, they sometimes do."""
     length, kv_heads, scale = 600, 2, head_dim**-0.5
     keys, values = (
         random(length, kv_heads, head_dim, dtype=dtype),
@@ -124,6 +137,8 @@ def test_attention_has_the_same_bits_whole_in_chunks_and_one_by_one(
         cache, tables = make_cache(sequences, block_size, seed=end, is_int8=is_int8)
         neighbours = random(20, kv_heads * group, head_dim, dtype=dtype, seed=5)
         rows = torch.cat((neighbours[:9], query[done:end], neighbours[9:]))
+        if chunk > 10 and kernels.keys_by_dimension(cache.keys.dtype, block_size):
+            cache = by_dimension(cache)
         batch = make_batch(tables, [90, end, 90], [9, end - done, 11])
         got = attend(kernels, rows, cache, batch, scale, window)[9 : 9 + end - done]
         assert torch.equal(got, whole[done:end])
@@ -132,6 +147,8 @@ def test_attention_has_the_same_bits_whole_in_chunks_and_one_by_one(
             break
 
     cache, table = make_cache([(keys, values)], block_size, seed=9, is_int8=is_int8)
+    if kernels.keys_by_dimension(cache.keys.dtype, block_size):
+        cache = by_dimension(cache)
     for first in range(0, length, 60):
         context_lens = [position + 1 for position in range(first, first + 60)]
         batch = make_batch(table.expand(60, -1), context_lens, [1] * 60)

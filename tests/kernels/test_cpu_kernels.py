@@ -13,7 +13,16 @@ from quire.kernels.cpu.kernels import CpuKernels
 from quire.kernels.ops import Activation, ExpertWeights, Kernels, LayerCache, MoeSpec
 from quire.kernels.weights import Weight
 from tests.decoding import attend
-from tests.kernels.cpu_support import NAN, REFERENCE, assert_close, few_examples, make_batch, make_cache, random
+from tests.kernels.cpu_support import (
+    NAN,
+    REFERENCE,
+    assert_close,
+    by_dimension,
+    few_examples,
+    make_batch,
+    make_cache,
+    random,
+)
 
 SILU = Activation.SILU
 SMOLLM2_LINEARS = ((960, 576), (576, 576), (3072, 576), (576, 1536))
@@ -184,11 +193,13 @@ def test_silu_is_within_a_few_units_in_the_last_place(kernels: CpuKernels) -> No
     assert silu[2].isnan()
 
 
-def test_write_kv_takes_slices_of_a_packed_projection(kernels: CpuKernels, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("turned", [False, True])
+def test_write_kv_takes_slices_of_a_packed_projection(kernels: CpuKernels, dtype: torch.dtype, turned: bool) -> None:
     packed = random(9, 3 * 2 * 24, dtype=dtype)
     keys, values = packed[:, 48:96].view(9, 2, 24), packed[:, 96:].view(9, 2, 24)
     slots = torch.randperm(35, generator=torch.Generator().manual_seed(0))[:9]
     caches = [LayerCache(torch.zeros(5, 2, 7, 24, dtype=dtype), torch.zeros(5, 2, 7, 24, dtype=dtype)) for _ in "ab"]
+    caches[0] = by_dimension(caches[0]) if turned else caches[0]
     writers: list[Kernels] = [kernels, REFERENCE]
     for writer, cache in zip(writers, caches, strict=True):
         writer.write_kv_(keys, values, cache, slots)
@@ -196,7 +207,10 @@ def test_write_kv_takes_slices_of_a_packed_projection(kernels: CpuKernels, dtype
     assert torch.equal(caches[0].values, caches[1].values)
 
 
-def test_write_kv_in_int8_stores_what_the_reference_stores(kernels: CpuKernels, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("turned", [False, True])
+def test_write_kv_in_int8_stores_what_the_reference_stores(
+    kernels: CpuKernels, dtype: torch.dtype, turned: bool
+) -> None:
     keys, values = random(40, 2, 24, dtype=dtype), random(40, 2, 24, dtype=dtype, seed=1) * 1e-3
     keys[0], keys[1, 0, 5], keys[2, 1, 23], keys[3, 0, 0] = 0, NAN, float("inf"), float("-inf")
     values[4], values[5, 0, :3] = 1e-44, 1e30  # denormal scales are coarse, large ones are not
@@ -205,7 +219,8 @@ def test_write_kv_in_int8_stores_what_the_reference_stores(kernels: CpuKernels, 
     caches = []
     for writer in (kernels, REFERENCE):
         sides = (torch.zeros(11, 2, 7, 24, dtype=torch.int8) for _ in "kv")
-        caches.append(LayerCache(*sides, *(torch.zeros(11, 2, 7) for _ in "kv")))
+        cache = LayerCache(*sides, *(torch.zeros(11, 2, 7) for _ in "kv"))
+        caches.append(by_dimension(cache) if turned and writer is kernels else cache)
         writer.write_kv_(keys, values, caches[-1], slots + 7 * (slots >= 0))
     got, expected = caches
     for mine, theirs in ((got.keys, expected.keys), (got.values, expected.values)):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from quire.kernels.reference import ReferenceKernels
 from quire.models.load import load_decoder, open_model
 from tests.decoding import all_logits, greedy
+from tests.long_runs import short_or_long
 
 NUM_LAYERS = st.integers(1, 3)
 
@@ -173,11 +174,12 @@ def check_family(family: str, data: st.DataObject) -> None:
     check_greedy(model, prompt, greedy(decoder, prompt, 64))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "family", ["llama", "smollm3", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"]
 )
 def test_family_matches_transformers(family: str) -> None:
-    @settings(max_examples=20)
+    @settings(max_examples=short_or_long(6, 30))
     @given(st.data())
     def check(data: st.DataObject) -> None:
         check_family(family, data)

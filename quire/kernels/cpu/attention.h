@@ -29,6 +29,7 @@ struct Attention {
   const int32_t *query_start, *context_lens, *block_tables, *table_rows;
   T* out;
   int64_t num_sequences, max_blocks, num_heads, num_kv_heads, head_dim, block_size, window;  // window 0: none
+  int64_t keys_by_dimension;  // 1: a block's keys are [head_dim][block_size], 0: [block_size][head_dim]
   float scale;  // with log2(e) in it: weights are powers of two
   int num_threads;
 
@@ -36,6 +37,11 @@ struct Attention {
   int64_t padded_dim() const { return (head_dim + 31) / 32 * 32; }
   const CACHED* key(int64_t place) const { return keys + place * head_dim; }
   const CACHED* value(int64_t place) const { return values + place * head_dim; }
+  // Of keys that lie by dimension: the first number of the key at this place; the others follow at block_size numbers.
+  const CACHED* first_dimension(int64_t place) const {
+    const int64_t offset = place % block_size;
+    return keys + (place - offset) * head_dim + offset;
+  }
 };
 
 // Rows [first, first + rows) of one sequence and key head, where row r is query r / group, head r % group.

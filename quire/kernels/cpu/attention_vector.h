@@ -1,7 +1,8 @@
 // One task's walk over tiles of keys with vector instructions, for float32 and for machines without tiles.
 //
-// Keys are turned over, so that a lane is a key: scores and outputs are then both products of small matrices, in which
-// each number is one chain of fused products in a fixed order, however many rows are computed together.
+// A lane is a key: scores and outputs are then both products of small matrices, in which each number is one chain of
+// fused products in a fixed order, however many rows are computed together. The cache has its keys by dimension for it;
+// those of other caches are turned over first.
 #pragma once
 
 #include <type_traits>
@@ -45,19 +46,20 @@ inline void turn_over(Vec* v) {
 constexpr int64_t columns_of(int rows) { return rows <= 2 || LANES == 16 ? 32 : 16; }
 
 // sums[r][i] = start + left[r][from] * right(from)[i] + ... + left[r][to - 1] * right(to - 1)[i], in this order, for
-// ROWS rows and columns_of(ROWS) columns. What it starts from is what stands there if KEEP, or zero.
-template <int ROWS, bool KEEP, class Right>
+// ROWS rows and columns_of(ROWS) columns. What it starts from is what stands there if KEEP, or zero. right(k, i) is where
+// LANES numbers of row k from the i-th on lie; ahead(k) is where something lies that will be read soon.
+template <int ROWS, bool KEEP, class Right, class Ahead>
 inline void multiply(const float* left, int64_t left_stride, Right right, int64_t from, int64_t to, float* sums,
-                     int64_t sums_stride) {
+                     int64_t sums_stride, Ahead ahead) {
   constexpr int VECTORS = int(columns_of(ROWS)) / LANES;
   Vec s[ROWS][VECTORS];
   for (int r = 0; r < ROWS; ++r)
     for (int v = 0; v < VECTORS; ++v) s[r][v] = KEEP ? load(sums + r * sums_stride + v * LANES) : Vec{};
 #pragma GCC unroll 4
   for (int64_t k = from; k < to; ++k) {
-    const auto* row = right(k);
     Vec values[VECTORS];
-    for (int v = 0; v < VECTORS; ++v) values[v] = load(row + v * LANES);
+    for (int v = 0; v < VECTORS; ++v) values[v] = load(right(k, v * LANES));
+    __builtin_prefetch(ahead(k), 0, 3);
     for (int r = 0; r < ROWS; ++r) {
       const Vec factor = splat(left[r * left_stride + k]);
       for (int v = 0; v < VECTORS; ++v) s[r][v] = fma(factor, values[v], s[r][v]);
@@ -85,17 +87,17 @@ class VectorWalk {
   }
 
   void tile(const Rows<T, CACHED>& rows, const KeyTile& tile, const KeyTile& next, State& state) {
-    turn_keys(tile, next);
+    if (!call_.keys_by_dimension) turn_keys(tile, next);
     for (int64_t i = tile.begin - tile.origin; i < tile.end - tile.origin; ++i) {
       if (SCALED) key_scales_[i] = call_.key_scales[tile.place[i]], value_scales_[i] = call_.value_scales[tile.place[i]];
       if (copies_) widen(call_.value(tile.place[i]), values_ + i * dim_);
     }
     for (int64_t first = 0; first < rows.task.rows; first += TOGETHER) {
       switch (rows.task.rows - first) {
-        case 1: attend<1>(rows, tile, first, state); break;
-        case 2: attend<2>(rows, tile, first, state); break;
-        case 3: attend<3>(rows, tile, first, state); break;
-        default: attend<4>(rows, tile, first, state);
+        case 1: attend<1>(rows, tile, next, first, state); break;
+        case 2: attend<2>(rows, tile, next, first, state); break;
+        case 3: attend<3>(rows, tile, next, first, state); break;
+        default: attend<4>(rows, tile, next, first, state);
       }
     }
   }
@@ -104,6 +106,7 @@ class VectorWalk {
 
  private:
   static constexpr int64_t TOGETHER = 4;  // rows
+  static constexpr int KEY_RUN = 16;      // keys that lie side by side in a cache by dimension: a block has whole runs
 
   static constexpr bool SCALED = std::is_same_v<CACHED, int8_t>;
 
@@ -139,18 +142,37 @@ class VectorWalk {
     }
   }
 
+  // Where KEY_RUN keys of the tile lie side by side, of which one or more are seen. Where none is, others do as well:
+  // nobody looks at their scores.
+  const CACHED* key_run(const KeyTile& tile, int64_t key) const {
+    const int64_t seen = std::min(std::max(key, tile.begin - tile.origin), tile.end - 1 - tile.origin);
+    const CACHED* run = call_.first_dimension(tile.place[seen]);
+    return run - seen % KEY_RUN;
+  }
+
   // ROWS rows from `first` on. Later rows see later keys: what the first and the last see, all do.
   template <int ROWS>
-  void attend(const Rows<T, CACHED>& rows, const KeyTile& tile, int64_t first, State& state) {
+  void attend(const Rows<T, CACHED>& rows, const KeyTile& tile, const KeyTile& next, int64_t first, State& state) {
     Visible seen[ROWS];  // within the tile
     for (int r = 0; r < ROWS; ++r) {
       Visible visible = rows.visible(first + r);
       seen[r] = {std::max(visible.begin, tile.begin) - tile.origin, std::min(visible.end, tile.end) - tile.origin};
     }
     constexpr int64_t WIDE = columns_of(ROWS);
-    for (int64_t key = seen[0].begin / WIDE * WIDE; key < seen[ROWS - 1].end; key += WIDE)
-      multiply<ROWS, false>(query_ + first * dim_, dim_, [&](int64_t i) { return keys_ + i * KEY_TILE + key; }, 0,
-                            call_.head_dim, weights_ + key, KEY_TILE);
+    for (int64_t key = seen[0].begin / WIDE * WIDE; key < seen[ROWS - 1].end; key += WIDE) {
+      auto score = [&](auto keys, auto ahead) {
+        multiply<ROWS, false>(query_ + first * dim_, dim_, keys, 0, call_.head_dim, weights_ + key, KEY_TILE, ahead);
+      };
+      if (!call_.keys_by_dimension) {
+        score([&](int64_t dim, int i) { return keys_ + dim * KEY_TILE + key + i; }, [&](int64_t) { return keys_; });
+        continue;
+      }
+      const CACHED* runs[WIDE / KEY_RUN];
+      for (int i = 0; i < WIDE / KEY_RUN; ++i) runs[i] = key_run(tile, key + i * KEY_RUN);
+      const CACHED* ahead = next.begin < next.end ? key_run(next, key) : runs[0];
+      score([&](int64_t dim, int i) { return runs[i / KEY_RUN] + dim * call_.block_size + i % KEY_RUN; },
+            [&](int64_t dim) { return ahead + dim * call_.block_size; });
+    }
     float* output = state.output + first * dim_;
     for (int r = 0; r < ROWS; ++r) {
       if (seen[r].begin >= seen[r].end) continue;
@@ -163,30 +185,32 @@ class VectorWalk {
         for (int64_t i = r * dim_; i < (r + 1) * dim_; i += LANES) store(output + i, load(output + i) * factor);
     }
     if (copies_)
-      add_values<ROWS>(seen, output, [&](int64_t key) { return values_ + key * dim_; });
+      add_values<ROWS>(seen, output, [&](int64_t key) { return values_ + key * dim_; }, [&](int64_t) { return values_; });
     else
-      add_values<ROWS>(seen, output, [&](int64_t key) { return call_.value(tile.place[key]); });
+      add_values<ROWS>(seen, output, [&](int64_t key) { return call_.value(tile.place[key]); },
+                       [&](int64_t key) { return call_.value(next.has(key) ? next.place[key] : tile.place[key]); });
   }
 
   // Only keys a row sees are touched: a later token's values, even infinite ones, can't reach it. So rows go together
   // over the keys that all of them see, and alone over those before and after.
-  template <int ROWS, class Values>
-  void add_values(const Visible* seen, float* output, Values values) {
+  template <int ROWS, class Values, class Ahead>
+  void add_values(const Visible* seen, float* output, Values values, Ahead ahead) {
     Visible common{seen[ROWS - 1].begin, seen[0].end};
     if (common.begin >= common.end) common = {KEY_TILE, KEY_TILE};
     for (int r = 0; r < ROWS; ++r)
-      add<1>(r, {seen[r].begin, std::min(common.begin, seen[r].end)}, output, values);
-    add<ROWS>(0, common, output, values);
+      add<1>(r, {seen[r].begin, std::min(common.begin, seen[r].end)}, output, values, ahead);
+    add<ROWS>(0, common, output, values, ahead);
     for (int r = 0; r < ROWS; ++r)
-      add<1>(r, {std::max(common.end, seen[r].begin), seen[r].end}, output, values);
+      add<1>(r, {std::max(common.end, seen[r].begin), seen[r].end}, output, values, ahead);
   }
 
-  template <int ROWS, class Values>
-  void add(int64_t first, Visible keys, float* output, Values values) {
+  template <int ROWS, class Values, class Ahead>
+  void add(int64_t first, Visible keys, float* output, Values values, Ahead ahead) {
     if (keys.begin >= keys.end) return;
     for (int64_t i = 0; i < dim_; i += columns_of(ROWS))
-      multiply<ROWS, true>(weights_ + first * KEY_TILE, KEY_TILE, [&](int64_t key) { return values(key) + i; },
-                           keys.begin, keys.end, output + first * dim_ + i, dim_);
+      multiply<ROWS, true>(weights_ + first * KEY_TILE, KEY_TILE, [&](int64_t key, int v) { return values(key) + i + v; },
+                           keys.begin, keys.end, output + first * dim_ + i, dim_,
+                           [&](int64_t key) { return ahead(key) + i; });
   }
 
   const Attention<T, CACHED>& call_;

@@ -24,6 +24,7 @@ from quire.kernels.reference import ReferenceKernels
 from quire.kernels.weights import Part, Weight
 
 _MAX_HEAD_DIM = 256
+_KEY_RUN = 16
 _LOG2_E = math.log2(math.e)
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _PACKED = {dtype: Format(f"cpu_packed_{name}", 1, dtype.itemsize) for dtype, name in _DTYPES.items()}
@@ -48,10 +49,10 @@ _rms_norm_arguments = Struct("PqqPPqqfi").pack
 _add_rms_norm_arguments = Struct("PPPPPqqfi").pack
 _rope_arguments = Struct("PqPPPqqqi").pack
 _silu_mul_arguments = Struct("PqPqqi").pack
-_write_kv_arguments = Struct("PqPqPPPqqqqi").pack
-_write_kv_int8_arguments = Struct("PqPqPPPPPqqqqi").pack
+_write_kv_arguments = Struct("PqPqPPPqqqqqi").pack
+_write_kv_int8_arguments = Struct("PqPqPPPPPqqqqqi").pack
 _gather_inputs_arguments = Struct("PPPqPqPPPqq").pack
-_attention_arguments = Struct("PqPPPPPPPPPqqqqqqqfi").pack
+_attention_arguments = Struct("PqPPPPPPPPPqqqqqqqqfi").pack
 _gumbel_argmax_arguments = Struct("PqPPPPqqi").pack
 _top_values_arguments = Struct("PqPqqqi").pack
 _keep_between_arguments = Struct("PqPPqqi").pack
@@ -98,14 +99,18 @@ class CpuKernels(ReferenceKernels):
         self._rope = by_dtype("rope")
         self._gates = {Activation.SILU: by_dtype("silu_mul")}
         self._attention, self._attention_int8 = by_dtype("attention"), by_dtype("attention_int8")
-        self._write_kv, self._write_kv_int8 = calls.function("quire_write_kv"), by_dtype("write_kv_int8")
+        self._attention_amx = calls.function("quire_attention_amx") if self.has_amx else None
+        self._write_kv, self._write_kv_int8 = by_dtype("write_kv"), by_dtype("write_kv_int8")
         self._gather_inputs = calls.function("quire_gather_inputs")
         self._gumbel_argmax = calls.function("quire_gumbel_argmax")
         self._top_values = calls.function("quire_top_values")
         self._keep_between = calls.function("quire_keep_between")
         if self.has_amx:
             self._linear[torch.bfloat16] = calls.function("quire_linear_amx")
-            self._attention[torch.bfloat16] = calls.function("quire_attention_amx")
+
+    def keys_by_dimension(self, cache_dtype: torch.dtype, block_size: int) -> bool:
+        """Vector instructions take a key per lane. Tiles turn keys over by themselves."""
+        return block_size % _KEY_RUN == 0 and not (self.has_amx and cache_dtype == torch.bfloat16)
 
     def computes(self, format: Format) -> bool:
         return format.name in _QUANTIZED
@@ -257,14 +262,13 @@ class CpuKernels(ReferenceKernels):
             self._write_kv_int8[keys.dtype](_write_kv_int8_arguments(
                 keys.data_ptr(), keys.stride(0), values.data_ptr(), values.stride(0), cache.keys.data_ptr(),
                 cache.values.data_ptr(), cache.key_scales.data_ptr(), cache.value_scales.data_ptr(),
-                slot_mapping.data_ptr(), rows, heads, cache.block_size, head_dim, _threads(),
+                slot_mapping.data_ptr(), rows, heads, cache.block_size, head_dim, cache.keys_by_dimension, _threads(),
             ))  # fmt: skip
             return
-        item = keys.element_size()
-        self._write_kv(_write_kv_arguments(
-            keys.data_ptr(), keys.stride(0) * item, values.data_ptr(), values.stride(0) * item,
-            cache.keys.data_ptr(), cache.values.data_ptr(), slot_mapping.data_ptr(),
-            rows, heads, cache.keys.shape[2], head_dim * item, _threads(),
+        self._write_kv[keys.dtype](_write_kv_arguments(
+            keys.data_ptr(), keys.stride(0), values.data_ptr(), values.stride(0), cache.keys.data_ptr(),
+            cache.values.data_ptr(), slot_mapping.data_ptr(), rows, heads, cache.block_size, head_dim,
+            cache.keys_by_dimension, _threads(),
         ))  # fmt: skip
 
     def gather_inputs(
@@ -290,14 +294,18 @@ class CpuKernels(ReferenceKernels):
         query = _with_whole_rows(query)
         _, kv_heads, block_size, _ = cache.keys.shape
         key_scales, value_scales = (0 if scales is None else scales.data_ptr() for scales in cache.scales)
-        function = (self._attention_int8 if key_scales else self._attention)[query.dtype]
+        if self._attention_amx is not None and cache.keys.dtype == torch.bfloat16 and not cache.keys_by_dimension:
+            function = self._attention_amx
+        else:
+            function = (self._attention_int8 if key_scales else self._attention)[query.dtype]
         block_tables = batch.block_tables.contiguous()
         out = self._empty(rows, num_heads, head_dim, dtype=query.dtype)
         function(_attention_arguments(
             query.data_ptr(), query.stride(0), cache.keys.data_ptr(), cache.values.data_ptr(), key_scales, value_scales,
             batch.query_start.data_ptr(), batch.context_lens.data_ptr(), block_tables.data_ptr(),
             batch.table_rows.data_ptr(), out.data_ptr(), len(batch.table_rows), block_tables.shape[1],
-            num_heads, kv_heads, head_dim, block_size, spec.sliding_window or 0, spec.scale * _LOG2_E, _threads(),
+            num_heads, kv_heads, head_dim, block_size, spec.sliding_window or 0, cache.keys_by_dimension,
+            spec.scale * _LOG2_E, _threads(),
         ))  # fmt: skip
         return out
 

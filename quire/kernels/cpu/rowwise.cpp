@@ -124,33 +124,52 @@ struct SiluMul {
   }
 };
 
-// Plain copies, so sizes and strides are in bytes and the type doesn't matter.
+// Where a token's numbers of one head go, in a block by token or by dimension.
+struct HeadInBlock {
+  int64_t start, step;
+
+  HeadInBlock(int64_t block_and_head, int64_t offset, int64_t block_size, int64_t head_dim, bool by_dimension)
+      : start(block_and_head * block_size * head_dim + (by_dimension ? offset : offset * head_dim)),
+        step(by_dimension ? block_size : 1) {}
+
+  template <class T>
+  void write(const T* numbers, int64_t count, T* cache) const {
+    if (step == 1)
+      std::memcpy(cache + start, numbers, size_t(count) * sizeof(T));
+    else
+      for (int64_t i = 0; i < count; ++i) cache[start + i * step] = numbers[i];
+  }
+};
+
+// Plain copies of numbers as large as T.
+template <class T>
 struct WriteKv {
-  const char* keys;
+  const T* keys;
   int64_t keys_stride;
-  const char* values;
+  const T* values;
   int64_t values_stride;
-  char *key_cache, *value_cache;
+  T *key_cache, *value_cache;
   const int64_t* slots;
-  int64_t rows, heads, block_size, head_bytes;
+  int64_t rows, heads, block_size, head_dim, keys_by_dimension;
   int num_threads;
 
   void run() const {
-    parallel_shares(num_threads, rows, heads * head_bytes, [&](int64_t row) {
+    parallel_shares(num_threads, rows, heads * head_dim, [&](int64_t row) {
       if (slots[row] < 0) return;  // padding
       int64_t block = slots[row] / block_size, offset = slots[row] % block_size;
       for (int64_t head = 0; head < heads; ++head) {
-        int64_t target = ((block * heads + head) * block_size + offset) * head_bytes;
-        std::memcpy(key_cache + target, keys + row * keys_stride + head * head_bytes, size_t(head_bytes));
-        std::memcpy(value_cache + target, values + row * values_stride + head * head_bytes, size_t(head_bytes));
+        HeadInBlock key(block * heads + head, offset, block_size, head_dim, keys_by_dimension);
+        HeadInBlock value(block * heads + head, offset, block_size, head_dim, false);
+        key.write(keys + row * keys_stride + head * head_dim, head_dim, key_cache);
+        value.write(values + row * values_stride + head * head_dim, head_dim, value_cache);
       }
     });
   }
 };
 
-// A head's numbers as bytes; returns their scale, NaN where some are not finite.
+// A head's numbers as bytes, `step` apart; returns their scale, NaN where some are not finite.
 template <class T>
-float quantize_head(const T* x, int64_t size, int8_t* out) {
+float quantize_head(const T* x, int64_t size, int8_t* out, int64_t step) {
   Vec highest{}, zero{};
   for_vectors(size, [&](int64_t i, int count) {
     Vec v = read(x + i, count);
@@ -160,7 +179,8 @@ float quantize_head(const T* x, int64_t size, int8_t* out) {
   const float scale = max_lanes(highest) / 127.0f + sum_lanes(zero), divisor = scale > 0.0f ? scale : 1.0f;
   for_vectors(size, [&](int64_t i, int count) {
     Vec v = round_to_whole(read(x + i, count) / divisor);  // in range but where the scale is denormal
-    for (int j = 0; j < count; ++j) out[i + j] = int8_t(scale == scale ? std::fmin(std::fmax(v[j], -127.0f), 127.0f) : 0);
+    for (int j = 0; j < count; ++j)
+      out[(i + j) * step] = int8_t(scale == scale ? std::fmin(std::fmax(v[j], -127.0f), 127.0f) : 0);
   });
   return scale;
 }
@@ -175,7 +195,7 @@ struct WriteKvInt8 {
   int8_t *key_cache, *value_cache;
   float *key_scales, *value_scales;
   const int64_t* slots;
-  int64_t rows, heads, block_size, head_dim;
+  int64_t rows, heads, block_size, head_dim, keys_by_dimension;
   int num_threads;
 
   void run() const {
@@ -183,9 +203,11 @@ struct WriteKvInt8 {
       if (slots[row] < 0) return;  // padding
       int64_t block = slots[row] / block_size, offset = slots[row] % block_size;
       for (int64_t head = 0; head < heads; ++head) {
-        int64_t place = (block * heads + head) * block_size + offset, at = head * head_dim;
-        key_scales[place] = quantize_head(keys + row * keys_stride + at, head_dim, key_cache + place * head_dim);
-        value_scales[place] = quantize_head(values + row * values_stride + at, head_dim, value_cache + place * head_dim);
+        const int64_t place = (block * heads + head) * block_size + offset, at = head * head_dim;
+        HeadInBlock key(block * heads + head, offset, block_size, head_dim, keys_by_dimension);
+        HeadInBlock value(block * heads + head, offset, block_size, head_dim, false);
+        key_scales[place] = quantize_head(keys + row * keys_stride + at, head_dim, key_cache + key.start, key.step);
+        value_scales[place] = quantize_head(values + row * values_stride + at, head_dim, value_cache + value.start, 1);
       }
     });
   }
@@ -242,7 +264,8 @@ void quire_silu_mul_float32(const SiluMul<float>* call) { call->run(); }
 void quire_silu_mul_bfloat16(const SiluMul<bf16>* call) { call->run(); }
 void quire_gather_inputs(const GatherInputs* call) { call->run(); }
 void quire_replay(const Replay* call) { call->run(); }
-void quire_write_kv(const WriteKv* call) { call->run(); }
+void quire_write_kv_float32(const WriteKv<float>* call) { call->run(); }
+void quire_write_kv_bfloat16(const WriteKv<bf16>* call) { call->run(); }
 void quire_write_kv_int8_float32(const WriteKvInt8<float>* call) { call->run(); }
 void quire_write_kv_int8_bfloat16(const WriteKvInt8<bf16>* call) { call->run(); }
 }

@@ -132,10 +132,10 @@ def one_each(query: Tensor, batch: PagedBatch, positions: Tensor, count: int) ->
     )
 
 
-@pytest.mark.parametrize("window", [None, 200, 700])
+@pytest.mark.parametrize("window", [None, 200, 700] if ON_GPU else [None, 200])
 def test_the_work_may_be_shared_out_in_any_way(window: int | None) -> None:
     """A split per program, several, whole sequences, each sequence in another way, few programs, many: the same bits.
-    Twice, as splits are counted."""
+    Again, as splits are counted."""
     shape = HeadShape(4, 2, 64)
     lengths = [LONG, 30, 513, 1024, 1]
     query, cache, batch = make(lengths, [1] * 5, shape, torch.float16)
@@ -147,7 +147,7 @@ def test_the_work_may_be_shared_out_in_any_way(window: int | None) -> None:
         for runs in ([1] * 5, [2] * 5, [100] * 5, [3, 1, 1, 2, 1], [2, 1, 2, 1, 1])
     ]
     found = []
-    for made in lists * 2:
+    for made in [*lists, *(lists if ON_GPU else lists[:1])]:
         work = {name: torch.from_numpy(values).to(DEVICE) for name, values in made.items()}
         found.append(attention(query, cache, batch.block_tables, work, 64, spec))
     assert all(torch.equal(out, found[0]) for out in found)
