@@ -3,7 +3,10 @@
 A model's chat template is a program that came with the model. Jinja's immutable sandbox keeps it from
 reaching Python's internals and from changing what it is given; this module also bounds its work:
 
-- every turn of a loop and every macro call is counted, and checked against a deadline;
+- every turn of a loop, every macro call and every item that a filter hands on is counted;
+- whatever may take long (filters, methods, operators, tests, slices, printing) looks at the deadline when it is done,
+  and is given so little at once that this comes soon: most filters a megabyte of text, comparisons no more values than
+  may be printed;
 - `range`, `*`, `**`, `+`, `~`, padding, replacing, joining and formatting are checked *before* they make
   something too large, and so is the printing of nested lists and objects;
 - block captures and the output as a whole have a size limit.
@@ -36,7 +39,20 @@ MAX_CHARS = 32 * 1024 * 1024
 MAX_ITEMS = 100_000
 MAX_PRINTED_ITEMS = 1_000_000
 MAX_WIDTH = 10_000
+MAX_FILTERED_CHARS = 1024 * 1024
+MAX_FILTERED_ITEMS = 20_000
+"""In lists that a filter makes text of."""
 
+_QUICK = frozenset(
+    ("trim", "length", "count", "default", "d", "string", "safe", "escape", "e", "forceescape", "lower", "upper",
+     "replace", "first", "last", "tojson", "attr")
+)  # fmt: skip
+"""Filters that get through any text in a moment."""
+_ITERATING = frozenset(
+    ("batch", "dictsort", "groupby", "items", "join", "list", "map", "max", "min", "random", "reject", "rejectattr", "reverse", "select",
+     "selectattr", "slice", "sort", "sum", "unique")
+)  # fmt: skip
+"""Filters for which a text is a list of characters."""
 _PADDING = frozenset(("center", "ljust", "rjust", "zfill", "expandtabs", "indent", "wordwrap", "batch", "slice"))
 _PRINTING = frozenset(("string", "pprint", "list", "sum", "escape", "e", "forceescape", "urlencode", "xmlattr"))
 
@@ -53,6 +69,16 @@ class TemplateRefusalError(Exception):
 class _Budget:
     steps: int
     deadline: float
+
+    def check_time(self) -> None:
+        if time.monotonic() > self.deadline:
+            raise TemplateLimitError(f"runs longer than {MAX_SECONDS:g} s")
+
+    def step(self) -> None:
+        self.steps -= 1
+        if self.steps < 0:
+            raise TemplateLimitError(f"loops more than {MAX_STEPS} times")
+        self.check_time()
 
 
 _budget: ContextVar[_Budget] = ContextVar("template_budget")
@@ -74,10 +100,13 @@ def _check_size(count: int, what: str = "text") -> None:
         raise TemplateLimitError(f"makes a {what} of more than {limit} {units}")
 
 
-def _measured(value: Any) -> Any:
-    """Lists in lists in lists can be exponentially large to print; count before printing."""
+def _measured(value: Any, most: int = MAX_PRINTED_ITEMS) -> Any:
+    """Lists in lists in lists can be exponentially large to print or to compare; count before."""
+    _budget.get().check_time()
     if isinstance(value, str):
         _check_size(len(value))
+        return value
+    if not isinstance(value, Mapping | list | tuple):
         return value
     pending, chars, items = [value], 0, 0
     while pending:
@@ -91,9 +120,24 @@ def _measured(value: Any) -> Any:
             pending.extend(item.values())
         elif isinstance(item, list | tuple):
             pending.extend(item)
-        if items + len(pending) > MAX_PRINTED_ITEMS:
-            raise TemplateLimitError(f"prints more than {MAX_PRINTED_ITEMS} items")
+        if items + len(pending) > most:
+            raise TemplateLimitError(f"prints more than {most} items")
+        if not items & 0xFFF:
+            _budget.get().check_time()
     return value
+
+
+def _timed(value: Any) -> Any:
+    _budget.get().check_time()
+    return value
+
+
+def _stepped(items: Iterable[Any]) -> Iterator[Any]:
+    """What a filter makes as it is asked for, counted."""
+    budget = _budget.get()
+    for item in items:
+        budget.step()
+        yield item
 
 
 def _join_text(*parts: Any) -> str:
@@ -142,6 +186,12 @@ def _check_width(width: int) -> None:
         raise TemplateLimitError(f"pads or indents text by {width} characters")
 
 
+def _check_filtered(name: str, subject: Any) -> None:
+    _measured(subject, MAX_FILTERED_ITEMS)
+    if isinstance(subject, str) and len(subject) > MAX_FILTERED_CHARS:
+        raise TemplateLimitError(f"uses {name} on more than {MAX_FILTERED_CHARS} characters")
+
+
 class _PlainNamespace(Namespace):
     """`namespace()` without names that begin with an underscore, which Python and Jinja give meanings to."""
 
@@ -167,11 +217,27 @@ class _GenerationBlock(Extension):
 
 
 class _Counted(NodeTransformer):
-    """Puts a step counter into every loop and macro, and a size check into `~`."""
+    """Puts a step counter into every loop and macro, a size check into `~` and comparisons, and a look at the clock
+    behind comparisons, tests and slices."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802 - Jinja's naming
         self.generic_visit(node)
         return self._call("join_text", node.nodes, node.lineno)
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        node.expr = self._call("measured", [node.expr], node.lineno)
+        for operand in node.ops:
+            operand.expr = self._call("measured", [operand.expr], node.lineno)
+        return self._call("timed", [node], node.lineno)
+
+    def visit_Test(self, node: nodes.Test) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return self._call("timed", [node], node.lineno)
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return self._call("timed", [node], node.lineno) if isinstance(node.arg, nodes.Slice) else node
 
     def _count(self, node: nodes.For | nodes.Macro | nodes.CallBlock) -> nodes.Node:
         self.generic_visit(node)
@@ -196,6 +262,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
     concat = staticmethod(concat)
     join_text = staticmethod(_join_text)
+    measured = staticmethod(_measured)
+    timed = staticmethod(_timed)
 
     def __init__(self, clock: Callable[[], datetime]) -> None:
         extensions = [_GenerationBlock, loopcontrols]
@@ -221,23 +289,18 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def step(self) -> bool:
         """Called by the template in every turn of a loop."""
-        budget = _budget.get()
-        budget.steps -= 1
-        if budget.steps < 0:
-            raise TemplateLimitError(f"loops more than {MAX_STEPS} times")
-        if time.monotonic() > budget.deadline:
-            raise TemplateLimitError(f"runs longer than {MAX_SECONDS:g} s")
+        _budget.get().step()
         return True
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         _check_operands(operator, left, right)
-        return super().call_binop(context, operator, left, right)
+        return _timed(super().call_binop(context, operator, left, right))
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         owner = getattr(obj, "__self__", None)
         if isinstance(owner, str):
             _check_growth(obj.__name__, owner, args, kwargs)
-        return super().call(context, obj, *args, **kwargs)
+        return _timed(super().call(context, obj, *args, **kwargs))
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
         """Jinja would go on with an undefined value, which prints as nothing."""
@@ -293,8 +356,14 @@ def _guarded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     def guarded(*args: Any, **kwargs: Any) -> Any:
         values = args[extra:]
         if values:
-            _check_growth(name, values[0], values[1:], kwargs)
-        return function(*args, **kwargs)
+            subject = values[0]
+            if isinstance(subject, str) and name in _ITERATING:
+                _check_size(len(subject), "list")
+            elif name not in _QUICK | _ITERATING:
+                _check_filtered(name, subject)
+            _check_growth(name, subject, values[1:], kwargs)
+        made = _timed(function(*args, **kwargs))
+        return _stepped(made) if isinstance(made, Iterator) else made
 
     for mark in ("jinja_pass_arg", "jinja_async_variant"):
         if hasattr(function, mark):
@@ -318,6 +387,7 @@ def _check_growth(name: str, subject: Any, args: tuple[Any, ...], kwargs: Mappin
                 _check_size(len(pieces) * len(str(_measured(separator))))
         case "format" | "format_map":
             text = str(_measured(subject))
+            _check_filtered(name, text)
             if re.search(r"\d{4}|\*", text):
                 raise TemplateLimitError("formats text to a huge width")
             fields = text.count("{") + text.count("%")
@@ -330,6 +400,11 @@ def _check_growth(name: str, subject: Any, args: tuple[Any, ...], kwargs: Mappin
                     _check_size(width * lines)
                 elif isinstance(width, str) and isinstance(subject, str):
                     _check_size(len(width) * (len(subject) + 1))
+        case "split" | "rsplit" | "splitlines" if isinstance(subject, str):
+            if values and isinstance(values[0], str):
+                _check_size(subject.count(values[0]), "list")
+            else:
+                _check_filtered(name, subject)
         case "translate":
             raise TemplateLimitError("uses translate")
         case _ if name in _PRINTING:

@@ -93,7 +93,11 @@ class EngineLink:
 
     async def receive(self) -> Event:
         assert self._events is not None
-        return decode_event(await self._events.recv())
+        data = await self._events.recv()
+        try:
+            return decode_event(data)
+        except msgspec.MsgspecError as error:
+            raise EngineError(f"the engine process said what can't be read: {error}") from error
 
     def send(self, command: Command) -> None:
         """Never blocks, never raises: `broken` tells of a command that could not be sent."""

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import zmq
 
@@ -146,7 +145,7 @@ def test_in_the_end_the_server_is_told(
 
 def test_an_event_that_cannot_be_read_costs_the_process_only(monkeypatch: pytest.MonkeyPatch) -> None:
     links = Links(OSError(), 0)
-    links.breaks = msgspec.DecodeError("not msgpack")
+    links.breaks = RuntimeError("a bug in reading it")
     client, given_up, _ = supervise(monkeypatch, links)
     assert (client.state, given_up, links.starts) == ("ready", [], 2)
 

@@ -19,8 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
-import torch
-
 from quire.config import cache_dir
 from quire.errors import DeviceError
 from quire.temporary_folders import temporary_folder
@@ -32,7 +30,7 @@ _SOURCE_FOLDER = Path(__file__).parent
 # the compiler unrolled a loop.
 # -fno-schedule-insns: on ARM GCC would move loads so far ahead that sums no longer fit the registers.
 _FLAGS = (
-    "-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
+    "-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
     "-fno-schedule-insns",
 )  # fmt: skip
 _BUILD_SECONDS = 120
@@ -47,13 +45,10 @@ def load_library(architecture: str = "native") -> ctypes.CDLL:
     """
     compiler = _find_compiler()
     sources = sorted(_SOURCE_FOLDER.glob("*.cpp"))
-    threads_library = _loaded_openmp()
-    # The link names torch's own OpenMP library, so both run on one pool of threads.
-    link = [str(threads_library)] if threads_library else ["-lgomp"]
     flags = [*_FLAGS, machine_flag(architecture)]
-    path = cache_dir() / "kernels" / f"cpu-{_fingerprint(compiler, flags, link)}.so"
+    path = cache_dir() / "kernels" / f"cpu-{_fingerprint(compiler, flags)}.so"
     if not _is_whole(path):
-        _compile([*compiler, *flags], sources, link, path)
+        _compile([*compiler, *flags], sources, path)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -84,22 +79,11 @@ def _find_compiler() -> list[str]:
     raise DeviceError("No C++ compiler was found (g++, clang++ or c++; or name one in CXX): install g++.")
 
 
-def _loaded_openmp() -> Path | None:
-    """The OpenMP library this process already runs on: torch brings its own."""
-    torch.get_num_threads()  # importing torch has loaded it
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return None
-    found = re.findall(r"(/\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so[.\d]*)", maps)
-    return Path(found[0]) if found else None
-
-
-def _fingerprint(compiler: list[str], flags: list[str], link: list[str]) -> str:
+def _fingerprint(compiler: list[str], flags: list[str]) -> str:
     digest = hashlib.sha256()
     for path in sorted([*_SOURCE_FOLDER.glob("*.cpp"), *_SOURCE_FOLDER.glob("*.h")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    digest.update(repr((compiler, _identity(compiler), flags, link, platform.machine(), _cpu_features())).encode())
+    digest.update(repr((compiler, _identity(compiler), flags, platform.machine(), _cpu_features())).encode())
     return digest.hexdigest()[:20]
 
 
@@ -120,7 +104,7 @@ def _cpu_features() -> str:
     return found.group(1) if found else platform.processor()
 
 
-def _compile(command: list[str], sources: list[Path], link: list[str], path: Path) -> None:
+def _compile(command: list[str], sources: list[Path], path: Path) -> None:
     """Builds in a folder of its own and renames the result, so that processes building at once can't meet. Files are
     compiled side by side."""
 
@@ -146,7 +130,7 @@ def _compile(command: list[str], sources: list[Path], link: list[str], path: Pat
             # The longest first, so that nobody waits for it at the end.
             pairs = sorted(zip(sources, objects, strict=True), key=lambda pair: -pair[0].stat().st_size)
             list(compilers.map(lambda pair: run("-c", str(pair[0]), "-o", pair[1]), pairs))
-            run("-shared", *objects, *link, "-o", str(library))
+            run("-shared", *objects, "-o", str(library))
             os.chmod(library, 0o700)
             digest = hashlib.sha256(library.read_bytes()).digest()
             with library.open("ab") as file:  # what stands behind a library's end is of no meaning to the linker
