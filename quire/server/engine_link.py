@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import msgspec
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 _DESCRIPTORS = 32
 """More than a process and its sockets need. Without them libzmq would end us rather than say so."""
+_LONGEST_PARENT = 75
+"""Bytes; the system takes some 100 for the path of a socket."""
 _EXIT_SECONDS = 5.0
 _STACKS_SECONDS = 1.0
 """For a hung process to write down where it hangs."""
@@ -66,7 +69,11 @@ class EngineLink:
     async def _start(self) -> None:
         config = self._config
         _check_descriptors()
-        folder = self._folder.enter_context(temporary_folder("quire-"))  # for this user alone: so are the sockets in it
+        # For this user alone, and so are the sockets in it. Their paths must not be long.
+        parent = Path(tempfile.gettempdir())
+        if len(str(parent)) > _LONGEST_PARENT:
+            parent = Path("/tmp")
+        folder = self._folder.enter_context(temporary_folder("quire-", parent))
         self._context = zmq.Context()
         self._commands = self._context.socket(zmq.PUSH)
         self._commands.set_hwm(0)  # bounded by admission: as many as there are requests

@@ -9,7 +9,7 @@ from datetime import datetime
 import pytest
 
 from quire.errors import TemplateError
-from quire.frontend import template_sandbox
+from quire.frontend import template_limits
 from quire.frontend.chat_template import ChatTemplate
 from quire.frontend.template_sandbox import BoundedEnvironment
 
@@ -83,7 +83,7 @@ FORBIDDEN = {
 
 @pytest.mark.parametrize("source", TOO_MUCH.values(), ids=TOO_MUCH.keys())
 def test_a_template_that_asks_for_too_much_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.5)
+    monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.5)
     started = time.monotonic()
     with pytest.raises(TemplateError, match=r"was stopped: it") as caught:
         ChatTemplate(source).render(DIALOGUE)
@@ -111,7 +111,7 @@ LARGE = {
 @pytest.mark.parametrize("large", LARGE.values(), ids=LARGE.keys())
 def test_every_filter_is_done_in_time_or_stopped(large: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest things a template can make. Time is that of the processor: others may be using it."""
-    monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.1)
+    monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.1)
     slow = {}
     for name in BoundedEnvironment(datetime.now).filters:
         template = ChatTemplate(f"{{% set s = {large} %}}{{% set r = s | {name}{ARGUMENTS.get(name, '')} | list %}}")

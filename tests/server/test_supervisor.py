@@ -200,6 +200,14 @@ def test_without_a_temporary_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert "No such file" in start_link()
 
 
+def test_a_temporary_folder_with_a_long_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Too long for a socket's path: others are found elsewhere."""
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    assert "no sign of life" in start_link(engine_module="tests.server.hanging_engine", start_seconds=0.2)
+
+
 @pytest.mark.usefixtures("few_descriptors")
 def test_without_descriptors() -> None:
     assert "Too many open files" in start_link()
