@@ -141,7 +141,7 @@ def test_a_limit_on_the_size_of_files_is_like_a_full_disk(tmp_path: Path, caplog
 @pytest.mark.parametrize("path", ["no/such/folder/steps.jsonl", ".", "steps.jsonl/below"])
 def test_a_file_that_cannot_be_opened_says_so(tmp_path: Path, path: str) -> None:
     (tmp_path / "steps.jsonl").touch()
-    with pytest.raises(InvalidRequestError, match="step_log: .* can't be written: .*; name another file"):
+    with pytest.raises(InvalidRequestError, match=r"step_log: .* can't be written: .*; name another file"):
         StepLog(path=tmp_path / path)
     with pytest.raises(InvalidRequestError, match="can't be read"):
         read_step_log(tmp_path / "nothing.jsonl")

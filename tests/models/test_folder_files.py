@@ -1,4 +1,4 @@
-"""One rule for every file of a model folder: links out of it are refused, what is broken is named, whichever file it is."""
+"""One rule for every file of a model folder: links out of it are refused, and what is broken is named."""
 
 from __future__ import annotations
 
@@ -23,8 +23,16 @@ FILES = (
     "chat_template.jinja",
 )
 Change = Callable[[Path], object]
+
+
+def _move_away(file: Path) -> None:
+    outside = file.parent.parent / f"outside-{file.name}"
+    shutil.move(file, outside)
+    file.symlink_to(outside)
+
+
 CHANGES: dict[str, tuple[Change, str]] = {
-    "a link out of the folder": (lambda file: _move_away(file), "unsafe link"),
+    "a link out of the folder": (_move_away, "unsafe link"),
     "a link to nowhere": (lambda file: (file.unlink(), file.symlink_to("nothing-here")), "missing|unsafe"),
     "a link to itself": (lambda file: (file.unlink(), file.symlink_to(file.name)), "can't be read|unsafe|missing"),
     "a folder": (lambda file: (file.unlink(), file.mkdir()), "missing|not a file"),
@@ -34,12 +42,6 @@ CHANGES: dict[str, tuple[Change, str]] = {
         "JSON|header|read|truncated|template|size|expected",
     ),
 }
-
-
-def _move_away(file: Path) -> None:
-    outside = file.parent.parent / f"outside-{file.name}"
-    shutil.move(file, outside)
-    file.symlink_to(outside)
 
 
 @pytest.fixture(scope="module")

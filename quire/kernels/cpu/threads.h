@@ -3,11 +3,14 @@
 // The threads are made for cores that others use too. Whoever calls does the work, in small pieces, and those of our
 // threads that come in time take pieces from it: one that the system lets wait holds nobody up, unless it is in the
 // middle of a piece. (OpenMP's, which torch runs on, all have to come to the end of every call.) While there is nothing
-// to do, a thread offers its core to others after some microseconds, and sleeps after some milliseconds.
+// to do, a thread offers its core to others after some microseconds, and sleeps if one takes it, or after some
+// milliseconds. And if they are of no help, since pieces were taken by those who had to wait with them, the caller works
+// alone for a while.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -23,6 +26,9 @@
 
 namespace quire {
 
+using Clock = std::chrono::steady_clock;
+inline double seconds(Clock::duration time) { return std::chrono::duration<double>(time).count(); }
+
 class Threads {
  public:
   static Threads& all() {
@@ -31,9 +37,13 @@ class Threads {
   }
 
   // Calls work(data) here and on up to num_threads - 1 others, at the same time; returns when all that began are done.
-  void run(void (*work)(void*), void* data, int num_threads) {
+  // `mine` and `all`, if given, count the pieces that were done here, and all: then it is known what the others were
+  // good for.
+  void run(void (*work)(void*), void* data, int num_threads, const int64_t* mine = nullptr, int64_t all = 0) {
     std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
     if (!turn.owns_lock()) return work(data);  // somebody else's call keeps them busy
+    const Clock::time_point began = Clock::now();
+    if (began < alone_until_) return work(data);
     grow(num_threads - 1);
     work_ = work;
     data_ = data;
@@ -45,14 +55,32 @@ class Threads {
     }
     work(data);
     state_.fetch_and(~OPEN);
+    const Clock::time_point done = Clock::now();
     for (int turns = 0; state_.load() & BUSY; ++turns) relax(turns);
+    if (mine) judge(seconds(done - began) * double(all) / double(std::max<int64_t>(*mine, 1)), began, Clock::now());
   }
 
  private:
   // One word says which call it is, whether it is open, how many may still come, and how many are at work.
   static constexpr uint64_t BUSY = 0xffff, PLACE = 0x10000, PLACES = 0xffff0000, OPEN = uint64_t(1) << 32,
                             CALL = uint64_t(1) << 33;
-  static constexpr int SPINS = 2000, YIELDS = 4000;
+  static constexpr int SPINS = 2000, YIELDS = 4000, WINDOW = 64;
+  static constexpr double TAKEN = 100e-6, SHORTEST = 0.05, LONGEST = 2.0;
+
+  // Adds up what calls took, and what they would have taken alone by the pace of the caller's own pieces.
+  void judge(double alone, Clock::time_point began, Clock::time_point ended) {
+    alone_ += alone;
+    together_ += seconds(ended - began);
+    if (++num_judged_ < WINDOW) return;
+    if (together_ > 0.9 * alone_) {
+      alone_until_ = ended + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(pause_));
+      pause_ = std::min(2 * pause_, LONGEST);
+    } else {
+      pause_ = SHORTEST;
+    }
+    num_judged_ = 0;
+    alone_ = together_ = 0;
+  }
 
   static void relax(int turns) {
     if (turns > SPINS) return std::this_thread::yield();
@@ -93,7 +121,9 @@ class Threads {
   uint64_t wait_for_call(uint64_t seen) {
     for (int turns = 0; turns < SPINS + YIELDS; ++turns) {
       if (const uint64_t state = state_.load(); state / CALL != seen) return state;
+      const Clock::time_point before = turns > SPINS ? Clock::now() : Clock::time_point();
       relax(turns);
+      if (turns > SPINS && seconds(Clock::now() - before) > TAKEN) break;
     }
     std::unique_lock<std::mutex> lock(sleep_);
     sleeping_.fetch_add(1);
@@ -109,25 +139,31 @@ class Threads {
   alignas(64) std::atomic<int> sleeping_{0};
   void (*work_)(void*) = nullptr;
   void* data_ = nullptr;
-  int num_threads_ = 0;
+  int num_threads_ = 0, num_judged_ = 0;
+  double alone_ = 0, together_ = 0, pause_ = SHORTEST;
+  Clock::time_point alone_until_;
 };
 
 // Calls body() on this thread and at the same time on those others that come in time, at most num_threads in all. Each
 // takes from the work what is left of it.
 template <class Body>
-inline void parallel(int num_threads, Body& body) {
+inline void parallel(int num_threads, Body& body, const int64_t* mine = nullptr, int64_t all = 0) {
   if (num_threads <= 1) return body();
-  Threads::all().run([](void* data) { (*static_cast<Body*>(data))(); }, &body, num_threads);
+  Threads::all().run([](void* data) { (*static_cast<Body*>(data))(); }, &body, num_threads, mine, all);
 }
 
 // Calls body(task) for 0..count, each thread taking the next one as it gets free.
 template <class Body>
 inline void parallel_tasks(int num_threads, int64_t count, Body body) {
   std::atomic<int64_t> next{0};
+  int64_t mine = 0;
+  const std::thread::id caller = std::this_thread::get_id();
   auto work = [&] {
-    for (int64_t task = next.fetch_add(1); task < count; task = next.fetch_add(1)) body(task);
+    int64_t done = 0;
+    for (int64_t task = next.fetch_add(1); task < count; task = next.fetch_add(1), ++done) body(task);
+    if (std::this_thread::get_id() == caller) mine = done;
   };
-  parallel(count < num_threads ? int(count) : num_threads, work);
+  parallel(count < num_threads ? int(count) : num_threads, work, &mine, count);
 }
 
 // Calls body(i) for 0..count, where each is little work: threads take several at a time, and as many threads take part

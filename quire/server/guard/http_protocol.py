@@ -102,7 +102,7 @@ class LimitedProtocol(HttpToolsProtocol):
         most = self.limits.max_header_bytes
         is_too_much = self._num_header_bytes > most if self._in_headers else self._num_extra_bytes > most
         if is_too_much and self.parser is not None:
-            self._refuse(self._headers_too_large())
+            self._refuse(self._too_large("headers" if self._in_headers else "trailers"))
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more; it may still wait for an answer. True: the connection stays open."""
@@ -130,7 +130,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._header_timer = None
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.limits.max_header_bytes:
-            self._refusal = self._headers_too_large()
+            self._refusal = self._too_large("headers")
             raise _RefusedError
         codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
         if codings not in ([], [b"chunked"]):
@@ -149,6 +149,11 @@ class LimitedProtocol(HttpToolsProtocol):
         if not self._is_pipelined:
             self._in_headers = True
             super().on_message_complete()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self._is_lingering:
+            self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -170,9 +175,8 @@ class LimitedProtocol(HttpToolsProtocol):
         error = ApiError(408, f"the headers did not arrive within {seconds:g} s")
         self._header_timer = self.loop.call_later(seconds, self._refuse, error)
 
-    def _headers_too_large(self) -> ApiError:
+    def _too_large(self, what: str) -> ApiError:
         most = self.limits.max_header_bytes
-        what = "headers" if self._in_headers else "trailers"
         return ApiError(431, f"the {what} are too large: at most {most} bytes are accepted")
 
     def _refuse(self, error: ApiError) -> None:
