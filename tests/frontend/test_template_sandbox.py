@@ -55,10 +55,10 @@ TOO_MUCH = {
     "a text taken apart at letters": "{% set s = 'ab ' * 10000000 %}{{ s.split('a') | length }}",
     "a text in lines": "{% set s = 'a\n' * 15000000 %}{{ s.splitlines() | length }}",
     "a long text formatted": "{% set s = 'ab ' * 10000000 %}{{ s.format(1) }}",
-    "slices in a row": "{% set s = 'ab ' * 10000000 %}" + "{% set s = s[1:] %}" * 5000,
-    "tests in a row": "{% set s = 'ab ' * 10000000 %}" + "{% if s is lower %}{% endif %}" * 5000,
-    "searches in a row": "{% set s = 'ab ' * 10000000 %}" + "{% if 'c' in s %}{% endif %}" * 5000,
-    "methods in a row": "{% set s = 'ab ' * 10000000 %}" + "{% set x = s.upper() %}" * 5000,
+    "slices in a row": "{% set s = 'ab ' * 10000000 %}" + "{% set s = s[1:] %}" * 500,
+    "tests in a row": "{% set s = 'ab ' * 10000000 %}" + "{% if s is lower %}{% endif %}" * 500,
+    "searches in a row": "{% set s = 'ab ' * 10000000 %}" + "{% if 'c' in s %}{% endif %}" * 500,
+    "methods in a row": "{% set s = 'ab ' * 10000000 %}" + "{% set x = s.upper() %}" * 500,
     "mapped filter": "{{ ['x'] | map('center', 10000000000) | list }}",
 }
 

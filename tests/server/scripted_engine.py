@@ -1,6 +1,7 @@
 """An engine process without a model: it starts at once and gives made-up tokens, so that every fault can be tried at
-every phase. The file named by QUIRE_TEST_FAULT says what it does next: `loading` (goes on loading), `exit`, `fatal`,
-`hang`, `nonsense`. A prompt of more than LONG_PROMPT tokens has no answer before the file says `release`."""
+every phase. The file named by QUIRE_TEST_FAULT says what it does next: `loading` (goes on loading), `slow 0.1` (takes
+so many seconds for a step), `exit`, `fatal`, `hang`, `nonsense`. A prompt of more than LONG_PROMPT tokens has no answer
+before the file says `release`."""
 
 from __future__ import annotations
 
@@ -14,12 +15,13 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from quire.observe.step_log import StepSummary
 from quire.server import messages
 from quire.step import RequestMetrics, RequestUpdate
 
 LONG_PROMPT = 50
 PAUSE = 20
-"""Milliseconds between two tokens."""
+"""Milliseconds between two tokens, if it is told nothing else."""
 
 
 class ScriptedEngine:
@@ -41,30 +43,44 @@ class ScriptedEngine:
         while self._obey() == "loading":
             time.sleep(PAUSE / 1000)
         self._send(messages.Ready(10_000, 8, 1024, 16, 64, 16, "fcfs", "fp"))
+        had_work = False
         while True:
             out = messages.Updates(num_free_blocks=64)
             order = self._obey()
-            if self._commands.poll(PAUSE):
+            pause = 1000 * float(order.partition(" ")[2]) if order.startswith("slow") else PAUSE
+            if not self._running:
+                self._commands.poll(PAUSE)
+            else:
+                time.sleep(pause / 1000)
+            if self._commands.poll(0):
                 while self._commands.poll(0):
                     command = messages.decode_command(self._commands.recv())
                     if isinstance(command, messages.Shutdown):
                         return
                     self._take(command, out)
+                    had_work = True
             for name, request in list(self._running.items()):
                 if len(request.prompt_token_ids) <= LONG_PROMPT or order == "release":
                     out.updates.append(self._advance(name, request))
-            if self._running or out.accepted or out.updates:
+            if self._running or had_work:
+                out.steps = [StepSummary(0, 0.0, 0, 0, 0, len(self._running), 64, 0, 0.0)]
                 self._send(out)
+            had_work = bool(self._running)
 
     def _take(self, command: messages.Command, out: messages.Updates) -> None:
         if isinstance(command, messages.AddRequest):
-            self._running[command.request_id] = command
-            self._counts[command.request_id] = 0
+            n = command.params.get("n", 1)
+            names = [command.request_id] if n == 1 else [f"{command.request_id}/{i}" for i in range(n)]
+            self._running.update(dict.fromkeys(names, command))
+            self._counts.update(dict.fromkeys(names, 0))
             out.accepted.append(command.request_id)
-            out.started.append(command.request_id)
+            out.started.extend(names)
         elif isinstance(command, messages.Abort):
-            for name in command.request_ids:
-                self._running.pop(name, None)
+            for name, request in list(self._running.items()):
+                if request.request_id in command.request_ids:
+                    del self._running[name]
+        elif isinstance(command, messages.End):
+            self._running.pop(command.name, None)
 
     def _advance(self, name: str, request: messages.AddRequest) -> RequestUpdate:
         self._counts[name] += 1

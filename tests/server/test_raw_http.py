@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.server.harness import SMALL_ENGINE, Server, wait_for
+from tests.server.harness import Server, wait_for
 
 BODY = json.dumps({"prompt": "The capital of France is", "max_tokens": 2}).encode()
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -19,7 +19,7 @@ LENGTH = b"content-length: %d\r\n" % len(BODY)
 def server(small_model: str) -> Iterator[Server]:
     """Impatient: tests wait for its time limits."""
     limits = {"header_seconds": 1.0, "body_seconds": 1.0, "write_seconds": 1.0, "max_connections": 50}
-    with Server(faults=True, model=small_model, engine=SMALL_ENGINE, **limits) as server:
+    with Server(model=small_model, engine={}, engine_module="tests.server.scripted_engine", **limits) as server:
         server.assert_sound()
         yield server
         server.assert_sound()
@@ -159,7 +159,8 @@ def test_what_is_wrong_with_a_request_sent_ahead_does_not_cost_the_first_its_ans
     answer = exchange(server, HEAD + LENGTH + b"\r\n" + BODY + ahead)
     server.fault_file.write_text("")
     assert status_of(answer) == 200
-    assert answer.count(b"HTTP/1.1") == 1
+    # If it is soon enough, the second is told what is wrong, too.
+    assert [status_of(b"HTTP/1.1" + one) for one in answer.split(b"HTTP/1.1")[2:]] in ([], [408], [431])
 
 
 @pytest.mark.parametrize("coding", [b"gzip, chunked", b"gzip", b"identity", b"deflate,chunked"])
@@ -314,9 +315,7 @@ def test_too_many_connections(server: Server) -> None:
 
 def test_a_stream_nobody_reads_ends_alone(server: Server) -> None:
     """A tiny window, many tokens: the server's side fills up, then its time is up."""
-    body = json.dumps(
-        {"prompt": "Go on:", "max_tokens": 900, "ignore_eos": True, "stream": True, "n": 8, "logprobs": 20}
-    )
+    body = json.dumps({"prompt": "Go on:", "max_tokens": 900, "ignore_eos": True, "stream": True, "n": 8})
     server.fault_file.write_text("slow 0.01")
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -114,6 +114,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self._probe(_FIRST_PROBE)
         return True
 
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._header_timer is None:  # it came together with the end of the one before
+            self._start_header_timer()
+
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_headers:
             super().on_header(name, value)
