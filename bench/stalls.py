@@ -72,6 +72,17 @@ def bodies() -> dict[str, tuple[str, Any]]:
             {"model": "smollm2", "max_tokens": 1, "messages": [message] * 8000},
         ),
         "2,048 texts to embed": ("/v1/embeddings", {"input": ["x " * 400] * 2048}),
+        "2,048 vectors as numbers": ("/v1/embeddings", {"input": ["x"] * 2048}),
+        "2,048 vectors in base64": ("/v1/embeddings", {"input": ["x"] * 2048, "encoding_format": "base64"}),
+        "a megabyte of single tokens": ("/tokenize", {"prompt": "0 " * 500_000, "return_token_strs": True}),
+        "128 answers with 20 logprobs": (
+            "/v1/completions",
+            {**completion, "n": 128, "max_tokens": 40, "ignore_eos": True, "logprobs": 20},
+        ),
+        "900 prompt logprobs, echoed by 32": (
+            "/v1/completions",
+            {"prompt": "so " * 900, "max_tokens": 1, "logprobs": 20, "echo": True, "n": 32},
+        ),
         "256 prompts": ("/v1/completions", {"prompt": ["so " * 900] * 256, "max_tokens": 1}),
         "128 answers": ("/v1/completions", {**completion, "n": 128}),
         "an enum of 40,000": (

@@ -19,7 +19,7 @@ from quire.models.load import Progress, load_planned, open_model
 from quire.models.sources import ModelSource
 from quire.models.weight_plan import ModelFiles
 from quire.observe.step_log import StepLog
-from quire.runner.device import pick_device, pick_dtype, wake
+from quire.runner.device import pick_device, pick_dtype, use_own_cores, wake
 from quire.runner.memory import CachePlan
 from quire.runner.runner import Runner
 from quire.runner.worker import choose_weights, expected_plan, start_worker
@@ -54,6 +54,7 @@ def build_engine(
     """Loads the model's weights and makes an engine around them; `progress` follows the weights, `listeners` hear
     of every step that is over."""
     device = pick_device(config.device)
+    use_own_cores()
     pick_dtype(config.dtype, device)  # what can't be had is said before files are opened
     with ThreadPoolExecutor(1, "device") as beside:
         waking = beside.submit(wake, device)

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn
 
 from quire.assemble import Engine, build_engine
 from quire.config import EngineConfig
 from quire.engine import RequestMetrics, RequestUpdate, make_requests
 from quire.engine.gc_pauses import full_collections_put_off
-from quire.errors import InvalidRequestError, QuireError
+from quire.errors import EngineError, InvalidRequestError, QuireError
 from quire.frontend.beam_search import BeamSearchOutput, BeamSearchParams, LiveBeams, check_choices
 from quire.frontend.chat_template import ChatTemplate
 from quire.frontend.detokenizer import IncrementalDetokenizer
+from quire.frontend.inputs import Prompt, as_conversations, as_params, as_prompts, check_id, check_params, check_prompt
 from quire.frontend.live_request import LiveRequest
 from quire.frontend.progress import GenerationBar, ModelBars
 from quire.frontend.resolve import resolve_tokens
@@ -27,7 +30,6 @@ from quire.models.sources import resolve
 from quire.outputs import RequestDelta, RequestOutput
 from quire.sampling_params import SamplingParams
 
-Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
 
@@ -45,8 +47,10 @@ class LLM:
     """A model in memory, with its engine.
 
     `model` is an alias (`smollm2`), a folder in Hugging Face layout, a `.gguf` file, a Hugging Face id or a
-    folder of `.npy` files. Engine options are keywords; see `quire.config.EngineConfig`. Not thread-safe:
-    one thread drives the engine.
+    folder of `.npy` files. Engine options are keywords; see `quire.config.EngineConfig`.
+
+    One call at a time: calls from several threads wait for each other. A process that was forked can't use the LLM of
+    its parent, whose threads and devices it has not got; one that was spawned makes its own.
     """
 
     def __init__(self, model: str | Path = "smollm2", **options: Any) -> None:
@@ -54,7 +58,12 @@ class LLM:
         for name in options:
             if name not in known:
                 raise InvalidRequestError(name, f"is no engine option; there are: {', '.join(known)}")
+        if not isinstance(model, str | Path):
+            raise InvalidRequestError("model", f"must be a name or a path, not {type(model).__name__}")
         config = EngineConfig(**options)
+        self._process = os.getpid()
+        self._turn = threading.RLock()
+        """Whoever drives the engine, or changes what it works on, holds it."""
         with ModelBars(str(model)) as bars:
             source = resolve(str(model), progress=bars("download"))
             self._engine: Engine | None = build_engine(source, config, bars("load"))
@@ -72,6 +81,11 @@ class LLM:
         """The parts behind this object; for tools and tests."""
         if self._engine is None:
             raise QuireError("this LLM was closed; make a new one")
+        if os.getpid() != self._process:
+            raise EngineError(
+                "this LLM was made in another process, whose threads a fork has not got: make an LLM in this process, "
+                'or start it with multiprocessing.get_context("spawn")'
+            )
         return self._engine
 
     @property
@@ -98,7 +112,7 @@ class LLM:
         output says finish_reason "error" and why. `progress` is a bar on the terminal; None shows one for
         several prompts. There is none where stderr is no terminal.
         """
-        return self._run([self._text_prompt(prompt) for prompt in _as_prompts(prompts)], params, progress)
+        return self._run([self._text_prompt(prompt) for prompt in as_prompts(prompts)], params, progress)
 
     def chat(
         self,
@@ -109,9 +123,7 @@ class LLM:
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Answers to one or many conversations, through the model's chat template."""
-        single = not messages or isinstance(messages[0], Mapping)
-        conversations = cast("Sequence[Sequence[Message]]", [messages] if single else messages)
-        return self._run([self._chat_prompt(one, tools) for one in conversations], params, progress)
+        return self._run([self._chat_prompt(one, tools) for one in as_conversations(messages)], params, progress)
 
     def beam_search(
         self,
@@ -135,15 +147,16 @@ class LLM:
         ends = frozenset(stop_token_ids) if ignore_eos else frozenset((*engine.eos_token_ids, *stop_token_ids))
         params = BeamSearchParams(beam_width, max_tokens, length_penalty, ends)
         params = replace(params, max_tokens=max(1, min(max_tokens, engine.plan.max_model_len - len(start.token_ids))))
-        self._counter += 1
-        search = LiveBeams(engine.core, f"beams-{self._counter}", start.token_ids, params, time.monotonic())
-        self._searches.append(search)
-        try:
-            while not search.is_done:
-                self.step()
-        finally:
-            self._searches.remove(search)
-            search.close(time.monotonic())
+        with self._drive():
+            self._counter += 1
+            search = LiveBeams(engine.core, f"beams-{self._counter}", start.token_ids, params, time.monotonic())
+            self._searches.append(search)
+            try:
+                while not search.is_done:
+                    self.step()
+            finally:
+                self._searches.remove(search)
+                search.close(time.monotonic())
         if search.error is not None:
             raise search.error
         beams = [
@@ -166,7 +179,7 @@ class LLM:
 
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None) -> str:
         """Queues a request and returns its id; `step` computes."""
-        return self._add(self._text_prompt(prompt), params, request_id)
+        return self._add(self._text_prompt(prompt), params, None if request_id is None else check_id(request_id))
 
     def add_chat_request(
         self,
@@ -177,15 +190,18 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Queues a conversation to be answered and returns the request's id."""
-        return self._add(self._chat_prompt(messages, tools), params, request_id)
+        prompt = self._chat_prompt(messages, tools)
+        return self._add(prompt, params, None if request_id is None else check_id(request_id))
 
     def step(self) -> list[RequestDelta]:
         """One step of the engine: what each request gained. Empty when there is nothing to do."""
-        return self._deltas(self.engine.core.step(time.monotonic()))
+        with self._drive() as engine:
+            return self._deltas(engine.core.step(time.monotonic()))
 
     def abort(self, request_id: str) -> None:
         """Ends a request; its last delta, with finish_reason "abort", comes with the next step."""
-        self.engine.core.abort([request_id], time.monotonic())
+        with self._drive() as engine:
+            engine.core.abort([check_id(request_id)], time.monotonic())
 
     @property
     def has_work(self) -> bool:
@@ -205,13 +221,20 @@ class LLM:
 
     def close(self) -> None:
         """Gives the memory of weights and cache back. Requests still running are gone."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.step_log.close()
-            engine.grammars.close()
-            engine.runner.release()
-        self._live.clear()
-        self._owners.clear()
+        if os.getpid() != self._process:  # its lock, files and device are the parent's
+            self._engine = None
+            return
+        with self._turn:
+            engine, self._engine = self._engine, None
+            if engine is not None:
+                engine.step_log.close()
+                engine.grammars.close()
+                engine.runner.release()
+            self._live.clear()
+            self._owners.clear()
+
+    def __reduce__(self) -> NoReturn:
+        raise QuireError("an LLM can't be sent to another process or copied: make one there")
 
     def __enter__(self) -> LLM:
         return self
@@ -221,52 +244,56 @@ class LLM:
 
     # Inside
 
+    @contextlib.contextmanager
+    def _drive(self) -> Iterator[Engine]:
+        """The engine for one caller at a time. Before and behind the lock it may be gone: in a fork, nobody would ever
+        release it, and whoever had it last may have closed it."""
+        assert self.engine
+        with self._turn:
+            yield self.engine
+
     def _text_prompt(self, prompt: Prompt) -> _Prompt:
-        if isinstance(prompt, str):
-            return _Prompt(prompt, self.engine.tokenizer.encode(prompt), continues=True)
-        vocab_size = self.engine.decoder.spec.vocab_size
-        for token_id in prompt:
-            if isinstance(token_id, bool) or not isinstance(token_id, int):
-                raise InvalidRequestError("prompt", f"must be text or token ids, not {token_id!r}")
-            if not 0 <= token_id < vocab_size:
-                raise InvalidRequestError("prompt", f"token id {token_id} is outside the vocabulary of {vocab_size}")
-        return _Prompt(None, list(prompt), continues=True)
+        token_ids = check_prompt(prompt, self.engine.decoder.spec.vocab_size)
+        if token_ids is None:
+            return _Prompt(str(prompt), self.engine.tokenizer.encode(str(prompt)), continues=True)
+        return _Prompt(None, token_ids, continues=True)
 
     def _chat_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> _Prompt:
         return _Prompt(None, self.encode_chat(messages, tools=tools), continues=False)
 
     def _add(self, prompt: _Prompt, params: SamplingParams | None, request_id: str | None = None) -> str:
-        params = params or SamplingParams()
+        params = check_params(params) or SamplingParams()
         engine = self.engine
         params.check_token_ids(engine.decoder.spec.vocab_size)
         resolved = resolve_tokens(params, engine.tokenizer)
         # Compiled here, so that a bad grammar fails this call alone; held, so that it is there at admission.
         grammar = None if params.structured is None else engine.grammars.compile(params.structured)
-        if request_id is None:
-            self._counter += 1
-            request_id = f"request-{self._counter}"
-        if request_id in self._live:
-            raise InvalidRequestError("request_id", f"{request_id!r} is in use")
-        seed = params.seed if params.seed is not None else secrets.randbits(64)
-        requests = make_requests(request_id, prompt.token_ids, params, seed, engine.eos_token_ids, resolved)
-        live = LiveRequest(
-            request_id, prompt.text, tuple(prompt.token_ids), requests, params, engine.tokenizer, prompt.continues
-        )
-        live.grammar = grammar
-        now = time.monotonic()
-        added: list[str] = []
-        try:
-            for request in requests:
-                engine.core.add_request(request, now)
-                added.append(request.request_id)
-        except QuireError:
-            for name in added:
-                engine.core.end(name, "abort", now)
-            raise
-        self._live[request_id] = live
-        for index, request in enumerate(requests):
-            self._owners[request.request_id] = (live, index)
-        return request_id
+        with self._drive():
+            if request_id is None:
+                self._counter += 1
+                request_id = f"request-{self._counter}"
+            if request_id in self._live:
+                raise InvalidRequestError("request_id", f"{request_id!r} is in use")
+            seed = params.seed if params.seed is not None else secrets.randbits(64)
+            requests = make_requests(request_id, prompt.token_ids, params, seed, engine.eos_token_ids, resolved)
+            live = LiveRequest(
+                request_id, prompt.text, tuple(prompt.token_ids), requests, params, engine.tokenizer, prompt.continues
+            )
+            live.grammar = grammar
+            now = time.monotonic()
+            added: list[str] = []
+            try:
+                for request in requests:
+                    engine.core.add_request(request, now)
+                    added.append(request.request_id)
+            except QuireError:
+                for name in added:
+                    engine.core.end(name, "abort", now)
+                raise
+            self._live[request_id] = live
+            for index, request in enumerate(requests):
+                self._owners[request.request_id] = (live, index)
+            return request_id
 
     def _deltas(self, updates: list[RequestUpdate]) -> list[RequestDelta]:
         deltas: list[RequestDelta] = []
@@ -302,25 +329,27 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         progress: bool | None,
     ) -> list[RequestOutput]:
-        each = _as_params(params, len(prompts))
+        each = as_params(params, len(prompts))
         request_ids: list[str] = []
         outputs: dict[str, RequestOutput] = {}
-        try:
-            for prompt, one in zip(prompts, each, strict=True):
-                request_ids.append(self._add(prompt, one))
-            waiting = set(request_ids)
-            show = len(prompts) > 1 if progress is None else progress
-            with full_collections_put_off(), GenerationBar(len(prompts)) if show else contextlib.nullcontext() as bar:
-                while waiting:
-                    deltas = [delta for delta in self.step() if delta.request_id in waiting]
-                    for delta in deltas:
-                        if delta.output is not None:
-                            outputs[delta.request_id] = delta.output
-                            waiting.discard(delta.request_id)
-                    if bar is not None:
-                        bar.take(deltas)
-        finally:
-            self._abort_unfinished(request_ids)
+        with self._drive():  # for all of it: the steps of others would take our answers
+            try:
+                for prompt, one in zip(prompts, each, strict=True):
+                    request_ids.append(self._add(prompt, one))
+                waiting = set(request_ids)
+                show = len(prompts) > 1 if progress is None else progress
+                shown = GenerationBar(len(prompts)) if show else contextlib.nullcontext()
+                with full_collections_put_off(), shown as bar:
+                    while waiting:
+                        deltas = [delta for delta in self.step() if delta.request_id in waiting]
+                        for delta in deltas:
+                            if delta.output is not None:
+                                outputs[delta.request_id] = delta.output
+                                waiting.discard(delta.request_id)
+                        if bar is not None:
+                            bar.take(deltas)
+            finally:
+                self._abort_unfinished(request_ids)
         return [outputs[request_id] for request_id in request_ids]
 
     def _text_after(self, prompt_ids: Sequence[int], token_ids: Sequence[int], drop_last: bool) -> str:
@@ -329,14 +358,15 @@ class LLM:
         return "".join([detokenizer.push(token_id) for token_id in shown]) + detokenizer.finish()
 
     def _stream(self, prompt: _Prompt, params: SamplingParams | None) -> Iterator[str]:
-        params = params or SamplingParams()
+        params = check_params(params) or SamplingParams()
         if params.n != 1:
             raise InvalidRequestError("n", "a stream carries one answer; use generate for more")
         if params.best_of not in (None, 1):
             raise InvalidRequestError("best_of", "can't be streamed: the best is known at the end; use generate")
-        request_id = self._add(prompt, params)
-        # Other streams may drive the engine on: what it gives this one meanwhile waits here.
-        unread = self._live[request_id].unread = deque()
+        with self._drive():
+            request_id = self._add(prompt, params)
+            # Others may drive the engine on: what it gives this stream meanwhile waits here.
+            unread = self._live[request_id].unread = deque()
         return self._stream_of(request_id, unread)
 
     def _stream_of(self, request_id: str, unread: deque[RequestDelta]) -> Iterator[str]:
@@ -356,27 +386,12 @@ class LLM:
             self._abort_unfinished([request_id])
 
     def _abort_unfinished(self, request_ids: list[str]) -> None:
-        if self._engine is None:
+        if self._engine is None or os.getpid() != self._process:
             return
-        unfinished = [request_id for request_id in request_ids if request_id in self._live]
-        if unfinished:
-            self._engine.core.abort(unfinished, time.monotonic())
-            for request_id in unfinished:
-                for name in self._live.pop(request_id).names:
-                    self._owners.pop(name, None)
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if all(isinstance(item, int) and not isinstance(item, bool) for item in prompts) and len(prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams | None]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise InvalidRequestError("params", f"there are {len(params)} for {count} prompts; give one, or one each")
-    return params
+        with self._turn:
+            unfinished = [request_id for request_id in request_ids if request_id in self._live]
+            if unfinished:
+                self._engine.core.abort(unfinished, time.monotonic())
+                for request_id in unfinished:
+                    for name in self._live.pop(request_id).names:
+                        self._owners.pop(name, None)

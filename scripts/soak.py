@@ -1,8 +1,9 @@
 """Mixed requests for a long time, three in ten of them cut by their clients: does anything grow?
 
 Starts a server, loads it in rounds, and after each round waits until it is idle: then all blocks must be free, and a
-fixed request must get its known tokens. Memory and descriptors of both processes are noted; at the end none of them
-may have a slope. Exits with 1 if anything is wrong.
+fixed request must get its known tokens. One request in ten is HTTP as no client should write it, some answers are as
+large as they come, and once in a round both processes are paused for a moment. Memory and descriptors of both are
+noted; at the end none of them may have a slope. Exits with 1 if anything is wrong.
 
     make soak                       10 minutes
     SOAK_SECONDS=120 make soak
@@ -29,11 +30,13 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from quire.bench.http_client import HttpClient, HttpError
 
 ROOT = Path(__file__).parents[1]
 CUTS = 0.3
+ATTACKS = 0.1
 ROUNDS = 24
 WARM_UP = 1 / 3
 """Of the rounds: caches and logs of fixed size fill first."""
@@ -83,6 +86,9 @@ def make_request(source: random.Random) -> tuple[str, dict[str, Any], int]:
         ("/v1/responses", {"input": text, "max_output_tokens": 16, "stream": True}, 200),
         ("/v1/messages", {"messages": chat["messages"], "max_tokens": 16, "model": "smollm2", "stream": True}, 200),
         ("/v1/embeddings", {"input": [text, "y"]}, 200),
+        ("/v1/embeddings", {"input": ["y"] * 200}, 200),
+        ("/v1/completions", {"prompt": text, "max_tokens": 1, "n": 4, "echo": True, "logprobs": 20}, 200),
+        ("/tokenize", {"prompt": text * 100, "return_token_strs": True}, 200),
         ("/tokenize", {"prompt": text}, 200),
         ("/v1/completions", {"prompt": text, "temperature": -1}, 400),
         ("/v1/completions", {"prompt": text, "guided_regex": f"({source.randrange(1000)}"}, 400),
@@ -91,12 +97,34 @@ def make_request(source: random.Random) -> tuple[str, dict[str, Any], int]:
     return source.choice(requests)
 
 
+def make_attack(source: random.Random) -> tuple[bytes, bool, int]:
+    """The bytes of a request, whether the sender closes its half then, and the status it should get."""
+    body = b'{"prompt": "x", "max_tokens": 4}'
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    chunked = head + b"transfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(body), body)
+    plain = head + b"content-length: %d\r\n\r\n" % len(body) + body
+    trailer = b"x-%d: y\r\n" % source.randrange(10**6)
+    return source.choice(
+        (
+            (plain, True, 200),
+            (plain + b"GET /health HTTP/1.1\r\n", False, 200),
+            (chunked + b"0\r\n" + trailer + b"\r\n", False, 200),
+            (chunked + b"0\r\n" + trailer * 20_000, False, 431),
+            (chunked + b"1;" + b"e" * 100_000, False, 431),
+            (chunked + b"ZZ\r\n", False, 400),
+            (head + b"content-length: 5000000\r\n\r\n" + b"x" * 5_000_000, False, 413),
+            (head + b"x: " + b"y" * 50_000 + b"\r\n\r\n", False, 431),
+        )
+    )
+
+
 @dataclass
 class Soak:
     """One run."""
 
     client: HttpClient
     pids: dict[str, int]
+    port: int = 0
     source: random.Random = field(default_factory=lambda: random.Random(0))
     counts: collections.Counter[str] = field(default_factory=collections.Counter)
     faults: list[str] = field(default_factory=list)
@@ -109,7 +137,7 @@ class Soak:
         start = time.monotonic()
         for number in range(ROUNDS):
             end = start + seconds * (number + 1) / ROUNDS
-            await asyncio.gather(*(self.work(end) for _ in range(concurrency)))
+            await asyncio.gather(self.pause(end), *(self.work(end) for _ in range(concurrency)))
             self.client.close()  # its connections are no leak of the server's
             if not await self.is_idle():
                 self.faults.append(f"round {number + 1}: after {IDLE_SECONDS} s without requests something still ran")
@@ -124,6 +152,9 @@ class Soak:
 
     async def work(self, end: float) -> None:
         while time.monotonic() < end:
+            if self.source.random() < ATTACKS:
+                await self.attack()
+                continue
             path, body, status = make_request(self.source)
             # Some requests are over before they are cut: their place is taken by others.
             wants_cut = self.counts["cut"] <= CUTS * self.counts.total() and self.source.random() < 0.7
@@ -144,6 +175,32 @@ class Soak:
             if found != status:
                 self.faults.append(f"{path} {body}: {found} instead of {status}")
                 return
+
+    async def attack(self) -> None:
+        data, closes, status = make_attack(self.source)
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            async with asyncio.timeout(IDLE_SECONDS):
+                writer.write(data)
+                if closes:
+                    writer.write_eof()
+                answer = await reader.read()
+        except OSError as error:
+            answer = repr(error).encode()
+        finally:
+            writer.close()
+        found = answer.replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"").split(b" ", 2)[1:2]
+        self.counts["attack"] += 1
+        if found != [b"%d" % status]:
+            self.faults.append(f"{data[:200]!r}: {answer[:200]!r} instead of {status}")
+
+    async def pause(self, end: float) -> None:
+        """Stops the whole service at some time, as a container is paused."""
+        await asyncio.sleep(self.source.random() * max(0.0, end - time.monotonic()))
+        for which in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in self.pids.values():
+                os.kill(pid, which)
+            await asyncio.sleep(0.3)
 
     async def send(self, path: str, body: dict[str, Any]) -> None:
         if not body.get("stream"):
@@ -246,7 +303,7 @@ def main() -> None:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server must not be left behind
     with server(options.model) as (url, pids):
-        soak = Soak(HttpClient(url), pids)
+        soak = Soak(HttpClient(url), pids, urlsplit(url).port or 0)
         asyncio.run(soak.run(options.seconds, options.concurrency))
         is_well = soak.judge()
     sys.exit(0 if is_well else 1)

@@ -15,7 +15,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "quire"
 
 LAYERS = (
-    ("errors", "config", "preload", "field_checks", "sampling_params", "outputs", "step"),
+    ("errors", "config", "preload", "field_checks", "sampling_params", "outputs", "step", "temporary_folders"),
     ("kernels",),
     ("models",),
     ("sampling",),

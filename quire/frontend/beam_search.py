@@ -20,7 +20,7 @@ from typing import Literal
 
 from quire.engine import EngineCore, RequestUpdate, make_requests
 from quire.errors import InvalidRequestError, QuireError
-from quire.field_checks import check_bool, check_int, check_real
+from quire.field_checks import check_bool, check_int, check_real, checked_ids
 from quire.sampling_params import MAX_LOGPROBS, SamplingParams
 
 Continuations = Sequence[tuple[int, float]]
@@ -92,7 +92,7 @@ class BeamSearchOutput:
 def check_choices(ignore_eos: bool, stop_token_ids: Sequence[int], vocab_size: int) -> None:
     """Refuses what can't say how beams end."""
     check_bool("ignore_eos", ignore_eos)
-    for token_id in stop_token_ids:
+    for token_id in checked_ids("stop_token_ids", stop_token_ids, vocab_size):
         check_int("stop_token_ids", token_id, 0, vocab_size - 1)
 
 

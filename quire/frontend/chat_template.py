@@ -12,6 +12,7 @@ from quire.errors import InvalidRequestError, TemplateError
 from quire.frontend import template_sandbox as sandbox
 from quire.frontend.control_tokens import ControlTokens, Placeholders, holds
 from quire.frontend.messages import check_list, check_messages, plain_data
+from quire.frontend.template_limits import TemplateLimitError, limited
 from quire.frontend.tokenizer import Tokenizer
 
 _MAX_SOURCE = 1024 * 1024
@@ -120,11 +121,11 @@ class ChatTemplate:
         begins_answer = options.get("add_generation_prompt", True)
         variables = {**self._named_tokens, **request, "add_generation_prompt": begins_answer}
         try:
-            with sandbox.limited():
+            with limited():
                 return sandbox.concat(self._template.generate(variables), "prompt")
         except sandbox.TemplateRefusalError as error:
             raise TemplateError(f"the chat template refused the messages: {error}") from None
-        except sandbox.TemplateLimitError as error:
+        except TemplateLimitError as error:
             raise TemplateError(f"the chat template was stopped: it {error}") from None
         except RecursionError:
             raise TemplateError("the chat template was stopped: it calls itself too deeply") from None

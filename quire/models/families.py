@@ -7,6 +7,7 @@ quirks from `config.json`. Everything shared (sizes, rope, windows) is read by `
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -332,7 +333,7 @@ def _read_eos(config: Fields, generation_config: Path) -> tuple[int, ...]:
     """The model's end tokens; generation_config.json knows chat models' further ones."""
     found: dict[int, None] = {}
     sources = [config]
-    if generation_config.is_file():
+    if os.path.lexists(generation_config):
         sources.append(Fields(read_json(generation_config, MAX_CONFIG_BYTES), str(generation_config)))
     for source in sources:
         value = source.raw("eos_token_id")

@@ -111,11 +111,23 @@ def _cache_blobs(folder: Path) -> list[Path]:
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, object]:
     """The JSON object in a file of at most `max_bytes`."""
-    with open_checked(path) as file:
+    return parse_json(_read_member(path, max_bytes, "JSON"), path)
+
+
+def read_text(path: Path, max_bytes: int) -> str:
+    """The text in a file of at most `max_bytes`."""
+    try:
+        return _read_member(path, max_bytes, "text").decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelFormatError(f"{path}: not valid UTF-8 at byte {error.start}; save it as UTF-8") from error
+
+
+def _read_member(path: Path, max_bytes: int, what: str) -> bytes:
+    with open_checked(safe_member(path.parent, path.name)) as file:
         size = file_stamp(file)[1]
         if size > max_bytes:
-            raise ModelFormatError(f"{path}: expected at most {max_bytes} bytes of JSON, got {size}")
-        return parse_json(bytes(read_exact(file, path, 0, size)), path)
+            raise ModelFormatError(f"{path}: expected at most {max_bytes} bytes of {what}, got {size}")
+        return bytes(read_exact(file, path, 0, size))
 
 
 def parse_json(data: bytes, path: Path) -> dict[str, object]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -37,6 +36,7 @@ from quire.models.weight_plan import (
     check_not_quantized,
     quantized_format,
 )
+from quire.temporary_folders import temporary_folder
 
 MAX_SHARD_BYTES = 2 * 10**9
 _COPIED = {".json", ".jinja", ".txt", ".model"}
@@ -207,8 +207,8 @@ def _new_folder(path: Path, out: Path, force: bool) -> Iterator[Path]:
         raise QuireError(f"{out}: is not a folder that quire quantize wrote, so --force does not replace it")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
-            folder, old = Path(temporary) / "new", Path(temporary) / "old"
+        with temporary_folder(f".{out.name}-", out.parent) as temporary:
+            folder, old = temporary / "new", temporary / "old"
             folder.mkdir()
             yield folder
             if out.exists():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any, NamedTuple, TextIO, TypeVar
 from quire.errors import InvalidRequestError
 from quire.sampling_params import ResolvedTokens, SamplingParams, StructuredOutput
 from quire.step import Admission, BlockCopy, Finished, Preemption, ScheduledRequest, Step, StepLogEntry, StepResult
+
+logger = logging.getLogger(__name__)
 
 VERSION = 4
 _RECORDS: Mapping[str, Callable[..., Any]] = {
@@ -53,8 +56,11 @@ class StepLog:
         self._max_tokens = max_tokens
         self._num_tokens = 0
         self._listeners = tuple(listeners)
-        self._file: TextIO | None = None if path is None else path.open("a", encoding="utf-8")
         self.file_error: str | None = None
+        try:
+            self._file: TextIO | None = None if path is None else path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise InvalidRequestError("step_log", f"{path} can't be written: {error}; name another file") from error
 
     def __len__(self) -> int:
         return len(self._ring)
@@ -79,6 +85,7 @@ class StepLog:
                 self._file.flush()
             except OSError as error:
                 self.file_error = f"step log stopped at step {entry.step.step_id}: {error}"
+                logger.error("%s; the engine goes on without it: make room and start again", self.file_error)
                 self.close()
 
     def close(self) -> None:
@@ -99,12 +106,15 @@ def read_step_log(path: Path) -> list[StepLogEntry]:
     """The entries of a file, equal to those written (but for logits processors, which are code and stay out of
     it); says which line is wrong if one is."""
     entries = []
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                entries.append(decode_entry(line))
-            except (ValueError, KeyError, TypeError) as error:
-                raise InvalidRequestError("step log", f"{path}, line {number}: {error}") from error
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise InvalidRequestError("step log", f"{path} can't be read: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        try:
+            entries.append(decode_entry(line.decode("utf-8")))
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidRequestError("step log", f"{path}, line {number}: {error}") from error
     return entries
 
 

@@ -62,6 +62,14 @@ def describe(device: torch.device, dtype: torch.dtype) -> str:
     return f"{name}, {str(dtype).removeprefix('torch.')}"
 
 
+def use_own_cores() -> None:
+    """One thread for each core this process really has: torch counts those it may run on, but not what a container's
+    share of their time amounts to. A number that the user has set stays."""
+    cores = _cgroup_cores(Path("/"))
+    if cores < torch.get_num_threads() and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(cores)
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes that can be had on the device now."""
     if device.type == "cuda":
@@ -94,6 +102,28 @@ def _system_available() -> int:
         pass
     # No /proc (macOS): half of what is installed is a fair guess at what can be had.
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _cgroup_cores(root: Path) -> int:
+    """Whole cores in the time that control groups grant, one at least; a very large number where they don't say. With
+    more threads than that, all of them would be stopped for a while again and again."""
+    cores = 2.0**31
+    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+        quota, period = (
+            int((root / "sys/fs/cgroup/cpu" / name).read_text()) for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        )
+        cores = quota / period if quota > 0 else cores
+    with contextlib.suppress(OSError, StopIteration):
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        path = next(line for line in lines if line.startswith("0::/")).removeprefix("0::/")
+        base = root / "sys/fs/cgroup"
+        for folder in (base / path, *(base / path).parents):
+            with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+                share = (folder / "cpu.max").read_text().split()
+                cores = min(cores, int(share[0]) / int(share[1]))
+            if folder == base:
+                break
+    return max(1, int(cores))
 
 
 def _cgroup_available() -> int:

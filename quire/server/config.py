@@ -63,6 +63,8 @@ class ServerConfig:
     """Work and no sign of life for this long: not ready."""
     hang_seconds: float = 120.0
     """Work and no sign of life for this long: the engine is restarted."""
+    start_seconds: float = 120.0
+    """No sign of life for this long from an engine that starts: it is killed, and tried again if it ran before."""
     otlp_traces_endpoint: str | None = None
     """Where spans of requests are sent (OTLP over HTTP); None: there are none."""
     log_format: str = "human"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
@@ -17,7 +16,7 @@ from quire.server import messages
 from quire.server.config import ServerConfig
 from quire.server.engine_link import EngineLink
 from quire.server.errors import ApiError, to_api_error
-from quire.server.tasks import running
+from quire.server.tasks import AttendedClock, running
 from quire.step import RequestUpdate
 
 logger = logging.getLogger(__name__)
@@ -65,7 +64,10 @@ class EngineClient:
         """The request's id by the name of an answer."""
         self._tickets: dict[int, asyncio.Future[dict[str, Any] | None]] = {}
         self._num_tickets = 0
+        self._clock = AttendedClock(min(1.0, config.stall_seconds / 4))
+        self._ticking: asyncio.Task[None] | None = None
         self._last_heard = 0.0
+        """By that clock."""
         self._last_steps: deque[StepSummary] = deque(maxlen=_LAST_STEPS)
         self.state: State = "starting"
         self.ready: messages.Ready | None = None
@@ -75,7 +77,8 @@ class EngineClient:
 
     async def start(self) -> messages.Ready:
         """Starts the engine and waits until the model is loaded; raises QuireError if that fails."""
-        self._link = EngineLink(self._config)
+        self._ticking = asyncio.create_task(self._clock.run())
+        self._link = EngineLink(self._config, self._clock)
         try:
             ready = await self._link.start()
         except BaseException:
@@ -84,6 +87,7 @@ class EngineClient:
             raise
         self._became_ready(ready)
         self._supervisor = asyncio.create_task(self._supervise())
+        self._supervisor.add_done_callback(self._ended)
         return ready
 
     async def stop(self) -> None:
@@ -92,6 +96,8 @@ class EngineClient:
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.gather(self._supervisor, return_exceptions=True)
+        if self._ticking is not None:
+            self._ticking.cancel()
         if self._link is not None:
             await self._link.stop()
         self.abandon()
@@ -102,8 +108,8 @@ class EngineClient:
 
     @property
     def seconds_silent(self) -> float:
-        """How long the engine has had work without giving a sign of life."""
-        return time.monotonic() - self._last_heard if self._listeners else 0.0
+        """How long the engine has had work without giving a sign of life, and this process was there to hear it."""
+        return self._clock.now - self._last_heard if self._listeners else 0.0
 
     @property
     def is_stalled(self) -> bool:
@@ -116,7 +122,7 @@ class EngineClient:
         whether the engine takes it first."""
         link = self._live_link()
         if not self._listeners:
-            self._last_heard = time.monotonic()  # an idle engine has nothing to say
+            self._last_heard = self._clock.now  # an idle engine has nothing to say
         self._listeners[message.request_id] = listener
         self._names[message.request_id] = set(names)
         self._requests.update(dict.fromkeys(names, message.request_id))
@@ -162,13 +168,17 @@ class EngineClient:
     def _became_ready(self, ready: messages.Ready) -> None:
         self.ready = ready
         self.state = "ready"
-        self._last_heard = time.monotonic()
+        self._last_heard = self._clock.now
 
     async def _supervise(self) -> None:
         """Serves the engine's events until it is gone, then gets a new one. Ends when that fails for good."""
         while True:
             assert self._link is not None
-            reason = await self._serve(self._link)
+            try:
+                reason = await self._serve(self._link)
+            except Exception as error:
+                logger.exception("what the engine says could not be followed")
+                reason = one_line(error)
             self.state = "restarting"
             logger.error("the engine process is gone: %s", reason)
             logger.error("its last steps: %s", describe_steps(self._last_steps))
@@ -177,25 +187,35 @@ class EngineClient:
             await self._link.stop()
             self._metrics.restarted()
             if not await self._restart():
-                self.state = "failed"
                 logger.error("the engine could not be started %d times; giving up", _MOST_FAILED_STARTS)
-                self._on_failure()
                 return
 
     async def _restart(self) -> bool:
+        """Tries until there is an engine again, whatever was in the way: memory, descriptors, folders may come back."""
         pause = _FIRST_PAUSE
         for _ in range(_MOST_FAILED_STARTS):
             await asyncio.sleep(pause)
             pause = min(_LONGEST_PAUSE, 2 * pause)
-            self._link = EngineLink(self._config)
             try:
+                self._link = EngineLink(self._config, self._clock)
                 self._became_ready(await self._link.start())
-            except QuireError as error:
-                logger.error("the engine could not be started: %s", error)
-                await self._link.stop()
+            except Exception as error:
+                logger.error("the engine could not be started: %s", one_line(error))
+                if self._link is not None:
+                    await self._link.stop()
             else:
                 return True
         return False
+
+    def _ended(self, supervisor: asyncio.Task[None]) -> None:
+        """Without its supervisor, nobody would replace the engine: the server can't go on."""
+        if self.state == "stopped" or supervisor.cancelled():
+            return
+        if (error := supervisor.exception()) is not None:
+            logger.error("the engine's supervisor failed", exc_info=error)
+        self.state = "failed"
+        self._lose_all(unavailable("the engine could not be started again; the server goes down"))
+        self._on_failure()
 
     async def _serve(self, link: EngineLink) -> str:
         """Why the engine is gone."""
@@ -212,7 +232,7 @@ class EngineClient:
     async def _read(self, link: EngineLink) -> str:
         while True:
             event = await link.receive()
-            self._last_heard = time.monotonic()
+            self._last_heard = self._clock.now
             if isinstance(event, messages.Fatal):
                 return event.message
             if isinstance(event, messages.Updates):
@@ -224,7 +244,7 @@ class EngineClient:
 
     async def _watch(self, link: EngineLink) -> str:
         while True:
-            await asyncio.sleep(min(1.0, self._config.stall_seconds / 4))
+            await asyncio.sleep(self._clock.interval)
             if self.seconds_silent > self._config.hang_seconds:
                 silent = self.seconds_silent
                 await link.kill_hung()
@@ -272,7 +292,15 @@ class EngineClient:
             if not future.done():
                 future.set_result(None)
         for listener in dict.fromkeys(listeners):
-            listener.fail(error)
+            try:
+                listener.fail(error)
+            except Exception:
+                logger.exception("somebody who waits could not be told that the engine is gone")
+
+
+def one_line(error: Exception) -> str:
+    """In one line. What is ours says what it is; of others the type tells more than some messages."""
+    return str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
 
 
 def unavailable(message: str = "the engine is being restarted; try again in a moment") -> ApiError:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -18,9 +18,26 @@ import zmq.asyncio
 import quire
 from quire.errors import EngineError, QuireError
 from quire.server.config import ServerConfig
-from quire.server.messages import Command, EngineProcessConfig, Event, Fatal, Ready, Shutdown, decode_event, encode
-from quire.server.tasks import running
+from quire.server.messages import (
+    Command,
+    EngineProcessConfig,
+    Event,
+    Fatal,
+    Loading,
+    Ready,
+    Shutdown,
+    decode_event,
+    encode,
+)
+from quire.server.tasks import AttendedClock, running
+from quire.temporary_folders import temporary_folder
 
+logger = logging.getLogger(__name__)
+
+_DESCRIPTORS = 32
+"""More than a process and its sockets need. Without them libzmq would end us rather than say so."""
+_LONGEST_PARENT = 75
+"""Bytes; the system takes some 100 for the path of a socket."""
 _EXIT_SECONDS = 5.0
 _STACKS_SECONDS = 1.0
 """For a hung process to write down where it hangs."""
@@ -29,26 +46,40 @@ _STACKS_SECONDS = 1.0
 class EngineLink:
     """Not used again: a new process gets a new one, so nothing late from an old one is ever heard."""
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, clock: AttendedClock) -> None:
         self._config = config
+        self._clock = clock
         self._process: asyncio.subprocess.Process | None = None
-        self._folder: str | None = None
+        self._folder = contextlib.ExitStack()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._commands: zmq.Socket[bytes] | None = None
         self._events: zmq.asyncio.Socket | None = None
         self._broken = asyncio.Event()
         self._fault = ""
+        self._last_heard = 0.0
 
     async def start(self) -> Ready:
-        """Starts the process and waits until it is ready; raises what it says is wrong."""
+        """Starts the process and waits until it is ready; raises EngineError, or what it says is wrong."""
+        try:
+            await self._start()
+        except (OSError, zmq.ZMQError) as error:
+            raise EngineError(f"the engine process could not be started: {error}") from error
+        return await self._first_event()
+
+    async def _start(self) -> None:
         config = self._config
-        self._folder = tempfile.mkdtemp(prefix="quire-")  # for this user alone, and so are the sockets in it
+        _check_descriptors()
+        # For this user alone, and so are the sockets in it. Their paths must not be long.
+        parent = Path(tempfile.gettempdir())
+        if len(str(parent)) > _LONGEST_PARENT:
+            parent = Path("/tmp")
+        folder = self._folder.enter_context(temporary_folder("quire-", parent))
         self._context = zmq.Context()
         self._commands = self._context.socket(zmq.PUSH)
         self._commands.set_hwm(0)  # bounded by admission: as many as there are requests
         self._events = zmq.asyncio.Context.shadow(self._context).socket(zmq.PULL)
         self._events.set_hwm(1000)
-        commands, events = (f"ipc://{self._folder}/{name}" for name in ("commands", "events"))
+        commands, events = (f"ipc://{folder}/{name}" for name in ("commands", "events"))
         self._commands.bind(commands)
         self._events.bind(events)
         paths = [str(Path(quire.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -66,11 +97,14 @@ class EngineLink:
         stdin.write(msgspec.json.encode(first) + b"\n")
         with contextlib.suppress(ConnectionError):  # it is gone already, which shows below
             await stdin.drain()
-        return await self._first_event()
 
     async def receive(self) -> Event:
         assert self._events is not None
-        return decode_event(await self._events.recv())
+        data = await self._events.recv()
+        try:
+            return decode_event(data)
+        except msgspec.MsgspecError as error:
+            raise EngineError(f"the engine process said what can't be read: {error}") from error
 
     def send(self, command: Command) -> None:
         """Never blocks, never raises: `broken` tells of a command that could not be sent."""
@@ -102,28 +136,41 @@ class EngineLink:
             self._process.kill()
 
     async def stop(self) -> None:
-        """Ends the process, gently first, and closes the sockets. Can be called at any point."""
-        if self._process is not None and self._process.returncode is None:
-            self.send(Shutdown())
-            assert self._process.stdin is not None
-            self._process.stdin.close()
+        """Ends the process, gently first, and closes the sockets. Can be called at any point; raises nothing."""
+        for what in (self._end_process, self._close_sockets):
             try:
-                await asyncio.wait_for(self._process.wait(), _EXIT_SECONDS)
-            except TimeoutError:
-                with contextlib.suppress(ProcessLookupError):
-                    self._process.kill()
-                await self._process.wait()
+                await what()
+            except Exception:
+                logger.exception("the engine process could not be left behind cleanly")
+        self._folder.close()
+
+    async def _end_process(self) -> None:
+        if self._process is None or self._process.returncode is not None:
+            return
+        if self._commands is not None:
+            self.send(Shutdown())
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), _EXIT_SECONDS)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+
+    async def _close_sockets(self) -> None:
         if self._context is not None:
             if self._events is not None:
                 self._events.close(linger=0)
             self._context.destroy(linger=0)
             self._context = self._commands = self._events = None
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
 
     async def _first_event(self) -> Ready:
-        async with running(self.receive(), self.wait()) as (receiving, exiting):
+        self._last_heard = self._clock.now
+        async with running(self._ready_or_fatal(), self.wait(), self._watch_start()) as (receiving, exiting, watching):
+            if not receiving.done() and watching.done():
+                await self.kill_hung()
+                raise EngineError(watching.result())
             if not receiving.done():  # its last words may be on their way
                 await asyncio.wait((receiving,), timeout=0.5)
             if not receiving.done():
@@ -133,3 +180,23 @@ class EngineLink:
             raise QuireError(event.message) if event.is_users_fault else EngineError(event.message)
         assert isinstance(event, Ready)
         return event
+
+    async def _ready_or_fatal(self) -> Event:
+        while isinstance(event := await self.receive(), Loading):
+            self._last_heard = self._clock.now
+        return event
+
+    async def _watch_start(self) -> str:
+        while self._clock.now - self._last_heard < self._config.start_seconds:
+            await asyncio.sleep(self._clock.interval)
+        return f"it gave no sign of life for {self._config.start_seconds:g} s while it started; its stacks are above"
+
+
+def _check_descriptors() -> None:
+    """Raises OSError if there are too few left."""
+    opened: list[int] = []
+    try:
+        opened.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(_DESCRIPTORS))
+    finally:
+        for one in opened:
+            os.close(one)

@@ -32,6 +32,7 @@ from quire.config import EngineConfig
 from quire.engine.gc_pauses import IdleCollector, full_collections_put_off
 from quire.errors import EngineError, QuireError
 from quire.frontend.progress import ModelBars
+from quire.models.load import Progress
 from quire.models.sources import resolve
 from quire.observe.request_records import describe_request
 from quire.observe.step_log import StepSummary, describe_steps, summarize
@@ -123,6 +124,19 @@ class EngineLoop:
         elif not self._poller.poll(_SILENCE):
             self._idle_collector.collect(time.monotonic())
 
+    def sign_of_life(self, report: Progress) -> Progress:
+        """`report`, which also tells the HTTP process, not too often, that weights are being loaded."""
+        last = time.monotonic()
+
+        def report_and_send(done: int, total: int) -> None:
+            nonlocal last
+            report(done, total)
+            if time.monotonic() - last > _HEARTBEAT / 1000:
+                last = time.monotonic()
+                self.send(messages.Loading())
+
+        return report_and_send
+
     def log_last_steps(self) -> None:
         logger.error("last steps: %s", describe_steps(self._last_steps))
 
@@ -171,9 +185,9 @@ def main(build: Callable[..., Engine] = build_engine) -> int:
     """Runs the process; `build` makes the engine (tests make it break)."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # where it hangs, if it hangs
-    # Both reach every process of a group; the HTTP process decides what they mean.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # They reach every process of a group; the HTTP process decides what they mean.
+    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(one, signal.SIG_IGN)
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=messages.EngineProcessConfig)
     folder = Path(config.commands_address.removeprefix("ipc://")).parent
     threading.Thread(target=_exit_with_parent, args=(folder,), daemon=True).start()
@@ -186,10 +200,11 @@ def main(build: Callable[..., Engine] = build_engine) -> int:
     events.set_hwm(_HIGH_WATER)
     events.connect(config.events_address)
     loop = EngineLoop(commands, events)
+    loop.send(messages.Loading())
     try:
         with ModelBars(config.model) as bars:
             source = resolve(config.model)
-            engine = build(source, engine_config(config.options), bars("load"), [loop.observe])
+            engine = build(source, engine_config(config.options), loop.sign_of_life(bars("load")), [loop.observe])
         # The weights and modules are here to stay: no need to look through them again and again.
         gc.collect()
         gc.freeze()

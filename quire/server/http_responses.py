@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -14,6 +15,10 @@ from quire.server.errors import ApiError, to_api_error
 from quire.server.tasks import running
 
 _encode = msgspec.json.encode
+_VALUES_AT_ONCE = 4096
+"""Encoded in one go, during which no other thread of this process runs: a millisecond."""
+_WRITTEN_AT_ONCE = 64 * 1024
+"""Bytes."""
 
 
 class JsonResponse(Response):
@@ -23,6 +28,75 @@ class JsonResponse(Response):
 
     def __init__(self, content: Any, status_code: int = 200, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(_encode(content), status_code, headers)
+
+
+class LargeJsonResponse(Response):
+    """A body whose size the client has chosen: it comes in pieces, and between two of them others have their turn."""
+
+    media_type = "application/json"
+
+    def __init__(self, pieces: Sequence[bytes], headers: Mapping[str, str] | None = None) -> None:
+        self._pieces = pieces
+        super().__init__(headers={**(headers or {}), "content-length": str(sum(map(len, pieces)))})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for piece in self._pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    @classmethod
+    def of(cls, make: Callable[[], Any], headers: Mapping[str, str] | None = None) -> LargeJsonResponse:
+        """Made of what `make` returns. To be called beside the event loop."""
+        return cls(list(_joined(encode_in_pieces(make()))), headers)
+
+
+def encode_in_pieces(value: Any) -> Iterator[bytes]:
+    """JSON, piece by piece: the encoder keeps the interpreter to itself until it is done with what it was given."""
+    weight = _weight(value)
+    if weight <= _VALUES_AT_ONCE or not isinstance(value, dict | list | tuple):
+        yield _encode(value)
+    elif isinstance(value, dict):
+        yield b"{"
+        for number, (key, item) in enumerate(value.items()):
+            yield (b"," if number else b"") + _encode(str(key)) + b":"
+            yield from encode_in_pieces(item)
+        yield b"}"
+    else:
+        yield b"["
+        at_once = max(1, _VALUES_AT_ONCE * len(value) // weight)
+        for start in range(0, len(value), at_once):
+            if start:
+                yield b","
+            part = value[start : start + at_once]
+            if len(part) > 1:
+                yield _encode(part)[1:-1]
+            else:
+                yield from encode_in_pieces(part[0])
+        yield b"]"
+
+
+def _weight(value: Any) -> int:
+    """About how many values there are to encode; of the items of a list, which are alike, some are looked at."""
+    if isinstance(value, dict):
+        return 1 + sum(map(_weight, value.values()))
+    if isinstance(value, list | tuple) and value:
+        return 1 + len(value) * max(_weight(value[0]), _weight(value[len(value) // 2]), _weight(value[-1]))
+    return 1 + len(value) // 1024 if isinstance(value, str) else 1
+
+
+def _joined(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """In pieces that are worth a write each."""
+    held: list[bytes] = []
+    size = 0
+    for piece in pieces:
+        held.append(piece)
+        size += len(piece)
+        if size >= _WRITTEN_AT_ONCE:
+            yield b"".join(held)
+            held, size = [], 0
+    yield b"".join(held)
 
 
 def data_event(body: object) -> bytes:

@@ -20,11 +20,13 @@ from quire.server.engine_call import EngineCall
 from quire.server.errors import ApiError, error_body
 from quire.server.generation import GenerationEvent
 from quire.server.guard import connection
-from quire.server.http_responses import EventStream, JsonResponse, data_event
+from quire.server.http_responses import EventStream, JsonResponse, LargeJsonResponse, data_event
 from quire.server.protocol.common import ApiRequest, SamplingFields
 from quire.server.service import get_service, renamed
 
 RequestT = TypeVar("RequestT", bound=ApiRequest)
+_MANY_EVENTS = 2000
+"""Of a call that is answered as a whole: putting more together takes long."""
 
 
 class Writer(ABC, Generic[RequestT]):
@@ -75,7 +77,8 @@ class Writer(ABC, Generic[RequestT]):
             written = self.chunk(event)
             for out in await asyncio.to_thread(list, written) if self.is_long_chunk(event) else written:
                 yield out
-        for out in self.finish():
+        finished = self.finish()
+        for out in await asyncio.to_thread(list, finished) if self.is_long else finished:
             yield out
 
 
@@ -115,7 +118,6 @@ async def answer(request: Request, kind: type[RequestT], writer_kind: type[Write
         call.abort()
         raise
 
-    def respond() -> Response:
-        return JsonResponse(writer.whole(events), headers=headers)
-
-    return await service.in_thread(respond) if writer.is_long else respond()
+    if writer.is_long or len(events) > _MANY_EVENTS:
+        return await service.in_thread(LargeJsonResponse.of, lambda: writer.whole(events), headers)
+    return JsonResponse(writer.whole(events), headers=headers)

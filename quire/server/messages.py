@@ -61,6 +61,10 @@ Command = AddRequest | Abort | End | Describe | Shutdown
 """What goes down: all that the engine is asked."""
 
 
+class Loading(msgspec.Struct, tag="loading"):
+    """The process is there, or has come further on its way to `Ready`: a sign of life."""
+
+
 class Ready(msgspec.Struct, tag="ready", omit_defaults=True):
     """The model is loaded: what it is, and what it can take."""
 
@@ -118,7 +122,7 @@ class Fatal(msgspec.Struct, tag="fatal"):
     """A QuireError at the start (no such model, not enough memory): starting again won't help."""
 
 
-Event = Ready | Updates | Described | Fatal
+Event = Loading | Ready | Updates | Described | Fatal
 """What comes up: all that the engine says."""
 
 

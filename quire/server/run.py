@@ -9,6 +9,7 @@ import logging
 import resource
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 
 import uvicorn
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 _LAST_WORDS = 0.5
 """Seconds for clients to be told that the server ends."""
 _GC_THRESHOLDS = (50_000, 20, 50)
+_SWITCH_SECONDS = 0.001
+"""For which a thread that makes a large answer keeps the interpreter from the event loop; Python's own are 5 ms."""
 
 
 def serve(config: ServerConfig) -> int:
@@ -41,6 +44,7 @@ def serve(config: ServerConfig) -> int:
         source = resolve(config.model, progress=bars("download"))
     listener = _bind(config)
     _raise_file_limit()
+    sys.setswitchinterval(_SWITCH_SECONDS)
     loop_factory = uvicorn.Config(app="", loop="auto", log_config=None).get_loop_factory()
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(_Run(config, source, listener).run())
@@ -64,8 +68,9 @@ class _Run:
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
-        for one in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(one, self._stop, one)
+        for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN:  # nohup means: go on
+                loop.add_signal_handler(one, self._stop, one)
         try:
             started = await self._start()
             if started is not None:
@@ -118,7 +123,8 @@ class _Run:
         await self._server.serve(sockets=[self._listener])
 
     def _stop(self, which: signal.Signals) -> None:
-        """The first signal lets requests end, the second one does not."""
+        """The first signal lets requests end, the second one does not. A terminal that closes may hang up twice, from
+        shell and system, which is no impatience."""
         if self._starting is not None:
             self._starting.cancel()
             return
@@ -129,7 +135,7 @@ class _Run:
             self._service.is_draining = True
             self._server.should_exit = True
             asyncio.get_running_loop().call_later(self._config.drain_seconds, self._abort)
-        else:
+        elif which != signal.SIGHUP:
             logger.info("%s again: ending at once", which.name)
             self._exit_code = 128 + which
             self._abort()
@@ -141,10 +147,11 @@ class _Run:
         asyncio.get_running_loop().call_later(_LAST_WORDS, setattr, self._server, "force_exit", True)
 
     def _give_up(self) -> None:
-        """The engine can't be started any more."""
+        """The engine can't be started any more: whoever is there is told so, and the server ends."""
         self._exit_code = 1
         if self._server is not None:
             self._server.should_exit = True
+            asyncio.get_running_loop().call_later(_LAST_WORDS, self._abort)
 
 
 class _Server(uvicorn.Server):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
@@ -19,3 +20,20 @@ async def running(*coroutines: Coroutine[Any, Any, Any]) -> AsyncIterator[list[a
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class AttendedClock:
+    """Seconds in which this process ran. Those in which everything was paused (a container, a laptop asleep) do not
+    count: whoever was silent then had no chance to speak."""
+
+    def __init__(self, interval: float) -> None:
+        self.interval = interval
+        """Between two looks; so long may a pause be that is not noticed."""
+        self.now = 0.0
+
+    async def run(self) -> None:
+        """Keeps the clock going."""
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(self.interval)
+            self.now += min(time.monotonic() - before, 2 * self.interval)

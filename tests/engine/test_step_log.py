@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,7 +104,9 @@ def test_ring_keeps_only_the_last_entries() -> None:
     assert [entry.step.step_id for entry in log] == step_ids[-3:]
 
 
-def test_a_file_that_cannot_be_written_stops_the_file_and_not_the_engine(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_stops_the_file_and_not_the_engine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class FullDisk:
         def write(self, text: str) -> int:
             raise OSError("no space left on device")
@@ -120,6 +123,28 @@ def test_a_file_that_cannot_be_written_stops_the_file_and_not_the_engine(tmp_pat
     step_ids = run_with(log)
     assert len(log) == len(step_ids)
     assert log.file_error == "step log stopped at step 0: no space left on device"
+    assert caplog.text.count(log.file_error) == 1
+
+
+def test_a_limit_on_the_size_of_files_is_like_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))
+    try:
+        log = StepLog(path=tmp_path / "steps.jsonl")
+        assert len(run_with(log)) == len(log)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "File too large" in (log.file_error or "")
+    assert "make room" in caplog.text
+
+
+@pytest.mark.parametrize("path", ["no/such/folder/steps.jsonl", ".", "steps.jsonl/below"])
+def test_a_file_that_cannot_be_opened_says_so(tmp_path: Path, path: str) -> None:
+    (tmp_path / "steps.jsonl").touch()
+    with pytest.raises(InvalidRequestError, match=r"step_log: .* can't be written: .*; name another file"):
+        StepLog(path=tmp_path / path)
+    with pytest.raises(InvalidRequestError, match="can't be read"):
+        read_step_log(tmp_path / "nothing.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -129,12 +154,13 @@ def test_a_file_that_cannot_be_written_stops_the_file_and_not_the_engine(tmp_pat
         ("[]", "found None"),
         ('{"version": 3}', "step"),
         ("{", "Expecting"),
+        ("\udcff", "utf-8"),
     ],
 )
 def test_a_broken_file_is_refused_with_its_line(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "steps.jsonl"
     good = encode_entry(StepLogEntry(Step(0, 0.0), StepResult(0, {}), None, 0.0))
-    path.write_text(f"{good}\n{line}\n")
+    path.write_text(f"{good}\n{line}\n", errors="surrogateescape")
     with pytest.raises(InvalidRequestError, match=rf"line 2: .*{message}"):
         read_step_log(path)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from datetime import datetime
 
 import pytest
 
 from quire.errors import TemplateError
+from quire.frontend import template_limits
 from quire.frontend.chat_template import ChatTemplate
+from quire.frontend.template_sandbox import BoundedEnvironment
 
 DIALOGUE = [{"role": "user", "content": "x" * 1000}]
 GROW = "{%% set ns = namespace(x='ab') %%}{%% for i in range(99) %%}{%% set ns.x = %s %%}{%% endfor %%}{{ ns.x }}"
@@ -45,6 +49,16 @@ TOO_MUCH = {
     "wide indent": "{{ 'x\ny' | indent(10000000000) }}",
     "wide JSON": "{{ [1] | tojson(indent=10000000000) }}",
     "wide date": "{{ strftime_now('%1000000000d') }}",
+    "equal lists that double": "{% set a = namespace(x=['ab'], y=['ab']) %}{% for i in range(30) %}"
+    "{% set a.x = [a.x, a.x] %}{% set a.y = [a.y, a.y] %}{% endfor %}{% if a.x == a.y %}1{% endif %}",
+    "a text taken apart": "{% set s = 'ab ' * 10000000 %}{{ s.split() | length }}",
+    "a text taken apart at letters": "{% set s = 'ab ' * 10000000 %}{{ s.split('a') | length }}",
+    "a text in lines": "{% set s = 'a\n' * 15000000 %}{{ s.splitlines() | length }}",
+    "a long text formatted": "{% set s = 'ab ' * 10000000 %}{{ s.format(1) }}",
+    "slices in a row": "{% set s = 'ab ' * 10000000 %}" + "{% set s = s[1:] %}" * 500,
+    "tests in a row": "{% set s = 'ab ' * 10000000 %}" + "{% if s is lower %}{% endif %}" * 500,
+    "searches in a row": "{% set s = 'ab ' * 10000000 %}" + "{% if 'c' in s %}{% endif %}" * 500,
+    "methods in a row": "{% set s = 'ab ' * 10000000 %}" + "{% set x = s.upper() %}" * 500,
     "mapped filter": "{{ ['x'] | map('center', 10000000000) | list }}",
 }
 
@@ -68,14 +82,45 @@ FORBIDDEN = {
 
 
 @pytest.mark.parametrize("source", TOO_MUCH.values(), ids=TOO_MUCH.keys())
-def test_a_template_that_asks_for_too_much_is_stopped(source: str) -> None:
+def test_a_template_that_asks_for_too_much_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.5)
     started = time.monotonic()
     with pytest.raises(TemplateError, match=r"was stopped: it") as caught:
         ChatTemplate(source).render(DIALOGUE)
-    # The limit is 2 s of the template's own time; anything unbounded here would take hours or all memory.
+    # Anything unbounded here would take hours or all memory.
     assert time.monotonic() - started < 20
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__
+
+
+ARGUMENTS = {
+    "attr": "('x')", "batch": "(2)", "default": "('x')", "format": "(1)", "groupby": "(0)", "indent": "(2)",
+    "join": "(',')", "map": "('upper')", "reject": "('string')", "rejectattr": "('a')", "replace": "('a', 'b')",
+    "select": "('string')", "selectattr": "('a')", "slice": "(2)", "tojson": "(indent=1)", "wordwrap": "(3)",
+}  # fmt: skip
+LARGE = {
+    "a text": "'ab c. ' * 5000000",
+    "addresses": "'http://a.b/<x> ' * 2000000",
+    "lines": "'a\n' * 16000000",
+    "a list": "['ab', 'b'] * 49000",
+    "lists": "[['ab', 'c'] * 500] * 500",
+    "objects": "[{'a': 'b', 'c': {'d': 1}}] * 99000",
+}
+
+
+@pytest.mark.parametrize("large", LARGE.values(), ids=LARGE.keys())
+def test_every_filter_is_done_in_time_or_stopped(large: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest things a template can make. Time is that of the processor: others may be using it."""
+    monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.1)
+    slow = {}
+    for name in BoundedEnvironment(datetime.now).filters:
+        template = ChatTemplate(f"{{% set s = {large} %}}{{% set r = s | {name}{ARGUMENTS.get(name, '')} | list %}}")
+        started = time.process_time()
+        with contextlib.suppress(TemplateError):
+            template.render(DIALOGUE)
+        if (seconds := time.process_time() - started) > 1.0:
+            slow[name] = seconds
+    assert not slow
 
 
 @pytest.mark.parametrize("source", FORBIDDEN.values(), ids=FORBIDDEN.keys())

@@ -6,11 +6,6 @@
 #include <vector>
 
 extern "C" {
-// One thread does for all.
-void GOMP_parallel(void (*body)(void*), void* data, unsigned, unsigned) { body(data); }
-int omp_get_thread_num() { return 0; }
-int omp_get_num_threads() { return 1; }
-
 void quire_packed_size(const void*);
 void quire_pack_quantized(const void*);
 void quire_unpack_quantized(const void*);

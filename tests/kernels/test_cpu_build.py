@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
 import subprocess
@@ -24,7 +25,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of loaded libraries")
-def test_kernels_run_on_torchs_own_threads(kernels: CpuKernels) -> None:
+def test_kernels_bring_no_second_openmp(kernels: CpuKernels) -> None:
     kernels.gate(torch.ones(600, 600), Activation.SILU)
     loaded = set(re.findall(r"\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so\S*", Path("/proc/self/maps").read_text()))
     assert len(loaded) == 1
@@ -59,7 +60,7 @@ def test_a_failing_compiler_is_reported_with_its_words(monkeypatch: pytest.Monke
 
 def test_another_compiler_of_the_same_name_builds_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def fingerprint(*command: str) -> str:
-        return build._fingerprint(list(command), ["-O3"], [])
+        return build._fingerprint(list(command), ["-O3"])
 
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("g++", "ccache"):
@@ -95,6 +96,43 @@ case " $* " in *" -shared "*) cp {library} "$last";; *) echo compiled > "$last";
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) for _ in range(2)]
     assert [process.communicate()[0].strip() for process in running] == ["[[0.0, 0.0]]"] * 2
     assert len(list((tmp_path / "home" / "kernels").iterdir())) == 1
+
+
+@needs_compiler
+def test_a_library_that_is_not_whole_is_built_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Truncated (the process would end with SIGBUS), empty, changed, and what a killed build left behind."""
+    source = tmp_path / "source.cpp"
+    source.write_text('extern "C" int number() { return 7; }\n')
+    monkeypatch.setattr(build, "_SOURCE_FOLDER", tmp_path)
+    monkeypatch.setenv("QUIRE_HOME", str(tmp_path / "home"))
+    load = build.load_library.__wrapped__
+    assert load().number() == 7
+    (library,) = (tmp_path / "home" / "kernels").iterdir()
+    whole = library.read_bytes()
+    (library.parent / "build-left").mkdir()
+    (library.parent / "build-left" / ".quire-temporary-folder").touch()
+    for broken in (whole[:4096], whole[: len(whole) // 2], b"", whole[:-1], whole[:100] + b"x" + whole[101:]):
+        library.unlink()  # the old one is in use
+        library.write_bytes(broken)
+        assert load().number() == 7
+        assert build._is_whole(library)
+    assert list(library.parent.iterdir()) == [library]
+
+
+@needs_compiler
+def test_a_build_without_room_says_what_to_do(tmp_path: Path) -> None:
+    """A limit on the size of files, like a full disk: one line, and the reference kernels go on."""
+    code = "import resource, torch; resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)); "
+    code += "from quire.kernels.select import select_kernels as s; print(s(torch.device('cpu'), torch.float32).name)"
+    environment = {**os.environ, "QUIRE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2], check=True
+    )
+    assert done.stdout == "reference\n"
+    assert "QUIRE_HOME" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert list((tmp_path / "kernels").iterdir()) == []
 
 
 @needs_compiler

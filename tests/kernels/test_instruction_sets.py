@@ -55,7 +55,7 @@ def run(compiler: str, architecture: str, emulator: list[str], folder: Path) -> 
 
     with ThreadPoolExecutor(2) as compilers:
         objects = list(compilers.map(compiled, [Path(__file__).with_name("digest.cpp"), *sources]))
-    subprocess.run([compiler, *objects, "-o", str(program)], check=True, capture_output=True, timeout=60)
+    subprocess.run([compiler, "-pthread", *objects, "-o", str(program)], check=True, capture_output=True, timeout=60)
     done = subprocess.run([*emulator, str(program)], check=True, capture_output=True, text=True, timeout=120)
     return done.stdout
 

@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+from quire.errors import QuireError
 from quire.server.config import ServerConfig
 from quire.server.run import serve
 
@@ -19,6 +20,15 @@ def main() -> int:
         if name in fields:
             fields[name] = Path(fields[name])
     return serve(ServerConfig(**fields))
+
+
+def run_safely() -> int:
+    """The status; what is wrong is said in one line, as the command line does."""
+    try:
+        return main()
+    except QuireError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.server.harness import SMALL_ENGINE, Server, wait_for
+from tests.server.harness import Server, wait_for
 
 BODY = json.dumps({"prompt": "The capital of France is", "max_tokens": 2}).encode()
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -19,7 +19,7 @@ LENGTH = b"content-length: %d\r\n" % len(BODY)
 def server(small_model: str) -> Iterator[Server]:
     """Impatient: tests wait for its time limits."""
     limits = {"header_seconds": 1.0, "body_seconds": 1.0, "write_seconds": 1.0, "max_connections": 50}
-    with Server(faults=True, model=small_model, engine=SMALL_ENGINE, **limits) as server:
+    with Server(model=small_model, engine={}, engine_module="tests.server.scripted_engine", **limits) as server:
         server.assert_sound()
         yield server
         server.assert_sound()
@@ -92,7 +92,7 @@ def test_what_is_no_http_gets_400(server: Server, garbage: bytes) -> None:
 def test_giant_headers(server: Server, request_head: bytes) -> None:
     answer = exchange(server, request_head)
     assert status_of(answer) == 431
-    assert "32768" in body_of(answer)["error"]["message"]
+    assert "headers are too large: at most 32768" in body_of(answer)["error"]["message"]
 
 
 @pytest.mark.parametrize("start", [b"", b"GET", b"GET /health HTTP/1.1\r\nhost: x\r\n"])
@@ -115,13 +115,52 @@ def test_a_body_that_does_not_come(server: Server, sent: bytes) -> None:
     assert b"connection: close" in answer
 
 
-def test_a_body_that_is_too_large_is_not_read(server: Server) -> None:
-    answer = exchange(server, HEAD + b"content-length: 99999999999\r\n\r\n")
+MEGABYTE = b"x" * 1_000_000
+CHUNK = b"%x\r\n%s\r\n" % (len(MEGABYTE), MEGABYTE)
+
+
+@pytest.mark.parametrize(
+    ("head", "pieces"),
+    [
+        (b"content-length: 99999999999\r\n\r\n", []),
+        (b"content-length: 20000000\r\n\r\n", [MEGABYTE] * 20),
+        (b"transfer-encoding: chunked\r\n\r\n", [CHUNK] * 20),
+        (b"transfer-encoding: chunked\r\n\r\n", [CHUNK] * 20 + [b"0\r\n\r\n"]),
+    ],
+)
+def test_a_body_that_is_too_large_gets_an_answer_that_can_be_read(
+    server: Server, head: bytes, pieces: list[bytes]
+) -> None:
+    """The client sends all it has before it reads: closed too early, the connection would be reset."""
+    with connect(server) as connection:
+        for piece in (HEAD + head, *pieces):
+            connection.sendall(piece)
+        answer = b""
+        while piece := connection.recv(65536):
+            answer += piece
     assert status_of(answer) == 413
-    chunk = b"%x\r\n%s\r\n" % (1_000_000, b"x" * 1_000_000)
-    answer = exchange(server, HEAD + b"transfer-encoding: chunked\r\n\r\n", *([chunk] * 20))
-    assert status_of(answer) in (413, 0)  # 0: closed while we were still writing
-    wait_for(lambda: "status=413" in server.log, what="the refusal")
+    assert "--max-body-size" in body_of(answer)["error"]["message"]
+
+
+def test_a_body_without_end_is_not_read_for_ever(server: Server) -> None:
+    """What follows the answer is read on, so much and no more."""
+    with connect(server) as connection:
+        connection.sendall(HEAD + b"content-length: 99999999999\r\n\r\n")
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            connection.sendall(MEGABYTE * 200)
+    assert "status=413" in server.log
+
+
+@pytest.mark.parametrize("ahead", [b"GET /hea", b"no http\r\n\r\n", b"GET /health HTTP/1.1\r\nx: " + b"v" * 60_000])
+def test_what_is_wrong_with_a_request_sent_ahead_does_not_cost_the_first_its_answer(
+    server: Server, ahead: bytes
+) -> None:
+    server.fault_file.write_text("slow 0.6")
+    answer = exchange(server, HEAD + LENGTH + b"\r\n" + BODY + ahead)
+    server.fault_file.write_text("")
+    assert status_of(answer) == 200
+    # If it is soon enough, the second is told what is wrong, too.
+    assert [status_of(b"HTTP/1.1" + one) for one in answer.split(b"HTTP/1.1")[2:]] in ([], [408], [431])
 
 
 @pytest.mark.parametrize("coding", [b"gzip, chunked", b"gzip", b"identity", b"deflate,chunked"])
@@ -131,9 +170,90 @@ def test_no_coding_but_chunks(server: Server, coding: bytes) -> None:
     assert "transfer-encoding" in body_of(answer)["error"]["message"]
 
 
-def test_broken_chunks(server: Server) -> None:
-    answer = exchange(server, HEAD + b"transfer-encoding: chunked\r\n\r\nZZ\r\n")
-    assert status_of(answer) in (0, 400)
+@pytest.mark.parametrize("chunks", [b"ZZ\r\n", b"2\r\n{}0\r\n", b"-1\r\n", b"5;x\x00\r\n", b"fffffffffffffffff\r\n"])
+def test_broken_chunks(server: Server, chunks: bytes) -> None:
+    for pieces in ((chunks,), (b"1\r\n{\r\n", chunks)):
+        answer = exchange(server, HEAD + b"transfer-encoding: chunked\r\n\r\n", *pieces)
+        assert status_of(answer) == 400
+        assert answer.count(b"HTTP/1.1") == 1
+        assert "request_id" in body_of(answer)["error"]
+
+
+# Trailers
+
+CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"%x\r\n%s\r\n" % (len(BODY), BODY)
+
+
+def test_trailers_are_dropped(server: Server) -> None:
+    """Not even the last one gets into the headers, of this request or of the next on the connection."""
+    trailers = b"x-request-id: from-a-trailer\r\ncontent-encoding: gzip\r\nx-request-id: last\r\n\r\n"
+    nothing = b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    with connect(server) as connection:
+        connection.sendall(CHUNKED + b"0\r\n" + trailers)
+        answer = connection.recv(65536)
+        assert status_of(answer) == 200
+        connection.sendall(nothing)
+        answer += read_all(connection)
+    assert answer.count(b"200 OK") == 2
+    assert b"from-a-trailer" not in answer
+    assert b"x-request-id: last" not in answer
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [b"0\r\n", *[b"x-%d: %s\r\n" % (i, b"v" * 1000) for i in range(100)]],
+        [b"0\r\nx: ", *[b"v" * 60_000] * 20],
+        [b"1;", *[b"v" * 60_000] * 20],
+        [b"0\r\n" + b"a:\r\n" * 20_000, *[b"a:\r\n" * 20_000] * 60],
+    ],
+    ids=["large", "one without end", "a chunk's extension without end", "many"],
+)
+def test_trailers_are_counted(server: Server, pieces: list[bytes]) -> None:
+    before = server.memory()[0]
+    answer = exchange(server, CHUNKED, *pieces)
+    assert status_of(answer) == 431
+    assert "trailers" in body_of(answer)["error"]["message"]
+    assert server.memory()[0] < before + 32 * 1024
+
+
+# Half of a connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_sends_no_more_gets_its_answer(server: Server, stream: bool) -> None:
+    """After its request, and while it waits."""
+    server.fault_file.write_text("slow 0.1")
+    body = json.dumps({"prompt": "x", "max_tokens": 3, "ignore_eos": True, "stream": stream}).encode()
+    with connect(server) as connection:
+        connection.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+        connection.shutdown(socket.SHUT_WR)
+        answer = read_all(connection)
+    server.fault_file.write_text("")
+    answer = answer.rpartition(b"HTTP/1.1 100 Continue\r\n\r\n")[2]
+    assert status_of(answer) == 200
+    assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n" if stream else b"}")
+    if not stream:
+        assert body_of(answer)["usage"]["completion_tokens"] == 3  # type: ignore[comparison-overlap]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_sends_no_more_and_leaves_later_is_noticed(server: Server, stream: bool) -> None:
+    server.fault_file.write_text("slow 0.02")
+    body = json.dumps({"prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": stream}).encode()
+    with connect(server) as connection:
+        connection.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+        connection.shutdown(socket.SHUT_WR)
+        wait_for(lambda: server.metric("vllm:num_requests_running") == 1, what="the request")
+    wait_for(lambda: server.is_idle, what="its end")
+    server.fault_file.write_text("")
+
+
+def test_half_a_body_and_no_more(server: Server) -> None:
+    with connect(server) as connection:
+        connection.sendall(HEAD + LENGTH + b"\r\n" + BODY[:9])
+        connection.shutdown(socket.SHUT_WR)
+        assert read_all(connection) == b""
 
 
 def test_bodies_in_pieces_of_every_size(server: Server) -> None:
@@ -195,9 +315,7 @@ def test_too_many_connections(server: Server) -> None:
 
 def test_a_stream_nobody_reads_ends_alone(server: Server) -> None:
     """A tiny window, many tokens: the server's side fills up, then its time is up."""
-    body = json.dumps(
-        {"prompt": "Go on:", "max_tokens": 900, "ignore_eos": True, "stream": True, "n": 8, "logprobs": 20}
-    )
+    body = json.dumps({"prompt": "Go on:", "max_tokens": 900, "ignore_eos": True, "stream": True, "n": 8})
     server.fault_file.write_text("slow 0.01")
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

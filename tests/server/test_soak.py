@@ -55,6 +55,15 @@ def test_growth_after_the_warm_up_is_told(
     assert [one.startswith(fault) for one in run.faults] == ([] if fault is None else [True])
 
 
+def test_attacks_are_of_every_kind(soak: ModuleType) -> None:
+    import random
+
+    source = random.Random(1)
+    made = [soak.make_attack(source) for _ in range(100)]
+    assert {status for _, _, status in made} == {200, 400, 413, 431}
+    assert {closes for _, closes, _ in made} == {False, True}
+
+
 def test_every_request_of_the_mix_is_known_to_the_server(soak: ModuleType) -> None:
     import random
 

@@ -66,7 +66,7 @@ template <class Walk, class T, class CACHED>
 void whole_tasks(const Attention<T, CACHED>& call, const std::vector<Task>& tasks) {
   const int64_t dim = call.padded_dim();
   std::atomic<size_t> next{0};
-  auto work = [&](int, int) {
+  auto work = [&] {
     thread_local Scratch scratch;
     float* memory = scratch.get<float>(size_t(2 * State::floats(dim)));
     State merged = State::at(memory, dim), state = State::at(memory + State::floats(dim), dim);
@@ -104,7 +104,7 @@ void split_tasks(const Attention<T, CACHED>& call, const std::vector<Task>& task
   float* memory = scratch.get<float>(size_t(State::floats(dim)) * (parts.size() + tasks.size()));
   auto state_of = [&](size_t i) { return State::at(memory + int64_t(i) * State::floats(dim), dim); };
   std::atomic<size_t> next{0};
-  auto work = [&](int, int) {
+  auto work = [&] {
     Walk walk(call);
     for (size_t i = next.fetch_add(1); i < parts.size(); i = next.fetch_add(1)) {
       Rows<T, CACHED> rows{call, tasks[parts[i].task]};

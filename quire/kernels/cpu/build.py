@@ -8,31 +8,33 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import re
 import shlex
 import shutil
 import subprocess
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
-import torch
-
 from quire.config import cache_dir
 from quire.errors import DeviceError
+from quire.temporary_folders import temporary_folder
+
+logger = logging.getLogger(__name__)
 
 _SOURCE_FOLDER = Path(__file__).parent
 # -ffp-contract=off: products and sums are fused only where the source says so, or bits would depend on how
 # the compiler unrolled a loop.
 # -fno-schedule-insns: on ARM GCC would move loads so far ahead that sums no longer fit the registers.
 _FLAGS = (
-    "-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
+    "-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
     "-fno-schedule-insns",
 )  # fmt: skip
-_BUILD_SECONDS = 120
+_BUILD_SECONDS = 600  # much else may go on
+_DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 @cache
@@ -43,17 +45,24 @@ def load_library(architecture: str = "native") -> ctypes.CDLL:
     """
     compiler = _find_compiler()
     sources = sorted(_SOURCE_FOLDER.glob("*.cpp"))
-    threads_library = _loaded_openmp()
-    # The link names torch's own OpenMP library, so both run on one pool of threads.
-    link = [str(threads_library)] if threads_library else ["-lgomp"]
     flags = [*_FLAGS, machine_flag(architecture)]
-    path = cache_dir() / "kernels" / f"cpu-{_fingerprint(compiler, flags, link)}.so"
-    if not path.exists():
-        _compile([*compiler, *flags], sources, link, path)
+    path = cache_dir() / "kernels" / f"cpu-{_fingerprint(compiler, flags)}.so"
+    if not _is_whole(path):
+        _compile([*compiler, *flags], sources, path)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise DeviceError(f"The compiled CPU kernels {path} can't be loaded ({error}); delete the file.") from error
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a library is there as it was built. The linker maps whatever it finds, and a page that is missing ends
+    the process (SIGBUS) the moment it is touched."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return False
+    return data[-_DIGEST_BYTES:] == hashlib.sha256(data[:-_DIGEST_BYTES]).digest()
 
 
 def machine_flag(architecture: str) -> str:
@@ -70,22 +79,11 @@ def _find_compiler() -> list[str]:
     raise DeviceError("No C++ compiler was found (g++, clang++ or c++; or name one in CXX): install g++.")
 
 
-def _loaded_openmp() -> Path | None:
-    """The OpenMP library this process already runs on: torch brings its own."""
-    torch.get_num_threads()  # importing torch has loaded it
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return None
-    found = re.findall(r"(/\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so[.\d]*)", maps)
-    return Path(found[0]) if found else None
-
-
-def _fingerprint(compiler: list[str], flags: list[str], link: list[str]) -> str:
+def _fingerprint(compiler: list[str], flags: list[str]) -> str:
     digest = hashlib.sha256()
     for path in sorted([*_SOURCE_FOLDER.glob("*.cpp"), *_SOURCE_FOLDER.glob("*.h")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    digest.update(repr((compiler, _identity(compiler), flags, link, platform.machine(), _cpu_features())).encode())
+    digest.update(repr((compiler, _identity(compiler), flags, platform.machine(), _cpu_features())).encode())
     return digest.hexdigest()[:20]
 
 
@@ -106,31 +104,38 @@ def _cpu_features() -> str:
     return found.group(1) if found else platform.processor()
 
 
-def _compile(command: list[str], sources: list[Path], link: list[str], path: Path) -> None:
+def _compile(command: list[str], sources: list[Path], path: Path) -> None:
     """Builds in a folder of its own and renames the result, so that processes building at once can't meet. Files are
     compiled side by side."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder = tempfile.TemporaryDirectory(dir=path.parent, prefix="build-")
-    except OSError as error:
-        raise DeviceError(f"The CPU kernels can't be stored in {path.parent} ({error}); set QUIRE_HOME.") from error
 
     def run(*arguments: str) -> None:
         done = subprocess.run(
-            [*command, *arguments], capture_output=True, text=True, check=False, timeout=_BUILD_SECONDS
+            [*command, *arguments],
+            check=False,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_BUILD_SECONDS,
         )
         if done.returncode != 0:
-            raise DeviceError(f"The CPU kernels don't compile with {command[0]}:\n{done.stderr[-2000:]}")
+            logger.debug("%s", done.stderr)
+            lines = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
+            raise OSError(next((line for line in lines if "error" in line), lines[-1]))
 
-    with folder, ThreadPoolExecutor(os.cpu_count()) as compilers:
-        objects = [str(Path(folder.name) / f"{source.stem}.o") for source in sources]
-        library = Path(folder.name) / path.name
-        try:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with temporary_folder("build-", path.parent) as folder, ThreadPoolExecutor(os.cpu_count()) as compilers:
+            objects = [str(folder / f"{source.stem}.o") for source in sources]
+            library = folder / path.name
             # The longest first, so that nobody waits for it at the end.
             pairs = sorted(zip(sources, objects, strict=True), key=lambda pair: -pair[0].stat().st_size)
             list(compilers.map(lambda pair: run("-c", str(pair[0]), "-o", pair[1]), pairs))
-            run("-shared", *objects, *link, "-o", str(library))
+            run("-shared", *objects, "-o", str(library))
             os.chmod(library, 0o700)
+            digest = hashlib.sha256(library.read_bytes()).digest()
+            with library.open("ab") as file:  # what stands behind a library's end is of no meaning to the linker
+                file.write(digest)
             os.replace(library, path)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise DeviceError(f"The CPU kernels could not be built with {command[0]}: {error}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        what = f"The CPU kernels can't be built with {command[0]} in {path.parent}: {error}"
+        raise DeviceError(f"{what}; install g++, make room there, or name another folder in QUIRE_HOME.") from error

@@ -76,7 +76,7 @@ class PackedWeight(Weight):
 
 
 class CpuKernels(ReferenceKernels):
-    """C++ kernels on torch's threads. Meets `quire.kernels.ops.Kernels`."""
+    """C++ kernels on as many threads as torch has. Meets `quire.kernels.ops.Kernels`."""
 
     name = "cpu"
 

@@ -123,7 +123,7 @@ void linear_amx(const Linear<bf16>& call) {
   const int64_t group = call.rows > 32 ? PANEL_GROUP : 1;
   const int64_t groups = (call.num_panels() + group - 1) / group;
   std::atomic<int64_t> next{0};
-  auto work = [&](int, int) {
+  auto work = [&] {
     Shape shape;
     for (int64_t task = next.fetch_add(1); task < groups * chunks; task = next.fetch_add(1)) {
       int64_t first = task % chunks * ROW_CHUNK, panel = task / chunks * group;

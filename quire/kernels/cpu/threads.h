@@ -1,57 +1,183 @@
-// Threads and memory. Threads come from the OpenMP runtime that torch already runs on, called through its C
-// interface: a pool of our own would fight torch's for the same cores, and no compiler support for OpenMP is needed.
+// Threads and memory.
+//
+// The threads are made for cores that others use too. Whoever calls does the work, in small pieces, and those of our
+// threads that come in time take pieces from it: one that the system lets wait holds nobody up, unless it is in the
+// middle of a piece. (OpenMP's, which torch runs on, all have to come to the end of every call.) While there is nothing
+// to do, a thread offers its core to others after some microseconds, and sleeps if one takes it, or after some
+// milliseconds. And if they are of no help, since pieces were taken by those who had to wait with them, the caller works
+// alone for a while.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <mutex>
+#include <system_error>
+#include <thread>
 
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
-
-extern "C" {
-void GOMP_parallel(void (*body)(void*), void* data, unsigned num_threads, unsigned flags);
-int omp_get_thread_num();
-int omp_get_num_threads();
-}
+#include <signal.h>
 
 namespace quire {
 
-// Calls body(thread, num_threads) once on each thread.
-template <class Body>
-inline void parallel(int num_threads, Body& body) {
-  if (num_threads <= 1) {
-    body(0, 1);
-    return;
-  }
-  GOMP_parallel([](void* data) { (*static_cast<Body*>(data))(omp_get_thread_num(), omp_get_num_threads()); },
-                &body, unsigned(num_threads), 0);
-}
+using Clock = std::chrono::steady_clock;
+inline double seconds(Clock::duration time) { return std::chrono::duration<double>(time).count(); }
 
-// Calls body(i) for 0..count, contiguous shares on each thread; on one thread when the work is too small to share.
+class Threads {
+ public:
+  static Threads& all() {
+    static Threads* threads = new Threads;  // for as long as the process lives: they may be asleep when it ends
+    return *threads;
+  }
+
+  // Calls work(data) here and on up to num_threads - 1 others, at the same time; returns when all that began are done.
+  // `mine` and `all`, if given, count the pieces that were done here, and all: then it is known what the others were
+  // good for.
+  void run(void (*work)(void*), void* data, int num_threads, const int64_t* mine = nullptr, int64_t all = 0) {
+    std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
+    if (!turn.owns_lock()) return work(data);  // somebody else's call keeps them busy
+    const Clock::time_point began = Clock::now();
+    if (began < alone_until_) return work(data);
+    grow(num_threads - 1);
+    work_ = work;
+    data_ = data;
+    const uint64_t call = (state_.load() / CALL + 1) * CALL;
+    state_.store(call | OPEN | uint64_t(num_threads - 1) * PLACE);
+    if (sleeping_.load() > 0) {
+      std::lock_guard<std::mutex> lock(sleep_);
+      wake_.notify_all();
+    }
+    work(data);
+    state_.fetch_and(~OPEN);
+    const Clock::time_point done = Clock::now();
+    for (int turns = 0; state_.load() & BUSY; ++turns) relax(turns);
+    if (mine) judge(seconds(done - began) * double(all) / double(std::max<int64_t>(*mine, 1)), began, Clock::now());
+  }
+
+ private:
+  // One word says which call it is, whether it is open, how many may still come, and how many are at work.
+  static constexpr uint64_t BUSY = 0xffff, PLACE = 0x10000, PLACES = 0xffff0000, OPEN = uint64_t(1) << 32,
+                            CALL = uint64_t(1) << 33;
+  static constexpr int SPINS = 2000, YIELDS = 4000, WINDOW = 64;
+  static constexpr double TAKEN = 100e-6, SHORTEST = 0.05, LONGEST = 2.0;
+
+  // Adds up what calls took, and what they would have taken alone by the pace of the caller's own pieces.
+  void judge(double alone, Clock::time_point began, Clock::time_point ended) {
+    alone_ += alone;
+    together_ += seconds(ended - began);
+    if (++num_judged_ < WINDOW) return;
+    if (together_ > 0.9 * alone_) {
+      alone_until_ = ended + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(pause_));
+      pause_ = std::min(2 * pause_, LONGEST);
+    } else {
+      pause_ = SHORTEST;
+    }
+    num_judged_ = 0;
+    alone_ = together_ = 0;
+  }
+
+  static void relax(int turns) {
+    if (turns > SPINS) return std::this_thread::yield();
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("isb" ::: "memory");
+#endif
+  }
+
+  void grow(int wanted) {
+    if (num_threads_ >= wanted) return;
+    sigset_t every, before;  // signals are for the threads of whoever uses us
+    sigfillset(&every);
+    pthread_sigmask(SIG_SETMASK, &every, &before);
+    try {
+      for (; num_threads_ < wanted; ++num_threads_) std::thread([this] { serve(); }).detach();
+    } catch (const std::system_error&) {  // the system gives us no more: we go on with those there are
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+
+  void serve() {
+    uint64_t seen = 0;
+    for (;;) {
+      uint64_t state = wait_for_call(seen);
+      while ((state & OPEN) && (state & PLACES)) {
+        if (state_.compare_exchange_weak(state, state + 1 - PLACE)) {
+          work_(data_);  // theirs until our leave: they wait for it
+          state_.fetch_sub(1);
+          break;
+        }
+      }
+      seen = state / CALL;
+    }
+  }
+
+  uint64_t wait_for_call(uint64_t seen) {
+    for (int turns = 0; turns < SPINS + YIELDS; ++turns) {
+      if (const uint64_t state = state_.load(); state / CALL != seen) return state;
+      const Clock::time_point before = turns > SPINS ? Clock::now() : Clock::time_point();
+      relax(turns);
+      if (turns > SPINS && seconds(Clock::now() - before) > TAKEN) break;
+    }
+    std::unique_lock<std::mutex> lock(sleep_);
+    sleeping_.fetch_add(1);
+    uint64_t state = state_.load();
+    for (; state / CALL == seen; state = state_.load()) wake_.wait(lock);
+    sleeping_.fetch_sub(1);
+    return state;
+  }
+
+  std::mutex turn_, sleep_;
+  std::condition_variable wake_;
+  alignas(64) std::atomic<uint64_t> state_{0};
+  alignas(64) std::atomic<int> sleeping_{0};
+  void (*work_)(void*) = nullptr;
+  void* data_ = nullptr;
+  int num_threads_ = 0, num_judged_ = 0;
+  double alone_ = 0, together_ = 0, pause_ = SHORTEST;
+  Clock::time_point alone_until_;
+};
+
+// Calls body() on this thread and at the same time on those others that come in time, at most num_threads in all. Each
+// takes from the work what is left of it.
 template <class Body>
-inline void parallel_shares(int num_threads, int64_t count, int64_t work_each, Body body) {
-  constexpr int64_t WORTH_A_THREAD = 16384;
-  int64_t useful = count * work_each / WORTH_A_THREAD;
-  if (useful < num_threads) num_threads = useful < 1 ? 1 : int(useful);
-  if (count < num_threads) num_threads = int(count);
-  auto share = [&](int thread, int threads) {
-    const int64_t end = count * (thread + 1) / threads;
-    for (int64_t i = count * thread / threads; i < end; ++i) body(i);
-  };
-  parallel(num_threads, share);
+inline void parallel(int num_threads, Body& body, const int64_t* mine = nullptr, int64_t all = 0) {
+  if (num_threads <= 1) return body();
+  Threads::all().run([](void* data) { (*static_cast<Body*>(data))(); }, &body, num_threads, mine, all);
 }
 
 // Calls body(task) for 0..count, each thread taking the next one as it gets free.
 template <class Body>
 inline void parallel_tasks(int num_threads, int64_t count, Body body) {
   std::atomic<int64_t> next{0};
-  auto work = [&](int, int) {
-    for (int64_t task = next.fetch_add(1); task < count; task = next.fetch_add(1)) body(task);
+  int64_t mine = 0;
+  const std::thread::id caller = std::this_thread::get_id();
+  auto work = [&] {
+    int64_t done = 0;
+    for (int64_t task = next.fetch_add(1); task < count; task = next.fetch_add(1), ++done) body(task);
+    if (std::this_thread::get_id() == caller) mine = done;
   };
-  parallel(count < num_threads ? int(count) : num_threads, work);
+  parallel(count < num_threads ? int(count) : num_threads, work, &mine, count);
+}
+
+// Calls body(i) for 0..count, where each is little work: threads take several at a time, and as many threads take part
+// as there is work for.
+template <class Body>
+inline void parallel_shares(int num_threads, int64_t count, int64_t work_each, Body body) {
+  constexpr int64_t WORTH_A_THREAD = 16384, SHARES = 4;
+  const int64_t useful = std::max<int64_t>(1, std::min<int64_t>(count, count * work_each / WORTH_A_THREAD));
+  if (useful < num_threads) num_threads = int(useful);
+  const int64_t shares = num_threads == 1 ? 1 : std::min(count, num_threads * SHARES);
+  parallel_tasks(num_threads, shares, [&](int64_t share) {
+    const int64_t end = count * (share + 1) / shares;
+    for (int64_t i = count * share / shares; i < end; ++i) body(i);
+  });
 }
 
 // Memory of one thread that is kept between calls and only grows; its contents are whatever was left there.

@@ -1,5 +1,14 @@
-"""uvicorn's HTTP protocol with limits it does not have: on headers, on time, on connections, and on clients that
-do not read.
+"""uvicorn's HTTP protocol with limits it does not have: on headers and trailers, on time, on connections, and on
+clients that do not read.
+
+Trailers are counted and dropped: nothing here has a use for them, and what was decided on the headers must hold.
+
+Whoever gets an answer before all of the body was read could not read that: closing would reset the connection. So what
+comes is read on and dropped, for a bounded time and amount.
+
+A client that closes its sending half gets its answer. One that leaves looks the same, until something is written to it;
+so while there is no answer, a little is written that means nothing (100 Continue, a comment in a stream). If that is
+met by a reset, nobody is there.
 
 Requests sent before the answer to the last one has come (pipelining) are dropped with the connection: while they
 wait, nobody would notice that the client has left.
@@ -10,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import Callable
 from http import HTTPStatus
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -20,10 +30,24 @@ from quire.server.guard.connection import new_id
 
 _SEND_BUFFER = 128 * 1024
 """The kernel's part of what may be on its way to a client that does not read."""
+_LINGER_SECONDS = 10.0
+_LINGER_BYTES = 64 * 2**20
+"""How long, and how much of, what a client still sends is read after the answer."""
+_FIRST_PROBE, _LONGEST_PROBE = 0.005, 5.0
+"""Seconds between two looks whether a client that sends no more is there."""
 
 
 class _RefusedError(Exception):
     """Stops the parser."""
+
+
+class _GentlyClosed:
+    """The transport as a request's answer sees it: its end is `close`."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = close
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -35,34 +59,69 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._in_headers = True
         self._num_header_bytes = 0
+        self._num_extra_bytes = 0
+        """Since the last piece of a body: heads of chunks and their extensions, trailers."""
         self._is_pipelined = False
+        self._is_lingering = False
+        self._num_lingering_bytes = 0
         self._refusal: ApiError | None = None
         self._header_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._end_timer: asyncio.TimerHandle | None = None
+        """Of lingering, and of looking whether a client is there."""
         raw: socket.socket | None = transport.get_extra_info("socket")
         if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         if len(self.connections) > self.limits.max_connections:
             self._refuse(ApiError(503, "too many connections; try again later", retry_after=1.0))
+            transport.close()
             return
         self._start_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._header_timer, self._write_timer):
+        for timer in (self._header_timer, self._write_timer, self._end_timer):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._is_lingering:
+            self._num_lingering_bytes += len(data)
+            if self._num_lingering_bytes > _LINGER_BYTES:
+                self.transport.close()
+            return
         if self._is_pipelined or self.transport.is_closing():
             return
         if self._in_headers:
             if self._header_timer is None:
                 self._start_header_timer()
             self._num_header_bytes += len(data)
+        else:
+            self._num_extra_bytes += len(data)
         super().data_received(data)
-        if self._in_headers and self._num_header_bytes > self.limits.max_header_bytes and self.parser is not None:
-            self._refuse(self._headers_too_large())
+        most = self.limits.max_header_bytes
+        is_too_much = self._num_header_bytes > most if self._in_headers else self._num_extra_bytes > most
+        if is_too_much and self.parser is not None:
+            self._refuse(self._too_large("headers" if self._in_headers else "trailers"))
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more; it may still wait for an answer. True: the connection stays open."""
+        cycle = self.cycle
+        is_answered = cycle is None or cycle.response_complete
+        if is_answered or self._is_lingering or not self._in_headers or cycle.scope["http_version"] != "1.1":
+            return False
+        cycle.keep_alive = False
+        self._probe(_FIRST_PROBE)
+        return True
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._header_timer is None:  # it came together with the end of the one before
+            self._start_header_timer()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_headers:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
@@ -76,7 +135,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._header_timer = None
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.limits.max_header_bytes:
-            self._refusal = self._headers_too_large()
+            self._refusal = self._too_large("headers")
             raise _RefusedError
         codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
         if codings not in ([], [b"chunked"]):
@@ -84,8 +143,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refusal = ApiError(415, message)
             raise _RefusedError
         super().on_headers_complete()
+        self.cycle.transport = _GentlyClosed(self.transport, self._close_gently)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
+        self._num_extra_bytes = 0
         if not self._is_pipelined:
             super().on_body(body)
 
@@ -93,6 +154,11 @@ class LimitedProtocol(HttpToolsProtocol):
         if not self._is_pipelined:
             self._in_headers = True
             super().on_message_complete()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self._is_lingering:
+            self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -106,24 +172,33 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """What the parser could not read, or refused to read on."""
-        if self.cycle is not None and not self.cycle.response_complete and not self._in_headers:
-            self.transport.abort()  # a broken body: nothing can be said in the middle of an answer
-            return
-        self._refuse(self._refusal or ApiError(400, "this is not a valid HTTP request"))
+        message = "this is not a valid HTTP request" if self._in_headers else "the body's chunks are malformed"
+        self._refuse(self._refusal or ApiError(400, message))
 
     def _start_header_timer(self) -> None:
         seconds = self.limits.header_seconds
         error = ApiError(408, f"the headers did not arrive within {seconds:g} s")
         self._header_timer = self.loop.call_later(seconds, self._refuse, error)
 
-    def _headers_too_large(self) -> ApiError:
+    def _too_large(self, what: str) -> ApiError:
         most = self.limits.max_header_bytes
-        return ApiError(431, f"the headers are too large: at most {most} bytes are accepted")
+        return ApiError(431, f"the {what} are too large: at most {most} bytes are accepted")
 
     def _refuse(self, error: ApiError) -> None:
         """Answers without any application, and closes."""
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._is_lingering:
             return
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            if self._in_headers:  # wrong is what was sent ahead: it is dropped, and the answer comes
+                self._is_pipelined = True
+                cycle.keep_alive = False
+                return
+            if cycle.response_started:  # nothing can be said in the middle of an answer
+                self.transport.abort()
+                return
+            cycle.disconnected = True  # for the application, the client has left
+            cycle.message_event.set()
         request_id = new_id("req-")
         body = json.dumps(error_body("", error, request_id)).encode()
         headers = {
@@ -136,7 +211,38 @@ class LimitedProtocol(HttpToolsProtocol):
         lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         self.transport.write("\r\n".join([*lines, "", ""]).encode("ascii") + body)
-        self.transport.close()
+        self._is_pipelined = True  # whatever follows, nobody will look at it
+        self._close_gently()
+
+    def _close_gently(self) -> None:
+        """Closes the connection; if the client is still sending, when it has stopped or had its time."""
+        if self.transport.is_closing() or self._is_lingering:
+            return
+        if self._in_headers and not self._is_pipelined:
+            self.transport.close()
+            return
+        self._is_lingering = True
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        if self._end_timer is not None:
+            self._end_timer.cancel()
+        self._end_timer = self.loop.call_later(_LINGER_SECONDS, self.transport.close)
+
+    def _probe(self, pause: float) -> None:
+        """Looks whether a client that sends no more is there, as long as it waits for an answer."""
+        cycle, transport = self.cycle, self.transport
+        if cycle.response_complete or transport.is_closing():
+            return
+        raw: socket.socket | None = transport.get_extra_info("socket")
+        if raw is not None and raw.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            transport.abort()
+            return
+        if not cycle.response_started:
+            transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        elif cycle.chunked_encoding and not self.flow.write_paused:  # a stream of events
+            transport.write(b"3\r\n:\n\n\r\n")
+        self._end_timer = self.loop.call_later(pause, self._probe, min(2 * pause, _LONGEST_PROBE))
 
 
 def limited_protocol(config: ServerConfig) -> type[LimitedProtocol]:

@@ -12,7 +12,7 @@ from pydantic import Field
 from quire.errors import InvalidRequestError
 from quire.server.generation import ChatPrompt
 from quire.server.guard.connection import body_schema, cancel_on_disconnect, convert, ignored_header, read_body
-from quire.server.http_responses import JsonResponse
+from quire.server.http_responses import JsonResponse, LargeJsonResponse
 from quire.server.protocol.anthropic import CountTokensRequest
 from quire.server.protocol.common import NO_TEMPLATES, Body
 from quire.server.service import GenerationService, get_service, renamed
@@ -59,10 +59,14 @@ async def tokenize(request: Request) -> Response:
         begins, continues = body.add_generation_prompt, body.continue_final_message
         prompt = ChatPrompt(body.messages or [], body.tools, None, body.chat_template_kwargs, begins, continues)
         ids = await service.in_thread(service.encoder.encode_chat, prompt)
-    answer: dict[str, Any] = {"count": len(ids), "max_model_len": service.ready.max_model_len, "tokens": ids}
-    if body.return_token_strs:
-        answer["token_strs"] = await service.in_thread(lambda: [service.tokenizer.id_to_token(one) for one in ids])
-    return JsonResponse(answer, headers=ignored_header(request.state.ignored))
+
+    def make() -> dict[str, Any]:
+        answer: dict[str, Any] = {"count": len(ids), "max_model_len": service.ready.max_model_len, "tokens": ids}
+        if body.return_token_strs:
+            answer["token_strs"] = [service.tokenizer.id_to_token(one) for one in ids]
+        return answer
+
+    return await service.in_thread(LargeJsonResponse.of, make, ignored_header(request.state.ignored))
 
 
 @router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest), tags=["tokens"])
@@ -74,7 +78,8 @@ async def detokenize(request: Request) -> Response:
         text = await service.in_thread(service.tokenizer.decode, body.tokens, body.skip_special_tokens)
     except InvalidRequestError as error:
         raise renamed(error, {"token_ids": "tokens"}) from None
-    return JsonResponse({"prompt": text}, headers=ignored_header(request.state.ignored))
+    headers = ignored_header(request.state.ignored)
+    return await service.in_thread(LargeJsonResponse.of, lambda: {"prompt": text}, headers)
 
 
 @router.post("/v1/messages/count_tokens", openapi_extra=body_schema(CountTokensRequest), tags=["Anthropic"])

@@ -1,0 +1,75 @@
+"""What a caller of the Python API gives: prompts and parameters, checked at the border, so that what is wrong is named
+there and never reaches the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeGuard
+
+from quire.errors import InvalidRequestError
+from quire.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+def as_prompts(prompts: object) -> list[Prompt]:
+    """One prompt or several, as a list. A list of whole numbers is one prompt in token ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not _is_list(prompts):
+        raise _wrong("prompts", "text, a list of token ids, or a list of such prompts", prompts)
+    if prompts and all(isinstance(item, int) and not isinstance(item, bool) for item in prompts):
+        return [prompts]
+    return list(prompts)
+
+
+def check_prompt(prompt: object, vocab_size: int) -> list[int] | None:
+    """The token ids of a prompt; None for text, which is yet to be encoded."""
+    if isinstance(prompt, str):
+        return None
+    if not _is_list(prompt):
+        raise _wrong("prompt", "text or a list of token ids", prompt)
+    for token_id in prompt:
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            raise InvalidRequestError("prompt", f"must be text or token ids, not {token_id!r}")
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequestError("prompt", f"token id {token_id} is outside the vocabulary of {vocab_size}")
+    return list(prompt)
+
+
+def as_conversations(messages: object) -> list[Any]:
+    """One conversation or several, as a list; what is in one is checked where its template is filled."""
+    if not _is_list(messages):
+        raise _wrong("messages", "a list of messages, or a list of such lists", messages)
+    return list(messages) if messages and all(_is_list(one) for one in messages) else [messages]
+
+
+def as_params(params: object, count: int) -> list[SamplingParams | None]:
+    """Parameters for each of `count` prompts."""
+    if not _is_list(params):
+        return [check_params(params)] * count
+    if len(params) != count:
+        raise InvalidRequestError("params", f"there are {len(params)} for {count} prompts; give one, or one each")
+    return [check_params(one) for one in params]
+
+
+def check_params(params: object) -> SamplingParams | None:
+    """The parameters of one prompt; None are the defaults."""
+    if params is None or isinstance(params, SamplingParams):
+        return params
+    raise _wrong("params", "SamplingParams, as in SamplingParams(temperature=0)", params)
+
+
+def check_id(request_id: object) -> str:
+    if not isinstance(request_id, str) or not request_id:
+        raise _wrong("request_id", "a text that is not empty", request_id)
+    return request_id
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
+
+
+def _wrong(field: str, wanted: str, got: object) -> InvalidRequestError:
+    shown = repr(got) if got is None or got == "" else type(got).__name__
+    return InvalidRequestError(field, f"must be {wanted}, not {shown}")

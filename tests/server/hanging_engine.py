@@ -1,0 +1,5 @@
+"""An engine process that hangs before it has said a word."""
+
+import time
+
+time.sleep(60)

@@ -1,0 +1,129 @@
+"""An engine process without a model: it starts at once and gives made-up tokens, so that every fault can be tried at
+every phase. The file named by QUIRE_TEST_FAULT says what it does next: `loading` (goes on loading), `slow 0.1` (takes
+so many seconds for a step), `exit`, `fatal`, `hang`, `nonsense`. A prompt of more than LONG_PROMPT tokens has no answer
+before the file says `release`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from quire.observe.step_log import StepSummary
+from quire.server import messages
+from quire.step import RequestMetrics, RequestUpdate
+
+LONG_PROMPT = 50
+PAUSE = 20
+"""Milliseconds between two tokens, if it is told nothing else."""
+
+
+class ScriptedEngine:
+    """Speaks the engine's part."""
+
+    def __init__(self, config: messages.EngineProcessConfig) -> None:
+        self._order = Path(os.environ["QUIRE_TEST_FAULT"])
+        context = zmq.Context()
+        self._commands: zmq.Socket[bytes] = context.socket(zmq.PULL)
+        self._commands.connect(config.commands_address)
+        self._events: zmq.Socket[bytes] = context.socket(zmq.PUSH)
+        self._events.connect(config.events_address)
+        self._running: dict[str, messages.AddRequest] = {}
+        self._counts: dict[str, int] = {}
+
+    def run(self) -> None:
+        self._send(messages.Loading())
+        self._order.with_suffix(".here").write_text(str(os.getpid()))
+        while self._obey() == "loading":
+            time.sleep(PAUSE / 1000)
+        self._send(messages.Ready(10_000, 8, 1024, 16, 64, 16, "fcfs", "fp"))
+        had_work = False
+        while True:
+            out = messages.Updates(num_free_blocks=64)
+            order = self._obey()
+            pause = 1000 * float(order.partition(" ")[2]) if order.startswith("slow") else PAUSE
+            if not self._running:
+                self._commands.poll(PAUSE)
+            else:
+                time.sleep(pause / 1000)
+            if self._commands.poll(0):
+                while self._commands.poll(0):
+                    command = messages.decode_command(self._commands.recv())
+                    if isinstance(command, messages.Shutdown):
+                        return
+                    self._take(command, out)
+                    had_work = True
+            for name, request in list(self._running.items()):
+                if len(request.prompt_token_ids) <= LONG_PROMPT or order == "release":
+                    out.updates.append(self._advance(name, request))
+            if self._running or had_work:
+                out.steps = [StepSummary(0, 0.0, 0, 0, 0, len(self._running), 64, 0, 0.0)]
+                self._send(out)
+            had_work = bool(self._running)
+
+    def _take(self, command: messages.Command, out: messages.Updates) -> None:
+        if isinstance(command, messages.AddRequest):
+            n = command.params.get("n", 1)
+            names = [command.request_id] if n == 1 else [f"{command.request_id}/{i}" for i in range(n)]
+            self._running.update(dict.fromkeys(names, command))
+            self._counts.update(dict.fromkeys(names, 0))
+            out.accepted.append(command.request_id)
+            out.started.extend(names)
+        elif isinstance(command, messages.Abort):
+            for name, request in list(self._running.items()):
+                if request.request_id in command.request_ids:
+                    del self._running[name]
+        elif isinstance(command, messages.End):
+            self._running.pop(command.name, None)
+
+    def _advance(self, name: str, request: messages.AddRequest) -> RequestUpdate:
+        self._counts[name] += 1
+        count = self._counts[name]
+        if count < request.params.get("max_tokens", 16) and request.pooling is None:
+            return RequestUpdate(name, (count,))
+        del self._running[name]
+        metrics = RequestMetrics(name, 0.0, 0.0, 0.0, 1.0, len(request.prompt_token_ids), count, 0, 0, 0, 0)
+        if request.pooling is not None:
+            return RequestUpdate(name, (), "stop", metrics=metrics, pooled=b"\0" * 32)
+        return RequestUpdate(name, (count,), "length", metrics=metrics)
+
+    def _obey(self) -> str:
+        order = self._order.read_text() if self._order.exists() else ""
+        if order in ("exit", "fatal", "hang", "nonsense"):
+            self._order.unlink()  # not to be obeyed again by the next one
+        match order:
+            case "exit":
+                os._exit(3)
+            case "fatal":
+                self._send(messages.Fatal("it can't go on"))
+                time.sleep(0.1)
+                os._exit(1)
+            case "hang":
+                time.sleep(600)
+            case "nonsense":
+                self._events.send(b"\xc1")
+        return order
+
+    def _send(self, event: messages.Event) -> None:
+        self._events.send(messages.encode(event))
+
+
+def exit_with_parent() -> None:
+    while os.read(0, 1024):
+        pass
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(one, signal.SIG_IGN)
+    first = msgspec.json.decode(sys.stdin.buffer.readline(), type=messages.EngineProcessConfig)
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+    ScriptedEngine(first).run()
+    os._exit(0)
