@@ -3,6 +3,7 @@
 # make test   checks and runs all tests
 # make check  ruff and the type checker
 # make bench  the benchmarks that run on this machine
+# make clients  installs programs that tests then run against the server: Codex, Claude Code, lm-eval and others
 # make soak   the long form of tests that search, then loads a server for 10 minutes (SOAK_SECONDS=) and looks for
 #             anything that grows
 
@@ -13,7 +14,7 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 export PROMPT
 
-.PHONY: run serve test check bench soak clean
+.PHONY: run serve test check bench clients soak clean
 
 run: .venv/run-installed
 	@$(BIN)/quire run "$$PROMPT"
@@ -36,6 +37,9 @@ bench: .venv/test-installed
 	$(BIN)/python bench/throughput_cpu.py
 	$(BIN)/python bench/server.py
 	$(BIN)/python bench/stalls.py
+
+clients: .venv/test-installed
+	$(BIN)/python -m tests.server.client_packages
 
 soak: .venv/test-installed
 	QUIRE_LONG_TESTS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m soak

@@ -59,6 +59,14 @@ def serve(
     hang_timeout: Annotated[
         float, Option(metavar="S", help="Seconds without progress before the engine is restarted.")
     ] = 120.0,
+    store: Annotated[
+        Path | None,
+        Option(metavar="DIR", help="Keep responses in this folder too: they outlive a restart."),
+    ] = None,
+    stored_responses: Annotated[
+        int, Option(metavar="N", help="Responses kept for clients to go on with; 0: none.")
+    ] = 1024,
+    stored_hours: Annotated[float, Option(metavar="H", help="Hours each of them is kept.")] = 24.0,
     max_body_size: Annotated[str, Option(metavar="M", help="Largest request body.")] = "4MiB",
     cors_origin: Annotated[
         list[str] | None, Option(metavar="URL", help="Let web pages of this origin in. Repeat for several.")
@@ -120,6 +128,9 @@ def serve(
         drain_seconds=drain_timeout,
         stall_seconds=stall_timeout,
         hang_seconds=hang_timeout,
+        store=None if store is None else store.absolute(),
+        stored_responses=stored_responses,
+        stored_seconds=stored_hours * 3600,
         otlp_traces_endpoint=otlp_traces_endpoint,
         log_format=log_format,
         log_level=log_level,

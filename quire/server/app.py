@@ -13,10 +13,12 @@ from quire import __version__
 from quire.server import errors
 from quire.server.guard.auth import AllowedHosts, Authentication
 from quire.server.guard.limits import BodyLimits, RequestContext
-from quire.server.routes import anthropic, chat, completions, embeddings, information, responses, tokenize
+from quire.server.routes import anthropic, chat, completions, embeddings, information, responses, stored, tokenize
 from quire.server.service import GenerationService
 
-ROUTERS = tuple(one.router for one in (chat, completions, responses, anthropic, embeddings, tokenize, information))
+ROUTERS = tuple(
+    one.router for one in (chat, completions, responses, stored, anthropic, embeddings, tokenize, information)
+)
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "Something is wrong with the request; the message says what."},
     "5XX": {"description": "The server could not do it; the log says why, under the request id."},
@@ -41,9 +43,9 @@ def create_app(service: GenerationService) -> ASGIApp:
         app = CORSMiddleware(
             app,
             allow_origins=config.cors_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "request-id", "x-quire-ignored"],
+            expose_headers=["x-request-id", "request-id", "x-quire-ignored", "x-quire-clamped"],
         )
     if config.allowed_hosts:
         app = AllowedHosts(app, config.allowed_hosts)

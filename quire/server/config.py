@@ -65,6 +65,14 @@ class ServerConfig:
     """Work and no sign of life for this long: the engine is restarted."""
     start_seconds: float = 120.0
     """No sign of life for this long from an engine that starts: it is killed, and tried again if it ran before."""
+    store: Path | None = None
+    """Folder in which responses are stored too; None: in memory alone."""
+    stored_responses: int = 1024
+    """Responses that are kept for clients to go on with; 0: none."""
+    stored_bytes: int = 256 * MIB
+    """Of all of them."""
+    stored_seconds: float = 24 * 3600.0
+    """How long each is kept."""
     otlp_traces_endpoint: str | None = None
     """Where spans of requests are sent (OTLP over HTTP); None: there are none."""
     log_format: str = "human"
@@ -93,6 +101,9 @@ class ServerConfig:
                 raise InvalidRequestError(name, f"must be at least 1, not {value}")
             if name.endswith("_seconds") and not value > 0:
                 raise InvalidRequestError(name, f"must be above 0, not {value}")
+        for name in ("stored_responses", "stored_bytes"):
+            if getattr(self, name) < 0:
+                raise InvalidRequestError(name, f"must not be negative, but is {getattr(self, name)}")
         if self.hang_seconds < self.stall_seconds:
             raise InvalidRequestError("hang_seconds", f"must not be less than stall_seconds ({self.stall_seconds})")
 

@@ -92,6 +92,10 @@ class GenerationRequest:
     fields: Mapping[str, str] = field(default_factory=dict)
     """Names of parameters as this endpoint's clients write them, where they differ: an error about
     `max_tokens` names `fields["max_tokens"]`."""
+    clamp_max_tokens: bool = False
+    """More tokens than the context has room for mean as many as there is room for."""
+    ignored: tuple[str, ...] = ()
+    """What was sent and left out, for x-quire-ignored."""
     notes: Mapping[str, Any] = field(default_factory=dict)
     """What the client said about the request (user, metadata): kept with its record."""
 

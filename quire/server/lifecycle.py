@@ -18,10 +18,12 @@ from fastapi.responses import Response
 from quire.errors import InvalidRequestError
 from quire.server.engine_call import EngineCall
 from quire.server.errors import ApiError, error_body
-from quire.server.generation import GenerationEvent
+from quire.server.generation import GenerationEvent, GenerationRequest
 from quire.server.guard import connection
 from quire.server.http_responses import EventStream, JsonResponse, LargeJsonResponse, data_event
-from quire.server.protocol.common import ApiRequest, SamplingFields
+from quire.server.protocol.common import ApiRequest
+from quire.server.protocol.sampling import SamplingFields
+from quire.server.response_store import OwnResponses
 from quire.server.service import get_service, renamed
 
 RequestT = TypeVar("RequestT", bound=ApiRequest)
@@ -33,7 +35,7 @@ class Writer(ABC, Generic[RequestT]):
     """Puts one call's events into the form of an API. `begin`, `chunk` and `finish` write a stream, `whole` the one
     body for those who wait."""
 
-    def __init__(self, body: RequestT, call: EngineCall, model: str, fingerprint: str) -> None:
+    def __init__(self, body: RequestT, call: EngineCall, model: str, fingerprint: str, stored: OwnResponses) -> None:
         self.body = body
         self.call = call
         self.response_id = call.request.response_id
@@ -41,8 +43,8 @@ class Writer(ABC, Generic[RequestT]):
         """As the client named it."""
         self.fingerprint = fingerprint
         self.created = int(time.time())
-        self.ignored: tuple[str, ...] = ()
-        """Fields of the body that this API takes and does nothing with."""
+        self.stored = stored
+        """Where the response is kept, if this API does that."""
         params, pooling = call.request.params, call.request.pooling
         self.is_long = params.logprobs is not None or params.prompt_logprobs is not None or pooling is not None
         """Writing the whole body may take long: others must not wait for it."""
@@ -65,6 +67,9 @@ class Writer(ABC, Generic[RequestT]):
     def error_event(self, path: str, error: ApiError, request_id: str) -> bytes:
         """How a stream that began well tells its end; clients of OpenAI raise it."""
         return data_event(error_body(path, error, request_id))
+
+    def close(self) -> None:
+        """A stream is over, whichever way it ended."""
 
     @abstractmethod
     def whole(self, events: list[GenerationEvent]) -> dict[str, Any]:
@@ -102,17 +107,31 @@ async def answer(request: Request, kind: type[RequestT], writer_kind: type[Write
     model = service.check_model(body.model)
     body.check_model_limits(service.ready.hidden_size)
     request_id = connection.name_request(request, body.request_id if isinstance(body, SamplingFields) else None)
+    stored = service.responses_of(request)
+
+    def make() -> GenerationRequest:
+        body.recall(stored)
+        return body.to_generation(connection.new_id(kind.ID_PREFIX), request_id)
+
     try:
-        wanted = await connection.convert(request, body.to_generation, connection.new_id(kind.ID_PREFIX), request_id)
+        # What was stored may be long, however short the body is.
+        wanted = await (asyncio.to_thread(make) if body.recalls else connection.convert(request, make))
     except InvalidRequestError as error:
         raise renamed(error, kind.FIELDS) from None
     call = await service.start(wanted, request.headers)
     request.state.record = call.record
     try:
-        writer = writer_kind(body, call, model, service.ready.fingerprint)
-        headers = connection.ignored_header([*request.state.ignored, *call.ignored, *writer.ignored])
+        writer = writer_kind(body, call, model, service.ready.fingerprint, stored)
+        headers = connection.ignored_header([*request.state.ignored, *wanted.ignored, *call.ignored])
+        if call.prompts[0].is_clamped:
+            headers["x-quire-clamped"] = f"max_tokens={call.prompts[0].params.max_tokens}"
         if wanted.stream:
-            return EventStream(writer.stream(), writer.error_event, call.abort, headers)
+
+            def end() -> None:
+                call.abort()
+                writer.close()
+
+            return EventStream(writer.stream(), writer.error_event, end, headers)
         events = [event async for event in call]
     except BaseException:
         call.abort()

@@ -47,6 +47,8 @@ class EncodedPrompt:
     """The prompt ends where the model has begun to think."""
     ignored: tuple[str, ...] = ()
     """Fields that turned out to mean nothing to this model."""
+    is_clamped: bool = False
+    """`max_tokens` was more than the context has room for; now it is what there is room for."""
 
 
 class PromptEncoder:
@@ -85,7 +87,10 @@ class PromptEncoder:
             room = limits.max_model_len - (params.max_tokens or 1)
             keep = max(1, room) if truncate == -1 else truncate
             encoded = replace(encoded, token_ids=encoded.token_ids[-keep:])
-        _check_context(field, len(encoded.token_ids), params.max_tokens, limits.max_model_len)
+        room = limits.max_model_len - len(encoded.token_ids)
+        if request.clamp_max_tokens and params.max_tokens is not None and params.max_tokens > room > 0:
+            encoded = replace(encoded, params=replace(encoded.params, max_tokens=room), is_clamped=True)
+        _check_context(field, len(encoded.token_ids), encoded.params.max_tokens, limits.max_model_len)
         return replace(encoded, resolved=resolve_tokens(encoded.params, self.tokenizer))
 
     def encode_chat(self, prompt: ChatPrompt) -> list[int]:

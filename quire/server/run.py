@@ -26,6 +26,7 @@ from quire.server.engine_client import EngineClient
 from quire.server.guard.http_protocol import limited_protocol
 from quire.server.logs import set_up_logging
 from quire.server.messages import Ready
+from quire.server.response_store import ResponseStore, open_store
 from quire.server.service import GenerationService
 
 logger = logging.getLogger(__name__)
@@ -42,21 +43,25 @@ def serve(config: ServerConfig) -> int:
     set_up_logging(config.log_format, config.log_level, "server")
     with ModelBars(config.model) as bars:
         source = resolve(config.model, progress=bars("download"))
+    responses = open_store(config)
     listener = _bind(config)
     _raise_file_limit()
     sys.setswitchinterval(_SWITCH_SECONDS)
     loop_factory = uvicorn.Config(app="", loop="auto", log_config=None).get_loop_factory()
     with asyncio.Runner(loop_factory=loop_factory) as runner:
-        return runner.run(_Run(config, source, listener).run())
+        return runner.run(_Run(config, source, listener, responses).run())
 
 
 class _Run:
     """One run of the server."""
 
-    def __init__(self, config: ServerConfig, source: ModelSource, listener: socket.socket) -> None:
+    def __init__(
+        self, config: ServerConfig, source: ModelSource, listener: socket.socket, responses: ResponseStore
+    ) -> None:
         self._config = config
         self._source = source
         self._listener = listener
+        self._responses = responses
         self._metrics = ServerMetrics(config.model_names[0])
         endpoint = config.otlp_traces_endpoint
         self._tracing = None if endpoint is None else Tracing.to_endpoint(endpoint)
@@ -78,6 +83,7 @@ class _Run:
         finally:
             self._listener.close()
             await self._client.stop()
+            await asyncio.to_thread(self._responses.close)
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.close)
         return self._exit_code
@@ -95,7 +101,9 @@ class _Run:
     async def _serve(self, ready: Ready, tokenizer: Tokenizer) -> None:
         config = self._config
         self._metrics.set_cache(ready.num_blocks, ready.block_size)
-        self._service = GenerationService(config, tokenizer, self._client, ready, self._metrics, self._tracing)
+        self._service = GenerationService(
+            config, tokenizer, self._client, ready, self._metrics, self._tracing, self._responses
+        )
         settings = uvicorn.Config(
             create_app(self._service),
             http=limited_protocol(config),

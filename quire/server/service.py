@@ -23,8 +23,10 @@ from quire.server.engine_client import EngineClient, unavailable
 from quire.server.errors import ApiError
 from quire.server.generation import GenerationRequest
 from quire.server.guard.admission import Admission
+from quire.server.guard.auth import owner_of
 from quire.server.messages import Ready
 from quire.server.prompts import EncodedPrompt, PromptEncoder
+from quire.server.response_store import OwnResponses, ResponseStore, open_store
 from quire.server.text_call import TextCall
 
 _T = TypeVar("_T")
@@ -48,6 +50,7 @@ class GenerationService:
         ready: Ready,
         metrics: ServerMetrics,
         tracing: Tracing | None = None,
+        responses: ResponseStore | None = None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -56,6 +59,7 @@ class GenerationService:
         self.tracing = tracing
         self.encoder = PromptEncoder(tokenizer)
         self.records = RecordBook()
+        self.responses = responses if responses is not None else open_store(config)
         self.admission = Admission(ready.max_num_seqs, config.max_queued_requests, config.max_queued_tokens)
         self.started = int(time.time())
         self.is_draining = False
@@ -67,6 +71,10 @@ class GenerationService:
         """What the engine said about itself."""
         assert self.client.ready is not None
         return self.client.ready
+
+    def responses_of(self, request: Request) -> OwnResponses:
+        """The stored responses that a client may see: those asked for with its key."""
+        return self.responses.of(owner_of(request.scope) if self.config.api_keys else "")
 
     def check_model(self, name: str | None) -> str:
         """The model's name as the client wrote it; raises for one that is not served here."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -68,6 +68,14 @@ class TextCall(EngineCall):
             return
         if not update.new_token_ids and update.finish_reason is None:
             return
+        for part in _parts(update) if answer.reader.ends_at_repeat else (update,):
+            self._advance(answer, part)
+            if update.request_id not in self._unfinished:
+                if part is not update and part.metrics is None and update.metrics is not None:
+                    self._metrics.answer_finished(update.metrics, "stop")  # it ended before the engine did
+                break
+
+    def _advance(self, answer: _Answer, update: RequestUpdate) -> None:
         began = time.monotonic()
         delta = answer.live.advance(answer.position, update, partial(self._end_answer, update.request_id, answer))
         self._count(answer, delta)
@@ -81,6 +89,9 @@ class TextCall(EngineCall):
             is_last = delta.finish_reason is not None
             stop_reason = answer.live.stop_reason(answer.position) if is_last else None
             self._read(answer.prompt * params.n + answer.position, answer.reader, delta, stop_reason)
+            if answer.reader.is_over and not is_last:
+                self._end_answer(update.request_id, answer)
+                self._unfinished.discard(update.request_id)
         elif delta.output is not None:
             for place, best in enumerate(delta.output.completions):
                 reader = new_reader(self.prompts[answer.prompt], self.request.split)
@@ -89,7 +100,7 @@ class TextCall(EngineCall):
             self._trace.text(update.request_id, began, time.monotonic())
 
     def _end_answer(self, name: str, answer: _Answer) -> RequestMetrics:
-        """A stop string is complete. The engine hears of it; its own counts follow."""
+        """A stop string is complete, or a call was repeated. The engine hears of it; its own counts follow."""
         self._client.end(name)
         return RequestMetrics(
             request_id=name,
@@ -123,15 +134,22 @@ class TextCall(EngineCall):
             self.usage.reasoning_tokens += count
 
     def _read(self, index: int, reader: AnswerReader, found: RequestDelta | Completion, why: str | int | None) -> None:
-        """Makes an event of what is new of a choice, or (best_of) of all of it. `why` it stopped, if it did."""
-        pieces = reader.feed(found.text, found.finish_reason is not None)  # content, reasoning, tool calls
+        """Makes events of what is new of a choice, or (best_of) of all of it. `why` it stopped, if it did."""
         reason = cast(FinishReason | None, found.finish_reason)
+        pieces = reader.feed(found.text, reason is not None, is_cut=reason == "length")
+        if reader.is_over:
+            reason, why = "stop", None
         if reason is not None:
             # An answer that was cut off says so, calls or not: the last of them may be half of one.
             reason = "tool_calls" if reader.num_calls and reason == "stop" else reason
             self.record.finish_reasons.append(reason)
-        logprobs = found.logprobs or ()
-        self._emit(GenerationEvent(index, found.text, *pieces, found.token_ids, logprobs, reason, why))
+        for place, (content, reasoning, calls) in enumerate(pieces):
+            event = GenerationEvent(index, "", content, reasoning, calls)
+            if place == 0:
+                event = replace(event, text=found.text, token_ids=found.token_ids, logprobs=found.logprobs or ())
+            if place == len(pieces) - 1:
+                event = replace(event, finish_reason=reason, stop_reason=why)
+            self._emit(event)
 
     def _count_finished(self) -> None:
         params, seconds = self.request.params, time.monotonic() - self._arrival
@@ -145,4 +163,15 @@ def new_reader(prompt: EncodedPrompt, split: bool) -> AnswerReader:
     if plan is None or not split:
         return AnswerReader(None, None, partial(new_id, "call-"))
     splitter = ReasoningSplitter(prompt.inside_reasoning) if plan.support.thinks else None
-    return AnswerReader(splitter, plan.new_parser(), plan.new_call_id, plan.parallel)
+    is_shaped = bool(plan.tools) and prompt.params.structured is not None
+    return AnswerReader(splitter, plan.new_parser(), plan.new_call_id, plan.parallel, is_shaped)
+
+
+def _parts(update: RequestUpdate) -> Iterator[RequestUpdate]:
+    """The update token by token: where the text ends an answer must not depend on how many tokens come at a time."""
+    last = len(update.new_token_ids) - 1
+    for place, token_id in enumerate(update.new_token_ids[:last] if last > 0 else ()):
+        yield RequestUpdate(update.request_id, (token_id,), scores=update.scores[place : place + 1])
+    if last > 0:
+        update = update._replace(new_token_ids=update.new_token_ids[last:], scores=update.scores[last:])
+    yield update

@@ -10,6 +10,7 @@ import pytest
 from tests.frontend.templates import QWEN
 from tests.server.harness import KEY, Server
 from tests.server.random_model import write_model
+from tests.server.scripted_model import write_scripted_model
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +33,36 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder: Path = tmp_path_factory.mktemp("small-model")
     write_model(folder, QWEN)
     return str(folder)
+
+
+SCRIPTS = {
+    "hello": "Hello, this is a scripted model.",
+    "shell": '<tool_call>\n{"name": "exec_command", "arguments": {"cmd": "echo quire-was-here"}}\n</tool_call>',
+    "bash": '<tool_call>\n{"name": "Bash", "arguments": {"command": "echo quire-was-here", "description": "Say it"}}'
+    "\n</tool_call>",
+    "weather": 'I look it up. <tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>',
+    "mixed": 'First. <tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call> Then this.',
+    "nested": '<tool_call>\n{"name": "agents.stop", "arguments": {"target": "all"}}\n</tool_call>',
+    "long": "word, " * 40 + "end.",
+    "done": "I have seen what came back.",
+}
+"""What the scripted model says to a user who writes @NAME; else "hello", and "done" to the results of tools."""
+SCRIPTED_ENGINE = {"kv_cache_memory": "32MiB", "max_model_len": 16384, "max_num_seqs": 8, "dtype": "float32"}
+
+
+@pytest.fixture(scope="session")
+def scripted_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with it."""
+    folder: Path = tmp_path_factory.mktemp("scripted")
+    write_scripted_model(folder, SCRIPTS, default="hello", after_tool="done", context=16384)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def scripted(scripted_model: str) -> Iterator[Server]:
+    """A server of a model that says what its script wants, to whatever client."""
+    with Server(model=scripted_model, engine=SCRIPTED_ENGINE, served_model_names=["scripted"]) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -180,7 +180,6 @@ def test_unknown_fields_are_accepted_and_named(server: Server) -> None:
         ("function_call", "auto"),
         ("modalities", ["text", "audio"]),
         ("prediction", {"type": "content", "content": "x"}),
-        ("store", True),
         ("verbosity", "low"),
         ("web_search_options", {"a": 1}),
         ("chat_template", "{{ messages }}"),

@@ -280,6 +280,12 @@ def test_openai_async(keyed: Server) -> None:
 # Anthropic
 
 
+def test_models_as_anthropic_lists_them(claude: anthropic.Anthropic) -> None:
+    (model,) = claude.models.list()
+    assert (model.id, model.type, model.display_name) == ("smollm2", "model", "smollm2")
+    assert claude.models.retrieve("smollm2").created_at == model.created_at
+
+
 def test_messages(claude: anthropic.Anthropic) -> None:
     arguments: dict[str, Any] = {
         "model": "smollm2",

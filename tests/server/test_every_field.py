@@ -71,6 +71,12 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "guided_regex": ({}, "[a-c]{4}"),
     "guided_choice": ({}, ["go", "stay"]),
     "guided_grammar": ({}, 'start: "x" "y"\n'),
+    "guided_json_object": ({}, True),
+    "regex": ({}, "[a-c]{4}"),
+    "ebnf": ({}, 'root ::= "x" "y"'),
+    "grammar": ({}, 'root ::= "x" "y"'),
+    "json_schema": ({}, SCHEMA),
+    "format": ({}, SCHEMA),
     "structured_outputs": ({}, {"choice": ["go", "stay"]}),
     "tools": ({}, TOOLS),
     "tool_choice": ({"tools": TOOLS, "max_tokens": 60}, "required"),
@@ -100,6 +106,7 @@ ELSEWHERE = {
 NOTHING = {
     "spaces_between_special_tokens": "no decoder here puts spaces there (SamplingParams says so)",
     "modalities": "can only be what it always is, text",
+    "store": "is named in x-quire-ignored (test_recorded_clients)",
 }
 
 

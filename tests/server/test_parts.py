@@ -208,7 +208,7 @@ def test_an_answer_is_taken_apart() -> None:
     names = iter(["call-1", "call-2"])
     reader = AnswerReader(ReasoningSplitter(), HermesParser(), lambda: next(names))
     text = '<think>\nhm</think>\nSure. <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-    pieces = [reader.feed(character, False) for character in text] + [reader.feed("", True)]
+    pieces = [one for character in text for one in reader.feed(character, False)] + reader.feed("", True)
     assert "".join(reasoning for _, reasoning, _ in pieces) == "hm"
     assert "".join(content for content, _, _ in pieces) == "Sure."
     calls = [call for _, _, calls in pieces for call in calls]
@@ -222,7 +222,8 @@ def test_one_call_is_told_if_one_is_wanted() -> None:
     call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     for parallel, expected in ((True, ["f", "f"]), (False, ["f"])):
         reader = AnswerReader(None, HermesParser(), lambda: "id", parallel)
-        pieces = [reader.feed(character, False) for character in f"{call}\n{call} Done."] + [reader.feed("", True)]
+        fed = [reader.feed(character, False) for character in f"{call}\n{call} Done."] + [reader.feed("", True)]
+        pieces = [piece for pieces in fed for piece in pieces]
         calls = [one for _, _, calls in pieces for one in calls]
         assert [one.name for one in calls if one.name is not None] == expected
         assert "".join(one.arguments for one in calls) == '{"a": 1}' * len(expected)
@@ -231,7 +232,7 @@ def test_one_call_is_told_if_one_is_wanted() -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     plan = ToolSupport(make_tokenizer(QWEN)).plan([{"role": "user", "content": "Hi"}], [tool], parallel=False)
     prompt = EncodedPrompt((1,), None, False, SamplingParams(), ResolvedTokens(), plan)
-    _, _, found = new_reader(prompt, split=True).feed(f"{call}\n{call}", True)
+    ((_, _, found),) = new_reader(prompt, split=True).feed(f"{call}\n{call}", True)
     assert [one.name for one in found] == ["f"]
 
 

@@ -10,6 +10,7 @@ import pytest
 from quire.outputs import TokenLogprobs
 from quire.server.generation import GenerationEvent, ToolCallDelta
 from quire.server.protocol.responses import ResponsesRequest
+from quire.server.response_store import ResponseStore, StoreLimits
 from quire.server.routes.responses import OutputItems
 from tests.server.harness import Server, error_of, wait_for
 
@@ -43,7 +44,7 @@ def test_an_answer_is_what_chat_completions_give(server: Server) -> None:
     assert item["content"][0]["text"] == chat["choices"][0]["message"]["content"]
     assert (item["type"], item["role"]) == ("message", "assistant")
     assert body["id"].startswith("resp_")
-    assert (body["object"], body["store"], body["metadata"], body["user"]) == ("response", False, {"a": "b"}, "me")
+    assert (body["object"], body["store"], body["metadata"], body["user"]) == ("response", True, {"a": "b"}, "me")
     assert (body["safety_identifier"], body["service_tier"]) == ("s", "default")
     assert server.get(f"/v1/requests/{body['id']}").json()["notes"] == {
         "user": "me",
@@ -130,6 +131,7 @@ def test_items_become_the_turns_they_were() -> None:
             ]
         }
     )
+    body.recall(ResponseStore(StoreLimits(0, 0, 1)).of(""))
     (prompt,) = body.to_generation("resp", "req").prompts
     function = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
     assert prompt.messages == [  # type: ignore[union-attr]
@@ -149,7 +151,7 @@ def test_items_become_the_turns_they_were() -> None:
 
 
 def test_reasoning_text_and_calls_are_items_of_their_own() -> None:
-    items = OutputItems(with_logprobs=True)
+    items = OutputItems(with_logprobs=True, namespaces={})
     score = TokenLogprobs(1, -0.5, 1, b"x", ())
     out = []
     for event in (
@@ -180,7 +182,7 @@ def test_reasoning_text_and_calls_are_items_of_their_own() -> None:
 
 
 def test_an_answer_that_says_nothing_is_an_empty_message() -> None:
-    items = OutputItems(with_logprobs=False)
+    items = OutputItems(with_logprobs=False, namespaces={})
     names = [event["type"] for event in items.finish("length")]
     assert names[0] == "response.output_item.added"
     assert items.items[0]["content"][0]["text"] == ""
@@ -194,7 +196,9 @@ def test_an_answer_that_says_nothing_is_an_empty_message() -> None:
         ({"input": []}, "input"),
         ({"input": 3}, "input"),
         ({"input": [{"role": "wizard", "content": "a"}]}, "input[0]"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"type": "item_reference", "id": 3}]}, "input[0]"),
+        ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0]"),
+        ({"previous_response_id": "resp_x"}, "previous_response_id"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0]"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "c"}, "conversation"),
@@ -204,8 +208,8 @@ def test_an_answer_that_says_nothing_is_an_empty_message() -> None:
         ({"max_output_tokens": True}, "max_output_tokens"),
         ({"temperature": 3}, "temperature"),
         ({"top_p": 0}, "top_p"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"include": ["file_search_call.results"]}, "include[0]"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"include": ["file_search_call.results", "weather"]}, "include[1]"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0]"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -230,11 +234,12 @@ def test_a_context_that_is_too_small_names_both_numbers(server: Server) -> None:
 
 
 def test_what_has_no_meaning_here_is_named_in_a_header(server: Server) -> None:
-    fields = {"store": True, "prompt_cache_key": "k", "reasoning": {"effort": "low", "summary": "auto"}}
+    fields = {"prompt_cache_key": "k", "reasoning": {"effort": "low", "summary": "auto"}}
+    fields["include"] = ["file_search_call.results", "message.output_text.logprobs"]
     response = server.post("/v1/responses", {"input": "Hi", "max_output_tokens": 1, **fields})
     ignored = response.headers["x-quire-ignored"].split(", ")
-    assert {"store", "prompt_cache_key", "reasoning.summary", "reasoning.effort"} <= set(ignored)
-    assert response.json()["store"] is False
+    left_out = {"prompt_cache_key", "reasoning.summary", "reasoning.effort", "include.file_search_call.results"}
+    assert set(ignored) == left_out
 
 
 def test_a_client_that_leaves_ends_its_response(server: Server) -> None:

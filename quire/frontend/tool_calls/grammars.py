@@ -10,6 +10,7 @@ from typing import Any
 from quire.constrain.guidance import JSON_STYLE
 from quire.errors import InvalidRequestError
 from quire.frontend.reasoning import END as REASONING_END
+from quire.frontend.strict_schema import close_objects
 from quire.frontend.tool_calls.tools import Tool
 from quire.sampling_params import MAX_GRAMMAR, StructuredOutput
 
@@ -120,8 +121,8 @@ def _alternatives(prefix: str, tools: Sequence[Tool]) -> str:
 
 
 def _schema(tool: Tool) -> str:
-    # Narrower than the schema where that says nothing, so what comes is valid, and small models find an end.
-    return _json({"type": "object", "properties": {}, "additionalProperties": False, **tool.parameters})
+    schema = {"type": "object", **tool.parameters}
+    return _json(close_objects(schema) if tool.strict else schema)
 
 
 def _json_rule(structured: StructuredOutput) -> str:

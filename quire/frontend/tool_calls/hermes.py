@@ -14,10 +14,10 @@ class HermesParser(ToolCallParser):
     def __init__(self, after_mark: bool = False) -> None:
         super().__init__(BEGIN, after_mark)
 
-    def finish(self) -> list[Delta]:
+    def finish(self, is_cut: bool = False) -> list[Delta]:
         if self._state == self._after_object:
             self._held = ""  # half of the closing tag
-        return super().finish()
+        return super().finish(is_cut)
 
     def _after_call(self, text: str, position: int) -> int:
         if text.startswith(END, position):

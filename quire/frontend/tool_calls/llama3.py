@@ -17,13 +17,22 @@ class Llama3Parser(ToolCallParser):
 
     separator = ";"
 
-    def __init__(self, tool_names: Iterable[str]) -> None:
+    def __init__(self, tool_names: Iterable[str], forced: bool = False) -> None:
+        """`forced`: nothing but calls can come."""
         super().__init__(MARK)
         self._tool_names = frozenset(tool_names)
+        self._forced = forced
         self._state = self._at_start
 
     def _accepts(self, call: CallObject) -> bool:
         return call.name in self._tool_names
+
+    def _was_becoming_a_call(self) -> bool:
+        if self._forced or MARK in "".join(self._undecided):
+            return True
+        if self._state == self._in_object:  # it may be an answer in JSON, as long as it names no tool
+            return self._object.name in self._tool_names
+        return self._state == self._in_text and super()._was_becoming_a_call()
 
     def _at_start(self, text: str, position: int) -> int:
         end = skip_space(text, position)

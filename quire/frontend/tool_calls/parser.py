@@ -80,8 +80,13 @@ class ToolCallParser:
         self._held = text[position:]
         return self._take_deltas()
 
-    def finish(self) -> list[Delta]:
-        """What was held back, when no more text follows."""
+    def finish(self, is_cut: bool = False) -> list[Delta]:
+        """What was held back, when no more text follows. In an answer that was cut off (`is_cut`) what began like a
+        call was going to be one: it is no content."""
+        if is_cut and self._was_becoming_a_call():
+            self._undecided.clear()
+            self._space.clear()
+            self._held = ""
         self._undecided.append(self._held)
         self._held = ""
         self._give_back()
@@ -101,6 +106,11 @@ class ToolCallParser:
     def _after_mark(self, text: str, position: int) -> int:
         self._begin_object()
         return position
+
+    def _was_becoming_a_call(self) -> bool:
+        """Whether the text so far ends inside of what is not yet certain to be a call. One character that a mark begins
+        with (`<`, `[`) may be anything; more of it is hardly ever meant as text."""
+        return self._state != self._in_text or len(self._held) > 1
 
     def _after_call(self, text: str, position: int) -> int:
         """At the first character behind a call that is not white space."""

@@ -175,7 +175,7 @@ class ToolPlan:
         if self.support.format == "mistral":
             return mistral.MistralParser(after_mark)
         if self.support.format == "llama3":
-            return llama3.Llama3Parser(tool.name for tool in self.tools)
+            return llama3.Llama3Parser((tool.name for tool in self.tools), self.forced)
         return hermes.HermesParser(after_mark)
 
     def new_call_id(self) -> str:

@@ -112,7 +112,7 @@ def _has_too_many_parts(body: bytes) -> bool:
     return num_parts > _MOST_PARTS or outside.count(b",") > _MOST_VALUES
 
 
-def refuse_unsupported(value: BaseModel) -> None:
+def refuse_unsupported(value: BaseModel, prefix: str = "") -> None:
     """A field that clients know and we can't honour is an error; left out or null, it is not there.
 
     Models list such fields in a class variable `UNSUPPORTED`: name to why, or to what to use instead.
@@ -122,10 +122,14 @@ def refuse_unsupported(value: BaseModel) -> None:
     for name in list(extra):
         if name not in unsupported:
             continue
-        if extra[name] in (None, False, [], {}):
+        if extra[name] in (None, False, [], {}, ""):
             del extra[name]
             continue
-        raise InvalidRequestError(name, f"is not supported: {unsupported[name]}")
+        raise InvalidRequestError(f"{prefix}{name}", f"is not supported: {unsupported[name]}")
+    for name in type(value).model_fields:
+        item = getattr(value, name, None)
+        if isinstance(item, BaseModel):
+            refuse_unsupported(item, f"{prefix}{name}.")
 
 
 def unknown_fields(value: BaseModel, prefix: str = "") -> list[str]:

@@ -6,12 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from quire.errors import InvalidRequestError
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import StructuredOutput
 from quire.server.generation import ChatPrompt, GenerationRequest, NamedTool, ToolChoice
-from quire.server.protocol import common
+from quire.server.protocol import common, sampling, structure
+from quire.server.protocol.tools import offered
 from quire.server.protocol.unions import LIST, TEXT, TEXT_OR_LIST, by_type, kind
 
 
@@ -59,7 +60,7 @@ Block = Annotated[
 
 
 class Message(common.Body):
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: Annotated[Annotated[str, TEXT] | Annotated[list[Block], LIST], TEXT_OR_LIST]
 
 
@@ -69,6 +70,25 @@ class Tool(common.Body):
     input_schema: dict[str, Any]
     type: Literal["custom"] | None = None
     strict: bool | None = None
+
+
+class OtherTool(common.Body):
+    """One that Anthropic's servers run, or whose form only its models know (`web_search_20250305`, `bash_20250124`)."""
+
+    type: str
+    name: str | None = None
+
+
+def _kind_of_tool(value: Any) -> str | None:
+    if not isinstance(value, dict):
+        return None if not isinstance(value, Tool | OtherTool) else f"<{type(value).__name__.lower()}>"
+    return "<othertool>" if isinstance(value.get("type"), str) and value["type"] != "custom" else "<tool>"
+
+
+AnyTool = Annotated[
+    Annotated[Tool, Tag("<tool>")] | Annotated[OtherTool, Tag("<othertool>")],
+    Discriminator(_kind_of_tool, custom_error_type="tool", custom_error_message="Input should be an object"),
+]
 
 
 class OpenChoice(common.Body):
@@ -108,6 +128,42 @@ class OutputFormat(common.Body):
 
 class OutputConfig(common.Body):
     format: OutputFormat | None = None
+    effort: str | None = Field(None, max_length=32)
+
+
+class Edit(common.Body):
+    """Of the conversation, before the model reads it. Here it is used as it was sent, so an edit may stand here only if
+    it would change nothing."""
+
+    type: str
+    keep: Any = None
+
+    def changes(self, messages: Sequence[Message]) -> bool:
+        blocks = [block for message in messages if isinstance(message.content, list) for block in message.content]
+        if self.type == "clear_thinking_20251015":
+            thoughtful = [message for message in messages if _thinks(message)]
+            return self.keep != "all" and len(thoughtful) > _kept(self.keep, "thinking_turns", 1)
+        if self.type == "clear_tool_uses_20250919":
+            results = sum(isinstance(block, ToolResultBlock) for block in blocks)
+            return results > _kept(self.keep, "tool_uses", 3)
+        return True
+
+
+def _thinks(message: Message) -> bool:
+    thoughts = ThinkingBlock | RedactedThinkingBlock
+    return isinstance(message.content, list) and any(isinstance(block, thoughts) for block in message.content)
+
+
+def _kept(keep: Any, kind: str, default: int) -> int:
+    """How many of the last ones an edit leaves alone."""
+    if keep is None:
+        return default
+    value = keep.get("value") if isinstance(keep, Mapping) and keep.get("type") == kind else None
+    return value if isinstance(value, int) else 0
+
+
+class ContextManagement(common.Body):
+    edits: list[Edit] | None = Field(None, max_length=16)
 
 
 class Metadata(common.Body):
@@ -120,38 +176,57 @@ class CountTokensRequest(common.Body):
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
         "container": "there are no containers",
         "mcp_servers": "the server calls no other servers",
-        "context_management": "the conversation is used as it is sent",
-        "chat_template": common.NO_TEMPLATES,
+        "stop": "use stop_sequences",
+        **sampling.UNSUPPORTED,
     }
 
     model: str
     messages: list[Message] = Field(min_length=1, max_length=common.MAX_MESSAGES)
     system: TextContent | None = None
-    tools: list[Tool] | None = None
+    tools: list[AnyTool] | None = None
     tool_choice: Choosing | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
 
     def prompt(self) -> ChatPrompt:
         """The conversation as the chat template takes it."""
+        return self.read_prompt()[0]
+
+    def read_prompt(self) -> tuple[ChatPrompt, tuple[str, ...]]:
+        """The conversation as the chat template takes it, and what was left out of it."""
+        for place, edit in enumerate((self.context_management and self.context_management.edits) or ()):
+            if edit.changes(self.messages):
+                field = f"context_management.edits[{place}]"
+                why = f"{edit.type[:100]!r} can't be applied: the conversation is used as it is sent"
+                raise InvalidRequestError(field, why)
         messages: list[dict[str, Any]] = []
         if self.system:
             messages.append({"role": "system", "content": _text(self.system)})
         for message in self.messages:
             content = message.content
             blocks = [TextBlock(type="text", text=content)] if isinstance(content, str) else content
-            messages += _assistant(blocks) if message.role == "assistant" else _user(blocks)
+            messages += _TURNS[message.role](blocks)
         if len(messages) == bool(self.system):
             raise InvalidRequestError("messages", "say nothing")
-        kwargs = None if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
+        kwargs: dict[str, Any] = {}
+        if self.thinking is not None:
+            kwargs["enable_thinking"] = self.thinking.type != "disabled"
+        if self.output_config is not None and self.output_config.effort is not None:
+            kwargs["reasoning_effort"] = self.output_config.effort
         prefilled = self.messages[-1].role == "assistant"
+        choice = self.tool_choice
+        kept, ignored = offered(self.tools, _foreign, isinstance(choice, OpenChoice) and choice.type == "auto")
         tools = []
-        for one in () if isinstance(self.tool_choice, NoChoice) else self.tools or ():
+        for one in () if isinstance(choice, NoChoice) else kept:
+            assert isinstance(one, Tool)
             about = {"name": one.name, "description": one.description, "parameters": one.input_schema}
             tools.append(common.function_tool(**about, strict=one.strict))
-        return ChatPrompt(messages, tools or None, None, kwargs, not prefilled, continue_final_message=prefilled)
+        prompt = ChatPrompt(messages, tools or None, None, kwargs or None, not prefilled, prefilled)
+        return prompt, ignored
 
 
-class MessagesRequest(CountTokensRequest, common.ApiRequest):  # type: ignore[misc]  # here a model must be named
+class MessagesRequest(CountTokensRequest, sampling.TokenChoice, common.ApiRequest):  # type: ignore[misc]  # named model
     """POST /v1/messages"""
 
     ENDPOINT: ClassVar[str] = "/v1/messages"
@@ -159,50 +234,53 @@ class MessagesRequest(CountTokensRequest, common.ApiRequest):  # type: ignore[mi
     FIELDS: ClassVar[Mapping[str, str]] = {
         "stop": "stop_sequences",
         "chat_template_kwargs.enable_thinking": "thinking",
-        "structured": "output_config.format",
-        "structured.json_schema": "output_config.format.schema",
-        "structured.grammar": "output_config.format.schema",
+        "chat_template_kwargs.reasoning_effort": "output_config.effort",
     }
 
     max_tokens: int = Field(ge=1)
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=0)
+    n: Literal[1] | None = None
+    top_k: int | None = Field(None, ge=0)  # type: ignore[assignment]  # null is allowed here
     top_p: float | None = Field(None, gt=0, le=1)
-    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """The former name of `output_config.format`."""
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 
     def to_generation(self, response_id: str, request_id: str) -> GenerationRequest:
         if any(not one.strip() for one in self.stop_sequences or ()):
             raise InvalidRequestError("stop_sequences", "each must hold something that is not white space")
-        structured = None
-        if self.output_config is not None and self.output_config.format is not None:
-            schema = self.output_config.format.schema_
-            structured = common.structured_output("output_config.format.schema", json_schema=schema)
-        params = SamplingParams(
-            max_tokens=self.max_tokens,
-            stop=tuple(self.stop_sequences or ()),
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=self.top_k or 0,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            structured=structured,
-        )
+        structured, names = self.structured(self._native_format())
+        params = self.sampling_params(self.stop_sequences, max_tokens=self.max_tokens, structured=structured)
+        prompt, ignored = self.read_prompt()
         choice, parallel = self._tool_choice()
         return GenerationRequest(
             response_id=response_id,
             request_id=request_id,
-            prompts=(self.prompt(),),
+            prompts=(prompt,),
             params=params,
             endpoint=self.ENDPOINT,
             stream=bool(self.stream),
             split=True,
             tool_choice=choice,
             parallel_tool_calls=parallel,
-            fields=self.FIELDS,
+            fields={**self.FIELDS, **names},
+            clamp_max_tokens=True,
+            ignored=ignored,
             notes=common.present(user=self.metadata.user_id if self.metadata is not None else None),
         )
+
+    def _native_format(self) -> dict[str, tuple[StructuredOutput, str]]:
+        config = self.output_config
+        own = None if config is None else config.format
+        given = {"output_config.format": own, "output_format": self.output_format}
+        return {
+            name: (structure.structured_output(f"{name}.schema", json_schema=one.schema_), f"{name}.schema")
+            for name, one in given.items()
+            if one is not None
+        }
 
     def _tool_choice(self) -> tuple[ToolChoice, bool]:
         choice = self.tool_choice
@@ -214,6 +292,10 @@ class MessagesRequest(CountTokensRequest, common.ApiRequest):  # type: ignore[mi
         if isinstance(choice, NamedChoice):
             return NamedTool(choice.name), parallel
         return ("required" if choice.type == "any" else "auto"), parallel
+
+
+def _foreign(tool: Tool | OtherTool) -> tuple[str, str | None] | None:
+    return (tool.type, tool.name) if isinstance(tool, OtherTool) else None
 
 
 def _text(content: str | Sequence[TextBlock]) -> str:
@@ -252,3 +334,14 @@ def _assistant(blocks: Sequence[Block]) -> list[dict[str, Any]]:
             raise InvalidRequestError("messages.content.type", "'tool_result' is for the user's messages")
         # Redacted thinking holds nothing that a model here could read.
     return [message]
+
+
+def _system(blocks: Sequence[Block]) -> list[dict[str, Any]]:
+    """Instructions in the middle of a conversation."""
+    texts = [block.text for block in blocks if isinstance(block, TextBlock)]
+    if len(texts) < len(blocks):
+        raise InvalidRequestError("messages.content.type", "messages of the system hold text")
+    return [{"role": "system", "content": "".join(texts)}]
+
+
+_TURNS = {"user": _user, "assistant": _assistant, "system": _system}

@@ -10,7 +10,8 @@ from pydantic import Field
 from quire.errors import InvalidRequestError
 from quire.frontend.tool_calls.tools import MAX_TOOLS
 from quire.server.generation import ChatPrompt, GenerationRequest, NamedTool, ToolChoice
-from quire.server.protocol import common
+from quire.server.protocol import common, sampling
+from quire.server.protocol.tools import offered
 
 
 class FunctionName(common.Body):
@@ -22,20 +23,19 @@ class NamedToolChoice(common.Body):
     function: FunctionName
 
 
-class ChatCompletionRequest(common.SamplingFields):
+class ChatCompletionRequest(sampling.SamplingFields):
     """POST /v1/chat/completions"""
 
     ENDPOINT: ClassVar[str] = "/v1/chat/completions"
     ID_PREFIX: ClassVar[str] = "chatcmpl-"
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
-        **common.UNSUPPORTED_EVERYWHERE,
+        **sampling.UNSUPPORTED,
         "audio": "the model writes text only",
         "functions": "use tools",
         "function_call": "use tool_choice",
         "prediction": "there is no predicted output",
         "web_search_options": "there is no web search",
         "verbosity": "say in a message how long the answer should be",
-        "store": "nothing is stored",
         "echo": "use the completions API",
         "best_of": "use the completions API",
         "suffix": "the model continues texts, it does not fill gaps",
@@ -54,6 +54,8 @@ class ChatCompletionRequest(common.SamplingFields):
     reasoning_effort: str | None = None
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = Field(None, max_length=1024)
+    store: bool | None = None
+    """Only /v1/responses stores what it answers; the answer itself is the same."""
     metadata: dict[str, Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=16)
 
     documents: list[dict[str, Any]] | None = None
@@ -69,7 +71,9 @@ class ChatCompletionRequest(common.SamplingFields):
         self.check_stream()
         structured, fields = self.structured()
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        params = self.sampling_params(max_tokens=self._max_tokens(), logprobs=logprobs, structured=structured)
+        params = self.sampling_params(
+            self.stop, max_tokens=self._max_tokens(), logprobs=logprobs, structured=structured
+        )
         if self.max_completion_tokens is not None:
             fields["max_tokens"] = "max_completion_tokens"
         kwargs = dict(self.chat_template_kwargs or {})
@@ -77,7 +81,10 @@ class ChatCompletionRequest(common.SamplingFields):
             kwargs.setdefault("reasoning_effort", self.reasoning_effort)
             fields["chat_template_kwargs.reasoning_effort"] = "reasoning_effort"
         begins, continues = self.add_generation_prompt, self.continue_final_message
-        prompt = ChatPrompt(self.messages, self.tools, self.documents, kwargs or None, begins, continues)
+        tools, ignored = offered(self.tools, _foreign, self.tool_choice == "auto")
+        if self.store:
+            ignored += ("store",)
+        prompt = ChatPrompt(self.messages, tools or None, self.documents, kwargs or None, begins, continues)
         return GenerationRequest(
             response_id=response_id,
             request_id=request_id,
@@ -90,6 +97,7 @@ class ChatCompletionRequest(common.SamplingFields):
             parallel_tool_calls=self.parallel_tool_calls is not False,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             fields=fields,
+            ignored=ignored,
             notes=common.present(user=self.user, safety_identifier=self.safety_identifier, metadata=self.metadata),
         )
 
@@ -104,3 +112,12 @@ class ChatCompletionRequest(common.SamplingFields):
         if self.tool_choice is not None and not self.tools and self.tool_choice != "none":
             raise InvalidRequestError("tool_choice", "needs tools")
         return self.tool_choice or "auto"
+
+
+def _foreign(tool: Mapping[str, Any]) -> tuple[str, str | None] | None:
+    kind = tool.get("type")
+    if not isinstance(kind, str) or kind == "function":  # what is wrong with a function is found later
+        return None
+    about = tool.get(kind)
+    name = about.get("name") if isinstance(about, Mapping) else tool.get("name")
+    return kind, name if isinstance(name, str) else None

@@ -9,7 +9,8 @@ from pydantic import Field
 
 from quire.errors import InvalidRequestError
 from quire.server.generation import GenerationRequest
-from quire.server.protocol.common import MAX_TOP_LOGPROBS, UNSUPPORTED_EVERYWHERE, SamplingFields, present, to_prompts
+from quire.server.protocol import sampling
+from quire.server.protocol.common import MAX_TOP_LOGPROBS, present, to_prompts
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 1024
@@ -17,13 +18,13 @@ MAX_PROMPTS = 1024
 TokenIds = list[int]
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(sampling.SamplingFields):
     """POST /v1/completions"""
 
     ENDPOINT: ClassVar[str] = "/v1/completions"
     ID_PREFIX: ClassVar[str] = "cmpl-"
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
-        **UNSUPPORTED_EVERYWHERE,
+        **sampling.UNSUPPORTED,
         "suffix": "the model continues texts, it does not fill gaps",
         "messages": "use /v1/chat/completions for conversations",
         "tools": "use /v1/chat/completions for tools",
@@ -53,6 +54,7 @@ class CompletionRequest(SamplingFields):
         if self.echo and self.logprobs is not None:
             prompt_logprobs = max(self.logprobs, prompt_logprobs or 0)
         params = self.sampling_params(
+            self.stop,
             max_tokens=DEFAULT_MAX_TOKENS if self.max_tokens is None else max(1, self.max_tokens),
             best_of=best_of,
             logprobs=self.logprobs,

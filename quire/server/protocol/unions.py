@@ -29,14 +29,17 @@ def kind(name: str) -> Tag:
     return Tag(f"<{name}>")
 
 
-def by_type(*names: str, default: str | None = None) -> Discriminator:
-    """Tells objects apart by their `type`; those without one are of the `default` kind."""
+def by_type(*names: str, default: str | None = None, other: str | None = None) -> Discriminator:
+    """Tells objects apart by their `type`; those without one are of the `default` kind, those with a type of which
+    nothing is known here of the `other` kind."""
 
     def tag_of(value: Any) -> str | None:
         name = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
-        if isinstance(value, dict | BaseModel) and name in names:
+        if not isinstance(value, dict | BaseModel):
+            return None
+        if name in names:
             return f"<{name}>"
-        return None
+        return f"<{other}>" if other is not None and isinstance(name, str) else None
 
     return Discriminator(
         tag_of,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from quire.server.errors import ApiError, error_body
-from quire.server.generation import FinishReason, GenerationEvent, Usage, whole_choices
+from quire.server.generation import FinishReason, GenerationEvent, Usage
 from quire.server.http_responses import named_event
 from quire.server.lifecycle import Writer, endpoint
 from quire.server.protocol.anthropic import MessagesRequest
@@ -20,6 +20,7 @@ class MessageWriter(Writer[MessagesRequest]):
         super().__init__(*args)
         self._blocks = ContentBlocks()
         self._has_begun = False
+        self._is_clamped = self.call.prompts[0].is_clamped
 
     def chunk(self, event: GenerationEvent) -> Iterator[bytes]:
         if not self._has_begun:
@@ -30,8 +31,8 @@ class MessageWriter(Writer[MessagesRequest]):
         yield from self._blocks.take(event)
         if event.finish_reason is not None:
             yield from self._blocks.close()
-            ending = stop_reason(event.finish_reason, event.stop_reason)
-            yield _event("message_delta", delta=ending, usage=_usage(self.call.usage))
+            ending = stop_reason(event.finish_reason, event.stop_reason, self._is_clamped)
+            yield _event("message_delta", delta=ending, usage=_usage(self.call.usage), **self._applied_edits())
 
     def finish(self) -> Iterator[bytes]:
         yield _event("message_stop")
@@ -40,18 +41,16 @@ class MessageWriter(Writer[MessagesRequest]):
         return named_event("error", error_body(path, error, request_id))
 
     def whole(self, events: list[GenerationEvent]) -> dict[str, Any]:
-        (choice,) = whole_choices(events)
-        content: list[dict[str, Any]] = []
-        if choice.reasoning:
-            content.append({"type": "thinking", "thinking": choice.reasoning, "signature": ""})
-        if choice.content:
-            content.append({"type": "text", "text": choice.content})
-        content += [
-            {"type": "tool_use", "id": call.id, "name": call.name, "input": tool_input(call.arguments)}
-            for call in choice.tool_calls
-        ]
-        assert choice.finish_reason is not None
-        return {**self._message(), "content": content, **stop_reason(choice.finish_reason, choice.stop_reason)}
+        for event in events:
+            list(self._blocks.take(event))
+        last = events[-1]
+        assert last.finish_reason is not None
+        ending = stop_reason(last.finish_reason, last.stop_reason, self._is_clamped)
+        return {**self._message(), "content": self._blocks.whole(), **ending, **self._applied_edits()}
+
+    def _applied_edits(self) -> dict[str, Any]:
+        """Edits that would change something are refused."""
+        return {} if self.body.context_management is None else {"context_management": {"applied_edits": []}}
 
     def _message(self) -> dict[str, Any]:
         """A message that holds nothing yet."""
@@ -77,8 +76,11 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def stop_reason(reason: FinishReason, why: str | int | None) -> dict[str, Any]:
-    """Why an answer ended, in Anthropic's words, and the stop sequence if that was it."""
+def stop_reason(reason: FinishReason, why: str | int | None, is_clamped: bool = False) -> dict[str, Any]:
+    """Why an answer ended, in Anthropic's words, and the stop sequence if that was it. `is_clamped`: the context had
+    less room than was asked for."""
+    if reason == "length" and is_clamped:
+        return {"stop_reason": "model_context_window_exceeded", "stop_sequence": None}
     if reason == "stop" and isinstance(why, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": why}
     names = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -99,30 +101,43 @@ def _event(name: str, **fields: Any) -> bytes:
 
 
 class ContentBlocks:
-    """A message is a row of blocks, of which the last is open."""
+    """A message is a row of blocks in the order in which they were written, of which the last is open.
+
+    `take` and `close` give the events that tell of it; without a stream only `whole` counts.
+    """
 
     def __init__(self) -> None:
-        self._index = -1
+        self._blocks: list[tuple[dict[str, Any], list[str]]] = []
+        """Each as it began, with the pieces that came since."""
         self._kind: str | None = None
+
+    def whole(self) -> list[dict[str, Any]]:
+        """All blocks, complete."""
+        content = []
+        for block, pieces in self._blocks:
+            text = "".join(pieces)
+            kind = block["type"]
+            content.append({**block, "input": tool_input(text)} if kind == "tool_use" else {**block, kind: text})
+        return content
 
     def take(self, event: GenerationEvent) -> Iterator[bytes]:
         if event.reasoning:
             yield from self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-            yield self._delta({"type": "thinking_delta", "thinking": event.reasoning})
+            yield self._delta({"type": "thinking_delta", "thinking": event.reasoning}, event.reasoning)
         if event.content:
             yield from self._open("text", {"type": "text", "text": ""})
-            yield self._delta({"type": "text_delta", "text": event.content})
+            yield self._delta({"type": "text_delta", "text": event.content}, event.content)
         for call in event.tool_calls:
             if call.name is not None:
                 yield from self.close()
                 block: dict[str, Any] = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
                 yield from self._open("tool_use", block)
             if call.arguments:
-                yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+                yield self._delta({"type": "input_json_delta", "partial_json": call.arguments}, call.arguments)
 
     def close(self) -> Iterator[bytes]:
         if self._kind is not None:
-            yield _event("content_block_stop", index=self._index)
+            yield _event("content_block_stop", index=len(self._blocks) - 1)
             self._kind = None
 
     def _open(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
@@ -130,11 +145,12 @@ class ContentBlocks:
             return
         yield from self.close()
         self._kind = kind
-        self._index += 1
-        yield _event("content_block_start", index=self._index, content_block=block)
+        self._blocks.append((block, []))
+        yield _event("content_block_start", index=len(self._blocks) - 1, content_block=block)
 
-    def _delta(self, delta: dict[str, Any]) -> bytes:
-        return _event("content_block_delta", index=self._index, delta=delta)
+    def _delta(self, delta: dict[str, Any], text: str) -> bytes:
+        self._blocks[-1][1].append(text)
+        return _event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
 
 
 router = endpoint(MessagesRequest, MessageWriter, "create_message", "An answer to a conversation.", "Anthropic")

@@ -19,11 +19,10 @@ class ChatWriter(ChoicesWriter[ChatCompletionRequest]):
     OBJECT: ClassVar[str] = "chat.completion"
     CHUNK_OBJECT: ClassVar[str] = "chat.completion.chunk"
 
-    def begin(self) -> Iterator[bytes]:
-        for index in range(self.call.request.params.n):
-            delta = {"role": "assistant", "content": ""}
-            first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-            yield self.chunk_of(first, **({} if index else self._prompt_tokens()))
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._begun: set[int] = set()
+        """Choices that something was said of."""
 
     def chunk(self, event: GenerationEvent) -> Iterator[bytes]:
         delta = self._message(event)
@@ -32,6 +31,8 @@ class ChatWriter(ChoicesWriter[ChatCompletionRequest]):
         shows_tokens = bool(self.body.return_token_ids and event.token_ids) or bool(event.logprobs)
         if not delta and event.finish_reason is None and not shows_tokens:
             return
+        if event.index not in self._begun:
+            yield self._first_chunk(event)
         choice = self._choice(event, "delta", delta, self._logprobs(event.logprobs) if event.logprobs else None)
         if event.finish_reason is None:
             del choice["stop_reason"]
@@ -56,6 +57,18 @@ class ChatWriter(ChoicesWriter[ChatCompletionRequest]):
     def outline(self, kind: str) -> dict[str, Any]:
         outline = super().outline(kind)
         return outline if self.body.service_tier is None else {**outline, "service_tier": "default"}
+
+    def _first_chunk(self, event: GenerationEvent) -> bytes:
+        """Says who speaks. An answer that begins with a call has no content, one without calls has at least an empty
+        one; where neither is known yet, it has none if there may be calls."""
+        is_text = bool(event.content or event.reasoning) or (event.finish_reason is not None and not event.tool_calls)
+        plan = self.call.prompts[0].plan
+        may_call = plan is not None and bool(plan.tools)
+        delta = {"role": "assistant", "content": "" if is_text or not (event.tool_calls or may_call) else None}
+        first = {"index": event.index, "delta": delta, "logprobs": None, "finish_reason": None}
+        more = {} if self._begun else self._prompt_tokens()
+        self._begun.add(event.index)
+        return self.chunk_of(first, **more)
 
     def _prompt_tokens(self) -> dict[str, Any]:
         return {"prompt_token_ids": self.call.prompts[0].token_ids} if self.body.return_token_ids else {}

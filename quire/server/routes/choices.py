@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar
 from quire.outputs import Logprob, TokenLogprobs
 from quire.server.http_responses import DONE, data_event
 from quire.server.lifecycle import Writer
-from quire.server.protocol.common import SamplingFields
+from quire.server.protocol.sampling import SamplingFields
 
 RequestT = TypeVar("RequestT", bound=SamplingFields)
 

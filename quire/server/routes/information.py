@@ -1,8 +1,9 @@
-"""What can be asked about the server: GET /health, /ready, /version, /metrics, /v1/models, and /v1/requests/{id}: what
-happened to a request."""
+"""What can be asked about the server: GET /health, /ready, /version, /metrics, /v1/models, /tokenizer_info, and
+/v1/requests/{id}: what happened to a request."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -61,9 +62,12 @@ async def get_request(request: Request, request_id: str) -> Response:
 
 @router.get("/v1/models", tags=["OpenAI"])
 async def list_models(request: Request) -> Response:
-    """The models served here."""
+    """The models served here, for clients of OpenAI's API and of Anthropic's."""
     service = get_service(request)
-    return JsonResponse({"object": "list", "data": [_describe(service, name) for name in service.config.model_names]})
+    names = service.config.model_names
+    models = [_describe(service, name) for name in names]
+    ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}  # Anthropic's clients read these
+    return JsonResponse({"object": "list", "data": models, **ends})
 
 
 @router.get("/v1/models/{model_id:path}", tags=["OpenAI"])
@@ -73,11 +77,37 @@ async def get_model(request: Request, model_id: str) -> Response:
     return JsonResponse(_describe(service, service.check_model(model_id)))
 
 
+@router.get("/tokenizer_info", tags=["tokens"])
+async def tokenizer_info(request: Request) -> Response:
+    """The tokenizer's own words, as vLLM's users and lm-eval's remote tokenizer read them."""
+    service = get_service(request)
+    tokenizer = service.tokenizer
+    named = dict(tokenizer.named_tokens)
+    if tokenizer.eos_token_ids:
+        named.setdefault("eos_token", tokenizer.id_to_token(tokenizer.eos_token_ids[0]))
+    if tokenizer.bos_token_id is not None:
+        named.setdefault("bos_token", tokenizer.id_to_token(tokenizer.bos_token_id))
+    known = {name: named.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    body = {
+        **known,
+        **named,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_ids": tokenizer.eos_token_ids,
+        "chat_template": tokenizer.chat_templates.get("default"),
+        "model_max_length": service.ready.max_model_len,
+        "vocab_size": tokenizer.vocab_size,
+    }
+    return JsonResponse(body)
+
+
 def _describe(service: GenerationService, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
+        "type": "model",
+        "display_name": name,
         "created": service.started,
+        "created_at": datetime.fromtimestamp(service.started, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "owned_by": "quire",
         "root": service.config.model_names[0],
         "parent": None,

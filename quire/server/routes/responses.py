@@ -1,8 +1,8 @@
-"""POST /v1/responses: stateless, text and tools."""
+"""POST /v1/responses: text and tools. What was answered is stored (`routes/stored.py`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from quire.outputs import TokenLogprobs
@@ -11,7 +11,7 @@ from quire.server.generation import FinishReason, GenerationEvent, Usage
 from quire.server.guard.connection import new_id
 from quire.server.http_responses import named_event
 from quire.server.lifecycle import Writer, endpoint
-from quire.server.protocol.responses import TOOL_FIELDS, ResponsesRequest
+from quire.server.protocol.responses import TOOL_FIELDS, FunctionTool, NamespaceTool, OtherTool, ResponsesRequest
 from quire.server.routes.choices import logprob_body
 
 Event = dict[str, Any]
@@ -22,9 +22,11 @@ class ResponseWriter(Writer[ResponsesRequest]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.ignored = ("store",) if self.body.store else ()
-        self._items = OutputItems(self.body.wants_logprobs)
+        self._items = OutputItems(self.body.wants_logprobs, self.body.namespaces())
         self._num_events = 0
+        self._is_stored = self.body.store is not False and self.stored.store.is_on
+        self._is_over = False
+        self._error: dict[str, Any] | None = None
 
     def begin(self) -> Iterator[bytes]:
         for kind in ("response.created", "response.in_progress"):
@@ -37,11 +39,20 @@ class ResponseWriter(Writer[ResponsesRequest]):
             for out in self._items.finish(event.finish_reason):
                 yield self._event(out)
             status = _status(event.finish_reason)
-            yield self._event({"type": f"response.{status}", "response": self._response(status)})
+            yield self._event({"type": f"response.{status}", "response": self._finish(status)})
 
     def error_event(self, path: str, error: ApiError, request_id: str) -> bytes:
         shown = error_body(path, error, request_id)["error"]
+        if not self._is_over:
+            self._error = {"code": shown["code"] or "server_error", "message": shown["message"]}
+            list(self._items.finish("length"))
+            self._finish("failed")
         return self._event({"type": "error", **{name: shown[name] for name in ("code", "message", "param")}})
+
+    def close(self) -> None:
+        if not self._is_over:  # the client left
+            list(self._items.finish("length"))
+            self._finish("cancelled")
 
     def whole(self, events: list[GenerationEvent]) -> dict[str, Any]:
         reason: FinishReason = "stop"
@@ -49,7 +60,18 @@ class ResponseWriter(Writer[ResponsesRequest]):
             list(self._items.take(event))
             reason = event.finish_reason or reason
         list(self._items.finish(reason))
-        return self._response(_status(reason))
+        return self._finish(_status(reason))
+
+    def _finish(self, status: str) -> dict[str, Any]:
+        """The response, now that it is over; it is stored before its client hears of it, who may go on at once."""
+        self._is_over = True
+        response = self._response(status)
+        if self._is_stored:
+            items = self.body.conversation.describe_added()
+            output = [_without_logprobs(item) for item in self._items.items]
+            ids = [item["id"] for item in (*items, *output)]
+            self.stored.put({**response, "output": output}, items, ids, self.body.previous_response_id)
+        return response
 
     def _event(self, fields: Event) -> bytes:
         number = self._num_events
@@ -69,22 +91,22 @@ class ResponseWriter(Writer[ResponsesRequest]):
             "created_at": self.created,
             "status": status,
             "background": False,
-            "error": None,
+            "error": self._error,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": self.body.instructions,
             "max_output_tokens": self.body.max_output_tokens,
             "model": self.model,
             "output": self._items.items,
             "parallel_tool_calls": self.body.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": self.body.previous_response_id,
             "reasoning": reasoning,
             "safety_identifier": self.body.safety_identifier,
             "service_tier": "default",
-            "store": False,
+            "store": self._is_stored,
             "temperature": 1.0 if self.body.temperature is None else self.body.temperature,
             "text": {"format": text_format},
             "tool_choice": choice if isinstance(choice, str) else {"type": "function", "name": choice.name},
-            "tools": [tool.model_dump(include={"type", *TOOL_FIELDS}) for tool in self.body.tools or ()],
+            "tools": [_describe(tool) for tool in self.body.tools or ()],
             "top_logprobs": self.body.top_logprobs or 0,
             "top_p": 1.0 if self.body.top_p is None else self.body.top_p,
             "truncation": self.body.truncation or "disabled",
@@ -92,6 +114,19 @@ class ResponseWriter(Writer[ResponsesRequest]):
             "user": self.body.user,
             "metadata": self.body.metadata or {},
         }
+
+
+def _describe(tool: FunctionTool | NamespaceTool | OtherTool) -> dict[str, Any]:
+    """A tool as the response repeats it."""
+    if isinstance(tool, FunctionTool):
+        return tool.model_dump(include={"type", *TOOL_FIELDS})
+    return tool.model_dump(exclude_none=True)
+
+
+def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:
+    if item["type"] != "message":
+        return item
+    return {**item, "content": [{**part, "logprobs": []} for part in item["content"]]}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
@@ -114,7 +149,9 @@ class OutputItems:
     `take` and `finish` give the events that tell of it; without a stream only `items` counts.
     """
 
-    def __init__(self, with_logprobs: bool) -> None:
+    def __init__(self, with_logprobs: bool, namespaces: Mapping[str, tuple[str, str]]) -> None:
+        """`namespaces`: by the names that the model calls them, the namespace and name of functions in one."""
+        self._namespaces = namespaces
         self.items: list[dict[str, Any]] = []
         self._with_logprobs = with_logprobs
         self._pieces: list[str] = []
@@ -135,6 +172,8 @@ class OutputItems:
             if call.name is not None:
                 yield from self._close("completed")
                 item = {"type": "function_call", "id": new_id("fc_"), "call_id": call.id, "name": call.name}
+                if call.name in self._namespaces:
+                    item["namespace"], item["name"] = self._namespaces[call.name]
                 yield from self._open({**item, "arguments": ""})
             if call.arguments:
                 self._pieces.append(call.arguments)

@@ -10,6 +10,7 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from quire.errors import InvalidRequestError
+from quire.frontend.tokenizer import Tokenizer
 from quire.server.generation import ChatPrompt
 from quire.server.guard.connection import body_schema, cancel_on_disconnect, convert, ignored_header, read_body
 from quire.server.http_responses import JsonResponse, LargeJsonResponse
@@ -54,7 +55,7 @@ async def tokenize(request: Request) -> Response:
         raise InvalidRequestError("prompt", "give either prompt or messages")
     if body.prompt is not None:
         service.encoder.check_size("prompt", body.prompt)
-        ids = await service.in_thread(service.tokenizer.encode, body.prompt, body.add_special_tokens)
+        ids = await service.in_thread(_encode, service.tokenizer, body.prompt, body.add_special_tokens)
     else:
         begins, continues = body.add_generation_prompt, body.continue_final_message
         prompt = ChatPrompt(body.messages or [], body.tools, None, body.chat_template_kwargs, begins, continues)
@@ -88,6 +89,16 @@ async def count_tokens(request: Request) -> Response:
     body, service = await _read(request, CountTokensRequest)
     token_ids = await service.in_thread(service.encoder.encode_chat, await convert(request, body.prompt))
     return JsonResponse({"input_tokens": len(token_ids)}, headers=ignored_header(request.state.ignored))
+
+
+def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """Special tokens in a text are text, but a text that is nothing else asks for the id of one: lm-eval finds the end
+    of answers by it."""
+    if not add_special_tokens:
+        for token_id, token in tokenizer.added_tokens.items():
+            if token.special and token.content == text:
+                return [token_id]
+    return tokenizer.encode(text, add_special_tokens)
 
 
 async def _read(request: Request, kind: type[_T]) -> tuple[_T, GenerationService]:

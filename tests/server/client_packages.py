@@ -1,0 +1,59 @@
+"""Where the clients are that tests run as programs: agents from npm, and Python packages that would bring half of PyPI
+into our own environment. `make clients` installs them; without, their tests are skipped with a word, and what they send
+is tested all the same (`test_recorded_clients`)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(os.environ.get("QUIRE_CLIENTS", Path.home() / ".cache" / "quire" / "clients"))
+NPM_PACKAGES = (
+    "@openai/codex@0.166.0",
+    "@anthropic-ai/claude-code@2.1.197",
+    "ai@6.0.326",
+    "@ai-sdk/openai@3.0.139",
+    "zod@4.6.7",
+)
+PYTHON_PACKAGES = ("litellm", "mcp", "lm-eval[api]", "transformers")
+NPM = FOLDER / "npm"
+PYTHON = FOLDER / "python" / "bin" / "python"
+
+
+def need_npm(name: str) -> Path:
+    """The folder of npm's packages; skips where this one is not there."""
+    if shutil.which("node") is None:
+        pytest.skip("node is not installed")
+    if not (NPM / "node_modules" / name).exists():
+        pytest.skip(f"{name} is not installed: run `make clients`")
+    return NPM
+
+
+def need_python(module: str) -> str:
+    """An interpreter that has the module; skips where there is none."""
+    for python in (str(PYTHON), sys.executable):
+        if Path(python).exists():
+            look = f"import importlib.util as u; exit(u.find_spec({module!r}) is None)"
+            if subprocess.call([python, "-c", look]) == 0:
+                return python
+    pytest.skip(f"{module} is not installed: run `make clients`")
+
+
+def main() -> None:
+    NPM.mkdir(parents=True, exist_ok=True)
+    if shutil.which("npm") is None:
+        print("npm is not installed: Codex, Claude Code and the Vercel AI SDK are left out")
+    else:
+        subprocess.run(["npm", "install", "--no-audit", "--no-fund", "--prefix", str(NPM), *NPM_PACKAGES], check=True)
+    if not PYTHON.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(PYTHON.parents[1])], check=True)
+    subprocess.run([str(PYTHON), "-m", "pip", "install", "--quiet", *PYTHON_PACKAGES], check=True)
+
+
+if __name__ == "__main__":
+    main()
