@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from quire.models.families import read_config
+from quire.models.model_config import read_config
 from quire.models.spec import ModelSpec
 
 _QWEN3: dict[str, Any] = {

@@ -11,7 +11,7 @@ import torch
 from quire.kernels.ops import Kernels
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.select import select_kernels
-from quire.models.families import plain_attention
+from quire.models.config_parts import plain_attention
 from quire.models.spec import MlpSpec, ModelSpec
 from tests.decoding import all_logits
 from tests.gpu.support import DEVICE

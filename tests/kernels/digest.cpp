@@ -18,7 +18,10 @@ void quire_linear_quantized_float32(const void*);
 void quire_linear_float32(const void*);
 void quire_pack_float32(const void*);
 void quire_rms_norm_float32(const void*);
-void quire_silu_mul_float32(const void*);
+void quire_layer_norm_float32(const void*);
+void quire_scale_add_float32(const void*);
+void quire_soft_cap_float32(const void*);
+void quire_activate_float32(const void*);
 void quire_rope_float32(const void*);
 void quire_attention_float32(const void*);
 void quire_attention_int8_float32(const void*);
@@ -119,16 +122,38 @@ int main() {
       const void* weight;
       void* out;
       int64_t rows, size;
-      float eps;
+      float eps, offset;
       int threads;
-    } norm{x.data(), depth, 1, dense.data(), out.data(), rows, size, 1e-5f, 1};
+    } norm{x.data(), depth, 1, dense.data(), out.data(), rows, size, 1e-5f, 0.0f, 1};
     quire_rms_norm_float32(&norm);
     print("rms_norm", out);
+    norm.offset = 1.0f;
+    quire_rms_norm_float32(&norm);
+    print("rms_norm with an offset", out);
+    struct { const void *x, *weight, *bias; void* out; int64_t rows, size; float eps; int threads; } layer_norm{
+        x.data(), dense.data(), dense.data() + size, out.data(), rows, size, 1e-5f, 1};
+    quire_layer_norm_float32(&layer_norm);
+    print("layer_norm", out);
   }
-  struct { const void* x; int64_t stride; void* out; int64_t rows, size; int threads; } silu{
-      x.data(), depth, out.data(), rows, depth / 2, 1};
-  quire_silu_mul_float32(&silu);
-  print("silu_mul", out);
+  struct { const void *x, *other; void* out; int64_t rows, size; float scale; int threads; } scale_add{
+      x.data(), dense.data(), out.data(), rows, depth, 0.22f, 1};
+  quire_scale_add_float32(&scale_add);
+  print("scale_add", out);
+  struct { void* x; int64_t stride, rows, size; float cap; int threads; } soft_cap{out.data(), depth, rows, 72, 0.3f, 1};
+  quire_soft_cap_float32(&soft_cap);
+  print("soft_cap", out);
+  for (int64_t activation : {0, 1, 2})
+    for (int64_t gated : {0, 1}) {
+      struct {
+        const void* x;
+        int64_t stride;
+        void* out;
+        int64_t rows, size, activation, gated;
+        int threads;
+      } activate{x.data(), depth, out.data(), rows, depth / 2, activation, gated, 1};
+      quire_activate_float32(&activate);
+      print("activate", out);
+    }
   const int64_t heads = 12, head_dim = 64;
   std::vector<int64_t> positions(static_cast<size_t>(rows));
   for (int64_t i = 0; i < rows; ++i) positions[size_t(i)] = i;
@@ -154,12 +179,17 @@ int main() {
       const void *keys, *values, *key_scales, *value_scales, *query_start, *context_lens, *block_tables, *table_rows;
       void* out;
       int64_t num_sequences, max_blocks, num_heads, num_kv_heads, head_dim, block_size, window;
-      float scale;
+      const void* sinks;
+      float scale, cap;
       int threads;
     } attention{x.data(), depth, keys.data(), values.data(), nullptr, nullptr, starts.data(), lengths.data(),
-                table.data(), tables.data(), out.data(), 1, blocks, heads, kv_heads, head_dim, 16, window, 0.18f, 1};
+                table.data(), tables.data(), out.data(), 1, blocks, heads, kv_heads, head_dim, 16, window, nullptr, 0.18f, 0, 1};
     quire_attention_float32(&attention);
     print("attention", out);
+    attention.sinks = dense.data(), attention.cap = 2.0f;
+    quire_attention_float32(&attention);
+    print("attention with sinks and a cap", out);
+    attention.sinks = nullptr, attention.cap = 0.0f;
     std::vector<int8_t> bytes(2 * keys.size());
     for (int8_t& byte : bytes) byte = int8_t(int(next() % 255) - 127);
     std::vector<float> scales = numbers(size_t(2 * blocks * kv_heads * 16));

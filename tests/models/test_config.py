@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import ModelFormatError, QuireError, UnsupportedModelError
-from quire.models.families import read_config
+from quire.models.model_config import read_config
 from quire.models.spec import RopeSpec
 
 LLAMA: dict[str, Any] = {
