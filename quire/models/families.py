@@ -148,6 +148,8 @@ def _gemma(
     scale = config.number("query_pre_attn_scalar", divided, low=1e-6) ** -0.5
     keys = ("attn_logit_softcapping", caps[0]), ("final_logit_softcapping", caps[1])
     cap, logit_cap = (config.number(key, 0.0) if config.declares(key) else default for key, default in keys)
+    if cap and not caps[0]:
+        raise UnsupportedModelError(f"{config.file}: attn_logit_softcapping is not supported in this family.")
     attention = replace(spec.layers[0].attention, scale=scale, soft_cap=cap)
     spec = spec.with_layers(attention=attention, post_norms=True, qkv_bias=bias, output_bias=bias)
     spec = replace(spec, norm_offset=1.0, embedding_scale=spec.hidden_size**0.5, logit_cap=logit_cap)

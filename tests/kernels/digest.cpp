@@ -47,11 +47,12 @@ static void print(const char* name, const std::vector<T>& v) {
 }
 
 int main() {
-  const char* names[] = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "INT8"};
-  const int64_t elements[] = {32, 32, 32, 32, 32, 256, 256, 256, 32}, sizes[] = {18, 20, 22, 24, 34, 144, 176, 210, 32};
+  const char* names[] = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "INT8", "MXFP4"};
+  const int64_t elements[] = {32, 32, 32, 32, 32, 256, 256, 256, 32, 32},
+                sizes[] = {18, 20, 22, 24, 34, 144, 176, 210, 32, 17};
   const int64_t columns = 41, depth = 768, rows = 13;
   std::vector<float> x = numbers(size_t(rows * depth)), scales = numbers(size_t(columns));
-  for (int64_t format = 0; format < 9; ++format) {
+  for (int64_t format = 0; format < 10; ++format) {
     const int64_t row_bytes = depth / elements[format] * sizes[format];
     std::vector<uint8_t> stored(size_t(columns * row_bytes));
     for (size_t i = 0; i < stored.size(); ++i) stored[i] = uint8_t(next());
@@ -62,6 +63,7 @@ int main() {
         std::memcpy(format == 7 ? at + 208 : at + 2 * i, &half, 2);
       }
     }
+    for (size_t i = 0; format == 9 && i < stored.size(); i += 17) stored[i] = uint8_t(i % 34 ? i % 3 : 110 + i % 9);
     int64_t bytes = 0;
     struct { int64_t columns, depth, format; int64_t* bytes; } size{columns, depth, format, &bytes};
     quire_packed_size(&size);

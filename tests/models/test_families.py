@@ -194,7 +194,10 @@ DEEPSEEK_EXPERTS: dict[str, Any] = {
 }
 NEWER: dict[str, tuple[Any, dict[str, Any]]] = {
     "gemma2": (transformers.Gemma2Config, GEMMA),
-    "gemma3_text": (transformers.Gemma3TextConfig, GEMMA | {"num_hidden_layers": LAYERS}),
+    "gemma3_text": (
+        transformers.Gemma3TextConfig,
+        GEMMA | {"num_hidden_layers": LAYERS, "attn_logit_softcapping": st.none()},
+    ),
     "phi3": (transformers.Phi3Config, {"sliding_window": WINDOW}),
     "olmo2": (transformers.Olmo2Config, {"attention_bias": st.booleans()}),
     "olmo3": (transformers.Olmo3Config, {"sliding_window": st.sampled_from([5, 16]), "num_hidden_layers": LAYERS}),

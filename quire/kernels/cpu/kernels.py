@@ -28,7 +28,7 @@ _LOG2_E = math.log2(math.e)
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _PACKED = {dtype: Format(f"cpu_packed_{name}", 1, dtype.itemsize) for dtype, name in _DTYPES.items()}
 """As many numbers as in a plain matrix, in the order in which `linear` reads them."""
-_QUANTIZED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "INT8")
+_QUANTIZED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "INT8", "MXFP4")
 """Formats that products take as they are, in the order of `with_format` in quantized.h."""
 _PACKED_BLOCKS = {name: Format(f"cpu_packed_{name}", 1, 0) for name in _QUANTIZED}
 _FORMAT_NUMBERS = {format: number for number, format in enumerate(_PACKED_BLOCKS.values())}
