@@ -76,7 +76,7 @@ SPECS: dict[str, ModelSpec] = {
     "starcoder2": replace(_PLAIN, family="starcoder2", layer_norm=True, norm_bias=True).with_layers(
         mlp=MlpSpec(96, Activation.GELU_TANH, bias=True, gated=False), qkv_bias=True, output_bias=True
     ),
-    "hunyuan_v1_dense": replace(_PLAIN, family="hunyuan_v1_dense").with_layers(qk_norm=True, qk_norm_after_rope=True),
+    "hunyuan": replace(_PLAIN, family="hunyuan_v1_dense").with_layers(qk_norm=True, qk_norm_after_rope=True),
     "glm4_moe": replace(_PLAIN, family="glm4_moe", layers=(_LAYER, replace(_LAYER, mlp=_SIGMOID_EXPERTS))),
     "gpt_oss": replace(_PLAIN, family="gpt_oss", layers=(_WINDOW, _LAYER)).with_layers(
         sinks=True,

@@ -148,6 +148,7 @@ def config(draw: st.DrawFn, family: str) -> Any:
         base["rope_parameters"]["partial_rotary_factor"] = 0.5
     if family == "phi3":
         base["rope_parameters"] |= {"partial_rotary_factor": 1.0} | draw(long_rope(base))
+        base["original_max_position_embeddings"] = 8
     if family == "hunyuan_v1_dense" and drawn.pop("alpha"):
         base["rope_parameters"] = {"rope_theta": 10_000.0, "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}
     return made(**base | drawn)

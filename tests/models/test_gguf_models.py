@@ -85,7 +85,10 @@ MODELS: dict[str, tuple[str, Any]] = {
         transformers.Gemma3TextConfig(**SIZES | {"num_hidden_layers": 7}, sliding_window=12, query_pre_attn_scalar=8),
     ),
     "phi3": ("phi3", transformers.Phi3Config(**PLAIN_SIZES)),
-    "phi3 long": ("phi3", transformers.Phi3Config(**PLAIN_SIZES, rope_parameters=LONG_ROPE)),
+    "phi3 long": (
+        "phi3",
+        transformers.Phi3Config(**PLAIN_SIZES, original_max_position_embeddings=32, rope_parameters=LONG_ROPE),
+    ),
     "olmo2": ("olmo2", transformers.Olmo2Config(**SIZES)),
     "olmo3": ("olmo2", transformers.Olmo3Config(**SIZES, sliding_window=12)),
     "granite": ("granite", transformers.GraniteConfig(**SIZES, **MULTIPLIERS)),
@@ -124,14 +127,15 @@ def packaged_tensors(architecture: str, model: Any) -> dict[str, Tensor]:
     for name, value in state.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        if name.endswith((".input_linear.weight", ".mlp.experts.gate_up_proj")):
+        if name.endswith((".input_linear.weight", ".experts.gate_up_proj")):
             block = f"blk.{name.split('.')[2]}"
             tensors[f"{block}.ffn_gate_exps.weight"], tensors[f"{block}.ffn_up_exps.weight"] = value.chunk(2, 1)
             continue
-        if name.endswith((".output_linear.weight", ".mlp.experts.down_proj")):
+        if name.endswith((".output_linear.weight", ".experts.down_proj")):
             tensors[f"blk.{name.split('.')[2]}.ffn_down_exps.weight"] = value
             continue
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        name = name.replace(".router.weight", ".router.layer.weight")  # as Granite's files have it
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert found is not None, name
         if architecture in ADDS_ONE and "norm" in found:
