@@ -102,7 +102,7 @@ def random_decoder(
     for name, parameter in spec.parameters().items():
         value = torch.randn(parameter.shape, generator=generator)
         value = 1 + 0.1 * value if "norm" in name else value * (2.0 / parameter.shape[-1] ** 0.5)
-        is_matrix = len(parameter.shape) > 1 and "router" not in name
+        is_matrix = len(parameter.shape) > 1 and "router" not in name and "bias" not in name
         loaded[name] = quantize(value) if quantize and is_matrix else Weight.dense(value.to(dtype).to(device))
     return Decoder(spec, kernels, loaded, dtype)
 

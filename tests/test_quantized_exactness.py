@@ -59,6 +59,17 @@ def test_every_format_is_exact_in_every_scenario(name: str, family: str) -> None
         assert_same(Bench(decoder, **SCENARIOS[scenario]).run(prompts, params), expected)
 
 
+@pytest.mark.parametrize("family", ["gemma2", "phi3", "olmo2", "starcoder2", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["Q4_K", "INT8", "MXFP4"])
+def test_newer_families_are_exact_with_quantised_weights(name: str, family: str) -> None:
+    decoder = random_decoder(widened(family), CpuKernels(), torch.float32, quantize=lambda v: in_format(name, v))
+    prompts, params = workload(6, seed=3, longest=70)
+    expected = solo(decoder, prompts, params)
+    assert len({tuple(tokens) for tokens in expected.tokens.values()}) > 3
+    for scenario in ("one batch", "chunks of 7", "swapped every third step"):
+        assert_same(Bench(decoder, **SCENARIOS[scenario]).run(prompts, params), expected)
+
+
 @pytest.mark.parametrize("name", ["Q4_1", "Q6_K", "INT8"])
 def test_scores_of_an_answer_are_those_of_the_same_text_as_a_prompt(name: str) -> None:
     decoder = random_decoder(widened("llama"), CpuKernels(), torch.float32, quantize=lambda v: in_format(name, v))

@@ -165,7 +165,7 @@ def _is_backend_name(node: ast.expr) -> bool:
 
 
 def test_nothing_below_the_table_of_families_asks_for_a_familys_name() -> None:
-    """What differs between families is data: a string that is one's name, architecture or GGUF name is a branch on it."""
+    """What differs between families is data: a string that is one's name or architecture is a branch on it."""
     names = {name for family in FAMILIES for name in (family.name, *family.architectures, family.gguf)}
     below = [name for name in SOURCES if name.split(".")[1:2] in (["models"], ["kernels"], ["runner"], ["engine"])]
     assert len(below) > 40

@@ -39,6 +39,7 @@ from quire.kernels.triton.attention_splits import (
 )
 from quire.kernels.triton.attention_work import DECODE_ROWS, PROGRAMS, PROMPT_ROWS, SPLIT
 from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
+from quire.kernels.triton.rowwise import soft_capped
 
 _ONES = 16
 _STAGES = 2
@@ -71,7 +72,7 @@ def _attend_tile(
     k = tl.load(keys + place[:, None] + column[None, :], mask=mask, other=0.0)
     scores = tl.dot(query, tl.trans(k), input_precision="ieee")
     if CAP:  # the scaled scores are capped, so there is nothing left to scale
-        scores, scale = _soft_capped(scores * scale, cap), 1.0
+        scores, scale = soft_capped(scores * scale, cap), 1.0
     visible = key[None, :] <= position[:, None]
     if WINDOW:
         visible = visible & (key[None, :] > position[:, None] - window)
@@ -88,14 +89,6 @@ def _attend_tile(
     total = tl.dot(weights, ones, total * decay[:, None], input_precision="ieee")
     output = tl.dot(weights, v, output * decay[:, None], input_precision="ieee")
     return new_highest, total, output
-
-
-@triton.jit
-def _soft_capped(x, cap):
-    """cap * tanh(x / cap)."""
-    decayed = tl.exp(tl.abs(x) * (-2.0 / cap))
-    size = cap * (1.0 - decayed) / (1.0 + decayed)
-    return tl.where(x < 0.0, -size, size)
 
 
 @triton.jit

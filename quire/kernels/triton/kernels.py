@@ -62,6 +62,7 @@ class TritonKernels(ReferenceKernels):
     layer_norm = staticmethod(rowwise.layer_norm)
     gate = staticmethod(rowwise.gate)
     activate = staticmethod(rowwise.activate)
+    soft_cap_ = staticmethod(rowwise.soft_cap_)
     qkv_to_cache_ = staticmethod(heads.qkv_to_cache_)
     sigmoid_mul = staticmethod(rowwise.sigmoid_mul)
     gather_inputs = staticmethod(inputs.gather_inputs)

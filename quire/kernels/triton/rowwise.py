@@ -212,6 +212,35 @@ def sigmoid_mul(gate: Tensor, x: Tensor) -> Tensor:
     return out
 
 
+@triton.jit
+def soft_capped(x, cap):
+    """cap * tanh(x / cap), in float32; for other kernels' use too."""
+    decayed = tl.exp(tl.abs(x) * (-2.0 / cap))
+    size = cap * (1.0 - decayed) / (1.0 + decayed)
+    return tl.where(x < 0.0, -size, size)
+
+
+@triton.jit
+def _soft_cap_kernel(x, stride, cap, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = x + tl.program_id(0).to(tl.int64) * stride + column
+    value = tl.load(place, mask=column < SIZE, other=0.0)
+    tl.store(place, soft_capped(value.to(tl.float32), cap).to(value.dtype), mask=column < SIZE)
+
+
+def soft_cap_(x: Tensor, cap: float) -> None:
+    """Numbers of x [rows, size] become cap * tanh(x / cap)."""
+    rows, size = x.shape
+    if x.stride(1) != 1:
+        raise ValueError(f"Rows must lie in one piece: {x.stride()}.")
+    if rows:
+        block = min(_BLOCK, next_power_of_2(size))
+        _soft_cap_kernel[(rows, triton.cdiv(size, block))](
+            x, x.stride(0), cap, size, block, USE_PDL, num_warps=num_warps(block), **ROUND_ALWAYS, **LAUNCH
+        )
+
+
 @triton.jit(do_not_specialize_on_alignment=["token_ids"])
 def _embedding_kernel(
     token_ids, weight, out, vocab_size, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr

@@ -22,7 +22,7 @@ from tests.kernels.triton.support import (
     random,
 )
 
-from quire.kernels.triton.rowwise import activate, gate, sigmoid_mul  # isort: skip  (after the check for Triton)
+from quire.kernels.triton.rowwise import activate, gate, sigmoid_mul, soft_cap_  # isort: skip  (after the check for Triton)
 
 pytestmark = MARKS
 SILU = Activation.SILU
@@ -41,6 +41,10 @@ def test_gates_are_those_of_float64(dtype: torch.dtype, rows: int, size: int) ->
     left = left.clamp(max=7)
     truth = left * (1.702 * left).sigmoid() * (right.clamp(-7, 7) + 1)
     assert_close(gate(wide, Activation.CLAMPED_SWIGLU), truth, roundings=3)
+    capped = wide.clone()
+    soft_cap_(capped[:, 1:], 5.0)
+    assert torch.equal(capped[:, :1], wide[:, :1])
+    assert_close(capped[:, 1:], 5 * (wide.double()[:, 1:] / 5).tanh(), roundings=2, size=torch.tensor(5.0))
     share = random(rows, 1, dtype=dtype, seed=5)
     assert_close(sigmoid_mul(share, up.to(dtype)), share.double().sigmoid() * up, roundings=2)
 
