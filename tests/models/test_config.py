@@ -101,7 +101,7 @@ def test_near_relatives_are_not_run_by_accident(tmp_path: Path, architecture: st
         ({"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "silu"}, "hidden_activation 'silu'"),
         ({"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True}, "later tokens"),
         ({"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
-        ({"architectures": ["Glm4ForCausalLM"], "partial_rotary_factor": 0.3}, "part of the head dimension"),
+        ({"architectures": ["Glm4ForCausalLM"], "partial_rotary_factor": 0.2}, "part of the head dimension"),
         (
             {
                 "architectures": ["Glm4MoeForCausalLM"],
