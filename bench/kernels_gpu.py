@@ -24,11 +24,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 
 from bench.ceiling import Work, measure_rates
 from bench.shapes import CONFIGS, spec_of
-from quire.kernels.ops import HeadNorms, LayerCache
+from quire.kernels.ops import Activation, ExpertWeights, HeadNorms, LayerCache
 from quire.kernels.triton.heads import qkv_to_cache_
 from quire.kernels.triton.moe import moe, route
-from quire.kernels.triton.rowwise import add_rms_norm, embedding, rms_norm, sigmoid_mul, silu_mul
+from quire.kernels.triton.rowwise import add_rms_norm, embedding, rms_norm, sigmoid_mul
+from quire.kernels.triton.rowwise import gate as gate_rows
 from quire.kernels.triton.sampling import gumbel_argmax, keep_between_, sample_rows
+from quire.kernels.weights import Weight
 from quire.models.spec import MlpSpec, ModelSpec
 from quire.sampling.noise import noise_keys
 
@@ -103,7 +105,7 @@ def silu_case(spec: ModelSpec, rows: int) -> Case | None:
 
     def make(_: int) -> Callable[[], object]:
         gate_up = randn(rows, 2 * mlp.intermediate_size)
-        return lambda: silu_mul(gate_up)
+        return lambda: gate_rows(gate_up, Activation.SILU)
 
     return Case(make, 3 * rows * mlp.intermediate_size * SIZE)
 
@@ -174,14 +176,15 @@ def moe_case(spec: ModelSpec, rows: int) -> Case | None:
     experts, top_k = mlp.num_experts, mlp.top_k
     gate_up = torch.empty(experts, 2 * intermediate, hidden, dtype=DTYPE, device=DEVICE).normal_(0, hidden**-0.5)
     down = torch.empty(experts, hidden, intermediate, dtype=DTYPE, device=DEVICE).normal_(0, intermediate**-0.5)
+    weights = ExpertWeights(Weight.dense(gate_up), Weight.dense(down))
     # Each set of buffers chooses other experts of the same layer.
     logits = [randn(rows, experts) for _ in range(16)]
-    used = sum(len(route(own, top_k, True)[0].unique()) for own in logits) / len(logits)
+    used = sum(len(route(own, mlp)[0].unique()) for own in logits) / len(logits)
     weight_bytes = used * 3 * intermediate * hidden * SIZE
 
     def make(i: int) -> Callable[[], object]:
         x, router_logits = randn(rows, hidden), logits[i % len(logits)]
-        return lambda: moe(x, router_logits, gate_up, down, top_k, True)
+        return lambda: moe(x, router_logits, weights, mlp)
 
     flops = 2.0 * rows * top_k * 3 * intermediate * hidden
     return Case(make, weight_bytes + 2 * rows * hidden * SIZE, flops, copied_bytes=COLD_BYTES / len(logits))

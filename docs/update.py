@@ -5,6 +5,7 @@ A quotation stands between two comments, the first of which says what it is:
     <!-- results: The ladder | rung, adds, time -->     a table, or some of its columns
     <!-- results: h200/results.md The ladder -->        the same of another machine's results in bench/results/
     <!-- code: quire/ladder/naive.py generate_naive --> a function, a class or one of its methods
+    <!-- families: all -->                              the table of model families
     <!-- end -->
 
     python docs/update.py            rewrites the files
@@ -22,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results" / "results.md"
-_QUOTATION = re.compile(r"(<!-- (results|code): (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+_QUOTATION = re.compile(r"(<!-- (results|code|families): (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 def documents() -> list[Path]:
@@ -35,8 +36,8 @@ def updated(path: Path) -> str:
 
     def quote(match: re.Match[str]) -> str:
         head, kind, what, _, end = match.groups()
-        text = quote_table(what, path) if kind == "results" else quote_code(what, path)
-        return f"{head}{text}{end}"
+        makers = {"results": quote_table, "code": quote_code, "families": quote_families}
+        return f"{head}{makers[kind](what, path)}{end}"
 
     return _QUOTATION.sub(quote, path.read_text(encoding="utf-8"))
 
@@ -61,6 +62,20 @@ def quote_table(what: str, document: Path) -> str:
     source = f"[bench/results/{name}]({_relative(results, document)})"
     origin = f"`{facts['command']}`, {facts['model']}, {facts['machine']}; {facts['date']}; {source}"
     return "\n".join([*rows, "", f"{note} ({origin})", ""])
+
+
+def quote_families(what: str, document: Path) -> str:
+    """The families of `quire/models/families.py`, in the order of their models' names."""
+    sys.path.insert(0, str(ROOT))
+    from quire.models.families import FAMILIES
+
+    rows = []
+    for one in sorted(FAMILIES, key=lambda one: one.title.lower()):
+        architectures, gguf = (
+            ", ".join(f"`{name}`" for name in names if name) for names in (one.architectures, [one.gguf])
+        )
+        rows.append(f"| {one.title} | {architectures} | {gguf} |")
+    return "\n".join(["| models | `architectures` in config.json | GGUF |", "|---|---|---|", *rows, ""])
 
 
 def quote_code(what: str, document: Path) -> str:

@@ -12,10 +12,10 @@ from torch import Tensor
 from quire.engine import EngineCore, Request, Scheduler, SchedulerConfig, make_requests
 from quire.engine.invariants import check_invariants
 from quire.engine.scheduler import Guess
-from quire.kernels.ops import Kernels, MoeSpec
+from quire.kernels.ops import Activation, Kernels, MoeSpec
 from quire.kernels.weights import Weight
+from quire.models.config_parts import plain_attention
 from quire.models.decoder import Decoder
-from quire.models.families import plain_attention
 from quire.models.spec import LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from quire.observe.step_log import StepLog
 from quire.runner.kv_cache import KVCache
@@ -33,6 +33,15 @@ _PLAIN = ModelSpec(
 _WINDOW = replace(_LAYER, attention=plain_attention(4, 2, 16, window=24))
 _EXPERTS = MoeSpec(num_experts=6, top_k=2, intermediate_size=32, normalize_weights=True)
 _SPARSE = replace(_LAYER, mlp=_EXPERTS)
+_SIGMOID_EXPERTS = replace(
+    _EXPERTS, sigmoid_scores=True, choice_bias=True, weight_scale=1.7, shared_intermediate_size=48, shared_gate=False
+)
+_CAPPED = replace(
+    _LAYER,
+    attention=replace(_LAYER.attention, soft_cap=2.0),
+    mlp=MlpSpec(96, Activation.GELU_TANH),
+    post_norms=True,
+)
 
 SPECS: dict[str, ModelSpec] = {
     "llama": replace(_PLAIN, tie_embeddings=True).with_layers(mlp=MlpSpec(96, bias=True)),
@@ -43,7 +52,40 @@ SPECS: dict[str, ModelSpec] = {
     "qwen2_moe": replace(_PLAIN, family="qwen2_moe").with_layers(mlp=replace(_EXPERTS, shared_intermediate_size=48)),
     "qwen3": replace(_PLAIN, family="qwen3").with_layers(qk_norm=True, attention=plain_attention(4, 2, 24)),
     "qwen3_moe": replace(_PLAIN, family="qwen3_moe", layers=(_LAYER, _SPARSE)).with_layers(qk_norm=True),
+    "gemma2": replace(
+        _PLAIN,
+        family="gemma2",
+        layers=(replace(_CAPPED, attention=replace(_CAPPED.attention, sliding_window=24)), _CAPPED),
+        norm_offset=1.0,
+        embedding_scale=8.0,
+        logit_cap=10.0,
+    ),
+    "gemma3_text": replace(
+        _PLAIN, family="gemma3_text", layers=(replace(_WINDOW, rope=RopeSpec(500.0)), _LAYER), norm_offset=1.0
+    ).with_layers(qk_norm=True, post_norms=True, mlp=MlpSpec(96, Activation.GELU_TANH)),
+    "phi3": replace(_PLAIN, family="phi3").with_layers(
+        rope=RopeSpec(kind="factors", freq_factors=(1.0, 2.0, 3.0), rotated=6, attention_factor=1.2)
+    ),
+    "olmo2": replace(_PLAIN, family="olmo2").with_layers(
+        pre_norms=False, post_norms=True, qk_norm=True, qk_norm_is_whole=True
+    ),
+    "granite": replace(_PLAIN, family="granite", embedding_scale=3.0, residual_scale=0.3, logit_scale=0.25),
+    "cohere2": replace(
+        _PLAIN, family="cohere2", layers=(_WINDOW, replace(_LAYER, rope=None)), layer_norm=True
+    ).with_layers(parallel=True),
+    "starcoder2": replace(_PLAIN, family="starcoder2", layer_norm=True, norm_bias=True).with_layers(
+        mlp=MlpSpec(96, Activation.GELU_TANH, bias=True, gated=False), qkv_bias=True, output_bias=True
+    ),
+    "hunyuan": replace(_PLAIN, family="hunyuan_v1_dense").with_layers(qk_norm=True, qk_norm_after_rope=True),
+    "glm4_moe": replace(_PLAIN, family="glm4_moe", layers=(_LAYER, replace(_LAYER, mlp=_SIGMOID_EXPERTS))),
+    "gpt_oss": replace(_PLAIN, family="gpt_oss", layers=(_WINDOW, _LAYER)).with_layers(
+        sinks=True,
+        qkv_bias=True,
+        output_bias=True,
+        mlp=replace(_EXPERTS, activation=Activation.CLAMPED_SWIGLU, bias=True),
+    ),
 }
+"""One for each thing that families do differently; those that compute what another one does are not here."""
 
 
 def random_decoder(
@@ -60,7 +102,7 @@ def random_decoder(
     for name, parameter in spec.parameters().items():
         value = torch.randn(parameter.shape, generator=generator)
         value = 1 + 0.1 * value if "norm" in name else value * (2.0 / parameter.shape[-1] ** 0.5)
-        is_matrix = len(parameter.shape) > 1 and "router" not in name
+        is_matrix = len(parameter.shape) > 1 and "router" not in name and "bias" not in name
         loaded[name] = quantize(value) if quantize and is_matrix else Weight.dense(value.to(dtype).to(device))
     return Decoder(spec, kernels, loaded, dtype)
 

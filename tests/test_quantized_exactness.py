@@ -27,6 +27,8 @@ def widened(family: str) -> ModelSpec:
     layers = tuple(
         replace(one, mlp=replace(one.mlp, bias=one.mlp.bias, intermediate_size=256))
         if isinstance(one.mlp, MlpSpec)
+        else replace(one, mlp=replace(one.mlp, intermediate_size=256, shared_intermediate_size=256))
+        if one.mlp.shared_intermediate_size
         else replace(one, mlp=replace(one.mlp, intermediate_size=256))
         for one in spec.layers
     )
@@ -56,6 +58,17 @@ def test_every_format_is_exact_in_every_scenario(name: str, family: str) -> None
     expected = solo(decoder, prompts, params)
     assert len({tuple(tokens) for tokens in expected.tokens.values()}) > 6  # or nothing is shown
     for scenario in ("one batch", "chunks of 7", "nothing recorded", "swapped every third step", "hardly any memory"):
+        assert_same(Bench(decoder, **SCENARIOS[scenario]).run(prompts, params), expected)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "phi3", "olmo2", "starcoder2", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["Q5_1", "INT8", "MXFP4"])
+def test_newer_families_are_exact_with_quantised_weights(name: str, family: str) -> None:
+    decoder = random_decoder(widened(family), CpuKernels(), torch.float32, quantize=lambda v: in_format(name, v))
+    prompts, params = workload(6, seed=3, longest=70)
+    expected = solo(decoder, prompts, params)
+    assert len({tuple(tokens) for tokens in expected.tokens.values()}) > 3
+    for scenario in ("one batch", "chunks of 7", "swapped every third step"):
         assert_same(Bench(decoder, **SCENARIOS[scenario]).run(prompts, params), expected)
 
 

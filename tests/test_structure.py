@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+from quire.models.families import FAMILIES
+
 PACKAGE = Path(__file__).parents[1] / "quire"
 
 LAYERS = (
@@ -160,3 +162,18 @@ def _is_backend_name(node: ast.expr) -> bool:
     """`….name` of anything, or a variable whose name says it holds a backend's name."""
     text = ast.unparse(node)
     return text.endswith(".name") or re.fullmatch(r"(\w+\.)*(kernels|backend)(_name)?", text) is not None
+
+
+def test_nothing_below_the_table_of_families_asks_for_a_familys_name() -> None:
+    """What differs between families is data: a string that is one's name or architecture is a branch on it."""
+    names = {name for family in FAMILIES for name in (family.name, *family.architectures, family.gguf)}
+    below = [name for name in SOURCES if name.split(".")[1:2] in (["models"], ["kernels"], ["runner"], ["engine"])]
+    assert len(below) > 40
+    found = [
+        f"{name}, line {node.lineno}: {node.value!r}"
+        for name in below
+        if name not in ("quire.models.families", "quire.models.download")
+        for node in ast.walk(TREES[name])
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names
+    ]
+    assert not found, "\n".join(found)

@@ -82,6 +82,7 @@ FORMATS = {
         Format("Q4_K", 256, 144, scales=(0, 2)),
         Format("Q5_K", 256, 176, scales=(0, 2)),
         Format("Q6_K", 256, 210, scales=(208,)),
+        Format("MXFP4", 32, 17),
         Format("INT8", 1, 1, has_row_scales=True),
     )
 }
@@ -138,6 +139,14 @@ def _q5_1(blocks: Tensor) -> Tensor:
     return _five_bits(blocks[:, 8:], blocks[:, 4:8]).mul_(_scale(blocks, 0)).add_(_scale(blocks, 2))
 
 
+def _mxfp4(blocks: Tensor) -> Tensor:
+    """Codes that stand for 0, ±0.5, ±1, ±1.5, ±2, ±3, ±4 and ±6, here doubled, and the exponent of half their scale."""
+    exponents = blocks[:, :1].int()
+    bits = torch.where(exponents < 2, 0x200000 << exponents, exponents - 1 << 23)
+    doubled = torch.tensor((0.0, 1, 2, 3, 4, 6, 8, 12), device=blocks.device)
+    return torch.cat((doubled, -doubled))[_codes(blocks[:, 1:], 4, 16).int()].mul_(bits.view(torch.float32))
+
+
 def _q2_k(blocks: Tensor) -> Tensor:
     factors = blocks[:, :16]
     scales, minima = _scale(blocks, 80) * (factors & 15), _scale(blocks, 82) * (factors >> 4)
@@ -190,4 +199,5 @@ _EXPANDERS: dict[str, Callable[[Tensor], Tensor]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "MXFP4": _mxfp4,
 }

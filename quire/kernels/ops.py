@@ -103,25 +103,34 @@ class AttentionSpec:
     """Of the products of queries and keys."""
     sliding_window: int | None = None
     """A query sees this many most recent keys, itself included; None sees all."""
+    soft_cap: float = 0.0
+    """Scaled products become cap * tanh(product / cap); 0: they stay."""
 
 
 class HeadNorms(NamedTuple):
-    """RMSNorm of each query and key head."""
+    """RMSNorm of queries and keys: of each head where a weight has the size of one, else of all heads together."""
 
     query: Tensor
     key: Tensor
     eps: float
+    offset: float = 0.0
+    """Added to the weights."""
+    after_rope: bool = False
 
 
 class Activation(Enum):
-    """What a gated MLP applies to its gate."""
+    """What an MLP applies to its gate, or to its only projection."""
 
     SILU = "silu"
+    GELU_TANH = "gelu_tanh"
+    """GELU as approximated with tanh."""
+    CLAMPED_SWIGLU = "clamped_swiglu"
+    """gate * sigmoid(1.702 * gate) * (up + 1), the gate at most 7 and up between -7 and 7; for gates only."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoeSpec:
-    """A mixture of experts: softmax routing to `top_k` of `num_experts`, plus perhaps one that all tokens share."""
+    """A mixture of experts: each token goes to `top_k` of `num_experts`, and perhaps to one that all tokens share."""
 
     num_experts: int
     top_k: int
@@ -129,8 +138,18 @@ class MoeSpec:
     normalize_weights: bool
     """Whether the chosen experts' probabilities are rescaled to sum to one."""
     shared_intermediate_size: int = 0
-    """Size of an expert every token goes through, weighed by a sigmoid gate of its own; 0 for none."""
+    """Size of an expert every token goes through; 0 for none."""
     activation: Activation = Activation.SILU
+    shared_gate: bool = True
+    """Whether that expert is weighed by a sigmoid gate of its own."""
+    sigmoid_scores: bool = False
+    """Probabilities are sigmoids of the router's logits, not their softmax."""
+    choice_bias: bool = False
+    """`ExpertWeights.choice_bias` is added to the probabilities to choose experts, not to weigh them."""
+    weight_scale: float = 1.0
+    """Of the weights, after all else."""
+    bias: bool = False
+    """Of the router and of the experts' products."""
 
 
 class ExpertWeights(NamedTuple):
@@ -140,6 +159,12 @@ class ExpertWeights(NamedTuple):
     """[num_experts, 2 * intermediate, hidden]: gate rows first, then up rows."""
     down: Weight
     """[num_experts, hidden, intermediate]."""
+    gate_up_bias: Tensor | None = None
+    """[num_experts, 2 * intermediate]."""
+    down_bias: Tensor | None = None
+    """[num_experts, hidden]."""
+    choice_bias: Tensor | None = None
+    """[num_experts]."""
 
 
 HAS_NAN = 1
@@ -212,15 +237,30 @@ class Kernels(Protocol):
     def linear_gated(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation) -> Tensor:
         """activation(gate) * up of gate_up = linear(x, weight, bias) [rows, 2 * size]; gate is the first half."""
 
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        """activation(x)."""
+
     def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
         """Rows of weight [vocab, hidden], by int64 [rows], as plain numbers (those of blocks in float32). A weight that
         is also the head comes packed."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x²) + eps) * weight over the last dimension, the mean in float32."""
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+        """x / sqrt(mean(x²) + eps) * (weight + offset) over the last dimension, the mean in float32; rounded before the
+        product where there is no offset."""
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual): the sum is rounded to the model's dtype first."""
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last dimension, in float32."""
+
+    def scale_add(self, x: Tensor, scale: float, other: Tensor | None = None) -> Tensor:
+        """x * scale, rounded, + other, of [rows, size]."""
+
+    def soft_cap_(self, x: Tensor, cap: float) -> None:
+        """Numbers of x [rows, size] become cap * tanh(x / cap)."""
 
     def qkv_to_cache_(
         self,
@@ -263,12 +303,15 @@ class Kernels(Protocol):
     def keys_by_dimension(self, cache_dtype: dtype, block_size: int) -> bool:
         """Whether attention wants a cache of this dtype to have its keys in that order (see `LayerCache`)."""
 
-    def attention(self, query: Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec) -> Tensor:
+    def attention(
+        self, query: Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec, sinks: Tensor | None = None
+    ) -> Tensor:
         """Causal attention of query [rows, num_heads, head_dim] over the cached keys and values (those of
-        this step are already written); grouped heads; a window counts the query's own position."""
+        this step are already written); grouped heads; a window counts the query's own position. Each head's softmax
+        has one more score, of sinks [num_heads], which adds nothing to the output."""
 
     def moe(self, x: Tensor, router_logits: Tensor, experts: ExpertWeights, spec: MoeSpec) -> Tensor:
-        """Softmax over router_logits [rows, experts] in float32, the top_k (lowest index first among
+        """Probabilities of router_logits [rows, experts] in float32, the top_k (lowest index first among
         equals), weights renormalised on request, experts applied in ascending expert index."""
 
     def gumbel_argmax(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ KEY_TILE, the last tile filled up with zeros.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -38,6 +39,8 @@ from quire.kernels.weights import Weight
 ROW_TILE = 32
 QUERY_TILE = 16
 KEY_TILE = 64
+GELU_FACTOR = 2 * math.sqrt(2 / math.pi)
+SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702
 
 
 class ReferenceKernels:
@@ -66,7 +69,12 @@ class ReferenceKernels:
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """activation(gate) * up of [rows, 2 * size]."""
         gate, up = gate_up.chunk(2, dim=-1)
-        return _ACTIVATIONS[activation](gate.float()).to(gate.dtype) * up
+        if activation is Activation.CLAMPED_SWIGLU:
+            gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1
+        return self.activate(gate, activation) * up
+
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        return _ACTIVATIONS[activation](x.float()).to(x.dtype)
 
     def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
         if weight.is_dense:
@@ -74,14 +82,28 @@ class ReferenceKernels:
         part = weight.parts[0]
         return part.format.expand(*(tensor[token_ids] for tensor in part.tensors))
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-        return normed.to(x.dtype) * weight
+        return (normed * (weight.float() + offset)).to(x.dtype) if offset else normed.to(x.dtype) * weight
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
         total = x + residual
-        return self.rms_norm(total, weight, eps), total
+        return self.rms_norm(total, weight, eps, offset), total
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        wide = x.float() - x.float().mean(-1, keepdim=True)
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+        return (normed if bias is None else normed + bias.float()).to(x.dtype)
+
+    def scale_add(self, x: Tensor, scale: float, other: Tensor | None = None) -> Tensor:
+        scaled = x if scale == 1 else x * scale
+        return scaled if other is None else scaled + other
+
+    def soft_cap_(self, x: Tensor, cap: float) -> None:
+        x.copy_(soft_capped(x.float(), cap))
 
     def rope(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
         cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
@@ -100,14 +122,24 @@ class ReferenceKernels:
     ) -> Tensor:
         packed = qkv.view(qkv.shape[0], -1, shape.head_dim)
         query, key, value = packed.split_with_sizes((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
-        if norms is not None:
-            query = self.rms_norm(query, norms.query, norms.eps)
-            key = self.rms_norm(key, norms.key, norms.eps)
+        if norms is not None and not norms.after_rope:
+            query, key = self.norm_heads(query, key, norms)
         if cos_sin is not None:
             query = self.rope(query, positions, cos_sin)
             key = self.rope(key, positions, cos_sin)
+        if norms is not None and norms.after_rope:
+            query, key = self.norm_heads(query, key, norms)
         self.write_kv_(key, value, cache, slot_mapping)
         return query
+
+    def norm_heads(self, query: Tensor, key: Tensor, norms: HeadNorms) -> tuple[Tensor, Tensor]:
+        """Norms queries and keys [rows, heads, head_dim], head by head or all heads of a row together."""
+
+        def normed(x: Tensor, weight: Tensor) -> Tensor:
+            source = x if weight.shape[0] == x.shape[2] else x.flatten(1)
+            return self.rms_norm(source, weight, norms.eps, norms.offset).view(x.shape)
+
+        return normed(query, norms.query), normed(key, norms.key)
 
     def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
         return sigmoid(gate).to(x.dtype) * x
@@ -145,7 +177,9 @@ class ReferenceKernels:
     def shorten_attention_work_(self, work: Mapping[str, Tensor], lag: Tensor) -> None:
         assert not work  # there are no lists: attention goes by the batch's lengths
 
-    def attention(self, query: Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec) -> Tensor:
+    def attention(
+        self, query: Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec, sinks: Tensor | None = None
+    ) -> Tensor:
         output = torch.empty_like(query)
         starts, context_lens = batch.query_start.tolist(), batch.context_lens.tolist()
         tables = batch.table_rows.tolist()
@@ -155,11 +189,11 @@ class ReferenceKernels:
             for row in range(first_row, end_row, QUERY_TILE):
                 tile_rows = slice(row, min(row + QUERY_TILE, end_row))
                 position = context_len - (end_row - row)
-                output[tile_rows] = _attend(query[tile_rows], position, keys, values, spec)
+                output[tile_rows] = _attend(query[tile_rows], position, keys, values, spec, sinks)
         return output
 
     def moe(self, x: Tensor, router_logits: Tensor, experts: ExpertWeights, spec: MoeSpec) -> Tensor:
-        weights, chosen = route(router_logits, spec)
+        weights, chosen = route(router_logits, spec, experts.choice_bias)
         # One sort groups the rows by expert; stable, so an expert's rows stay in their order.
         by_expert = chosen.flatten().sort(stable=True)
         rows = by_expert.indices // spec.top_k
@@ -171,8 +205,10 @@ class ReferenceKernels:
         for expert, count in enumerate(counts):  # ascending: the order of additions in every row
             if count:
                 part = slice(start, start + count)
-                hidden = self.linear_gated(gathered[part], experts.gate_up.experts[expert], None, spec.activation)
-                output[rows[part]] += self.linear(hidden, experts.down.experts[expert]).float() * weights[part]
+                added = None if experts.gate_up_bias is None else experts.gate_up_bias[expert]
+                hidden = self.linear_gated(gathered[part], experts.gate_up.experts[expert], added, spec.activation)
+                added = None if experts.down_bias is None else experts.down_bias[expert]
+                output[rows[part]] += self.linear(hidden, experts.down.experts[expert], added).float() * weights[part]
                 start += count
         return output.to(x.dtype)
 
@@ -210,14 +246,16 @@ def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return output[:rows]
 
 
-def route(router_logits: Tensor, spec: MoeSpec) -> tuple[Tensor, Tensor]:
-    """Each row's experts and their weights, [rows, top_k] both, the heaviest first."""
+def route(router_logits: Tensor, spec: MoeSpec, choice_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Each row's experts and their weights, [rows, top_k] both, the likeliest to be chosen first."""
+    scores = sigmoid(router_logits) if spec.sigmoid_scores else router_logits.float().softmax(-1)
+    ranked = scores if choice_bias is None else scores + choice_bias.float()
     # A stable sort, because topk leaves the order of equal values open.
-    weights, chosen = router_logits.float().softmax(-1).sort(dim=-1, descending=True, stable=True)
-    weights, chosen = weights[:, : spec.top_k], chosen[:, : spec.top_k]
+    chosen = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : spec.top_k]
+    weights = scores.gather(1, chosen)
     if spec.normalize_weights:
         weights = weights / weights.sum(-1, keepdim=True)
-    return weights, chosen
+    return weights * spec.weight_scale, chosen
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -230,7 +268,22 @@ def silu(x: Tensor) -> Tensor:
     return x * sigmoid(x)
 
 
-_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {Activation.SILU: silu}
+def gelu_tanh(x: Tensor) -> Tensor:
+    """(1 + tanh(y)) / 2 is the sigmoid of 2y."""
+    return x * sigmoid(GELU_FACTOR * (x + 0.044715 * x * x * x))
+
+
+def soft_capped(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap), by exp as `sigmoid` is."""
+    decayed = (x.abs() * (-2 / cap)).exp()
+    return (cap * (1 - decayed) / (1 + decayed)).copysign(x)
+
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.SILU: silu,
+    Activation.GELU_TANH: gelu_tanh,
+    Activation.CLAMPED_SWIGLU: lambda x: x * sigmoid(SWIGLU_SLOPE * x),
+}
 
 
 def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -260,7 +313,9 @@ def _gather_tiles(cache: LayerCache, block_table: Tensor, context_len: int) -> t
     return gather(cache.keys, cache.key_scales), gather(cache.values, cache.value_scales)
 
 
-def _attend(query: Tensor, position: int, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Tensor:
+def _attend(
+    query: Tensor, position: int, keys: Tensor, values: Tensor, spec: AttentionSpec, sinks: Tensor | None
+) -> Tensor:
     """Up to QUERY_TILE queries of one sequence, the first of them at `position`, over its key tiles.
 
     The maximum is the same in any order; every sum is taken within a tile of fixed size and then tile by
@@ -273,6 +328,8 @@ def _attend(query: Tensor, position: int, keys: Tensor, values: Tensor, spec: At
     wide = wide.view(QUERY_TILE, kv_heads, group, head_dim).permute(1, 0, 2, 3)
     wide = wide.reshape(kv_heads, 1, QUERY_TILE * group, head_dim).expand(-1, tiles, -1, -1)
     scores = (wide @ keys.transpose(-1, -2) * spec.scale).view(kv_heads, tiles, QUERY_TILE, group, KEY_TILE)
+    if spec.soft_cap:
+        scores = soft_capped(scores, spec.soft_cap)
 
     query_position = position + torch.arange(QUERY_TILE, device=query.device).view(1, 1, -1, 1, 1)
     key_position = torch.arange(tiles * KEY_TILE, device=query.device).view(1, tiles, 1, 1, KEY_TILE)
@@ -283,6 +340,9 @@ def _attend(query: Tensor, position: int, keys: Tensor, values: Tensor, spec: At
 
     # A padded query past the window of every key sees nothing: keep its maximum finite, the row is dropped.
     highest = scores.amax((1, 4), keepdim=True).clamp_min(torch.finfo(torch.float32).min)
+    if sinks is not None:
+        sinks = sinks.float().view(kv_heads, 1, 1, group, 1)
+        highest = highest.maximum(sinks)
     weights = (scores - highest).exp()
     tile_sums = weights.sum(-1)
     tile_outputs = weights.view(kv_heads, tiles, -1, KEY_TILE) @ values
@@ -290,5 +350,7 @@ def _attend(query: Tensor, position: int, keys: Tensor, values: Tensor, spec: At
     for tile in range(1, tiles):
         total = total + tile_sums[:, tile]
         output = output + tile_outputs[:, tile]
+    if sinks is not None:
+        total = total + (sinks - highest).exp()[:, 0, :, :, 0]
     output = output.view(kv_heads, QUERY_TILE, group, head_dim) / total.unsqueeze(-1)
     return output.permute(1, 0, 2, 3).reshape(QUERY_TILE, num_heads, head_dim)[:rows].to(query.dtype)

@@ -158,6 +158,7 @@ class Checkpoint:
         is_copied = is_copied and format.dtype is not None
         most = _MAX_STAGED_BYTES // format.num_bytes if is_copied else MAX_CHUNK_ELEMENTS
         most = min(total, max((most, *info.shape[-1:])))
+        read_scales = scales.format.expand if scales is not None and scales.dtype in FORMATS else torch.clone
         staged = torch.empty(info.num_bytes * most // total, dtype=torch.uint8, pin_memory=pin_memory and is_copied)
         for chunk in chunks_of(info.shape, most):
             part = staged[: info.num_bytes * chunk.num_elements // total]
@@ -168,7 +169,7 @@ class Checkpoint:
             share = torch.empty(scales.num_bytes * chunk.num_elements // total, dtype=torch.uint8)
             self._read_bytes(scales, share, scales.num_bytes * chunk.start // total)
             where = f"{scales.file}: tensor {quote(scales.name)}"
-            yield chunk, from_compressed(format, chunk.shape, part, scales.format.expand(share), where)
+            yield chunk, from_compressed(format, chunk.shape, part, read_scales(share), where)
 
     def _read_bytes(self, info: TensorInfo, target: Tensor, start: int = 0) -> None:
         """Fills a contiguous tensor on the CPU with the stored bytes from `start` on."""

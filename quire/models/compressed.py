@@ -1,9 +1,11 @@
-"""The two layouts of compressed-tensors that Quire reads and writes: quantised weights in safetensors files that other
-engines know too.
+"""The layouts of quantised weights in safetensors files that other engines know too: two of compressed-tensors, which
+Quire reads and writes, and that of MXFP4, which it reads.
 
 int-quantized: `NAME` int8 [..., out, in] and `NAME_scale` [..., out, 1]: our INT8. pack-quantized in groups of 32:
 `NAME_packed` int32 [..., out, in / 8] of eight codes each, the first in the lowest bits, and `NAME_scale`
 [..., out, in / 32]; a code stands for (code - 8) * scale, as in Q4_0, which has the same codes in another order.
+mxfp4: `NAME_blocks` uint8 [..., out, in / 32, 16] of two codes each and `NAME_scales` uint8 [..., out, in / 32], the
+exponents of powers of two; in the MXFP4 of GGUF files these stand before each block, whose codes have another order.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from quire.models.fields import Fields
 from quire.models.files import quote
 
 METHOD = "compressed-tensors"
+MXFP4 = "mxfp4"
 GROUP = FORMATS["Q4_0"].num_elements
 _WEIGHTS = {
     "int-quantized": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "group_size": None},
@@ -28,7 +31,7 @@ _WEIGHTS = {
 LAYOUTS = {"INT8": "int-quantized", "Q4_0": "pack-quantized"}
 _READABLE = (
     f"{METHOD} with int8 weights scaled per channel (int-quantized) or int4 weights in symmetric groups of {GROUP} "
-    "(pack-quantized)"
+    "(pack-quantized), and mxfp4"
 )
 
 
@@ -38,6 +41,8 @@ def read_layout(config: Fields) -> str | None:
     if "quantization_config" not in config:
         return None
     found = config.part("quantization_config")
+    if found.raw("quant_method") == MXFP4:
+        return MXFP4
     method, layout = found.string("quant_method", "unknown"), found.string("format", "unknown")
     wanted, groups = _WEIGHTS.get(layout, {}), found.part("config_groups")
     problem = f"by {quote(method)}" if method != METHOD else "" if wanted else f"by {METHOD} as {quote(layout)}"
@@ -97,6 +102,8 @@ def from_compressed(
     pairs = data.view(-1, GROUP // 2)
     codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
     packed = codes[:, : GROUP // 2] | codes[:, GROUP // 2 :] << 4
+    if scales.dtype == torch.uint8:
+        return (torch.cat((scales.view(-1, 1), packed), 1).view(*shape[:-1], -1),)
     halves = scales.half().view(-1, 1)
     if not torch.equal(halves.float(), scales.float().view(-1, 1)):
         raise UnsupportedModelError(f"{where}: its int4 scales ({scales.dtype}) are not ones that float16 can hold")

@@ -75,17 +75,45 @@ class Linear:
         return batch.kernels.linear_gated(x, self.weight, self.bias, activation)
 
 
+class Norm:
+    """One of the norms between blocks, as the model's spec has them."""
+
+    __slots__ = ("bias", "spec", "weight")
+
+    def __init__(self, parameters: Parameters, name: str, spec: ModelSpec) -> None:
+        self.spec = spec
+        self.weight = parameters.vector(name)
+        self.bias = parameters.optional_vector(f"{name}_bias")
+
+    def __call__(self, batch: Batch, x: Tensor) -> Tensor:
+        spec = self.spec
+        if spec.layer_norm:
+            return batch.kernels.layer_norm(x, self.weight, self.bias, spec.rms_norm_eps)
+        return batch.kernels.rms_norm(x, self.weight, spec.rms_norm_eps, spec.norm_offset)
+
+    def added(self, batch: Batch, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of x + residual, and that sum."""
+        spec = self.spec
+        if spec.layer_norm:
+            total = batch.kernels.scale_add(x, 1.0, residual)
+            return self(batch, total), total
+        return batch.kernels.add_rms_norm(x, residual, self.weight, spec.rms_norm_eps, spec.norm_offset)
+
+
 class Attention:
     """Packed query, key and value projections, perhaps normed heads, rope, attention over the cache."""
 
-    def __init__(self, parameters: Parameters, name: str, layer: LayerSpec, eps: float, cos_sin: Tensor | None) -> None:
+    def __init__(
+        self, parameters: Parameters, name: str, spec: ModelSpec, layer: LayerSpec, cos_sin: Tensor | None
+    ) -> None:
         self.spec = layer.attention
         self.query_size = self.spec.heads.num_heads * self.spec.heads.head_dim
         self.cos_sin = cos_sin
         self.norms: HeadNorms | None = None
         if layer.qk_norm:
             query, key = (parameters.vector(f"{name}.{side}_norm") for side in ("query", "key"))
-            self.norms = HeadNorms(query, key, eps)
+            self.norms = HeadNorms(query, key, spec.rms_norm_eps, spec.norm_offset, layer.qk_norm_after_rope)
+        self.sinks = parameters.vector(f"{name}.sinks").float() if layer.sinks else None
         self.qkv = Linear(parameters, f"{name}.qkv")
         self.output = Linear(parameters, f"{name}.output")
 
@@ -95,20 +123,23 @@ class Attention:
         query = kernels.qkv_to_cache_(
             qkv, spec.heads, self.norms, batch.positions, self.cos_sin, cache, paged.slot_mapping
         )
-        attended = kernels.attention(query, cache, paged, spec)
+        attended = kernels.attention(query, cache, paged, spec, self.sinks)
         return self.output(batch, attended.view(x.shape[0], self.query_size))
 
 
 class Mlp:
-    """activation(gate) * up, then down; gate and up packed into one product."""
+    """activation(gate) * up, then down, gate and up packed into one product; or activation(up), then down."""
 
-    def __init__(self, parameters: Parameters, name: str, activation: Activation) -> None:
-        self.activation = activation
-        self.gate_up = Linear(parameters, f"{name}.gate_up")
+    def __init__(self, parameters: Parameters, name: str, spec: MlpSpec) -> None:
+        self.spec = spec
+        self.up = Linear(parameters, f"{name}.gate_up" if spec.gated else f"{name}.up")
         self.down = Linear(parameters, f"{name}.down")
 
     def __call__(self, batch: Batch, x: Tensor) -> Tensor:
-        return self.down(batch, self.gate_up.gated(batch, x, self.activation))
+        activation = self.spec.activation
+        if self.spec.gated:
+            return self.down(batch, self.up.gated(batch, x, activation))
+        return self.down(batch, batch.kernels.activate(self.up(batch, x), activation))
 
 
 class MoeMlp:
@@ -116,45 +147,65 @@ class MoeMlp:
 
     def __init__(self, parameters: Parameters, name: str, spec: MoeSpec) -> None:
         self.spec = spec
-        self.experts = ExpertWeights(parameters.matrix(f"{name}.gate_up"), parameters.matrix(f"{name}.down"))
+        self.experts = ExpertWeights(
+            parameters.matrix(f"{name}.gate_up"),
+            parameters.matrix(f"{name}.down"),
+            parameters.vector(f"{name}.gate_up_bias").squeeze(-1) if spec.bias else None,
+            parameters.vector(f"{name}.down_bias").squeeze(-1) if spec.bias else None,
+            parameters.optional_vector(f"{name}.choice_bias"),
+        )
         self.router = Linear(parameters, f"{name}.router")
-        self.shared: tuple[Linear, Mlp] | None = None
+        self.shared: Mlp | None = None
+        self.shared_gate: Linear | None = None
         if spec.shared_intermediate_size:
-            shared = Mlp(parameters, f"{name}.shared", spec.activation)
-            self.shared = Linear(parameters, f"{name}.shared_gate"), shared
+            self.shared = Mlp(parameters, f"{name}.shared", MlpSpec(spec.shared_intermediate_size, spec.activation))
+            self.shared_gate = Linear(parameters, f"{name}.shared_gate") if spec.shared_gate else None
 
     def __call__(self, batch: Batch, x: Tensor) -> Tensor:
         output = batch.kernels.moe(x, self.router(batch, x), self.experts, self.spec)
         if self.shared is not None:
-            gate, shared = self.shared
-            output = output + batch.kernels.sigmoid_mul(gate(batch, x), shared(batch, x))
+            shared = self.shared(batch, x)
+            gate = self.shared_gate
+            output = output + (shared if gate is None else batch.kernels.sigmoid_mul(gate(batch, x), shared))
         return output
 
 
 class DecoderLayer:
-    """Norm, attention, norm, MLP, each adding to the residual stream."""
+    """Attention and MLP, each adding to the residual stream, with norms before or after them."""
 
-    def __init__(self, parameters: Parameters, name: str, layer: LayerSpec, eps: float, cos_sin: Tensor | None) -> None:
-        self.eps = eps
-        self.attention_norm = parameters.vector(f"{name}.attention_norm")
-        self.mlp_norm = parameters.vector(f"{name}.mlp_norm")
-        self.attention = Attention(parameters, f"{name}.attention", layer, eps, cos_sin)
-        self.mlp: Mlp | MoeMlp
-        if isinstance(layer.mlp, MlpSpec):
-            self.mlp = Mlp(parameters, f"{name}.mlp", layer.mlp.activation)
-        else:
-            self.mlp = MoeMlp(parameters, f"{name}.mlp", layer.mlp)
+    def __init__(
+        self, parameters: Parameters, name: str, spec: ModelSpec, layer: LayerSpec, cos_sin: Tensor | None
+    ) -> None:
+        self.parallel = layer.parallel
+        self.scale = spec.residual_scale
+        norms = {one: Norm(parameters, f"{name}.{one}", spec) for one in layer.norms}
+        self.attention_norm, self.mlp_norm = norms.get("attention_norm"), norms.get("mlp_norm")
+        self.attention_post_norm, self.mlp_post_norm = norms.get("attention_post_norm"), norms.get("mlp_post_norm")
+        self.attention = Attention(parameters, f"{name}.attention", spec, layer, cos_sin)
+        kind = Mlp if isinstance(layer.mlp, MlpSpec) else MoeMlp
+        self.mlp: Mlp | MoeMlp = kind(parameters, f"{name}.mlp", layer.mlp)  # type: ignore[arg-type]
 
     def __call__(self, batch: Batch, x: Tensor, residual: Tensor | None, cache: LayerCache) -> tuple[Tensor, Tensor]:
         """x is what the last layer would add to the residual stream; adding is fused with the norm."""
-        kernels = batch.kernels
-        if residual is None:
-            normed, residual = kernels.rms_norm(x, self.attention_norm, self.eps), x
-        else:
-            normed, residual = kernels.add_rms_norm(x, residual, self.attention_norm, self.eps)
-        attended = self.attention(batch, normed, cache)
-        normed, residual = kernels.add_rms_norm(attended, residual, self.mlp_norm, self.eps)
-        return self.mlp(batch, normed), residual
+        normed, residual = _enter(batch, x, residual, self.attention_norm)
+        attended = self._leave(batch, self.attention(batch, normed, cache), self.attention_post_norm)
+        if self.parallel:
+            return batch.kernels.scale_add(self.mlp(batch, normed), self.scale, attended), residual
+        normed, residual = _enter(batch, attended, residual, self.mlp_norm)
+        return self._leave(batch, self.mlp(batch, normed), self.mlp_post_norm), residual
+
+    def _leave(self, batch: Batch, x: Tensor, norm: Norm | None) -> Tensor:
+        """What a block adds to the residual stream."""
+        x = x if norm is None else norm(batch, x)
+        return x if self.scale == 1 else batch.kernels.scale_add(x, self.scale)
+
+
+def _enter(batch: Batch, x: Tensor, residual: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
+    """What a block takes, and the residual stream with x added."""
+    if norm is None:
+        total = x if residual is None else batch.kernels.scale_add(x, 1.0, residual)
+        return total, total
+    return (norm(batch, x), x) if residual is None else norm.added(batch, x, residual)
 
 
 class Decoder:
@@ -180,7 +231,7 @@ class Decoder:
         self.embedding = parameters.matrix("embedding", pack=pack_embedding)
         self.device = self.embedding.device
         self.head = self.embedding if spec.tie_embeddings else parameters.matrix("head")
-        self.final_norm = parameters.vector("final_norm")
+        self.final_norm = Norm(parameters, "final_norm", spec)
         self.layers: list[DecoderLayer] = []
         tables: dict[RopeSpec | None, Tensor | None] = {None: None}
         """One for all layers that rotate alike."""
@@ -188,25 +239,29 @@ class Decoder:
             if layer.rope is not None and layer.rope not in tables:
                 table = cos_sin_table(layer.rope, spec.heads.head_dim, self.max_position)
                 tables[layer.rope] = table.to(self.device)
-            self.layers.append(DecoderLayer(parameters, f"layers.{i}", layer, spec.rms_norm_eps, tables[layer.rope]))
+            self.layers.append(DecoderLayer(parameters, f"layers.{i}", spec, layer, tables[layer.rope]))
         self.weights = parameters.taken
         """All of them by name, as the kernels packed them."""
 
     def __call__(self, token_ids: Tensor, positions: Tensor, paged: PagedBatch, caches: Sequence[LayerCache]) -> Tensor:
         """The final hidden states [rows, hidden] of int64 token_ids [rows] at int64 positions [rows]."""
-        kernels, eps = self.kernels, self.spec.rms_norm_eps
-        batch = Batch(kernels, positions, paged)
-        x = kernels.embedding(token_ids, self.embedding).to(self.dtype)
+        batch = Batch(self.kernels, positions, paged)
+        x = self.kernels.embedding(token_ids, self.embedding).to(self.dtype)
+        if self.spec.embedding_scale != 1:
+            x = self.kernels.scale_add(x, self.spec.embedding_scale)
         residual = None
         for layer, cache in zip(self.layers, caches, strict=True):
             x, residual = layer(batch, x, residual, cache)
-        if residual is None:
-            return kernels.rms_norm(x, self.final_norm, eps)
-        return kernels.add_rms_norm(x, residual, self.final_norm, eps)[0]
+        return _enter(batch, x, residual, self.final_norm)[0]
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Scores [rows, vocab] of hidden rows, in the model's dtype; into `out` if there is one."""
-        return self.kernels.linear(hidden, self.head, out=out)
+        if self.spec.logit_scale != 1:  # of the hidden rows: they are the shorter ones
+            hidden = self.kernels.scale_add(hidden, self.spec.logit_scale)
+        scores = self.kernels.linear(hidden, self.head, out=out)
+        if self.spec.logit_cap:
+            self.kernels.soft_cap_(scores, self.spec.logit_cap)
+        return scores
 
     @property
     def nbytes(self) -> int:
@@ -218,4 +273,4 @@ class Decoder:
         self.layers.clear()
         self.weights.clear()
         self.embedding = self.head = Weight.dense(torch.empty(0, 0))
-        self.final_norm = torch.empty(0)
+        del self.final_norm

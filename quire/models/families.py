@@ -1,46 +1,29 @@
 """The families of models Quire runs: one entry each, naming what differs from plain Llama.
 
 A new family of this kind is one `Family` below: the names its files go by, and a function that reads its
-quirks from `config.json`. Everything shared (sizes, rope, windows) is read by `read_config`.
+quirks from `config.json`. Everything shared (sizes, rope) is read by `read_config` in `model_config.py`. GGUF files
+say the same under other names (`gguf_spec.py`), so they are read by the same functions.
 """
 
 from __future__ import annotations
 
-import math
-import os
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from quire.errors import ModelFormatError, UnsupportedModelError
-from quire.kernels.ops import Activation, AttentionSpec, HeadShape, MoeSpec
-from quire.models.compressed import read_layout
-from quire.models.fields import Fields
-from quire.models.files import read_json
-from quire.models.spec import LayerSpec, MlpSpec, ModelSpec, RopeSpec
-
-MAX_CONFIG_BYTES = 16 * 2**20
-MAX_LAYERS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class MoeNames:
-    """How a checkpoint names a layer's experts, by default Qwen's way; `{expert}` is the expert's number."""
-
-    router: str = "mlp.gate"
-    gate: str = "mlp.experts.{expert}.gate_proj"
-    up: str = "mlp.experts.{expert}.up_proj"
-    down: str = "mlp.experts.{expert}.down_proj"
-    packed_gate_up: str = "mlp.experts.gate_up_proj"
-    packed_down: str = "mlp.experts.down_proj"
-
-
-_MIXTRAL_MOE = MoeNames(
-    router="block_sparse_moe.gate",
-    gate="block_sparse_moe.experts.{expert}.w1",
-    up="block_sparse_moe.experts.{expert}.w3",
-    down="block_sparse_moe.experts.{expert}.w2",
+from quire.errors import UnsupportedModelError
+from quire.kernels.ops import Activation, MoeSpec
+from quire.models.config_parts import (
+    ROPE_TYPES,
+    read_rope,
+    read_window,
+    with_deepseek_experts,
+    with_qwen_experts,
+    with_window,
+    with_windows,
 )
+from quire.models.fields import Fields
+from quire.models.spec import MlpSpec, ModelSpec, RopeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,31 +31,52 @@ class Family:
     """One line of models."""
 
     name: str
+    """What `model_type` says in config.json."""
+    title: str
+    """Its models, for people."""
     architectures: tuple[str, ...]
     """What `architectures` says in config.json."""
-    gguf_architecture: str | None
-    """What `general.architecture` says in a GGUF file, if such files exist."""
     quirks: Callable[[Fields, ModelSpec], ModelSpec]
     """Reads what is particular to the family from config.json into a spec that holds the rest."""
+    gguf: str | None = None
+    """What `general.architecture` says in a GGUF file, if such files exist."""
+    gguf_key: str = ""
+    """Of several families with the same architecture there, the first whose key the file has; "": any."""
+    gguf_settings: Mapping[str, Any] = field(default_factory=dict)
+    """What GGUF files leave out, as config.json would say it."""
     tie_embeddings: bool = False
     """What an absent `tie_word_embeddings` means."""
     rope_theta: float = 10_000.0
     """What an absent `rope_theta` means."""
+    rope_types: tuple[str, ...] = ROPE_TYPES
+    partial_rotary: float | None = None
+    """What an absent `partial_rotary_factor` means; None: heads are always rotated whole."""
+    activation: str = "silu"
+    """What `hidden_act` must say."""
     head_dim: int | None = None
     """What an absent `head_dim` means; None: hidden_size / heads."""
-    moe_names: MoeNames = MoeNames()
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Names of a layer's tensors that are not the usual ones (see `names.py`), "" where there is no such tensor."""
+    gguf_names: Mapping[str, str] = field(default_factory=dict)
+    interleaved_rope: bool = False
+    """Rope turns neighbouring dimensions: rows of q and k are reordered when they are loaded."""
     gguf_interleaved_rope: bool = False
-    """GGUF files hold the rows of q and k reordered for rope over neighbouring dimensions."""
-    gguf_no_rope_interval: int = 0
-    """Every so many layers there is no rope, which GGUF files leave out; 0: it is everywhere."""
-    gguf_normalizes_experts: bool = False
-    """What GGUF files leave out of `MoeSpec.normalize_weights`."""
+    """GGUF files hold the rows of q and k in that order."""
+    alternating_gate_up: bool = False
+    """Gate and up rows of stacked experts alternate."""
+    has_guessing_layers: bool = False
+    """Files may hold layers after the last one, which guess further tokens."""
+
+
+def _with_biases(spec: ModelSpec, qkv: bool, output: bool, mlp: bool, gated: bool = True) -> ModelSpec:
+    dense = spec.layers[0].mlp
+    assert isinstance(dense, MlpSpec)
+    return spec.with_layers(qkv_bias=qkv, output_bias=output, mlp=replace(dense, bias=mlp, gated=gated))
 
 
 def _llama(config: Fields, spec: ModelSpec) -> ModelSpec:
     bias = config.boolean("attention_bias", False)
-    mlp = MlpSpec(config.integer("intermediate_size"), _read_activation(config), config.boolean("mlp_bias", False))
-    return spec.with_layers(qkv_bias=bias, output_bias=bias, mlp=mlp)
+    return _with_biases(spec, bias, bias, config.boolean("mlp_bias", False))
 
 
 def _smollm3(config: Fields, spec: ModelSpec) -> ModelSpec:
@@ -82,37 +86,42 @@ def _smollm3(config: Fields, spec: ModelSpec) -> ModelSpec:
     if len(rope) != spec.num_layers:
         raise config.error("no_rope_layers", f"a list of {spec.num_layers} numbers", rope)
     default = ["full_attention" if use else "sliding_attention" for use in rope]
-    spec = _llama(config, _with_window_types(config, spec, default, window=None))
-    layers = zip(spec.layers, rope, strict=True)
+    if config.boolean("use_sliding_window", False):
+        spec = with_windows(config, spec, default, window=None)
+    layers = zip(_llama(config, spec).layers, rope, strict=True)
     return replace(spec, layers=tuple(layer if use else replace(layer, rope=None) for layer, use in layers))
 
 
 def _mistral(config: Fields, spec: ModelSpec) -> ModelSpec:
-    return _with_window(spec, _window(config, 4096))
+    return with_window(spec, read_window(config, 4096))
 
 
-def _mixtral(config: Fields, spec: ModelSpec) -> ModelSpec:
-    moe = MoeSpec(
+def _mixtral_experts(config: Fields) -> MoeSpec:
+    return MoeSpec(
         num_experts=config.integer("num_local_experts", 8, high=65_536),
         top_k=config.integer("num_experts_per_tok", 2),
         intermediate_size=config.integer("intermediate_size"),
         normalize_weights=True,
     )
-    return _with_window(spec.with_layers(mlp=moe), _window(config, None))
+
+
+def _mixtral(config: Fields, spec: ModelSpec) -> ModelSpec:
+    return with_window(spec.with_layers(mlp=_mixtral_experts(config)), read_window(config, None))
 
 
 def _qwen2(config: Fields, spec: ModelSpec) -> ModelSpec:
     first_window_layer = config.integer("max_window_layers", 28, low=0)
     default = ["sliding_attention" if i >= first_window_layer else "full_attention" for i in range(spec.num_layers)]
-    return _with_window_types(config, spec, default).with_layers(qkv_bias=True)
+    spec = with_windows(config, spec, default) if config.boolean("use_sliding_window", False) else spec
+    return spec.with_layers(qkv_bias=True)
 
 
 def _qwen2_moe(config: Fields, spec: ModelSpec) -> ModelSpec:
     last_window_layer = config.integer("max_window_layers", 28, low=0)
     windows = [i % 2 == 0 and i < last_window_layer for i in range(spec.num_layers)]
     default = ["sliding_attention" if window else "full_attention" for window in windows]
-    shared = config.integer("shared_expert_intermediate_size", 5632)
-    spec = _with_sparse_layers(config, _with_window_types(config, spec, default), shared)
+    spec = with_windows(config, spec, default) if config.boolean("use_sliding_window", False) else spec
+    spec = with_qwen_experts(config, spec, config.integer("shared_expert_intermediate_size", 5632))
     return spec.with_layers(qkv_bias=config.boolean("qkv_bias", True))
 
 
@@ -125,29 +134,230 @@ def _qwen3_moe(config: Fields, spec: ModelSpec) -> ModelSpec:
     bias = config.boolean("attention_bias", False)
     if config.boolean("use_sliding_window", False):
         spec = _mistral(config, spec)
-    return _with_sparse_layers(config, spec).with_layers(qk_norm=True, qkv_bias=bias, output_bias=bias)
+    return with_qwen_experts(config, spec).with_layers(qk_norm=True, qkv_bias=bias, output_bias=bias)
 
+
+def _gemma(
+    config: Fields, spec: ModelSpec, caps: tuple[float, float], full_every: int, rope: RopeSpec | None = None
+) -> ModelSpec:
+    if config.boolean("use_bidirectional_attention", False):
+        raise UnsupportedModelError(f"{config.file}: attention to later tokens is not supported.")
+    heads, bias = spec.heads, config.boolean("attention_bias", False)
+    # GGUF files leave it out; the models of 27B are those with 46 and 62 layers.
+    divided = spec.hidden_size / heads.num_heads if spec.num_layers in (46, 62) else float(heads.head_dim)
+    scale = config.number("query_pre_attn_scalar", divided, low=1e-6) ** -0.5
+    keys = ("attn_logit_softcapping", caps[0]), ("final_logit_softcapping", caps[1])
+    cap, logit_cap = (config.number(key, 0.0) if config.declares(key) else default for key, default in keys)
+    if cap and not caps[0]:
+        raise UnsupportedModelError(f"{config.file}: attn_logit_softcapping is not supported in this family.")
+    attention = replace(spec.layers[0].attention, scale=scale, soft_cap=cap)
+    spec = spec.with_layers(attention=attention, post_norms=True, qkv_bias=bias, output_bias=bias)
+    spec = replace(spec, norm_offset=1.0, embedding_scale=spec.hidden_size**0.5, logit_cap=logit_cap)
+    return with_windows(config, spec, full_every, rope=rope)
+
+
+def _gemma2(config: Fields, spec: ModelSpec) -> ModelSpec:
+    return _gemma(config, spec, (50.0, 30.0), full_every=2)
+
+
+def _gemma3(config: Fields, spec: ModelSpec) -> ModelSpec:
+    local = RopeSpec(config.number("rope_local_base_freq", 10_000.0, low=1e-6))
+    return _gemma(config, spec, (0.0, 0.0), 6, _local_rope(config, spec, local)).with_layers(qk_norm=True)
+
+
+def _local_rope(config: Fields, spec: ModelSpec, default: RopeSpec) -> RopeSpec:
+    """That of layers with windows, which are not stretched for longer contexts."""
+    if "sliding_attention" not in config.part("rope_parameters"):
+        return default
+    return read_rope(config, spec.heads.head_dim, default.theta, None, ROPE_TYPES, "sliding_attention")
+
+
+def _phi3(config: Fields, spec: ModelSpec) -> ModelSpec:
+    return with_window(spec, read_window(config, None))
+
+
+def _olmo2(config: Fields, spec: ModelSpec) -> ModelSpec:
+    return _llama(config, spec).with_layers(pre_norms=False, post_norms=True, qk_norm=True, qk_norm_is_whole=True)
+
+
+def _olmo3(config: Fields, spec: ModelSpec) -> ModelSpec:
+    local = RopeSpec(config.number("rope_theta", 500_000.0, low=1e-6))
+    return with_windows(config, _olmo2(config, spec), 4, rope=_local_rope(config, spec, local))
+
+
+def _granite(config: Fields, spec: ModelSpec) -> ModelSpec:
+    scale = config.number("attention_multiplier", 1.0)
+    return replace(
+        _llama(config, spec).with_layers(attention=replace(spec.layers[0].attention, scale=scale)),
+        embedding_scale=config.number("embedding_multiplier", 1.0),
+        residual_scale=config.number("residual_multiplier", 1.0),
+        logit_scale=1 / config.number("logits_scaling", 1.0, low=1e-6),
+    )
+
+
+def _granite_moe(config: Fields, spec: ModelSpec) -> ModelSpec:
+    shared = config.integer("shared_intermediate_size", 0, low=0)
+    moe = replace(_mixtral_experts(config), shared_intermediate_size=shared, shared_gate=False)
+    return _granite(config, spec).with_layers(mlp=moe)
+
+
+def _glm(config: Fields, spec: ModelSpec) -> ModelSpec:
+    return spec.with_layers(qkv_bias=config.boolean("attention_bias", True))
+
+
+def _glm4(config: Fields, spec: ModelSpec) -> ModelSpec:
+    return _glm(config, spec).with_layers(post_norms=True)
+
+
+def _glm4_moe(config: Fields, spec: ModelSpec) -> ModelSpec:
+    qk_norm, bias = config.boolean("use_qk_norm", False), config.boolean("attention_bias", False)
+    return with_deepseek_experts(config, spec).with_layers(qk_norm=qk_norm, qkv_bias=bias)
+
+
+def _cohere2(config: Fields, spec: ModelSpec) -> ModelSpec:
+    spec = with_windows(config, _llama(config, spec).with_layers(parallel=True), 4)
+    layers = tuple(one if one.attention.sliding_window else replace(one, rope=None) for one in spec.layers)
+    eps, scale = config.number("layer_norm_eps", 1e-5), config.number("logit_scale", 0.0625)
+    return replace(spec, layers=layers, layer_norm=True, rms_norm_eps=eps, logit_scale=scale)
+
+
+def _starcoder2(config: Fields, spec: ModelSpec) -> ModelSpec:
+    bias = config.boolean("use_bias", True)
+    spec = replace(spec, layer_norm=True, norm_bias=True, rms_norm_eps=config.number("norm_epsilon", 1e-5))
+    return _with_biases(_phi3(config, spec), bias, bias, bias, gated=False)
+
+
+def _seed_oss(config: Fields, spec: ModelSpec) -> ModelSpec:
+    qkv, output = config.boolean("attention_bias", True), config.boolean("attention_out_bias", False)
+    return _with_biases(spec, qkv, output, config.boolean("mlp_bias", False))
+
+
+def _ernie4_5(config: Fields, spec: ModelSpec) -> ModelSpec:
+    bias = config.boolean("use_bias", False)
+    return _with_biases(spec, bias, bias, bias)
+
+
+def _hunyuan(config: Fields, spec: ModelSpec) -> ModelSpec:
+    return _llama(config, spec).with_layers(qk_norm=True, qk_norm_after_rope=True)
+
+
+def _gpt_oss(config: Fields, spec: ModelSpec) -> ModelSpec:
+    limits = config.number("swiglu_limit", 7.0), config.number("swiglu_alpha", 1.702)
+    if limits != (7.0, 1.702):
+        raise UnsupportedModelError(f"{config.file}: swiglu_limit and swiglu_alpha of {limits} are not supported.")
+    bias = config.boolean("attention_bias", True)
+    moe = replace(_mixtral_experts(config), activation=Activation.CLAMPED_SWIGLU, bias=True)
+    return with_windows(config, spec.with_layers(qkv_bias=bias, output_bias=bias, sinks=True, mlp=moe), 2, window=128)
+
+
+_MIXTRAL_NAMES = {
+    "router": "block_sparse_moe.gate",
+    "expert_gate": "block_sparse_moe.experts.{expert}.w1",
+    "expert_up": "block_sparse_moe.experts.{expert}.w3",
+    "expert_down": "block_sparse_moe.experts.{expert}.w2",
+}
+_GRANITE_MOE_NAMES = {
+    "router": "block_sparse_moe.router.layer",
+    "expert_gate": "",
+    "experts_gate_up": "block_sparse_moe.input_linear.weight",
+    "experts_down": "block_sparse_moe.output_linear.weight",
+    "shared_gate_up": "shared_mlp.input_linear",
+    "shared_down": "shared_mlp.output_linear",
+}
+_GLM_NAMES = {"gate_up": "mlp.gate_up_proj"}
+_GLM4_NAMES = {"attention_post_norm": "post_self_attn_layernorm", "mlp_post_norm": "post_mlp_layernorm"} | _GLM_NAMES
+_GLM4_MOE_NAMES = {f"shared_{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
 
 FAMILIES: tuple[Family, ...] = (
-    Family("llama", ("LlamaForCausalLM",), "llama", _llama, gguf_interleaved_rope=True, gguf_normalizes_experts=True),
-    Family(
-        "smollm3",
-        ("SmolLM3ForCausalLM",),
-        "smollm3",
-        _smollm3,
-        tie_embeddings=True,
-        rope_theta=2_000_000.0,
-        gguf_interleaved_rope=True,
-        gguf_no_rope_interval=4,
-    ),
     # GGUF files of Mistral and Mixtral call themselves llama.
-    Family("mistral", ("MistralForCausalLM",), None, _mistral),
-    Family("mixtral", ("MixtralForCausalLM",), None, _mixtral, rope_theta=1_000_000.0, moe_names=_MIXTRAL_MOE),
-    Family("qwen2", ("Qwen2ForCausalLM",), "qwen2", _qwen2),
-    Family("qwen2_moe", ("Qwen2MoeForCausalLM",), "qwen2moe", _qwen2_moe),
-    Family("qwen3", ("Qwen3ForCausalLM",), "qwen3", _qwen3, head_dim=128),
-    Family("qwen3_moe", ("Qwen3MoeForCausalLM",), "qwen3moe", _qwen3_moe, gguf_normalizes_experts=True),
-)
+    Family(
+        "mixtral", "Mixtral", ("MixtralForCausalLM",), _mixtral, "llama", "expert_count",
+        rope_theta=1_000_000.0, names=_MIXTRAL_NAMES, gguf_interleaved_rope=True,
+    ),
+    Family(
+        "mistral", "Mistral", ("MistralForCausalLM",), _mistral, "llama", "attention.sliding_window",
+        gguf_interleaved_rope=True,
+    ),
+    Family(
+        "llama", "Llama (2, 3.x, TinyLlama, SmolLM2), Falcon 3", ("LlamaForCausalLM",), _llama, "llama",
+        gguf_interleaved_rope=True, rope_types=(*ROPE_TYPES, "factors"),
+    ),
+    Family(
+        "smollm3", "SmolLM3", ("SmolLM3ForCausalLM",), _smollm3, "smollm3",
+        tie_embeddings=True, rope_theta=2_000_000.0, gguf_interleaved_rope=True,
+    ),
+    Family("qwen2", "Qwen2, Qwen2.5", ("Qwen2ForCausalLM",), _qwen2, "qwen2"),
+    Family("qwen2_moe", "Qwen2-MoE", ("Qwen2MoeForCausalLM",), _qwen2_moe, "qwen2moe"),
+    Family("qwen3", "Qwen3", ("Qwen3ForCausalLM",), _qwen3, "qwen3", head_dim=128),
+    Family(
+        "qwen3_moe", "Qwen3-MoE", ("Qwen3MoeForCausalLM",), _qwen3_moe, "qwen3moe",
+        gguf_settings={"norm_topk_prob": True},
+    ),
+    Family(
+        "gemma2", "Gemma 2", ("Gemma2ForCausalLM",), _gemma2, "gemma2",
+        tie_embeddings=True, activation="gelu_pytorch_tanh", head_dim=256,
+        names={"mlp_norm": "pre_feedforward_layernorm"},
+    ),
+    Family(
+        "gemma3_text", "Gemma 3 (text)", ("Gemma3ForCausalLM",), _gemma3, "gemma3",
+        tie_embeddings=True, activation="gelu_pytorch_tanh", head_dim=256, rope_theta=1_000_000.0,
+        names={"mlp_norm": "pre_feedforward_layernorm"},
+    ),
+    Family(
+        "phi3", "Phi-3, Phi-4", ("Phi3ForCausalLM",), _phi3, "phi3",
+        rope_types=("default", "longrope"), partial_rotary=1.0,
+        names={"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"},
+        gguf_names={"qkv": "attn_qkv", "gate_up": "ffn_up"},
+    ),
+    Family("olmo3", "OLMo 3", ("Olmo3ForCausalLM",), _olmo3, "olmo2", "attention.sliding_window", rope_theta=500_000.0),
+    Family("olmo2", "OLMo 2", ("Olmo2ForCausalLM",), _olmo2, "olmo2"),
+    Family("granite", "Granite 3", ("GraniteForCausalLM",), _granite, "granite", gguf_interleaved_rope=True),
+    Family(
+        "granitemoe", "Granite 3 with experts", ("GraniteMoeForCausalLM",), _granite_moe, "granitemoe",
+        names=_GRANITE_MOE_NAMES, gguf_interleaved_rope=True,
+    ),
+    Family("granitemoeshared", "Granite 3 with shared experts", ("GraniteMoeSharedForCausalLM",), _granite_moe,
+           names=_GRANITE_MOE_NAMES),
+    Family(
+        "glm", "GLM-4-9B", ("GlmForCausalLM",), _glm,
+        head_dim=128, partial_rotary=0.5, names=_GLM_NAMES, interleaved_rope=True,
+    ),
+    Family(
+        "glm4", "GLM-4-0414, GLM-Z1", ("Glm4ForCausalLM",), _glm4, "glm4", head_dim=128, partial_rotary=0.5,
+        names=_GLM4_NAMES, gguf_names={"gate_up": "ffn_up"}, interleaved_rope=True, gguf_interleaved_rope=True,
+    ),
+    Family(
+        "glm4_moe", "GLM-4.5", ("Glm4MoeForCausalLM",), _glm4_moe, "glm4moe",
+        head_dim=128, partial_rotary=0.5, names=_GLM4_MOE_NAMES, gguf_names={"mlp_norm": "post_attention_norm"},
+        has_guessing_layers=True,
+    ),
+    Family(
+        "cohere2", "Command R7B, Command A", ("Cohere2ForCausalLM",), _cohere2, "cohere2",
+        tie_embeddings=True, interleaved_rope=True, gguf_interleaved_rope=True,
+    ),
+    Family(
+        "starcoder2", "StarCoder 2", ("Starcoder2ForCausalLM",), _starcoder2, "starcoder2",
+        tie_embeddings=True, activation="gelu_pytorch_tanh", names={"up": "mlp.c_fc", "down": "mlp.c_proj"},
+    ),
+    Family(
+        "seed_oss", "Seed-OSS", ("SeedOssForCausalLM",), _seed_oss, "seed_oss",
+        head_dim=128, gguf_names={"mlp_norm": "post_attention_norm"},
+    ),
+    Family(
+        "ernie4_5", "ERNIE 4.5 (dense)", ("Ernie4_5ForCausalLM",), _ernie4_5, "ernie4_5", tie_embeddings=True,
+        rope_theta=500_000.0, head_dim=128, interleaved_rope=True, gguf_interleaved_rope=True,
+    ),
+    Family(
+        "hunyuan_v1_dense", "Hunyuan (dense)", ("HunYuanDenseV1ForCausalLM",), _hunyuan, "hunyuan-dense",
+        rope_types=("default", "dynamic"),
+        names={"query_norm": "self_attn.query_layernorm", "key_norm": "self_attn.key_layernorm"},
+    ),
+    Family(
+        "gpt_oss", "gpt-oss", ("GptOssForCausalLM",), _gpt_oss, "gpt-oss", rope_theta=150_000.0, head_dim=64,
+        names={"router": "mlp.router", "expert_gate": ""}, alternating_gate_up=True,
+        gguf_names={"mlp_norm": "post_attention_norm"}, gguf_settings={"rope_parameters": {"truncate": False}},
+    ),
+)  # fmt: skip
 
 
 def family_named(name: str) -> Family:
@@ -156,191 +366,3 @@ def family_named(name: str) -> Family:
 
 def supported_architectures() -> str:
     return ", ".join(name for family in FAMILIES for name in family.architectures)
-
-
-def read_config(path: Path) -> ModelSpec:
-    """The spec of a model in Hugging Face layout, from its config.json and generation_config.json."""
-    config = Fields(read_json(path, MAX_CONFIG_BYTES), str(path))
-    family = _find_family(config)
-    read_layout(config)  # refuses ways of quantising that can't be read
-    hidden_size = config.integer("hidden_size")
-    num_heads = config.integer("num_attention_heads")
-    num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
-    num_kv_heads = config.integer("num_key_value_heads", num_heads)
-    head_dim = config.integer("head_dim", family.head_dim or max(hidden_size // num_heads, 1))
-    rope = _read_rope(config, family)
-    max_position = config.integer("max_position_embeddings", 2048, high=2**31)
-    if rope.kind == "yarn":
-        max_position = max(max_position, int(rope.original_max_position * rope.factor))
-    mlp = MlpSpec(config.integer("intermediate_size"), _read_activation(config))
-    spec = ModelSpec(
-        family=family.name,
-        vocab_size=config.integer("vocab_size"),
-        hidden_size=hidden_size,
-        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        layers=(LayerSpec(plain_attention(num_heads, num_kv_heads, head_dim), rope, mlp),) * num_layers,
-        max_position=max_position,
-        tie_embeddings=config.boolean("tie_word_embeddings", family.tie_embeddings),
-        eos_token_ids=_read_eos(config, path.with_name("generation_config.json")),
-        bos_token_id=config.integer("bos_token_id", low=0) if "bos_token_id" in config else None,
-    )
-    spec = family.quirks(config, spec)
-    check_spec(spec, config.file)
-    return spec
-
-
-def check_spec(spec: ModelSpec, file: str) -> None:
-    """Refuses sizes that can't belong together, before anything is made of them."""
-
-    def require(holds: bool, message: str) -> None:
-        if not holds:
-            raise ModelFormatError(f"{file}: {message}")
-
-    heads = spec.heads
-    queries, keys = heads.num_heads, heads.num_kv_heads
-    require(queries % keys == 0, f"{queries} attention heads can't share {keys} key-value heads evenly")
-    require(heads.head_dim % 2 == 0, f"head_dim is {heads.head_dim}, but rope needs an even number")
-    for layer in spec.layers:
-        if layer.rope is not None and layer.rope.kind == "factors":
-            count = len(layer.rope.freq_factors)
-            require(count == heads.head_dim // 2, f"{count} rope factors for {heads.head_dim // 2} frequencies")
-        if isinstance(layer.mlp, MoeSpec):
-            top_k, num_experts = layer.mlp.top_k, layer.mlp.num_experts
-            require(top_k <= num_experts, f"{top_k} experts per token of {num_experts}")
-
-
-def plain_attention(num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None) -> AttentionSpec:
-    """What nearly all families have."""
-    return AttentionSpec(HeadShape(num_heads, num_kv_heads, head_dim), head_dim**-0.5, window)
-
-
-def _find_family(config: Fields) -> Family:
-    names = config.list_of("architectures", str, [])
-    if not names:
-        model_type = config.string("model_type", "")
-        names = [f.architectures[0] for f in FAMILIES if f.name == model_type] or [f"model_type {model_type!r}"]
-    for family in FAMILIES:
-        if names[0] in family.architectures:
-            return family
-    raise UnsupportedModelError(
-        f"{config.file}: the architecture {names[0]} is not supported. Supported: {supported_architectures()}."
-    )
-
-
-def _read_activation(config: Fields) -> Activation:
-    name = config.string("hidden_act", "silu")
-    if name not in ("silu", "swish"):
-        raise UnsupportedModelError(f"{config.file}: hidden_act {name!r} is not supported, only silu is.")
-    return Activation.SILU
-
-
-def _read_rope(config: Fields, family: Family) -> RopeSpec:
-    """Both ways of writing it: `rope_parameters`, and the older `rope_theta` with `rope_scaling`."""
-    scaling = config.part("rope_parameters" if "rope_parameters" in config else "rope_scaling")
-    theta = scaling.number("rope_theta", config.number("rope_theta", family.rope_theta), low=1e-6)
-    if scaling.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0:
-        raise UnsupportedModelError(f"{config.file}: rope over a part of the head dimension is not supported.")
-    kind = scaling.string("rope_type", scaling.string("type", "default"))
-    if kind == "default":
-        return RopeSpec(theta)
-    max_position = config.integer("max_position_embeddings", 2048, high=2**31)
-    original = scaling.integer("original_max_position_embeddings", max_position, high=2**31)
-    if kind == "linear":
-        return RopeSpec(theta, "linear", factor=scaling.number("factor", low=1e-6))
-    if kind == "llama3":
-        low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
-        if high <= low:
-            raise scaling.error("high_freq_factor", f"above low_freq_factor ({low})", high)
-        factor = scaling.number("factor", low=1e-6)
-        return RopeSpec(theta, "llama3", factor, original, low_freq_factor=low, high_freq_factor=high)
-    if kind == "yarn":
-        factor = scaling.number("factor", max_position / original, low=1e-6)
-        return RopeSpec(
-            theta,
-            "yarn",
-            factor,
-            original,
-            beta_fast=scaling.number("beta_fast", 32.0) or 32.0,
-            beta_slow=scaling.number("beta_slow", 1.0) or 1.0,
-            truncate=scaling.boolean("truncate", True),
-            attention_factor=_yarn_attention_factor(scaling, factor),
-        )
-    raise UnsupportedModelError(
-        f"{config.file}: rope type {kind!r} is not supported. Supported: default, linear, llama3, yarn."
-    )
-
-
-def _yarn_attention_factor(scaling: Fields, factor: float) -> float:
-    if "attention_factor" in scaling:
-        return scaling.number("attention_factor")
-    mscale, all_dim = scaling.number("mscale", 0.0), scaling.number("mscale_all_dim", 0.0)
-    if mscale and all_dim:
-        return yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
-    return yarn_mscale(factor)
-
-
-def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """How yarn sharpens attention for a stretched context."""
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def _window(config: Fields, default: int | None) -> int | None:
-    """`sliding_window`, where null and 0 mean none and only an absent key means the family's default."""
-    if not config.declares("sliding_window"):
-        return default
-    return config.integer("sliding_window", 0, low=0, high=2**31) or None
-
-
-def _with_window(spec: ModelSpec, window: int | None) -> ModelSpec:
-    return spec.with_layers(attention=replace(spec.layers[0].attention, sliding_window=window))
-
-
-def _with_window_types(config: Fields, spec: ModelSpec, default: list[str], window: int | None = 4096) -> ModelSpec:
-    """Windows on the layers `layer_types` marks, where `use_sliding_window` turns them on at all."""
-    if not config.boolean("use_sliding_window", False):
-        return spec
-    window = _window(config, window)
-    kinds = config.list_of("layer_types", str, default)
-    if len(kinds) != spec.num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
-        raise config.error("layer_types", f"{spec.num_layers} of full_attention or sliding_attention", kinds)
-    layers = []
-    for layer, kind in zip(spec.layers, kinds, strict=True):
-        own = window if kind == "sliding_attention" else None
-        layers.append(replace(layer, attention=replace(layer.attention, sliding_window=own)))
-    return replace(spec, layers=tuple(layers))
-
-
-def _with_sparse_layers(config: Fields, spec: ModelSpec, shared: int = 0) -> ModelSpec:
-    """Qwen's way of saying which layers have experts."""
-    experts = config.integer("num_experts", config.integer("num_local_experts", 0, low=0), low=0, high=65_536)
-    moe = MoeSpec(
-        num_experts=experts,
-        top_k=config.integer("num_experts_per_tok"),
-        intermediate_size=config.integer("moe_intermediate_size"),
-        normalize_weights=config.boolean("norm_topk_prob", False),
-        shared_intermediate_size=shared,
-    )
-    dense = set(config.list_of("mlp_only_layers", int, []))
-    step = config.integer("decoder_sparse_step", 1)
-    layers = (
-        replace(layer, mlp=moe) if i not in dense and experts > 0 and (i + 1) % step == 0 else layer
-        for i, layer in enumerate(spec.layers)
-    )
-    return replace(spec, layers=tuple(layers))
-
-
-def _read_eos(config: Fields, generation_config: Path) -> tuple[int, ...]:
-    """The model's end tokens; generation_config.json knows chat models' further ones."""
-    found: dict[int, None] = {}
-    sources = [config]
-    if os.path.lexists(generation_config):
-        sources.append(Fields(read_json(generation_config, MAX_CONFIG_BYTES), str(generation_config)))
-    for source in sources:
-        value = source.raw("eos_token_id")
-        for token_id in value if isinstance(value, list) else [value]:
-            if token_id is None:
-                continue
-            if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
-                raise source.error("eos_token_id", "a token id or a list of them", value)
-            found[token_id] = None
-    return tuple(found)

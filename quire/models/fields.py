@@ -12,25 +12,32 @@ _MISSING: Any = object()
 
 
 class Fields:
-    """A mapping whose values are checked as they are taken. A value of None counts as absent."""
+    """A mapping whose values are checked as they are taken. A value of None counts as absent. Keys stand there
+    under the names that `renamed` gives them, others after the prefix."""
 
-    def __init__(self, values: Mapping[str, Any], file: str, prefix: str = "") -> None:
+    def __init__(
+        self, values: Mapping[str, Any], file: str, prefix: str = "", renamed: Mapping[str, str] | None = None
+    ) -> None:
         self._values = values
         self._prefix = prefix
+        self._renamed = renamed or {}
         self.file = file
 
+    def _name(self, key: str) -> str:
+        return self._renamed.get(key, self._prefix + key)
+
     def __contains__(self, key: str) -> bool:
-        return self._values.get(self._prefix + key) is not None
+        return self.raw(key) is not None
 
     def declares(self, key: str) -> bool:
         """Whether the key is there at all, be it with the value null."""
-        return self._prefix + key in self._values
+        return self._name(key) in self._values
 
     def names(self) -> list[str]:
-        return [key.removeprefix(self._prefix) for key in self._values if key.startswith(self._prefix)]
+        return list(self._values)
 
     def raw(self, key: str) -> Any:
-        return self._values.get(self._prefix + key)
+        return self._values.get(self._name(key))
 
     def integer(self, key: str, default: int = _MISSING, *, low: int = 1, high: int = 2**24) -> int:
         value = self._take(key, default)
@@ -65,6 +72,12 @@ class Fields:
             raise self.error(key, f"a list of {kind.__name__}", value)
         return list(value)
 
+    def numbers(self, key: str) -> list[float]:
+        found = self._take(key, _MISSING)
+        if not isinstance(found, list) or not all(isinstance(one, int | float) and one > 0 for one in found):
+            raise self.error(key, "a list of positive numbers", found)
+        return [float(one) for one in found]
+
     def part(self, key: str) -> Fields:
         """A nested mapping; empty where it is absent."""
         value = self._take(key, {})
@@ -75,12 +88,12 @@ class Fields:
     def error(self, key: str, expected: str, got: object) -> ModelFormatError:
         text = repr(got)
         shown = text if len(text) <= 80 else text[:77] + "..."
-        return ModelFormatError(f"{self.file}: {self._prefix}{key} should be {expected}, but is {shown}")
+        return ModelFormatError(f"{self.file}: {self._name(key)} should be {expected}, but is {shown}")
 
     def _take(self, key: str, default: Any) -> Any:
-        value = self._values.get(self._prefix + key)
+        value = self.raw(key)
         if value is not None:
             return value
         if default is _MISSING:
-            raise ModelFormatError(f"{self.file}: {self._prefix}{key} is missing")
+            raise ModelFormatError(f"{self.file}: {self._name(key)} is missing")
         return default

@@ -1,115 +1,160 @@
-"""The spec of a model in a GGUF file, from its metadata and the names of its tensors."""
+"""The spec of a model in a GGUF file, from its metadata and the names of its tensors.
+
+The metadata is read as config.json is, by the same functions, under the names in `_KEYS`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from quire.errors import UnsupportedModelError
-from quire.kernels.ops import MoeSpec
-from quire.models.families import FAMILIES, MAX_LAYERS, Family, check_spec, plain_attention, yarn_mscale
+from quire.models.checkpoint import Checkpoint
+from quire.models.config_parts import yarn_mscale
+from quire.models.families import FAMILIES, Family
 from quire.models.fields import Fields
-from quire.models.spec import LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from quire.models.model_config import MAX_LAYERS, spec_of
+from quire.models.spec import MlpSpec, ModelSpec
+
+_KEYS = {
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "intermediate_size": "feed_forward_length",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "layer_norm_eps": "attention.layer_norm_epsilon",
+    "norm_epsilon": "attention.layer_norm_epsilon",
+    "sliding_window": "attention.sliding_window",
+    "rope_local_base_freq": "rope.freq_base_swa",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+    "logit_scale": "logit_scale",
+    "num_experts": "expert_count",
+    "num_local_experts": "expert_count",
+    "n_routed_experts": "expert_count",
+    "n_shared_experts": "expert_shared_count",
+    "n_group": "expert_group_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "routed_scaling_factor": "expert_weights_scale",
+}
+"""What config.json calls a setting, and what GGUF does, after the architecture's name."""
 
 
-def read_gguf_spec(
-    metadata: Mapping[str, Any],
-    tensor_names: Collection[str],
-    read_rope_factors: Callable[[], tuple[float, ...]],
-    file: str,
-) -> ModelSpec:
-    """`read_rope_factors` reads the tensor `rope_freqs.weight`; it is called only where the file has one."""
-    family = _find_family(metadata, file)
-    fields = Fields(metadata, file, prefix=f"{family.gguf_architecture}.")
-    general = Fields(metadata, file)
-    hidden_size = fields.integer("embedding_length")
-    num_heads = fields.integer("attention.head_count")
-    head_dim = fields.integer("attention.key_length", max(hidden_size // num_heads, 1))
-    if fields.integer("attention.value_length", head_dim) != head_dim:
-        raise UnsupportedModelError(f"{file}: keys and values of different sizes are not supported.")
-    if fields.integer("rope.dimension_count", head_dim) != head_dim:
-        raise UnsupportedModelError(f"{file}: rope over a part of the head dimension is not supported.")
-    tokens = general.raw("tokenizer.ggml.tokens")
-    num_tokens = len(tokens) if isinstance(tokens, list | tuple) else 0
-    moe = _read_moe(fields, family)
-    num_layers = fields.integer("block_count", high=MAX_LAYERS)
-    window = fields.integer("attention.sliding_window", 0, low=0) or None
-    max_position = fields.integer("context_length", 2048, high=2**31)
-    rope = _read_rope(fields, tensor_names, read_rope_factors, max_position)
-    mlp = MlpSpec(fields.integer("feed_forward_length", 1, low=0) or 1, bias="blk.0.ffn_gate.bias" in tensor_names)
-    num_kv_heads = fields.integer("attention.head_count_kv", num_heads)
-    layer = LayerSpec(
-        plain_attention(num_heads, num_kv_heads, head_dim, window),
-        rope,
-        mlp,
-        qk_norm="blk.0.attn_q_norm.weight" in tensor_names,
-        qkv_bias="blk.0.attn_q.bias" in tensor_names,
-        output_bias="blk.0.attn_output.bias" in tensor_names,
-    )
-    interval = family.gguf_no_rope_interval
+def read_gguf_spec(checkpoint: Checkpoint, file: str) -> ModelSpec:
+    family, config = _settings(checkpoint, file)
+    spec, tensor_names = spec_of(family, config), checkpoint.tensors
+    has_bias = {part: f"blk.0.{part}.bias" in tensor_names for part in ("attn_q", "attn_output", "ffn_gate")}
     layers = tuple(
         replace(
             layer,
-            rope=None if interval and (i + 1) % interval == 0 else rope,
-            mlp=moe if moe is not None and f"blk.{i}.ffn_gate_inp.weight" in tensor_names else mlp,
+            qkv_bias=has_bias["attn_q"] or "blk.0.attn_qkv.bias" in tensor_names,
+            output_bias=has_bias["attn_output"],
+            mlp=replace(layer.mlp, bias=has_bias["ffn_gate"])
+            if isinstance(layer.mlp, MlpSpec) and layer.mlp.gated
+            else layer.mlp,
         )
-        for i in range(num_layers)
+        for layer in spec.layers
     )
+    # Converters add what families add to their norms' weights.
+    return replace(spec, layers=layers, norm_offset=0.0)
+
+
+def config_of(checkpoint: Checkpoint, file: str) -> dict[str, Any]:
+    """config.json for the file's model. Not all that a GGUF file can say has a place there: whoever writes it compares
+    what is read back."""
+    if "rope_freqs.weight" in checkpoint.tensors:
+        raise UnsupportedModelError(f"{file}: a factor for each rope frequency has no place in config.json")
+    family, config = _settings(checkpoint, file)
+    values = {key: config.raw(key) for key in (*_KEYS, *config.names()) if key in config and "." not in key}
+    return {"architectures": [family.architectures[0]], "model_type": family.name, **values}
+
+
+def _settings(checkpoint: Checkpoint, file: str) -> tuple[Family, Fields]:
+    """The family, and its settings by the names they have in config.json."""
+    metadata, tensor_names = checkpoint.metadata, checkpoint.tensors
+    name = Fields(metadata, file).string("general.architecture")
+    prefix = f"{name}."
+    family = _find_family(name, metadata, file)
+    fields, general = Fields(metadata, file, prefix), Fields(metadata, file)
+    heads = fields.integer("attention.head_count")
+    head_dim = fields.integer("attention.key_length", max(fields.integer("embedding_length") // heads, 1))
+    if fields.integer("attention.value_length", head_dim) != head_dim:
+        raise UnsupportedModelError(f"{file}: keys and values of different sizes are not supported.")
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    num_tokens = len(tokens) if isinstance(tokens, list | tuple) else 0
     ids = {key: f"tokenizer.ggml.{key}_token_id" for key in ("bos", "eos", "eot", "eom")}
     bos, *ends = (general.integer(key, low=0) if key in general else None for key in ids.values())
-    spec = ModelSpec(
-        family=family.name,
-        vocab_size=fields.integer("vocab_size", num_tokens),
-        hidden_size=hidden_size,
-        rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
-        layers=layers,
-        max_position=max_position,
-        tie_embeddings="output.weight" not in tensor_names,
-        eos_token_ids=tuple(dict.fromkeys(token_id for token_id in ends if token_id is not None)),
-        bos_token_id=bos,
-    )
-    check_spec(spec, file)
-    return spec
+    num_blocks = fields.integer("block_count", high=MAX_LAYERS)
+    if "attention.layer_norm_epsilon" not in fields:
+        fields.number("attention.layer_norm_rms_epsilon")  # no family's default stands for it
+    made: dict[str, Any] = {
+        "head_dim": head_dim,
+        "vocab_size": fields.integer("vocab_size", num_tokens),
+        "num_hidden_layers": num_blocks - fields.integer("nextn_predict_layers", 0, low=0),
+        "intermediate_size": fields.integer("feed_forward_length", 0, low=0) or 1,
+        "tie_word_embeddings": "output.weight" not in tensor_names,
+        "rope_parameters": _rope(fields, head_dim, checkpoint),
+        "bos_token_id": bos,
+        "eos_token_id": list(dict.fromkeys(token_id for token_id in ends if token_id is not None)),
+        "mlp_only_layers": [i for i in range(num_blocks) if f"blk.{i}.ffn_gate_inp.weight" not in tensor_names],
+        "attention_out_bias": "blk.0.attn_output.bias" in tensor_names,
+        **dict.fromkeys(("attention_bias", "qkv_bias", "use_bias"), "blk.0.attn_q.bias" in tensor_names),
+        "mlp_bias": "blk.0.ffn_gate.bias" in tensor_names,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in tensor_names,
+        "norm_topk_prob": fields.boolean("expert_weights_norm", False),
+    }
+    for key, value in family.gguf_settings.items():
+        made[key] = made[key] | value if isinstance(value, dict) else value
+    renamed = {key: prefix + own for key, own in _KEYS.items() if key not in made}
+    return family, Fields({**metadata, **made}, file, renamed=renamed)
 
 
-def _find_family(metadata: Mapping[str, Any], file: str) -> Family:
-    name = Fields(metadata, file).string("general.architecture")
+def _find_family(name: str, metadata: Mapping[str, Any], file: str) -> Family:
     for family in FAMILIES:
-        if family.gguf_architecture == name:
+        if family.gguf == name and (not family.gguf_key or metadata.get(f"{name}.{family.gguf_key}")):
             return family
-    supported = ", ".join(family.gguf_architecture for family in FAMILIES if family.gguf_architecture)
+    supported = ", ".join(dict.fromkeys(family.gguf for family in FAMILIES if family.gguf))
     raise UnsupportedModelError(f"{file}: the architecture {name!r} is not supported. Supported: {supported}.")
 
 
-def _read_moe(fields: Fields, family: Family) -> MoeSpec | None:
-    num_experts = fields.integer("expert_count", 0, low=0, high=65_536)
-    if not num_experts:
-        return None
-    shared = fields.integer("expert_shared_feed_forward_length", 0, low=0)
-    return MoeSpec(
-        num_experts=num_experts,
-        top_k=fields.integer("expert_used_count"),
-        intermediate_size=fields.integer("expert_feed_forward_length", fields.integer("feed_forward_length", 1)),
-        normalize_weights=family.gguf_normalizes_experts,
-        shared_intermediate_size=shared,
-    )
-
-
-def _read_rope(
-    fields: Fields, tensor_names: Collection[str], read_rope_factors: Callable[[], tuple[float, ...]], max_position: int
-) -> RopeSpec:
-    theta = fields.number("rope.freq_base", 10_000.0, low=1e-6)
+def _rope(fields: Fields, head_dim: int, checkpoint: Checkpoint) -> dict[str, Any]:
+    """What config.json calls `rope_parameters`."""
+    tensor_names = checkpoint.tensors
+    rope: dict[str, Any] = {}
+    if "rope.freq_base" in fields:
+        rope["rope_theta"] = fields.number("rope.freq_base", low=1e-6)
+    rotated = fields.integer("rope.dimension_count", head_dim)
+    if rotated != head_dim:
+        rope["partial_rotary_factor"] = rotated / head_dim
     if "rope_freqs.weight" in tensor_names:
-        return RopeSpec(theta, "factors", freq_factors=read_rope_factors())
+        return rope | {"rope_type": "factors", "factors": checkpoint.read("rope_freqs.weight").tolist()}
+    original = fields.integer(
+        "rope.scaling.original_context_length", fields.integer("context_length", 2048, high=2**31), high=2**31
+    )
+    if "rope_factors_long.weight" in tensor_names:
+        long, short = (checkpoint.read(f"rope_factors_{kind}.weight").tolist() for kind in ("long", "short"))
+        found = {"long_factor": long, "short_factor": short, "original_max_position_embeddings": original}
+        factor = fields.number("rope.scaling.attn_factor", 1.0)
+        return rope | found | {"rope_type": "longrope", "attention_factor": factor}
     kind = fields.string("rope.scaling.type", "none")
+    if kind not in ("none", "linear", "yarn"):
+        raise UnsupportedModelError(f"{fields.file}: rope scaling {kind!r} is not supported, only linear and yarn are.")
     if kind == "none":
-        return RopeSpec(theta)
+        return rope
     factor = fields.number("rope.scaling.factor", low=1e-6)
-    if kind == "linear":
-        return RopeSpec(theta, "linear", factor)
+    rope |= {"rope_type": kind, "factor": factor}
     if kind == "yarn":
-        original = fields.integer("rope.scaling.original_context_length", max_position, high=2**31)
-        attention_factor = yarn_mscale(factor) * fields.number("rope.scaling.attn_factor", 1.0)
-        return RopeSpec(theta, "yarn", factor, original, attention_factor=attention_factor)
-    raise UnsupportedModelError(f"{fields.file}: rope scaling {kind!r} is not supported, only linear and yarn are.")
+        rope["original_max_position_embeddings"] = original
+        rope["attention_factor"] = yarn_mscale(factor) * fields.number("rope.scaling.attn_factor", 1.0)
+    return rope

@@ -20,10 +20,10 @@ from quire.kernels.quantize import quantize
 from quire.kernels.weights import Weight
 from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
-from quire.models.families import read_config
 from quire.models.files import no_weights_error, weight_kinds
 from quire.models.gguf_file import read_gguf
 from quire.models.gguf_spec import read_gguf_spec
+from quire.models.model_config import read_config
 from quire.models.names import Piece, gguf_pieces, huggingface_pieces
 from quire.models.npy_checkpoint import open_npy
 from quire.models.safetensors_checkpoint import open_safetensors
@@ -61,12 +61,8 @@ def open_model(path: Path) -> ModelFiles:
     checkpoint = open_checkpoint(path)
     names = checkpoint.tensors.keys()
     if checkpoint.kind == "gguf":
-
-        def rope_factors() -> tuple[float, ...]:
-            return tuple(checkpoint.read("rope_freqs.weight").tolist())
-
-        spec = read_gguf_spec(checkpoint.metadata, names, rope_factors, str(path))
-        pieces = gguf_pieces(spec)
+        spec = read_gguf_spec(checkpoint, str(path))
+        pieces = gguf_pieces(spec, names)
     else:
         spec = read_config(path / "config.json")
         pieces = huggingface_pieces(spec, names)
@@ -148,15 +144,16 @@ class _Reading:
 
 def read_piece(checkpoint: Checkpoint, piece: Piece, format: Format, targets: Sequence[Tensor]) -> None:
     """Fills the tensors of a part from a tensor of the checkpoint, its rows in the decoder's order."""
-    heads = piece.interleaved_heads
-    if not heads:
+    if targets[0].dim() > len(checkpoint.tensors[piece.name].shape):  # biases of experts
+        targets = tuple(target.squeeze(-1) for target in targets)
+    order = piece.order
+    if order is None:
         _read_as(checkpoint, piece.name, format, targets)
         return
     rows = tuple(torch.empty_like(target) for target in targets)
     _read_as(checkpoint, piece.name, format, rows)
     for source, target in zip(rows, targets, strict=True):  # whatever the format, a row is a row
-        pairs = source.view(heads, -1, 2, *source.shape[1:])
-        target.copy_(pairs.transpose(1, 2).reshape(target.shape))
+        target.copy_(source.index_select(order.axis, order.index(source.shape[order.axis]).to(source.device)))
 
 
 def _read_as(checkpoint: Checkpoint, name: str, format: Format, targets: Sequence[Tensor]) -> None:

@@ -4,10 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from quire.kernels.ops import MoeSpec
-from quire.models.families import MoeNames, family_named
+from quire.models.families import family_named
 from quire.models.spec import LayerSpec, MlpSpec, ModelSpec, Parameter
+
+
+@dataclass(frozen=True, slots=True)
+class RowOrder:
+    """How the rows of a tensor are brought into the decoder's order, in which rope turns dimension i of a head with
+    i + head_dim / 2: checkpoints turn neighbours, or only the first dimensions of a head. Queries and keys are changed
+    alike, so their products stay. Experts whose gate and up rows alternate are sorted in the same way."""
+
+    heads: int
+    """So many at the beginning; rows after them stay where they are."""
+    head_dim: int
+    rotated: int
+    """Rows of a head that are rotated, the first ones."""
+    interleaved: bool
+    axis: int = 0
+    """Which dimension of the tensor its rows are."""
+
+    def index(self, num_rows: int) -> Tensor:
+        """For each row of the decoder, which of the checkpoint it is."""
+        turned, others = torch.arange(self.rotated), torch.arange(self.rotated, self.head_dim)
+        pairs = turned.view(-1, 2).t() if self.interleaved else turned.view(2, -1)
+        head = torch.cat((pairs, others.view(2, -1)), 1).flatten()
+        rows = torch.arange(num_rows)
+        changed = self.heads * self.head_dim
+        rows[:changed] = rows[:changed].view(self.heads, -1)[:, head].flatten()
+        return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +52,8 @@ class Piece:
     """Which of the parameter's stacked rows it fills; None: all of them."""
     expert: int | None = None
     """Which of a stack of experts it belongs to; None: it has all of them, or there are none."""
-    interleaved_heads: int = 0
-    """If not 0: its rows are this many heads, each in the order of rope over neighbouring dimensions."""
+    order: RowOrder | None = None
+    """How its rows are rearranged; None: not at all."""
 
     def index(self, parameter: Parameter) -> tuple[int | slice, ...]:
         """The part of the parameter that it fills."""
@@ -37,106 +67,170 @@ class Piece:
         shape = list(parameter.shape)
         if self.part is not None:
             shape[-2 if len(shape) > 1 else -1] = parameter.rows[self.part]
-        return tuple(shape if self.expert is None else shape[1:])
+        shape = shape if self.expert is None else shape[1:]
+        return tuple(shape[:-1] if shape[2:] == [1] else shape)  # biases of experts are stacked vectors
 
 
 _LAYER_NAMES = {
     "attention_norm": ("input_layernorm", "attn_norm"),
+    "attention_post_norm": ("post_attention_layernorm", "post_attention_norm"),
+    "mlp_norm": ("post_attention_layernorm", "ffn_norm"),
+    "mlp_post_norm": ("post_feedforward_layernorm", "post_ffw_norm"),
     "query": ("self_attn.q_proj", "attn_q"),
     "key": ("self_attn.k_proj", "attn_k"),
     "value": ("self_attn.v_proj", "attn_v"),
     "output": ("self_attn.o_proj", "attn_output"),
     "query_norm": ("self_attn.q_norm", "attn_q_norm"),
     "key_norm": ("self_attn.k_norm", "attn_k_norm"),
-    "mlp_norm": ("post_attention_layernorm", "ffn_norm"),
-    "mlp": ("mlp.{}_proj", "ffn_{}"),
-    "shared": ("mlp.shared_expert.{}_proj", "ffn_{}_shexp"),
+    "sinks": ("self_attn.sinks", "attn_sinks.weight"),
+    "gate": ("mlp.gate_proj", "ffn_gate"),
+    "up": ("mlp.up_proj", "ffn_up"),
+    "down": ("mlp.down_proj", "ffn_down"),
+    "shared_gate": ("mlp.shared_expert.gate_proj", "ffn_gate_shexp"),
+    "shared_up": ("mlp.shared_expert.up_proj", "ffn_up_shexp"),
+    "shared_down": ("mlp.shared_expert.down_proj", "ffn_down_shexp"),
     "shared_router": ("mlp.shared_expert_gate", "ffn_gate_inp_shexp"),
+    "router": ("mlp.gate", "ffn_gate_inp"),
+    "choice_bias": ("mlp.gate.e_score_correction_bias", "exp_probs_b.bias"),
+    "expert_gate": ("mlp.experts.{expert}.gate_proj", "ffn_gate_exps"),
+    "expert_up": ("mlp.experts.{expert}.up_proj", "ffn_up_exps"),
+    "expert_down": ("mlp.experts.{expert}.down_proj", "ffn_down_exps"),
+    "experts_gate_up": ("mlp.experts.gate_up_proj", ""),
+    "experts_down": ("mlp.experts.down_proj", ""),
 }
-"""A layer's tensor names below its prefix, Hugging Face's and GGUF's, to which `weight` and `bias` are appended;
-`{}` is gate, up or down."""
+"""A layer's tensor names below its prefix, Hugging Face's and GGUF's, to which `weight` and `bias` are appended (but
+for sinks, the bias of a choice and experts that come stacked); `{expert}` is an expert's number. A family that packs
+has names for `qkv`, `gate_up` and `shared_gate_up`, too."""
 _HUGGINGFACE, _GGUF = ({part: pair[i] for part, pair in _LAYER_NAMES.items()} for i in range(2))
-_GGUF_EXPERTS = MoeNames("ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 
 
 def huggingface_pieces(spec: ModelSpec, present: Collection[str]) -> Iterator[Piece]:
     """`present` are the names in the checkpoint: experts come one by one or stacked."""
-    experts = family_named(spec.family).moe_names
-    yield Piece("model.embed_tokens.weight", "embedding")
+    family = family_named(spec.family)
+    names = {**_HUGGINGFACE, **family.names}
+    yield from _ends(spec, "model.embed_tokens", "model.norm", "lm_head")
     for i, layer in enumerate(spec.layers):
-        prefix = f"model.layers.{i}."
-        is_packed = f"{prefix}{experts.packed_gate_up}" in present
-        yield from _layer_pieces(layer, prefix, f"layers.{i}.", _HUGGINGFACE, experts, is_packed=is_packed)
-    yield Piece("model.norm.weight", "final_norm")
-    if not spec.tie_embeddings:
-        yield Piece("lm_head.weight", "head")
+        own = {part: f"model.layers.{i}.{name}" for part, name in names.items() if name}
+        yield from _Layer(spec, layer, own, f"layers.{i}.", family.interleaved_rope, present).pieces()
 
 
-def gguf_pieces(spec: ModelSpec) -> Iterator[Piece]:
-    interleaved = family_named(spec.family).gguf_interleaved_rope
-    yield Piece("token_embd.weight", "embedding")
+def gguf_pieces(spec: ModelSpec, present: Collection[str] = ()) -> Iterator[Piece]:
+    family = family_named(spec.family)
+    names = {**_GGUF, **family.gguf_names}
+    yield from _ends(spec, "token_embd", "output_norm", "output")
     for i, layer in enumerate(spec.layers):
-        yield from _layer_pieces(layer, f"blk.{i}.", f"layers.{i}.", _GGUF, _GGUF_EXPERTS, interleaved)
-    yield Piece("output_norm.weight", "final_norm")
-    if not spec.tie_embeddings:
-        yield Piece("output.weight", "head")
+        own = {part: f"blk.{i}.{name}" for part, name in names.items() if name}
+        yield from _Layer(spec, layer, own, f"layers.{i}.", family.gguf_interleaved_rope, present).pieces()
 
 
 def ignored_names(spec: ModelSpec, present: Collection[str]) -> set[str]:
-    """Tensors some checkpoints carry though the decoder has no use for them."""
+    """Tensors some checkpoints carry though the decoder has no use for them, or has used them for its spec."""
+    further = tuple(f"{prefix}.{spec.num_layers}." for prefix in ("model.layers", "blk"))
     unused = {name for name in present if name.endswith(".rotary_emb.inv_freq")}
     if any(layer.rope is not None and layer.rope.kind == "factors" for layer in spec.layers):
-        unused.add("rope_freqs.weight")
+        unused |= {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
+    if family_named(spec.family).has_guessing_layers:
+        unused |= {name for name in present if name.startswith(further)}
     if spec.tie_embeddings:
         unused.add("lm_head.weight")
     return unused
 
 
-def _layer_pieces(
-    layer: LayerSpec, prefix: str, to: str, below: Mapping[str, str], experts: MoeNames, interleaved: bool = False,
-    is_packed: bool = False,
-) -> Iterator[Piece]:  # fmt: skip
-    names = {part: prefix + name for part, name in below.items()}
-    yield Piece(f"{names['attention_norm']}.weight", f"{to}attention_norm")
-    yield Piece(f"{names['mlp_norm']}.weight", f"{to}mlp_norm")
-    if layer.qk_norm:
-        yield Piece(f"{names['query_norm']}.weight", f"{to}attention.query_norm")
-        yield Piece(f"{names['key_norm']}.weight", f"{to}attention.key_norm")
-    heads = layer.attention.heads
-    for part, (name, rotated) in enumerate((("query", heads.num_heads), ("key", heads.num_kv_heads), ("value", 0))):
-        reorder = rotated if interleaved else 0
-        yield from _linear_pieces(names[name], f"{to}attention.qkv", layer.qkv_bias, part, reorder)
-    yield from _linear_pieces(names["output"], f"{to}attention.output", layer.output_bias)
-    if isinstance(layer.mlp, MlpSpec):
-        yield from _mlp_pieces(names["mlp"], f"{to}mlp.", layer.mlp.bias)
-        return
-    yield from _expert_pieces(layer.mlp, prefix, f"{to}mlp.", experts, is_packed)
-    if layer.mlp.shared_intermediate_size:
-        yield from _mlp_pieces(names["shared"], f"{to}mlp.shared.", False)
-        yield Piece(f"{names['shared_router']}.weight", f"{to}mlp.shared_gate.weight")
+def _ends(spec: ModelSpec, embedding: str, norm: str, head: str) -> Iterator[Piece]:
+    yield Piece(f"{embedding}.weight", "embedding")
+    yield Piece(f"{norm}.weight", "final_norm")
+    if spec.norm_bias:
+        yield Piece(f"{norm}.bias", "final_norm_bias")
+    if not spec.tie_embeddings:
+        yield Piece(f"{head}.weight", "head")
 
 
-def _mlp_pieces(name: str, to: str, bias: bool) -> Iterator[Piece]:
-    for kind, parameter, part in (("gate", "gate_up", 0), ("up", "gate_up", 1), ("down", "down", None)):
-        yield from _linear_pieces(name.format(kind), f"{to}{parameter}", bias, part)
+class _Layer(NamedTuple):
+    """One layer's tensors."""
+
+    spec: ModelSpec
+    layer: LayerSpec
+    names: Mapping[str, str]
+    """In the checkpoint."""
+    to: str
+    """What its parameters' names begin with."""
+    interleaved: bool
+    present: Collection[str]
+
+    def pieces(self) -> Iterator[Piece]:
+        names, layer, to = self.names, self.layer, self.to
+        for norm in layer.norms:
+            yield Piece(f"{names[norm]}.weight", f"{to}{norm}")
+            if self.spec.norm_bias:
+                yield Piece(f"{names[norm]}.bias", f"{to}{norm}_bias")
+        yield from self._attention()
+        if layer.sinks:
+            yield Piece(names["sinks"], f"{to}attention.sinks")
+        yield from _linear(names["output"], f"{to}attention.output", layer.output_bias)
+        if isinstance(layer.mlp, MlpSpec):
+            yield from self._mlp("", f"{to}mlp", layer.mlp)
+            return
+        yield from self._experts(layer.mlp)
+        if layer.mlp.shared_intermediate_size:
+            yield from self._mlp("shared_", f"{to}mlp.shared", MlpSpec(layer.mlp.shared_intermediate_size))
+            if layer.mlp.shared_gate:
+                yield Piece(f"{names['shared_router']}.weight", f"{to}mlp.shared_gate.weight")
+
+    def _order(self, heads: int) -> RowOrder | None:
+        head_dim, rope = self.layer.attention.heads.head_dim, self.layer.rope
+        rotated = head_dim if rope is None or not rope.rotated else rope.rotated
+        is_needed = heads and (self.interleaved or rotated < head_dim)
+        return RowOrder(heads, head_dim, rotated, self.interleaved) if is_needed else None
+
+    def _attention(self) -> Iterator[Piece]:
+        names, to, heads = self.names, f"{self.to}attention.", self.layer.attention.heads
+        parts = ("query", heads.num_heads), ("key", heads.num_kv_heads), ("value", 0)
+        if self.layer.qk_norm:
+            for name, count in parts[:2]:
+                order = self._order(count if self.layer.qk_norm_is_whole else 1)
+                yield Piece(f"{names[f'{name}_norm']}.weight", f"{to}{name}_norm", order=order)
+        if "qkv" in names:
+            order = self._order(heads.num_heads + heads.num_kv_heads)
+            yield from _linear(names["qkv"], f"{to}qkv", self.layer.qkv_bias, order=order)
+            return
+        for part, (name, count) in enumerate(parts):
+            yield from _linear(names[name], f"{to}qkv", self.layer.qkv_bias, part, self._order(count))
+
+    def _mlp(self, kind: str, to: str, mlp: MlpSpec) -> Iterator[Piece]:
+        names = self.names
+        if not mlp.gated:
+            yield from _linear(names["up"], f"{to}.up", mlp.bias)
+        elif f"{kind}gate_up" in names:
+            yield from _linear(names[f"{kind}gate_up"], f"{to}.gate_up", mlp.bias)
+        else:
+            yield from _linear(names[f"{kind}gate"], f"{to}.gate_up", mlp.bias, 0)
+            yield from _linear(names[f"{kind}up"], f"{to}.gate_up", mlp.bias, 1)
+        yield from _linear(names[f"{kind}down"], f"{to}.down", mlp.bias)
+
+    def _experts(self, moe: MoeSpec) -> Iterator[Piece]:
+        names, to = self.names, f"{self.to}mlp."
+        yield from _linear(names["router"], f"{to}router", moe.bias)
+        if moe.choice_bias:
+            yield Piece(names["choice_bias"], f"{to}choice_bias")
+        if names.get("experts_gate_up") in self.present or "expert_gate" not in names:
+            alternate, size = family_named(self.spec.family).alternating_gate_up, 2 * moe.intermediate_size
+            order = RowOrder(1, size, size, True, axis=1) if alternate else None
+            yield Piece(names["experts_gate_up"], f"{to}gate_up", order=order)
+            yield Piece(names["experts_down"], f"{to}down")
+            if moe.bias:
+                yield Piece(f"{names['experts_gate_up']}_bias", f"{to}gate_up_bias", order=order)
+                yield Piece(f"{names['experts_down']}_bias", f"{to}down_bias")
+            return
+        for kind, added in (("weight", ""), ("bias", "_bias")) if moe.bias else (("weight", ""),):
+            for expert in range(moe.num_experts) if "{expert}" in names["expert_gate"] else (None,):
+                gate, up, down = (names[f"expert_{part}"].format(expert=expert) for part in ("gate", "up", "down"))
+                yield Piece(f"{gate}.{kind}", f"{to}gate_up{added}", 0, expert)
+                yield Piece(f"{up}.{kind}", f"{to}gate_up{added}", 1, expert)
+                yield Piece(f"{down}.{kind}", f"{to}down{added}", None, expert)
 
 
-def _expert_pieces(moe: MoeSpec, prefix: str, to: str, experts: MoeNames, is_packed: bool) -> Iterator[Piece]:
-    yield Piece(f"{prefix}{experts.router}.weight", f"{to}router.weight")
-    if is_packed:
-        yield Piece(f"{prefix}{experts.packed_gate_up}", f"{to}gate_up")
-        yield Piece(f"{prefix}{experts.packed_down}", f"{to}down")
-        return
-    one_by_one = "{expert}" in experts.gate
-    for expert in range(moe.num_experts) if one_by_one else (None,):
-        gate, up, down = (name.format(expert=expert) for name in (experts.gate, experts.up, experts.down))
-        yield Piece(f"{prefix}{gate}.weight", f"{to}gate_up", 0, expert)
-        yield Piece(f"{prefix}{up}.weight", f"{to}gate_up", 1, expert)
-        yield Piece(f"{prefix}{down}.weight", f"{to}down", None, expert)
-
-
-def _linear_pieces(
-    name: str, parameter: str, bias: bool, part: int | None = None, interleaved_heads: int = 0
+def _linear(
+    name: str, parameter: str, bias: bool, part: int | None = None, order: RowOrder | None = None
 ) -> Iterator[Piece]:
     for kind in ("weight", "bias") if bias else ("weight",):
-        yield Piece(f"{name}.{kind}", f"{parameter}.{kind}", part, None, interleaved_heads)
+        yield Piece(f"{name}.{kind}", f"{parameter}.{kind}", part, None, order)

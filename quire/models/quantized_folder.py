@@ -22,10 +22,10 @@ from quire.errors import QuireError, UnsupportedModelError
 from quire.kernels.formats import PLAIN, Format
 from quire.models.checkpoint import Checkpoint, TensorInfo
 from quire.models.compressed import quantization_config, to_compressed
-from quire.models.config_writer import config_of, huggingface_family
-from quire.models.families import read_config
 from quire.models.files import read_json, safe_member
+from quire.models.gguf_spec import config_of
 from quire.models.load import Progress, open_model, read_piece
+from quire.models.model_config import read_config
 from quire.models.names import Piece, huggingface_pieces
 from quire.models.safetensors_checkpoint import INDEX_FILE, SINGLE_FILE
 from quire.models.spec import ModelSpec
@@ -121,7 +121,7 @@ def quantize_model(
     spec, checkpoint, is_folder = files.spec, files.checkpoint, files.checkpoint.kind != "gguf"
     check_not_quantized(files, to)
     check_names_and_shapes(files, spec.parameters())
-    config = read_json(path / "config.json") if is_folder else config_of(spec)
+    config = read_json(path / "config.json") if is_folder else config_of(checkpoint, str(path))
     sources = list(_sources(files, to))
     plain = [source for source in sources if source.format.dtype is not None and len(source.info.shape) > 1]
     names = [target.name for source in plain for target in source.targets]
@@ -144,12 +144,19 @@ def _sources(files: ModelFiles, to: str) -> Iterator[_Source]:
     """All tensors the model needs, under Hugging Face's names."""
     renamed: dict[tuple[str, int | None], list[Piece]] = {}
     if files.checkpoint.kind == "gguf":
-        for target in huggingface_pieces(replace(files.spec, family=huggingface_family(files.spec)), ()):
+        for target in huggingface_pieces(files.spec, ()):
             renamed.setdefault((target.parameter, target.part), []).append(target)
     for piece in files.pieces:
         info = files.checkpoint.tensors[piece.name]
         format = quantized_format(piece.parameter, info.shape, to) or info.format
-        yield _Source(piece, info, format, tuple(renamed.get((piece.parameter, piece.part), [piece])))
+        if not renamed:  # rows stay in the checkpoint's order
+            yield _Source(replace(piece, order=None), info, format, (piece,))
+            continue
+        targets = tuple(renamed.get((piece.parameter, piece.part), ()))
+        orders = {target.order for target in targets}
+        if orders != {None} and orders != {piece.order}:
+            raise UnsupportedModelError(f"{info.file}: has no form in Hugging Face layout; quantise its safetensors")
+        yield _Source(piece if orders == {None} else replace(piece, order=None), info, format, targets)
 
 
 def _in_shards(sources: list[_Source]) -> list[_Shard]:
@@ -169,7 +176,7 @@ def _copy_settings(path: Path, folder: Path) -> None:
 
 
 def _check_config(spec: ModelSpec, folder: Path, path: Path) -> None:
-    if read_config(folder / "config.json") != replace(spec, family=huggingface_family(spec)):
+    if read_config(folder / "config.json") != spec:
         raise UnsupportedModelError(f"{path}: its settings can't be written as a config.json; quantise its safetensors")
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.models.spec import RopeSpec
 
 
-def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
-    """How far each pair of dimensions turns per position, after the spec's stretching.
+def inverse_frequencies(rope: RopeSpec, head_dim: int, num_positions: int = 2**31) -> Tensor:
+    """How far each pair of the rotated dimensions turns per position, after the spec's stretching.
 
     In float32 on purpose, as training code computes it: at long positions a more precise table would not
     be the one the weights were trained with.
@@ -25,15 +26,20 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
     if rope.kind == "yarn":
         return _yarn(frequencies, rope, head_dim)
     if rope.kind == "factors":
-        return frequencies / torch.tensor(rope.freq_factors)
+        is_short = rope.short_factors and num_positions <= rope.original_max_position
+        return frequencies / torch.tensor(rope.short_factors if is_short else rope.freq_factors)
     return frequencies
 
 
 def cos_sin_table(rope: RopeSpec, head_dim: int, num_positions: int) -> Tensor:
-    """float32 [num_positions, head_dim]: cosines in the first half, sines in the second."""
-    frequencies = inverse_frequencies(rope, head_dim)
+    """float32 [num_positions, head_dim]: cosines in the first half, sines in the second. Dimensions that are not
+    rotated, the last ones of each half, have 1 and 0."""
+    rotated = rope.rotated or head_dim
+    frequencies = inverse_frequencies(rope, rotated, num_positions)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
-    return torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor
+    others = (0, (head_dim - rotated) // 2)
+    cos, sin = (side * rope.attention_factor for side in (angles.cos(), angles.sin()))
+    return torch.cat((F.pad(cos, others, value=1.0), F.pad(sin, others)), dim=-1)
 
 
 def _llama3(frequencies: Tensor, rope: RopeSpec) -> Tensor:

@@ -37,7 +37,7 @@ OTHER_DTYPES = frozenset(
     {"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "C64", "F4", "F6_E2M3", "F6_E3M2"}
     | {"F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "F8_E8M0"}
 )
-_INTEGERS = {"I8": 1, "I32": 4, "I64": 8}
+_INTEGERS = {"I8": 1, "I32": 4, "I64": 8, "U8": 1}
 """Sizes of what holds quantised weights, where config.json says that they are."""
 
 
@@ -55,6 +55,14 @@ def _joined(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     found: dict[str, TensorInfo] = {}
     used: set[str] = set()
     for stored, info in tensors.items():
+        if stored.endswith("_blocks") and info.dtype == "U8":
+            name, scales = stored.removesuffix("_blocks"), tensors.get(stored.removesuffix("_blocks") + "_scales")
+            *rows, groups, half = info.shape
+            if scales is None or scales.dtype != "U8" or half != GROUP // 2 or scales.shape != (*rows, groups):
+                raise tensor_error(info.file, stored, "blocks of 16 bytes, and as many scales", f"{list(info.shape)}")
+            found[name] = replace(info, name=name, shape=(*rows, groups * GROUP), dtype="MXFP4", scales=scales)
+            used |= {stored, scales.name}
+            continue
         name, is_packed = stored.removesuffix("_packed"), stored.endswith("_packed") and info.dtype == "I32"
         if not is_packed and info.dtype != "I8":
             continue

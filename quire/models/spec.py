@@ -1,6 +1,6 @@
 """ModelSpec: everything the decoder needs to know about a model, and nothing else.
 
-A spec is read once from `config.json` or GGUF metadata (see `families.py` and `gguf_spec.py`) and is
+A spec is read once from `config.json` or GGUF metadata (see `families.py`) and is
 frozen: whatever can be computed from it is a property, so no two fields can disagree.
 """
 
@@ -22,7 +22,7 @@ class RopeSpec:
     kind: Literal["plain", "linear", "llama3", "yarn", "factors"] = "plain"
     factor: float = 1.0
     original_max_position: int = 0
-    """Context length before stretching (llama3, yarn)."""
+    """Context length before stretching (llama3, yarn, factors that come in two lists)."""
     low_freq_factor: float = 1.0
     """llama3: wavelengths longer than original/low_freq_factor are stretched fully."""
     high_freq_factor: float = 4.0
@@ -36,15 +36,22 @@ class RopeSpec:
     """yarn: cos and sin are multiplied by this (already resolved from mscale when the config says so)."""
     freq_factors: tuple[float, ...] = ()
     """factors: each frequency is divided by its own factor (how GGUF files carry llama3 stretching)."""
+    short_factors: tuple[float, ...] = ()
+    """Used instead of those where no sequence can be longer than the original context (longrope). The limit decides,
+    never a sequence's length: its first keys would change when it grows."""
+    rotated: int = 0
+    """How many dimensions of a head are rotated, its first ones in a checkpoint; 0: all."""
 
 
 @dataclass(frozen=True, slots=True)
 class MlpSpec:
-    """A gated MLP: activation(gate) * up, then down."""
+    """An MLP: activation(gate) * up, then down."""
 
     intermediate_size: int
     activation: Activation = Activation.SILU
     bias: bool = False
+    gated: bool = True
+    """If not, it is activation(up), then down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +64,26 @@ class LayerSpec:
     mlp: MlpSpec | MoeSpec
     qk_norm: bool = False
     """RMSNorm over each query and key head before rope."""
+    qk_norm_is_whole: bool = False
+    """One norm over all heads of the query, and one over those of the key."""
+    qk_norm_after_rope: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
+    pre_norms: bool = True
+    """Whether what attention and MLP take is normed."""
+    post_norms: bool = False
+    """Whether what they add to the residual stream is."""
+    parallel: bool = False
+    """Both take the same normed input, and their sum is added."""
+    sinks: bool = False
+    """Each head has one more score in its softmax, which no key stands for."""
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The names of those it has, besides query's and key's."""
+        before = ("attention_norm",) if self.parallel else ("attention_norm", "mlp_norm")
+        after = ("attention_post_norm", "mlp_post_norm")
+        return (before if self.pre_norms else ()) + (after if self.post_norms else ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +115,17 @@ class ModelSpec:
     tie_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    layer_norm: bool = False
+    """Norms subtract the mean first (but for those of queries and keys)."""
+    norm_bias: bool = False
+    norm_offset: float = 0.0
+    """Added to the weights of norms."""
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Of what attention and MLP add to the residual stream."""
+    logit_scale: float = 1.0
+    logit_cap: float = 0.0
+    """Logits become cap * tanh(logit / cap); 0: they stay."""
 
     @property
     def num_layers(self) -> int:
@@ -106,10 +142,7 @@ class ModelSpec:
 
     def parameters(self) -> dict[str, Parameter]:
         """All parameters by their names, without making the model."""
-        found = {
-            "embedding": Parameter((self.vocab_size, self.hidden_size)),
-            "final_norm": Parameter((self.hidden_size,)),
-        }
+        found = {"embedding": Parameter((self.vocab_size, self.hidden_size)), **dict(self._norm("final_norm"))}
         if not self.tie_embeddings:
             found["head"] = Parameter((self.vocab_size, self.hidden_size))
         for i, layer in enumerate(self.layers):
@@ -120,26 +153,39 @@ class ModelSpec:
     def num_parameters(self) -> int:
         return sum(math.prod(parameter.shape) for parameter in self.parameters().values())
 
+    def _norm(self, name: str) -> Iterator[tuple[str, Parameter]]:
+        for one in (name, f"{name}_bias") if self.norm_bias else (name,):
+            yield one, Parameter((self.hidden_size,))
+
     def _layer_parameters(self, layer: LayerSpec) -> Iterator[tuple[str, Parameter]]:
         hidden, heads = self.hidden_size, layer.attention.heads
         query, kv = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-        yield "attention_norm", Parameter((hidden,))
-        yield "mlp_norm", Parameter((hidden,))
+        for name in layer.norms:
+            yield from self._norm(name)
         if layer.qk_norm:
-            yield "attention.query_norm", Parameter((heads.head_dim,))
-            yield "attention.key_norm", Parameter((heads.head_dim,))
+            sizes = (query, kv) if layer.qk_norm_is_whole else (heads.head_dim, heads.head_dim)
+            yield "attention.query_norm", Parameter(sizes[:1])
+            yield "attention.key_norm", Parameter(sizes[1:])
+        if layer.sinks:
+            yield "attention.sinks", Parameter((heads.num_heads,))
         yield from _linear("attention.qkv", hidden, (query, kv, kv), layer.qkv_bias)
         yield from _linear("attention.output", query, (hidden,), layer.output_bias)
         mlp = layer.mlp
         if isinstance(mlp, MlpSpec):
-            yield from _mlp("mlp", hidden, mlp.intermediate_size, mlp.bias)
+            yield from _mlp("mlp", hidden, mlp)
             return
         size, shared = mlp.intermediate_size, mlp.shared_intermediate_size
         yield "mlp.gate_up", Parameter((mlp.num_experts, 2 * size, hidden), (size, size))
         yield "mlp.down", Parameter((mlp.num_experts, hidden, size))
-        yield from _linear("mlp.router", hidden, (mlp.num_experts,))
+        if mlp.bias:  # matrices of one column: their rows are stacked, ordered and divided as the weights' are
+            yield "mlp.gate_up_bias", Parameter((mlp.num_experts, 2 * size, 1), (size, size))
+            yield "mlp.down_bias", Parameter((mlp.num_experts, hidden, 1))
+        yield from _linear("mlp.router", hidden, (mlp.num_experts,), mlp.bias)
+        if mlp.choice_bias:
+            yield "mlp.choice_bias", Parameter((mlp.num_experts,))
         if shared:
-            yield from _mlp("mlp.shared", hidden, shared)
+            yield from _mlp("mlp.shared", hidden, MlpSpec(shared))
+        if shared and mlp.shared_gate:
             yield from _linear("mlp.shared_gate", hidden, (1,))
 
 
@@ -150,6 +196,10 @@ def _linear(name: str, size: int, rows: tuple[int, ...], bias: bool = False) -> 
         yield f"{name}.bias", Parameter((sum(rows),), stacked)
 
 
-def _mlp(name: str, hidden: int, size: int, bias: bool = False) -> Iterator[tuple[str, Parameter]]:
-    yield from _linear(f"{name}.gate_up", hidden, (size, size), bias)
-    yield from _linear(f"{name}.down", size, (hidden,), bias)
+def _mlp(name: str, hidden: int, mlp: MlpSpec) -> Iterator[tuple[str, Parameter]]:
+    size = mlp.intermediate_size
+    if mlp.gated:
+        yield from _linear(f"{name}.gate_up", hidden, (size, size), mlp.bias)
+    else:
+        yield from _linear(f"{name}.up", hidden, (size,), mlp.bias)
+    yield from _linear(f"{name}.down", size, (hidden,), mlp.bias)

@@ -79,7 +79,7 @@ def test_another_model_is_far_away() -> None:
 
 def test_weights_that_are_not_numbers_are_noticed() -> None:
     broken = make_decoder(torch.float32)
-    broken.final_norm.fill_(float("nan"))
+    broken.final_norm.weight.fill_(float("nan"))
     with pytest.raises(EngineError, match="not all numbers"):
         score(make_decoder(torch.float32), broken, [[1, 2, 3]])
 

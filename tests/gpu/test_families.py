@@ -11,7 +11,7 @@ import torch
 from quire.kernels.ops import Kernels
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.select import select_kernels
-from quire.models.families import plain_attention
+from quire.models.config_parts import plain_attention
 from quire.models.spec import MlpSpec, ModelSpec
 from tests.decoding import all_logits
 from tests.gpu.support import DEVICE
@@ -22,7 +22,7 @@ from tests.test_exactness import SCENARIOS, assert_same, solo, workload
 
 pytestmark = pytest.mark.gpu
 
-HEAD_DIMS = {"smollm3": 128, "mistral": 80, "mixtral": 96, "qwen2": 256, "qwen3": 128}
+HEAD_DIMS = {"smollm3": 128, "mistral": 80, "mixtral": 96, "qwen2": 256, "qwen3": 128, "gemma2": 256}
 
 
 def gpu_spec(family: str) -> ModelSpec:
@@ -30,7 +30,8 @@ def gpu_spec(family: str) -> ModelSpec:
     spec = SPECS[family]
     layers = []
     for layer in spec.layers:
-        attention = plain_attention(4, 2, HEAD_DIMS.get(family, 64), layer.attention.sliding_window)
+        plain = plain_attention(4, 2, HEAD_DIMS.get(family, 64), layer.attention.sliding_window)
+        attention = replace(plain, soft_cap=layer.attention.soft_cap)
         mlp = replace(layer.mlp, intermediate_size=192) if isinstance(layer.mlp, MlpSpec) else layer.mlp
         layers.append(replace(layer, attention=attention, mlp=mlp))
     return replace(spec, hidden_size=128, layers=tuple(layers))

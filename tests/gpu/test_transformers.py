@@ -13,7 +13,7 @@ from bench.shapes import CONFIGS
 from quire.kernels.select import select_kernels
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
-from quire.models.families import read_config
+from quire.models.model_config import read_config
 from quire.models.names import huggingface_pieces
 from tests.decoding import all_logits
 from tests.gpu.support import DEVICE

@@ -13,7 +13,10 @@ void quire_linear_quantized_float32(const void*);
 void quire_linear_float32(const void*);
 void quire_pack_float32(const void*);
 void quire_rms_norm_float32(const void*);
-void quire_silu_mul_float32(const void*);
+void quire_layer_norm_float32(const void*);
+void quire_scale_add_float32(const void*);
+void quire_soft_cap_float32(const void*);
+void quire_activate_float32(const void*);
 void quire_rope_float32(const void*);
 void quire_attention_float32(const void*);
 void quire_attention_int8_float32(const void*);
@@ -39,11 +42,12 @@ static void print(const char* name, const std::vector<T>& v) {
 }
 
 int main() {
-  const char* names[] = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "INT8"};
-  const int64_t elements[] = {32, 32, 32, 32, 32, 256, 256, 256, 32}, sizes[] = {18, 20, 22, 24, 34, 144, 176, 210, 32};
+  const char* names[] = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "INT8", "MXFP4"};
+  const int64_t elements[] = {32, 32, 32, 32, 32, 256, 256, 256, 32, 32},
+                sizes[] = {18, 20, 22, 24, 34, 144, 176, 210, 32, 17};
   const int64_t columns = 41, depth = 768, rows = 13;
   std::vector<float> x = numbers(size_t(rows * depth)), scales = numbers(size_t(columns));
-  for (int64_t format = 0; format < 9; ++format) {
+  for (int64_t format = 0; format < 10; ++format) {
     const int64_t row_bytes = depth / elements[format] * sizes[format];
     std::vector<uint8_t> stored(size_t(columns * row_bytes));
     for (size_t i = 0; i < stored.size(); ++i) stored[i] = uint8_t(next());
@@ -54,6 +58,7 @@ int main() {
         std::memcpy(format == 7 ? at + 208 : at + 2 * i, &half, 2);
       }
     }
+    for (size_t i = 0; format == 9 && i < stored.size(); i += 17) stored[i] = uint8_t(i % 34 ? i % 3 : 110 + i % 9);
     int64_t bytes = 0;
     struct { int64_t columns, depth, format; int64_t* bytes; } size{columns, depth, format, &bytes};
     quire_packed_size(&size);
@@ -114,16 +119,38 @@ int main() {
       const void* weight;
       void* out;
       int64_t rows, size;
-      float eps;
+      float eps, offset;
       int threads;
-    } norm{x.data(), depth, 1, dense.data(), out.data(), rows, size, 1e-5f, 1};
+    } norm{x.data(), depth, 1, dense.data(), out.data(), rows, size, 1e-5f, 0.0f, 1};
     quire_rms_norm_float32(&norm);
     print("rms_norm", out);
+    norm.offset = 1.0f;
+    quire_rms_norm_float32(&norm);
+    print("rms_norm with an offset", out);
+    struct { const void *x, *weight, *bias; void* out; int64_t rows, size; float eps; int threads; } layer_norm{
+        x.data(), dense.data(), dense.data() + size, out.data(), rows, size, 1e-5f, 1};
+    quire_layer_norm_float32(&layer_norm);
+    print("layer_norm", out);
   }
-  struct { const void* x; int64_t stride; void* out; int64_t rows, size; int threads; } silu{
-      x.data(), depth, out.data(), rows, depth / 2, 1};
-  quire_silu_mul_float32(&silu);
-  print("silu_mul", out);
+  struct { const void *x, *other; void* out; int64_t rows, size; float scale; int threads; } scale_add{
+      x.data(), dense.data(), out.data(), rows, depth, 0.22f, 1};
+  quire_scale_add_float32(&scale_add);
+  print("scale_add", out);
+  struct { void* x; int64_t stride, rows, size; float cap; int threads; } soft_cap{out.data(), depth, rows, 72, 0.3f, 1};
+  quire_soft_cap_float32(&soft_cap);
+  print("soft_cap", out);
+  for (int64_t activation : {0, 1, 2})
+    for (int64_t gated : {0, 1}) {
+      struct {
+        const void* x;
+        int64_t stride;
+        void* out;
+        int64_t rows, size, activation, gated;
+        int threads;
+      } activate{x.data(), depth, out.data(), rows, depth / 2, activation, gated, 1};
+      quire_activate_float32(&activate);
+      print("activate", out);
+    }
   const int64_t heads = 12, head_dim = 64;
   std::vector<int64_t> positions(static_cast<size_t>(rows));
   for (int64_t i = 0; i < rows; ++i) positions[size_t(i)] = i;
@@ -150,13 +177,18 @@ int main() {
       const void *keys, *values, *key_scales, *value_scales, *query_start, *context_lens, *block_tables, *table_rows;
       void* out;
       int64_t num_sequences, max_blocks, num_heads, num_kv_heads, head_dim, block_size, window, keys_by_dimension;
-      float scale;
+      const void* sinks;
+      float scale, cap;
       int threads;
     } attention{x.data(), depth, keys.data(), values.data(), nullptr, nullptr, starts.data(), lengths.data(),
                 table.data(), tables.data(), out.data(), 1, blocks, heads, kv_heads, head_dim, 16, window, by_dimension,
-                0.18f, 1};
+                nullptr, 0.18f, 0, 1};
     quire_attention_float32(&attention);
     print("attention", out);
+    attention.sinks = dense.data(), attention.cap = 2.0f;
+    quire_attention_float32(&attention);
+    print("attention with sinks and a cap", out);
+    attention.sinks = nullptr, attention.cap = 0.0f;
     std::vector<int8_t> bytes(2 * keys.size());
     for (int8_t& byte : bytes) byte = int8_t(int(next() % 255) - 127);
     std::vector<float> scales = numbers(size_t(2 * blocks * kv_heads * 16));

@@ -15,8 +15,8 @@ from quire.kernels.ops import Activation
 from quire.kernels.weights import Weight
 from tests.kernels.cpu_support import NAN, few_examples, random
 
-NAMES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "INT8")
-SCALES_AT = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+NAMES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "INT8", "MXFP4")
+SCALES_AT = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
 """Where in a block its float16 numbers lie; at its beginning, if it is not said here."""
 
 
@@ -33,6 +33,9 @@ def quantized(name: str, columns: int, depth: int, seed: int = 0, scale: float |
     for at in SCALES_AT.get(name, (0,)):
         numbers = generator.uniform(-0.01, 0.01, (*blocks.shape[:2], 1)) if scale is None else scale
         blocks[:, :, at : at + 2] = np.broadcast_to(numbers, (*blocks.shape[:2], 1)).astype(np.float16).view(np.uint8)
+    if name == "MXFP4":  # a power of two, by its exponent
+        exponents = generator.integers(118, 122, blocks.shape[:2], dtype=np.uint8)
+        blocks[:, :, 0] = exponents if scale is None else 128 + round(np.log2(scale))
     stored = torch.from_numpy(blocks.reshape(columns, -1))
     return Weight.of(format, (columns, depth), stored), format.expand(stored).double()
 

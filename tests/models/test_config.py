@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import ModelFormatError, QuireError, UnsupportedModelError
-from quire.models.families import read_config
+from quire.models.model_config import read_config
+from quire.models.rope import cos_sin_table
 from quire.models.spec import RopeSpec
 
 LLAMA: dict[str, Any] = {
@@ -65,6 +67,65 @@ def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
 def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"BertModel.*LlamaForCausalLM.*Qwen3MoeForCausalLM"):
         read_config(write(tmp_path, architectures=["BertModel"]))
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "Gemma3ForConditionalGeneration",
+        "Gemma3nForCausalLM",
+        "GemmaForCausalLM",
+        "PhiForCausalLM",
+        "PhimoeForCausalLM",
+        "OlmoForCausalLM",
+        "OlmoeForCausalLM",
+        "GraniteMoeHybridForCausalLM",
+        "Glm4vForConditionalGeneration",
+        "CohereForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "Ernie4_5_MoeForCausalLM",
+        "HunYuanMoEV1ForCausalLM",
+        "FalconForCausalLM",
+        "Qwen3NextForCausalLM",
+    ],
+)
+def test_near_relatives_are_not_run_by_accident(tmp_path: Path, architecture: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"{architecture} is not supported.*Gemma3ForCausalLM.*GptOss"):
+        read_config(write(tmp_path, architectures=[architecture]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "yarn", "factor": 2}}, "rope type 'yarn'"),
+        ({"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "silu"}, "hidden_activation 'silu'"),
+        ({"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True}, "later tokens"),
+        ({"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
+        ({"architectures": ["Glm4ForCausalLM"], "partial_rotary_factor": 0.2}, "part of the head dimension"),
+        (
+            {
+                "architectures": ["Glm4MoeForCausalLM"],
+                "n_group": 2,
+                "n_routed_experts": 8,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 8,
+            },
+            "n_group",
+        ),
+    ],
+)
+def test_what_a_family_never_has_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_config(write(tmp_path, **changes))
+
+
+def test_the_limit_chooses_the_long_or_the_short_factors() -> None:
+    """Not a sequence's length: with a limit up to the original context the short ones, above it the long ones."""
+    long = RopeSpec(kind="factors", freq_factors=(2.0, 3.0), short_factors=(1.0, 1.5), original_max_position=32)
+    short = RopeSpec(kind="factors", freq_factors=(1.0, 1.5))
+    assert torch.equal(cos_sin_table(long, 4, 32), cos_sin_table(short, 4, 32))
+    only_long = RopeSpec(kind="factors", freq_factors=(2.0, 3.0))
+    assert torch.equal(cos_sin_table(long, 4, 33), cos_sin_table(only_long, 4, 33))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ such files reorder. The files are written here, by the format's conventions, fro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,22 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "original_max_position_embeddings": 32,
+    "partial_rotary_factor": 0.75,
+    "long_factor": [2.0, 2.5, 3.0],
+    "short_factor": [1.0, 1.5, 2.0],
+}
+PLAIN_SIZES = {name: size for name, size in SIZES.items() if name != "head_dim"}
+FEW_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 4.0,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.2,
+}
 
 MODELS: dict[str, tuple[str, Any]] = {
     "llama": ("llama", transformers.LlamaConfig(**SIZES)),
@@ -62,7 +79,37 @@ MODELS: dict[str, tuple[str, Any]] = {
     ),
     "qwen3": ("qwen3", transformers.Qwen3Config(**SIZES)),
     "qwen3_moe": ("qwen3moe", transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True)),
+    "gemma2": ("gemma2", transformers.Gemma2Config(**SIZES, sliding_window=12, query_pre_attn_scalar=8)),
+    "gemma3": (
+        "gemma3",
+        transformers.Gemma3TextConfig(**SIZES | {"num_hidden_layers": 7}, sliding_window=12, query_pre_attn_scalar=8),
+    ),
+    "phi3": ("phi3", transformers.Phi3Config(**PLAIN_SIZES)),
+    "phi3 long": (
+        "phi3",
+        transformers.Phi3Config(**PLAIN_SIZES, original_max_position_embeddings=32, rope_parameters=LONG_ROPE),
+    ),
+    "olmo2": ("olmo2", transformers.Olmo2Config(**SIZES)),
+    "olmo3": ("olmo2", transformers.Olmo3Config(**SIZES, sliding_window=12)),
+    "granite": ("granite", transformers.GraniteConfig(**SIZES, **MULTIPLIERS)),
+    "granitemoe": ("granitemoe", transformers.GraniteMoeConfig(**SIZES, **MULTIPLIERS, **FEW_EXPERTS)),
+    "glm4": ("glm4", transformers.Glm4Config(**SIZES, attention_bias=True)),
+    "glm4_moe": (
+        "glm4moe",
+        transformers.Glm4MoeConfig(
+            **SIZES, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, routed_scaling_factor=1.7
+        ),
+    ),
+    "cohere2": ("cohere2", transformers.Cohere2Config(**PLAIN_SIZES, sliding_window=12, logit_scale=0.3)),
+    "starcoder2": ("starcoder2", transformers.Starcoder2Config(**PLAIN_SIZES)),
+    "seed_oss": ("seed_oss", transformers.SeedOssConfig(**SIZES)),
+    "ernie4_5": ("ernie4_5", transformers.Ernie4_5Config(**SIZES)),
+    "hunyuan": ("hunyuan-dense", transformers.HunYuanDenseV1Config(**SIZES)),
 }
+OLDER = ("llama", "smollm3", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "mamba")
+"""Architectures whose names are written out below; those of others are the `gguf` package's."""
+ADDS_ONE = ("gemma2", "gemma3")
+"""Their converters add 1 to the weights of norms."""
 
 
 def interleave(weight: Tensor, heads: int) -> Tensor:
@@ -71,7 +118,59 @@ def interleave(weight: Tensor, heads: int) -> Tensor:
     return halves.transpose(1, 2).reshape(weight.shape)
 
 
+def packaged_tensors(architecture: str, model: Any) -> dict[str, Tensor]:
+    """By the names that the `gguf` package gives them, changed as llama.cpp's converters change them."""
+    config, state = model.config, dict(model.state_dict())
+    (number,) = (each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    tensors: dict[str, Tensor] = {}
+    for name, value in state.items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if name.endswith((".input_linear.weight", ".experts.gate_up_proj")):
+            block = f"blk.{name.split('.')[2]}"
+            tensors[f"{block}.ffn_gate_exps.weight"], tensors[f"{block}.ffn_up_exps.weight"] = value.chunk(2, 1)
+            continue
+        if name.endswith((".output_linear.weight", ".experts.down_proj")):
+            tensors[f"blk.{name.split('.')[2]}.ffn_down_exps.weight"] = value
+            continue
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        name = name.replace(".router.weight", ".router.layer.weight")  # as Granite's files have it
+        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert found is not None, name
+        if architecture in ADDS_ONE and "norm" in found:
+            value = value + 1
+        if architecture in ("granite", "granitemoe") and found.rsplit(".", 2)[-2] in ("attn_q", "attn_k"):
+            value = interleave(value, config.num_attention_heads if "attn_q" in found else config.num_key_value_heads)
+        tensors[found] = value
+    return tensors
+
+
+def packaged_settings(config: Any) -> dict[str, float | int]:
+    """What converters write besides what all models have, by the key after the architecture's name."""
+    keys = {
+        "sliding_window": "attention.sliding_window",
+        "attn_logit_softcapping": "attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping",
+        "attention_multiplier": "attention.scale",
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "logits_scaling": "logit_scale",
+        "logit_scale": "logit_scale",
+        "layer_norm_eps": "attention.layer_norm_epsilon",
+        "norm_epsilon": "attention.layer_norm_epsilon",
+        "n_routed_experts": "expert_count",
+        "n_shared_experts": "expert_shared_count",
+        "first_k_dense_replace": "leading_dense_block_count",
+        "routed_scaling_factor": "expert_weights_scale",
+        "norm_topk_prob": "expert_weights_norm",
+    }
+    return {key: getattr(config, name) for name, key in keys.items() if getattr(config, name, None) is not None}
+
+
 def gguf_tensors(architecture: str, model: Any) -> dict[str, Tensor]:
+    if architecture not in OLDER:
+        return packaged_tensors(architecture, model)
     config, state = model.config, model.state_dict()
     renames = {
         "self_attn.q_proj": "attn_q",
@@ -138,12 +237,20 @@ def write_gguf(
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    for key, value in packaged_settings(config).items() if architecture not in OLDER else ():
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        add(f"{architecture}.{key}", value)
     writer.add_vocab_size(config.vocab_size)
     writer.add_eos_token_id(2)
     rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
+    if "partial_rotary_factor" in rope:
+        writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
     writer.add_rope_freq_base(rope["rope_theta"])
     tensors = gguf_tensors(architecture, model)
     if rope["rope_type"] == "yarn":
@@ -152,8 +259,17 @@ def write_gguf(
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if rope["rope_type"] == "llama3":
         tensors["rope_freqs.weight"] = llama3_factors(rope, config.head_dim)
-    if hasattr(config, "num_experts_per_tok"):
+    if rope["rope_type"] == "longrope":
+        factor = config.max_position_embeddings / rope["original_max_position_embeddings"]
+        writer.add_rope_scaling_attn_factors(
+            math.sqrt(1 + math.log(factor) / math.log(rope["original_max_position_embeddings"]))
+        )
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        for kind in ("long", "short"):
+            tensors[f"rope_factors_{kind}.weight"] = torch.tensor(rope[f"{kind}_factor"])
+    if hasattr(config, "num_experts_per_tok") and not hasattr(config, "n_routed_experts"):
         writer.add_expert_count(4)
+    if hasattr(config, "num_experts_per_tok"):
         writer.add_expert_used_count(2)
     if hasattr(config, "moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)

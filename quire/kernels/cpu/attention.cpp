@@ -55,9 +55,14 @@ void write_out(const Rows<T, CACHED>& rows, const State& state) {
     const float* sums = state.output + r * dim;
     Vec totals[PER_SUM];
     for (int v = 0; v < PER_SUM; ++v) totals[v] = load(state.total + r * SUM_LANES + v * LANES);
-    const float total = sum_lanes(fold_vectors(totals));
+    float total = sum_lanes(fold_vectors(totals)), factor = 1.0f;
+    if (rows.call.sinks) {
+      const float sink = rows.call.sinks[rows.head(r)] * 1.44269504f, top = std::max(state.highest[r], sink);
+      factor = exp2_of_negative(splat(state.highest[r] - top))[0];
+      total = total * factor + exp2_of_negative(splat(sink - top))[0];
+    }
     T* out = rows.out(r);
-    for (int64_t i = 0; i < head_dim; i += LANES) write(out + i, load(sums + i) / total, head_dim - i);
+    for (int64_t i = 0; i < head_dim; i += LANES) write(out + i, load(sums + i) * factor / total, head_dim - i);
   }
 }
 

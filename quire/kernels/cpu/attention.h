@@ -30,7 +30,9 @@ struct Attention {
   T* out;
   int64_t num_sequences, max_blocks, num_heads, num_kv_heads, head_dim, block_size, window;  // window 0: none
   int64_t keys_by_dimension;  // 1: a block's keys are [head_dim][block_size], 0: [block_size][head_dim]
+  const float* sinks;  // a score of each head that no key stands for; null for none
   float scale;  // with log2(e) in it: weights are powers of two
+  float cap;    // scores become cap * tanh(score / cap), with log2(e) in it too; 0: they stay
   int num_threads;
 
   int64_t group() const { return num_heads / num_kv_heads; }
@@ -140,11 +142,13 @@ inline void prefetch(const Attention<T, CACHED>& call, const KeyTile& next, int6
 // multiplied with.
 template <class WEIGHT>
 inline float scores_to_weights(const float* scores, WEIGHT* weights, int64_t tile_begin, Visible visible, float scale,
-                               float& highest, float* total) {
+                               float cap, float& highest, float* total) {
   constexpr int VECTORS = int(KEY_TILE) / LANES;
   const bool all = visible.begin <= tile_begin && visible.end >= tile_begin + KEY_TILE;
   Vec s[VECTORS], tops[PER_SUM];
   for (int v = 0; v < VECTORS; ++v) s[v] = load(scores + v * LANES) * scale;
+  if (cap > 0.0f)
+    for (int v = 0; v < VECTORS; ++v) s[v] = soft_capped(s[v], cap);
   if (!all) {
     IntVec key;
     for (int i = 0; i < LANES; ++i) key[i] = i;

@@ -188,8 +188,8 @@ class AmxWalk {
         std::memset(static_cast<void*>(target), 0, KEY_TILE * 2);
         continue;
       }
-      float factor = scores_to_weights(scores + r * KEY_TILE, target, begin, visible, call_.scale, state.highest[row],
-                                       state.total + row * SUM_LANES);
+      float factor = scores_to_weights(scores + r * KEY_TILE, target, begin, visible, call_.scale, call_.cap,
+                                       state.highest[row], state.total + row * SUM_LANES);
       float* output = state.output + row * dim_;
       if (factor != 1.0f)
         for (int64_t i = 0; i < dim_; i += LANES) store(output + i, load(output + i) * factor);

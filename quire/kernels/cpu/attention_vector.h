@@ -178,8 +178,8 @@ class VectorWalk {
       if (seen[r].begin >= seen[r].end) continue;
       float* weights = weights_ + r * KEY_TILE;
       if (SCALED) scale(weights, key_scales_);
-      float factor = scores_to_weights(weights, weights, 0, seen[r], call_.scale, state.highest[first + r],
-                                       state.total + (first + r) * SUM_LANES);
+      float factor = scores_to_weights(weights, weights, 0, seen[r], call_.scale, call_.cap,
+                                       state.highest[first + r], state.total + (first + r) * SUM_LANES);
       if (SCALED) scale(weights, value_scales_);
       if (factor != 1.0f)
         for (int64_t i = r * dim_; i < (r + 1) * dim_; i += LANES) store(output + i, load(output + i) * factor);

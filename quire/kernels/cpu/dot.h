@@ -98,6 +98,22 @@ inline IntVec dot(IntVec sums, ByteVec weights, const Sixteen& x) {
 #endif
 }
 
+// For each byte of `index`, all below 16, that of the table.
+inline ByteVec look_up(const uint8_t* table, ByteVec index) {
+#if defined(__AVX512BW__)
+  const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return (ByteVec)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(all), (__m512i)index);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return (ByteVec)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(all), (__m256i)index);
+#elif defined(__aarch64__)
+  return (ByteVec)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)index);
+#else
+  for (int i = 0; i < 4 * LANES; ++i) index[i] = table[index[i]];
+  return index;
+#endif
+}
+
 // float16 to float32, LANES of them.
 inline Vec load_half(const uint8_t* p) {
 #if defined(__AVX512F__)

@@ -29,10 +29,11 @@ _LOG2_E = math.log2(math.e)
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _PACKED = {dtype: Format(f"cpu_packed_{name}", 1, dtype.itemsize) for dtype, name in _DTYPES.items()}
 """As many numbers as in a plain matrix, in the order in which `linear` reads them."""
-_QUANTIZED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "INT8")
+_QUANTIZED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "INT8", "MXFP4")
 """Formats that products take as they are, in the order of `with_format` in quantized.h."""
 _PACKED_BLOCKS = {name: Format(f"cpu_packed_{name}", 1, 0) for name in _QUANTIZED}
 _FORMAT_NUMBERS = {format: number for number, format in enumerate(_PACKED_BLOCKS.values())}
+_ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.CLAMPED_SWIGLU: 2}
 _UNIT = 32
 """Products with quantised weights walk K in steps of so many numbers."""
 
@@ -45,14 +46,17 @@ _pack_quantized_arguments = Struct("PPPqqqi").pack
 _unpack_quantized_arguments = Struct("PPPqqqi").pack
 _linear_quantized_arguments = Struct("PqPqPPqqqii").pack
 _part = Struct("Pqq").pack
-_rms_norm_arguments = Struct("PqqPPqqfi").pack
-_add_rms_norm_arguments = Struct("PPPPPqqfi").pack
+_rms_norm_arguments = Struct("PqqPPqqffi").pack
+_add_rms_norm_arguments = Struct("PPPPPqqffi").pack
+_layer_norm_arguments = Struct("PPPPqqfi").pack
+_scale_add_arguments = Struct("PPPqqfi").pack
+_soft_cap_arguments = Struct("Pqqqfi").pack
 _rope_arguments = Struct("PqPPPqqqi").pack
-_silu_mul_arguments = Struct("PqPqqi").pack
+_activate_arguments = Struct("PqPqqqqi").pack
 _write_kv_arguments = Struct("PqPqPPPqqqqqi").pack
 _write_kv_int8_arguments = Struct("PqPqPPPPPqqqqqi").pack
 _gather_inputs_arguments = Struct("PPPqPqPPPqq").pack
-_attention_arguments = Struct("PqPPPPPPPPPqqqqqqqqfi").pack
+_attention_arguments = Struct("PqPPPPPPPPPqqqqqqqqPffi").pack
 _gumbel_argmax_arguments = Struct("PqPPPPqqi").pack
 _top_values_arguments = Struct("PqPqqqi").pack
 _keep_between_arguments = Struct("PqPPqqi").pack
@@ -97,7 +101,8 @@ class CpuKernels(ReferenceKernels):
         self._unpack_quantized = calls.function("quire_unpack_quantized")
         self._rms_norm, self._add_rms_norm = by_dtype("rms_norm"), by_dtype("add_rms_norm")
         self._rope = by_dtype("rope")
-        self._gates = {Activation.SILU: by_dtype("silu_mul")}
+        self._layer_norm, self._scale_add = by_dtype("layer_norm"), by_dtype("scale_add")
+        self._soft_cap, self._activate = by_dtype("soft_cap"), by_dtype("activate")
         self._attention, self._attention_int8 = by_dtype("attention"), by_dtype("attention_int8")
         self._attention_amx = calls.function("quire_attention_amx") if self.has_amx else None
         self._write_kv, self._write_kv_int8 = by_dtype("write_kv"), by_dtype("write_kv_int8")
@@ -211,26 +216,51 @@ class CpuKernels(ReferenceKernels):
         )
         return out
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         x = _with_whole_rows(x)
         shape = x.shape
         out = self._empty(*shape, dtype=x.dtype)
         inner = shape[1] if len(shape) == 3 else 1
         self._rms_norm[x.dtype](_rms_norm_arguments(
             x.data_ptr(), x.stride(0), inner, weight.data_ptr(), out.data_ptr(),
-            shape[0] * inner, shape[-1], eps, _threads(),
+            shape[0] * inner, shape[-1], eps, offset, _threads(),
         ))  # fmt: skip
         return out
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
         x, residual = x.contiguous(), residual.contiguous()
         rows, size = x.shape
         out, total = self._empty(rows, size, dtype=x.dtype), self._empty(rows, size, dtype=x.dtype)
         self._add_rms_norm[x.dtype](_add_rms_norm_arguments(
             x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), total.data_ptr(),
-            rows, size, eps, _threads(),
+            rows, size, eps, offset, _threads(),
         ))  # fmt: skip
         return out, total
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        x, (rows, size) = x.contiguous(), x.shape
+        out = self._empty(rows, size, dtype=x.dtype)
+        self._layer_norm[x.dtype](_layer_norm_arguments(
+            x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), rows, size, eps,
+            _threads(),
+        ))  # fmt: skip
+        return out
+
+    def scale_add(self, x: Tensor, scale: float, other: Tensor | None = None) -> Tensor:
+        x, (rows, size) = x.contiguous(), x.shape
+        added = None if other is None else other.contiguous()
+        out = self._empty(rows, size, dtype=x.dtype)
+        self._scale_add[x.dtype](_scale_add_arguments(
+            x.data_ptr(), 0 if added is None else added.data_ptr(), out.data_ptr(), rows, size, scale, _threads()
+        ))  # fmt: skip
+        return out
+
+    def soft_cap_(self, x: Tensor, cap: float) -> None:
+        if x.stride(1) != 1:
+            raise ValueError(f"x has strides {x.stride()}")
+        self._soft_cap[x.dtype](_soft_cap_arguments(x.data_ptr(), x.stride(0), *x.shape, cap, _threads()))
 
     def rope(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
         rows, heads, head_dim = x.shape
@@ -244,15 +274,18 @@ class CpuKernels(ReferenceKernels):
         return out
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        functions = self._gates.get(activation)
-        if functions is None:
-            return super().gate(gate_up, activation)
-        rows, width = gate_up.shape
-        gate_up = _with_whole_rows(gate_up)
-        out = self._empty(rows, width // 2, dtype=gate_up.dtype)
-        functions[gate_up.dtype](
-            _silu_mul_arguments(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, width // 2, _threads())
-        )
+        return self._activated(gate_up, activation, gate_up.shape[1] // 2)
+
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        return self._activated(x, activation, x.shape[1])
+
+    def _activated(self, x: Tensor, activation: Activation, size: int) -> Tensor:
+        rows, width = x.shape
+        x = _with_whole_rows(x)
+        out = self._empty(rows, size, dtype=x.dtype)
+        self._activate[x.dtype](_activate_arguments(
+            x.data_ptr(), x.stride(0), out.data_ptr(), rows, size, _ACTIVATIONS[activation], width > size, _threads()
+        ))  # fmt: skip
         return out
 
     def write_kv_(self, keys: Tensor, values: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
@@ -285,7 +318,9 @@ class CpuKernels(ReferenceKernels):
         ))  # fmt: skip
         return ids, places, slots
 
-    def attention(self, query: Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec) -> Tensor:
+    def attention(
+        self, query: Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec, sinks: Tensor | None = None
+    ) -> Tensor:
         rows, num_heads, head_dim = query.shape
         if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
             raise UnsupportedModelError(
@@ -305,7 +340,7 @@ class CpuKernels(ReferenceKernels):
             batch.query_start.data_ptr(), batch.context_lens.data_ptr(), block_tables.data_ptr(),
             batch.table_rows.data_ptr(), out.data_ptr(), len(batch.table_rows), block_tables.shape[1],
             num_heads, kv_heads, head_dim, block_size, spec.sliding_window or 0, cache.keys_by_dimension,
-            spec.scale * _LOG2_E, _threads(),
+            0 if sinks is None else sinks.data_ptr(), spec.scale * _LOG2_E, spec.soft_cap * _LOG2_E, _threads(),
         ))  # fmt: skip
         return out
 

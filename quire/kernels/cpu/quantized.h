@@ -222,6 +222,30 @@ struct Int8 : Packed<8, 128, false, 1, true> {
   }
 };
 
+// Codes of four bits that stand for numbers of a table (here with 12 added), and a power of two for each unit.
+struct Mxfp4 : Packed<4, 12, false> {
+  static constexpr int64_t STORED = 32, STORED_BYTES = 17;
+  static constexpr uint8_t NUMBERS[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+  template <int GROUP>
+  static ByteVec group(const uint8_t* unit, int part) {
+    return look_up(NUMBERS, Quants<4>::group<GROUP>(unit, part));
+  }
+  static uint8_t get(const uint8_t* unit, int64_t output, int64_t k) {
+    return NUMBERS[Quants<4>::get(unit, output, k)];
+  }
+  static int64_t scale_bytes(int64_t units) { return units * OUTPUTS; }
+  static Vec scale(const uint8_t* scales, int64_t unit, int, int part) {
+    const Vec exponent = load_unsigned_bytes(scales + unit * OUTPUTS + part * LANES);
+    const IntVec e = __builtin_convertvector(exponent, IntVec);
+    return (Vec)(e < 2 ? 0x200000 << e : (e - 1) << 23);  // 2^(e - 128), the smallest as denormals
+  }
+  static void put_scales(uint8_t* scales, int64_t unit, int64_t output, const uint8_t* stored) {
+    scales[unit * OUTPUTS + output] = stored[0];
+  }
+  static void unpack(const uint8_t* stored, uint8_t* quants) { Q4_0::nibbles(stored + 1, quants); }
+};
+
 // Calls body with a value of the format's type; the numbers are those of kernels.py.
 template <class Body>
 inline void with_format(int64_t format, Body body) {
@@ -234,7 +258,8 @@ inline void with_format(int64_t format, Body body) {
     case 5: return body(Q4_K{});
     case 6: return body(Q5_K{});
     case 7: return body(Q6_K{});
-    default: return body(Int8{});
+    case 8: return body(Int8{});
+    default: return body(Mxfp4{});
   }
 }
 

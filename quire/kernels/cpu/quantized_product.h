@@ -203,7 +203,7 @@ void panel_totals(const uint8_t* data, const QuantizedRows& x, int64_t first_row
 
 #define QUIRE_PANEL_TOTALS(F) \
   template void panel_totals<F>(const uint8_t*, const QuantizedRows&, int64_t, int64_t, bool, float*);
-#define QUIRE_SIMPLE_FORMATS(each) each(Q4_0) each(Q4_1) each(Q5_0) each(Q5_1) each(Int8)
+#define QUIRE_SIMPLE_FORMATS(each) each(Q4_0) each(Q4_1) each(Q5_0) each(Q5_1) each(Int8) each(Mxfp4)
 #define QUIRE_OTHER_FORMATS(each) each(Q8_0) each(Q4_K) each(Q5_K) each(Q6_K)
 
 }  // namespace quire

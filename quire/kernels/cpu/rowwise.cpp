@@ -1,4 +1,4 @@
-// Everything that works on one row at a time: norms, rotary embedding, silu-mul, writing the cache. Each function
+// Everything that works on one row at a time: norms, rotary embedding, activations, writing the cache. Each function
 // takes the address of its arguments, which `kernels.py` packs in the order of the struct's fields.
 #include "simd.h"
 #include "threads.h"
@@ -15,26 +15,46 @@ inline void for_vectors(int64_t size, Body body) {
 }
 
 // Four running sums of SUM_LANES side by side, so that one addition needn't wait for the last.
-template <class T>
-float sum_of_squares(const T* x, int64_t size) {
+// `add` gets a vector, of which `count` numbers count, and the sum it belongs to.
+template <class T, class Add>
+float sum_over(const T* x, int64_t size, Add add) {
   constexpr int64_t VECTORS = 4 * PER_SUM;
   Vec sums[VECTORS] = {};
-  auto add = [&](Vec v, int64_t to) { sums[to] = fma(v, v, sums[to]); };
   const int64_t even = size - size % (VECTORS * LANES);
   for (int64_t i = 0; i < even; i += VECTORS * LANES)
-    for (int64_t v = 0; v < VECTORS; ++v) add(load(x + i + v * LANES), v);
-  for_vectors(size - even, [&](int64_t i, int count) { add(read(x + even + i, count), i / LANES % PER_SUM); });
+    for (int64_t v = 0; v < VECTORS; ++v) add(load(x + i + v * LANES), LANES, sums[v]);
+  for_vectors(size - even, [&](int64_t i, int count) {
+    add(read(x + even + i, count), count, sums[i / LANES % PER_SUM]);
+  });
   for (int64_t v = 0; v < PER_SUM; ++v)
     sums[v] = (sums[v] + sums[v + PER_SUM]) + (sums[v + 2 * PER_SUM] + sums[v + 3 * PER_SUM]);
   return sum_lanes(fold_vectors(sums));
 }
 
 template <class T>
-void norm_row(const T* x, const T* weight, T* out, int64_t size, float eps) {
-  float inverse = 1.0f / std::sqrt(sum_of_squares(x, size) / float(size) + eps);
+void norm_row(const T* x, const T* weight, T* out, int64_t size, float eps, float offset) {
+  const float sum = sum_over(x, size, [](Vec v, int, Vec& to) { to = fma(v, v, to); });
+  float inverse = 1.0f / std::sqrt(sum / float(size) + eps);
   for_vectors(size, [&](int64_t i, int count) {
-    Vec normed = round_to<T>(read(x + i, count) * inverse);
-    write(out + i, normed * read(weight + i, count), count);
+    Vec normed = read(x + i, count) * inverse, factor = read(weight + i, count);
+    if (offset == 0.0f) write(out + i, round_to<T>(normed) * factor, count);
+    else write(out + i, normed * (factor + offset), count);
+  });
+}
+
+// LayerNorm: the mean is subtracted first, nothing is rounded on the way. `bias` is null for none.
+template <class T>
+void layer_norm_row(const T* x, const T* weight, const T* bias, T* out, int64_t size, float eps) {
+  const float mean = sum_over(x, size, [](Vec v, int, Vec& to) { to += v; }) / float(size);
+  const float squares = sum_over(x, size, [&](Vec v, int count, Vec& to) {
+    v -= mean;
+    for (int i = count; i < LANES; ++i) v[i] = 0.0f;
+    to = fma(v, v, to);
+  });
+  const float inverse = 1.0f / std::sqrt(squares / float(size) + eps);
+  for_vectors(size, [&](int64_t i, int count) {
+    Vec normed = (read(x + i, count) - mean) * inverse * read(weight + i, count);
+    write(out + i, bias ? normed + read(bias + i, count) : normed, count);
   });
 }
 
@@ -46,12 +66,64 @@ struct RmsNorm {
   const T* weight;
   T* out;
   int64_t rows, size;
+  float eps, offset;
+  int num_threads;
+
+  void run() const {
+    parallel_shares(num_threads, rows, size, [&](int64_t row) {
+      norm_row(x + row / inner * stride + row % inner * size, weight, out + row * size, size, eps, offset);
+    });
+  }
+};
+
+template <class T>
+struct LayerNorm {
+  const T *x, *weight, *bias;
+  T* out;
+  int64_t rows, size;
   float eps;
   int num_threads;
 
   void run() const {
     parallel_shares(num_threads, rows, size, [&](int64_t row) {
-      norm_row(x + row / inner * stride + row % inner * size, weight, out + row * size, size, eps);
+      layer_norm_row(x + row * size, weight, bias, out + row * size, size, eps);
+    });
+  }
+};
+
+// x * scale, rounded, + other (null for none), number by number.
+template <class T>
+struct ScaleAdd {
+  const T *x, *other;
+  T* out;
+  int64_t rows, size;
+  float scale;
+  int num_threads;
+
+  void run() const {
+    parallel_shares(num_threads, rows, size, [&](int64_t row) {
+      for_vectors(size, [&](int64_t i, int count) {
+        const int64_t at = row * size + i;
+        Vec scaled = read(x + at, count) * scale;
+        write(out + at, other ? round_to<T>(scaled) + read(other + at, count) : scaled, count);
+      });
+    });
+  }
+};
+
+template <class T>
+struct SoftCap {
+  T* x;
+  int64_t stride, rows, size;
+  float cap;
+  int num_threads;
+
+  void run() const {
+    parallel_shares(num_threads, rows, size, [&](int64_t row) {
+      for_vectors(size, [&](int64_t i, int count) {
+        T* at = x + row * stride + i;
+        write(at, soft_capped(read(at, count), cap), count);
+      });
     });
   }
 };
@@ -61,7 +133,7 @@ struct AddRmsNorm {
   const T *x, *residual, *weight;
   T *out, *total;
   int64_t rows, size;
-  float eps;
+  float eps, offset;
   int num_threads;
 
   void run() const {
@@ -69,7 +141,7 @@ struct AddRmsNorm {
       const T *a = x + row * size, *b = residual + row * size;
       T* sum = total + row * size;
       for_vectors(size, [&](int64_t i, int count) { write(sum + i, read(a + i, count) + read(b + i, count), count); });
-      norm_row(sum, weight, out + row * size, size, eps);
+      norm_row(sum, weight, out + row * size, size, eps, offset);
     });
   }
 };
@@ -104,21 +176,46 @@ struct Rope {
   }
 };
 
+// The numbers are those of kernels.py.
+enum Activation : int64_t { SILU, GELU_TANH, CLAMPED_SWIGLU };
+
+// activation(gate) * up of rows [gate | up]; or of rows without up, activation(x).
 template <class T>
-struct SiluMul {
-  const T* gate_up;
+struct Activate {
+  const T* x;
   int64_t stride;
   T* out;
-  int64_t rows, size;
+  int64_t rows, size, activation, gated;
   int num_threads;
 
   void run() const {
+    switch (activation) {
+      case SILU: return run([](Vec v) { return v / (1.0f + exp(-v)); });
+      case GELU_TANH: return run([](Vec v) {  // (1 + tanh(y)) / 2 is the sigmoid of 2y
+        return v / (1.0f + exp(-1.5957691216f * (v + 0.044715f * v * v * v)));
+      });
+      default: return run([](Vec v) { return v / (1.0f + exp(-1.702f * v)); });
+    }
+  }
+
+  template <class Function>
+  void run(Function function) const {
+    const float limit = 7.0f;
     parallel_shares(num_threads, rows, 2 * size, [&](int64_t row) {
-      const T *gate = gate_up + row * stride, *up = gate + size;
+      const T *source = x + row * stride, *up = source + size;
       for_vectors(size, [&](int64_t i, int count) {
-        Vec x = read(gate + i, count);
-        Vec activated = round_to<T>(x / (1.0f + exp(-x)));
-        write(out + row * size + i, activated * read(up + i, count), count);
+        Vec v = read(source + i, count);
+        if (activation == CLAMPED_SWIGLU) v = v > limit ? splat(limit) : v;
+        Vec result = round_to<T>(function(v));
+        if (gated) {
+          Vec factor = read(up + i, count);
+          if (activation == CLAMPED_SWIGLU) {
+            factor = factor > limit ? splat(limit) : factor;
+            factor = round_to<T>((factor < -limit ? splat(-limit) : factor) + 1.0f);
+          }
+          result *= factor;
+        }
+        write(out + row * size + i, result, count);
       });
     });
   }
@@ -260,8 +357,14 @@ void quire_add_rms_norm_float32(const AddRmsNorm<float>* call) { call->run(); }
 void quire_add_rms_norm_bfloat16(const AddRmsNorm<bf16>* call) { call->run(); }
 void quire_rope_float32(const Rope<float>* call) { call->run(); }
 void quire_rope_bfloat16(const Rope<bf16>* call) { call->run(); }
-void quire_silu_mul_float32(const SiluMul<float>* call) { call->run(); }
-void quire_silu_mul_bfloat16(const SiluMul<bf16>* call) { call->run(); }
+void quire_activate_float32(const Activate<float>* call) { call->run(); }
+void quire_activate_bfloat16(const Activate<bf16>* call) { call->run(); }
+void quire_layer_norm_float32(const LayerNorm<float>* call) { call->run(); }
+void quire_layer_norm_bfloat16(const LayerNorm<bf16>* call) { call->run(); }
+void quire_scale_add_float32(const ScaleAdd<float>* call) { call->run(); }
+void quire_scale_add_bfloat16(const ScaleAdd<bf16>* call) { call->run(); }
+void quire_soft_cap_float32(const SoftCap<float>* call) { call->run(); }
+void quire_soft_cap_bfloat16(const SoftCap<bf16>* call) { call->run(); }
 void quire_gather_inputs(const GatherInputs* call) { call->run(); }
 void quire_replay(const Replay* call) { call->run(); }
 void quire_write_kv_float32(const WriteKv<float>* call) { call->run(); }

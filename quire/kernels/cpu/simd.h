@@ -233,4 +233,11 @@ inline Vec exp(Vec x) {
   return x > 87.9f ? splat(std::numeric_limits<float>::infinity()) : result;
 }
 
+// cap * tanh(x / cap), by e^(-2|x| / cap), which is at most 1.
+inline Vec soft_capped(Vec x, float cap) {
+  const Vec decayed = exp((x < 0.0f ? x : -x) * (2.0f / cap));
+  const Vec size = cap * (1.0f - decayed) / (1.0f + decayed);
+  return x < 0.0f ? -size : size;
+}
+
 }  // namespace quire

@@ -39,6 +39,7 @@ from quire.kernels.triton.attention_splits import (
 )
 from quire.kernels.triton.attention_work import DECODE_ROWS, PROGRAMS, PROMPT_ROWS, SPLIT
 from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
+from quire.kernels.triton.rowwise import soft_capped
 
 _ONES = 16
 _STAGES = 2
@@ -54,8 +55,8 @@ _DECODE_REGISTERS = 128
 def _attend_tile(
     query, highest, total, output, first_key, context_len, position,
     keys, values, table, kv_head, block_stride, head_stride, scale,
-    window, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    KEYS: tl.constexpr, WINDOW: tl.constexpr, ONES: tl.constexpr, WIDE: tl.constexpr,
+    window, cap, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, ONES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Adds one tile of keys to the running softmax of the queries: highest [rows], total [rows, ONES] (all columns
     the same), output [rows, D_PAD]."""
@@ -70,6 +71,8 @@ def _attend_tile(
     # What lies past the sequence's end is nobody's and may be NaN: it is not read.
     k = tl.load(keys + place[:, None] + column[None, :], mask=mask, other=0.0)
     scores = tl.dot(query, tl.trans(k), input_precision="ieee")
+    if CAP:  # the scaled scores are capped, so there is nothing left to scale
+        scores, scale = soft_capped(scores * scale, cap), 1.0
     visible = key[None, :] <= position[:, None]
     if WINDOW:
         visible = visible & (key[None, :] > position[:, None] - window)
@@ -101,13 +104,19 @@ def _load_queries(
 
 @triton.jit
 def _store_output(
-    out, output, total, first_row, rows, num_queries, kv_head, num_heads,
-    GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    out, output, total, highest, sinks, first_row, rows, num_queries, kv_head, num_heads,
+    GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, D_PAD)
     place = (first_row + rows // GROUP).to(tl.int64) * num_heads + kv_head * GROUP + rows % GROUP
     mask = (rows < num_queries * GROUP)[:, None] & (column < D)[None, :]
     divisor = tl.max(total, 1)  # its columns are the same
+    if SINKS:
+        sink = tl.load(sinks + kv_head * GROUP + rows % GROUP) * 1.4426950408889634
+        top = tl.maximum(highest, sink)
+        old = tl.exp2(highest - top)
+        divisor = divisor * old + tl.exp2(sink - top)
+        output = output * old[:, None]
     result = output / tl.where(divisor == 0.0, 1.0, divisor)[:, None]
     tl.store(out + place[:, None] * D + column[None, :], result.to(out.dtype.element_ty), mask=mask)
 
@@ -125,11 +134,11 @@ def read_entry(entry):
 
 @triton.jit(do_not_specialize=["window"])
 def _decode_kernel(
-    query, out, keys, values, block_tables, work, partial_output, partial_state, arrived,
-    table_stride, block_stride, head_stride, scale, window, num_heads, num_kv_heads,
+    query, out, keys, values, sinks, block_tables, work, partial_output, partial_state, arrived,
+    table_stride, block_stride, head_stride, scale, window, cap, num_heads, num_kv_heads,
     GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr, WINDOW: tl.constexpr, ONES: tl.constexpr,
-    STAGES: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    SINKS: tl.constexpr, ONES: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`work` int32 [1 + items, 8] begins with the number of items; then for each: where the partial results of its
     sequence begin, first split, first row, number of queries, context length, row of the block table, split after
@@ -172,8 +181,8 @@ def _decode_kernel(
         for tile in tl.range(first_tile, last_tile, num_stages=STAGES):
             split_highest, split_total, split_output = _attend_tile(
                 q, split_highest, split_total, split_output, tile * KEYS, context_len, position, keys, values,
-                table, kv_head, block_stride, head_stride, scale, window, D, D_PAD, BLOCK_SIZE, KEYS, WINDOW, ONES,
-                WIDE,
+                table, kv_head, block_stride, head_stride, scale, window, cap, D, D_PAD, BLOCK_SIZE, KEYS, WINDOW, CAP,
+                ONES, WIDE,
             )  # fmt: skip
             if ((tile + 1) % TILES == 0) | (tile + 1 == last_tile):
                 if is_whole:
@@ -190,7 +199,10 @@ def _decode_kernel(
                 split_total = tl.zeros((ROWS, ONES), tl.float32)
                 split_output = tl.zeros((ROWS, D_PAD), tl.float32)
         if is_whole:
-            _store_output(out, output, total, first_row, rows, num_queries, kv_head, num_heads, GROUP, D, D_PAD)
+            _store_output(
+                out, output, total, highest, sinks, first_row, rows, num_queries, kv_head, num_heads, GROUP, D, D_PAD,
+                SINKS,
+            )  # fmt: skip
         else:
             tl.debug_barrier()  # all threads' stores come before the count, which makes them visible
             done = end_split - first_split
@@ -201,14 +213,15 @@ def _decode_kernel(
                     first_visible = tl.maximum(context_len - num_queries - window + 1, 0) // (KEYS * TILES)
                 for first in range(0, num_queries * GROUP, MERGED_ROWS):
                     some = first + tl.arange(0, MERGED_ROWS)
-                    merged_total, merged = merge_stored(
+                    merged_highest, merged_total, merged = merge_stored(
                         partial_output, partial_state, first_slot, num_kv_heads, first_visible, num_splits, some,
                         column, (some < num_queries * GROUP)[:, None],
                         tl.full((MERGED_ROWS,), float("-inf"), tl.float32), tl.zeros((MERGED_ROWS, 1), tl.float32),
                         tl.zeros((MERGED_ROWS, D_PAD), tl.float32), ROWS, D_PAD, MERGED_AT_ONCE,
                     )  # fmt: skip
                     _store_output(
-                        out, merged, merged_total, first_row, some, num_queries, kv_head, num_heads, GROUP, D, D_PAD
+                        out, merged, merged_total, merged_highest, sinks, first_row, some, num_queries, kv_head,
+                        num_heads, GROUP, D, D_PAD, SINKS,
                     )  # fmt: skip
                 tl.store(arrived + first_slot, 0)
         partial, first_split, first_row, num_queries, context_len, table_row, end_split = next_entry
@@ -216,11 +229,12 @@ def _decode_kernel(
 
 @triton.jit(do_not_specialize=["window"])
 def _prefill_kernel(
-    query, out, keys, values, block_tables, work,
-    table_stride, block_stride, head_stride, scale, window, num_heads,
+    query, out, keys, values, sinks, block_tables, work,
+    table_stride, block_stride, head_stride, scale, window, cap, num_heads,
     GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     PARTS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr, WINDOW: tl.constexpr,
-    ONES: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    CAP: tl.constexpr, SINKS: tl.constexpr, ONES: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Items of `work` int32 [items, 8]: first of the tile's (query, head) rows, -, first row, number of queries,
     context length, row of the block table. A program takes ROWS of a tile's rows."""
@@ -255,10 +269,13 @@ def _prefill_kernel(
         for tile in tl.range(begin_tile, end_tile, num_stages=STAGES):
             split_highest, split_total, split_output = _attend_tile(
                 q, split_highest, split_total, split_output, tile * KEYS, context_len, position, keys, values, table,
-                kv_head, block_stride, head_stride, scale, window, D, D_PAD, BLOCK_SIZE, KEYS, WINDOW, ONES, WIDE,
+                kv_head, block_stride, head_stride, scale, window, cap, D, D_PAD, BLOCK_SIZE, KEYS, WINDOW, CAP, ONES,
+                WIDE,
             )  # fmt: skip
         highest, total, output = merge(highest, total, output, split_highest, split_total, split_output)
-    _store_output(out, output, total, first_row, rows, num_queries, kv_head, num_heads, GROUP, D, D_PAD)
+    _store_output(
+        out, output, total, highest, sinks, first_row, rows, num_queries, kv_head, num_heads, GROUP, D, D_PAD, SINKS
+    )  # fmt: skip
 
 
 def attention(
@@ -268,6 +285,7 @@ def attention(
     work: Mapping[str, Tensor],
     num_partials: int,
     spec: AttentionSpec,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of query [rows, num_heads, head_dim] by the kernels of this module; rows that are in no list of `work`
     stay unwritten. `num_partials`: how many splits wait to be merged at most (a bound: memory is taken for so many).
@@ -275,23 +293,29 @@ def attention(
     out = torch.empty_like(query)
     for name, some in work.items():
         if name == "prefill":
-            prefill_attention(query, out, cache, block_tables, some, spec)
+            prefill_attention(query, out, cache, block_tables, some, spec, sinks)
         else:
-            decode_attention(query, out, cache, block_tables, some, num_partials, spec)
+            decode_attention(query, out, cache, block_tables, some, num_partials, spec, sinks)
     return out
 
 
 def prefill_attention(
-    query: Tensor, out: Tensor, cache: LayerCache, block_tables: Tensor, work: Tensor, spec: AttentionSpec
+    query: Tensor,
+    out: Tensor,
+    cache: LayerCache,
+    block_tables: Tensor,
+    work: Tensor,
+    spec: AttentionSpec,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attention of a list `prefill`: writes its rows of `out`."""
     if not len(work):
         return
-    shape, constants = _arguments(query, cache, block_tables, spec)
+    shape, constants = _arguments(query, cache, block_tables, spec, sinks)
     _, rows = _tiles(query.device, constants[2] * query.itemsize)
     parts = PROMPT_ROWS // rows
     _prefill_kernel[(parts * len(work), cache.keys.shape[1])](
-        query, out, cache.keys, cache.values, block_tables, work, *shape,
+        query, out, cache.keys, cache.values, out if sinks is None else sinks, block_tables, work, *shape,
         *constants[:4], parts, rows, *constants[4:],
         num_warps=4 if constants[2] <= 128 else 8, **ROUND_ALWAYS, **LAUNCH,
     )  # fmt: skip
@@ -305,15 +329,16 @@ def decode_attention(
     work: Tensor,
     num_partials: int,
     spec: AttentionSpec,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attention of a list `decode` or `small`: writes its rows of `out`."""
     if len(work) < 2:
         return
     num_kv_heads = cache.keys.shape[1]
-    shape, constants = _arguments(query, cache, block_tables, spec)
+    shape, constants = _arguments(query, cache, block_tables, spec, sinks)
     d_pad = constants[2]
     _decode_kernel[(min((len(work) - 1) * num_kv_heads, most_programs(query.device)),)](
-        query, out, cache.keys, cache.values, block_tables, work,
+        query, out, cache.keys, cache.values, out if sinks is None else sinks, block_tables, work,
         *partial_results(query, num_kv_heads, num_partials, d_pad), counters(query.device, num_kv_heads),
         *shape, num_kv_heads, *constants[:4], DECODE_ROWS, *constants[4:],
         num_warps=4, maxnreg=_DECODE_REGISTERS if d_pad <= 128 else None, **ROUND_ALWAYS, **LAUNCH,
@@ -321,7 +346,7 @@ def decode_attention(
 
 
 def _arguments(
-    query: Tensor, cache: LayerCache, block_tables: Tensor, spec: AttentionSpec
+    query: Tensor, cache: LayerCache, block_tables: Tensor, spec: AttentionSpec, sinks: Tensor | None
 ) -> tuple[tuple[float, ...], tuple[int, ...]]:
     """Numbers and constants both kernels take, in their order; the rows of a program go before the fifth constant."""
     _, num_heads, head_dim = query.shape
@@ -330,9 +355,10 @@ def _arguments(
     window = spec.sliding_window is not None
     d_pad = max(16, triton.next_power_of_2(head_dim))
     keys, _ = _tiles(query.device, d_pad * query.itemsize)
-    return (*strides, spec.scale * math.log2(math.e), spec.sliding_window or 0, num_heads), (
+    log2e = math.log2(math.e)  # scores have it in them: weights are powers of two
+    return (*strides, spec.scale * log2e, spec.sliding_window or 0, spec.soft_cap * log2e or 1.0, num_heads), (
         num_heads // cache.keys.shape[1], head_dim, d_pad, cache.block_size,
-        keys, SPLIT // keys, window, _ONES, _STAGES, wide, USE_PDL,
+        keys, SPLIT // keys, window, spec.soft_cap > 0, sinks is not None, _ONES, _STAGES, wide, USE_PDL,
     )  # fmt: skip
 
 

@@ -67,7 +67,7 @@ def merge_stored(
             highest, total, output = merge(
                 highest, total, output, split_highest, split_total[:, None], split_output
             )  # fmt: skip
-    return total, output
+    return highest, total, output
 
 
 def partial_results(query: Tensor, num_kv_heads: int, num_partials: int, d_pad: int) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quire.kernels.ops import HeadNorms, HeadShape, LayerCache
 from quire.kernels.triton.launch import LAUNCH, USE_PDL, begin
+from quire.kernels.triton.rowwise import rms_norm
 from quire.kernels.triton.shapes import as_rows, next_power_of_2, num_warps, row_stride
 
 _MAX_HEADS = 8
@@ -20,28 +21,45 @@ _MAX_HEADS = 8
 
 @triton.jit
 def _rotated(
-    first, second, norm_first, norm_second, cos, sin, eps,
-    D: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
+    first, second, norm_first, norm_second, cos, sin, eps, offset,
+    D: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, AFTER: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """Both halves of heads [heads, half], normed and rotated, rounded after each as the single steps do."""
+    """Both halves of heads [heads, half], normed and rotated (in the other order if AFTER), rounded after each as the
+    single steps do."""
     dtype: tl.constexpr = first.dtype
     first, second = first.to(tl.float32), second.to(tl.float32)
-    if NORM:
-        mean = tl.sum(first * first + second * second, 1, keep_dims=True) / D
-        scale = tl.rsqrt(mean + eps)
-        first = ((first * scale).to(dtype).to(tl.float32) * norm_first.to(tl.float32)).to(dtype).to(tl.float32)
-        second = ((second * scale).to(dtype).to(tl.float32) * norm_second.to(tl.float32)).to(dtype).to(tl.float32)
+    if NORM and not AFTER:
+        first, second = _normed(first, second, norm_first, norm_second, eps, offset, D, OFFSET, dtype)
     if ROPE:
         first, second = first * cos - second * sin, second * cos + first * sin
+    if NORM and AFTER:
+        first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+        first, second = _normed(first, second, norm_first, norm_second, eps, offset, D, OFFSET, dtype)
     return first.to(dtype), second.to(dtype)
+
+
+@triton.jit
+def _normed(
+    first, second, norm_first, norm_second, eps, offset, D: tl.constexpr, OFFSET: tl.constexpr, dtype: tl.constexpr
+):
+    mean = tl.sum(first * first + second * second, 1, keep_dims=True) / D
+    scale = tl.rsqrt(mean + eps)
+    first, second = first * scale, second * scale
+    norm_first, norm_second = norm_first.to(tl.float32), norm_second.to(tl.float32)
+    if OFFSET:
+        norm_first, norm_second = norm_first + offset, norm_second + offset
+    else:
+        first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+    return (first * norm_first).to(dtype).to(tl.float32), (second * norm_second).to(dtype).to(tl.float32)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _qkv_to_cache_kernel(
     qkv, query_norm, key_norm, positions, cos_sin, slots, query, keys, values,
-    qkv_stride, block_stride, head_stride, token_stride, eps,
+    qkv_stride, block_stride, head_stride, token_stride, eps, offset,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, AFTER: tl.constexpr, ROPE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one row: of the query, the key or the value, as the second grid index says."""
     QUERY_TILES: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
@@ -81,7 +99,9 @@ def _qkv_to_cache_kernel(
             sin = tl.load(angle + D // 2, mask=within, other=0.0)
         else:
             cos, sin = 0.0, 0.0
-        first, second = _rotated(first, second, norm_first, norm_second, cos, sin, eps, D, NORM, ROPE)
+        first, second = _rotated(
+            first, second, norm_first, norm_second, cos, sin, eps, offset, D, NORM, OFFSET, AFTER, ROPE
+        )  # fmt: skip
 
     place = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * token_stride + head * head_stride + column
     owned = exists & (slot >= 0)
@@ -113,6 +133,8 @@ def qkv_to_cache_(
     source = as_rows(qkv)
     rows = source.shape[0]
     num_heads, num_kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    if norms is not None and len(norms.query) != head_dim:  # one norm over all heads: they aren't in one program
+        source, norms = _normed_whole(source, shape, norms), None
     query = torch.empty(rows, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if rows == 0:
         return query
@@ -121,13 +143,25 @@ def qkv_to_cache_(
     tiles = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
     # What the flags say is not there is not read.
     angles = qkv if cos_sin is None else cos_sin
-    query_norm, key_norm, eps = (angles, angles, 0.0) if norms is None else norms
+    query_norm, key_norm, eps, offset, after = (angles, angles, 0.0, 0.0, False) if norms is None else norms
     _qkv_to_cache_kernel[(rows, tiles)](
         source, query_norm, key_norm, slot_mapping if cos_sin is None else positions, angles, slot_mapping,
         query, keys, values,
-        row_stride(source), keys.stride(0), keys.stride(1), keys.stride(2), eps,
+        row_stride(source), keys.stride(0), keys.stride(1), keys.stride(2), eps, offset,
         num_heads, num_kv_heads, head_dim, half, heads, keys.shape[2],
-        norms is not None, cos_sin is not None, USE_PDL,
+        norms is not None, offset != 0, after, cos_sin is not None, USE_PDL,
         num_warps=num_warps(2 * heads * half), **LAUNCH,
     )  # fmt: skip
     return query
+
+
+def _normed_whole(qkv: Tensor, shape: HeadShape, norms: HeadNorms) -> Tensor:
+    """The projections with all heads of a query normed together, and all of a key, before rope."""
+    if norms.after_rope:
+        raise ValueError("A norm over all heads comes before rope.")
+    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    return torch.cat((
+        rms_norm(qkv[:, :query], norms.query, norms.eps, norms.offset),
+        rms_norm(qkv[:, query : query + key], norms.key, norms.eps, norms.offset),
+        qkv[:, query + key :],
+    ), 1)  # fmt: skip

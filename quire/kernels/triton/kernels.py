@@ -40,7 +40,6 @@ if HAS_GLUON:
 
 logger = logging.getLogger(__name__)
 
-_GATES = {Activation.SILU: rowwise.silu_mul}
 _CHECKED_ROWS = (SMALLEST_BATCH, 17, 64, 255, 256, 1000, 2048)
 
 
@@ -60,6 +59,10 @@ class TritonKernels(ReferenceKernels):
     name = "triton"
     rms_norm = staticmethod(rowwise.rms_norm)
     add_rms_norm = staticmethod(rowwise.add_rms_norm)
+    layer_norm = staticmethod(rowwise.layer_norm)
+    gate = staticmethod(rowwise.gate)
+    activate = staticmethod(rowwise.activate)
+    soft_cap_ = staticmethod(rowwise.soft_cap_)
     qkv_to_cache_ = staticmethod(heads.qkv_to_cache_)
     sigmoid_mul = staticmethod(rowwise.sigmoid_mul)
     gather_inputs = staticmethod(inputs.gather_inputs)
@@ -104,10 +107,6 @@ class TritonKernels(ReferenceKernels):
             return self._own_linear(x, weight.tensor, bias, silu_mul=True)
         return self.gate(self.linear(x, weight, bias), activation)
 
-    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        gate = _GATES.get(activation)
-        return super().gate(gate_up, activation) if gate is None else gate(gate_up)
-
     def _own_linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None, silu_mul: bool = False
     ) -> Tensor:
@@ -129,7 +128,9 @@ class TritonKernels(ReferenceKernels):
     def decode_lists(self, fewest: int, most: int, max_context_len: int, shape: HeadShape) -> dict[str, int]:
         return decode_lists(fewest, most, max_context_len, shape, self._num_multiprocessors)
 
-    def attention(self, query: Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec) -> Tensor:
+    def attention(
+        self, query: Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec, sinks: Tensor | None = None
+    ) -> Tensor:
         work = batch.work
         if work is None:  # outside an engine; inside, it was made before the step was sent off
             lists = self.attention_work(
@@ -141,7 +142,7 @@ class TritonKernels(ReferenceKernels):
             work = {name: torch.from_numpy(values).to(query.device) for name, values in lists.items()}
         out = torch.empty_like(query)
         for name, some in work.items():
-            self._attend(name, some, query, out, cache, batch, spec)
+            self._attend(name, some, query, out, cache, batch, spec, sinks)
         return out
 
     def _attend(
@@ -153,27 +154,27 @@ class TritonKernels(ReferenceKernels):
         cache: LayerCache,
         batch: PagedBatch,
         spec: AttentionSpec,
+        sinks: Tensor | None,
     ) -> None:
-        """Attention of one of a step's lists, by the quickest kernel for it."""
-        has_others = are_exact(query.device, query.dtype)
+        """Attention of one of a step's lists, by the quickest kernel for it; caps and sinks are known to one only."""
+        has_others = are_exact(query.device, query.dtype) and not spec.soft_cap and sinks is None
         arguments = query, out, cache, batch.block_tables, work
         if name == "prefill":
             if has_others and prompt_attention.takes(query, cache):
                 prompt_attention.prompt_attention(*arguments, spec, self._num_multiprocessors)
             else:
-                paged_attention.prefill_attention(*arguments, spec)
+                paged_attention.prefill_attention(*arguments, spec, sinks)
             return
         num_partials = 0 if batch.max_context_len <= SPLIT else len(work) - 1
         if name == "small" and has_others and small_batch_attention.takes(query, cache):
             small_batch_attention.small_batch_attention(*arguments, num_partials, spec, self._num_multiprocessors)
         else:
-            paged_attention.decode_attention(*arguments, num_partials, spec)
+            paged_attention.decode_attention(*arguments, num_partials, spec, sinks)
 
     def moe(self, x: Tensor, router_logits: Tensor, experts: ExpertWeights, spec: MoeSpec) -> Tensor:
-        gate_up, down = experts
-        if not (gate_up.is_dense and down.is_dense and spec.activation is Activation.SILU):
+        if not (experts.gate_up.is_dense and experts.down.is_dense):
             return super().moe(x, router_logits, experts, spec)
-        return experts_kernels.moe(x, router_logits, gate_up.tensor, down.tensor, spec.top_k, spec.normalize_weights)
+        return experts_kernels.moe(x, router_logits, experts, spec)
 
     def _check(self, weight: Tensor) -> bool:
         """Whether cuBLAS gives a row the same bits in batches of any size, for weights of this shape."""

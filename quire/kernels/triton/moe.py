@@ -14,9 +14,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
+from quire.kernels.ops import ExpertWeights, MoeSpec
 from quire.kernels.triton.grouping import Tiles, group_pairs
 from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
-from quire.kernels.triton.rowwise import silu
+from quire.kernels.triton.rowwise import NUMBERS, gated
 from quire.kernels.triton.shapes import as_rows, next_power_of_2, row_stride
 
 _COMBINE_BLOCK = 1024
@@ -26,8 +27,9 @@ _PREFETCHED_LINES = 16
 
 @triton.jit
 def _route_kernel(
-    router_logits, expert_ids, weights, stride,
-    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, PDL: tl.constexpr,
+    router_logits, bias, expert_ids, weights, stride, weight_scale,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr,
+    BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The TOP_K experts of one row in ascending order, and their weights."""
     begin(PDL)
@@ -35,18 +37,30 @@ def _route_kernel(
     expert = tl.arange(0, BLOCK)
     exists = expert < EXPERTS
     logit = tl.load(router_logits + row * stride + expert, mask=exists, other=float("-inf")).to(tl.float32)
-    weight = tl.exp(logit - tl.max(logit, 0))
-    weight = weight / tl.sum(weight, 0)
-    # Numbers from 0 to 1 are in the order of their bits, and a warp finds the highest integer in one instruction.
-    # NaN ranks highest, so that even such a row gets TOP_K different experts (and NaN for its output).
-    key = tl.where(weight == weight, weight, 2.0).to(tl.int32, bitcast=True)
-    key = tl.where(exists, key, -1)
+    if SIGMOID:
+        weight = 1.0 / (1.0 + tl.exp(-logit))
+    else:
+        weight = tl.exp(logit - tl.max(logit, 0))
+        weight = weight / tl.sum(weight, 0)
+    rank = weight
+    if BIAS:
+        rank += tl.load(bias + expert, mask=exists, other=0.0).to(tl.float32)
+    # A number's bits, the lower ones turned over where it is negative, are in its order as integers (-0 is made 0), and
+    # a warp finds the highest integer in one instruction. NaN ranks highest, so that even such a row gets TOP_K
+    # different experts (and NaN for its output).
+    bits = tl.where(rank == 0.0, 0.0, rank).to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    key = tl.where(rank == rank, key, 0x7FFFFFFF)
+    NONE: tl.constexpr = -2147483647
+    key = tl.where(exists, key, NONE)
+    chosen = expert < 0
     for _ in tl.static_range(TOP_K):
-        best = tl.min(tl.where(key == tl.max(key, 0), expert, BLOCK), 0)
-        key = tl.where(expert == best, -2, key)
-    chosen = key == -2
+        best = tl.min(tl.where((key == tl.max(key, 0)) & exists & ~chosen, expert, BLOCK), 0)
+        chosen = chosen | (expert == best)
+        key = tl.where(expert == best, NONE, key)
     if NORMALIZE:
         weight = weight / tl.sum(tl.where(chosen, weight, 0.0), 0)
+    weight *= weight_scale
     place = row * TOP_K + tl.cumsum(chosen.to(tl.int32), 0) - 1
     tl.store(expert_ids + place, expert, mask=chosen)
     tl.store(weights + place, weight, mask=chosen)
@@ -70,9 +84,9 @@ def _prefetch(weight, rows, within, SIZE: tl.constexpr, LINES: tl.constexpr):
 
 @triton.jit
 def _expert_kernel(
-    x, weight, tile_experts, tile_counts, order, out, x_stride,
+    x, weight, bias, tile_experts, tile_counts, order, out, x_stride,
     EXPERTS: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr, TOP_K: tl.constexpr,
-    GATED: tl.constexpr, GROUPED: tl.constexpr,
+    GATED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, GROUPED: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of one expert's pairs times BLOCK rows of its weight [EXPERTS, rows, INNER] -> out [pairs, OUTER].
@@ -129,11 +143,13 @@ def _expert_kernel(
         weights += BLOCK_K
         inputs += BLOCK_K
 
+    if BIAS:
+        added = tl.load(bias + expert * ROWS + weight_row, mask=output < OUTER, other=0.0)
+        total += added[:, None].to(tl.float32)
     dtype: tl.constexpr = out.dtype.element_ty
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(total, (2, HALF, TILE)), (1, 2, 0)))
-        activated = silu(gate.to(dtype).to(tl.float32)).to(dtype)
-        total = activated.to(tl.float32) * up.to(dtype).to(tl.float32)
+        total = gated(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), ACTIVATION, dtype)
     output = tl.program_id(0) * HALF + tl.arange(0, HALF)
     target = out + pair.to(tl.int64)[None, :] * OUTER + output[:, None]
     tl.store(target, total.to(dtype), mask=occupied[None, :] & (output < OUTER)[:, None])
@@ -156,23 +172,21 @@ def _combine_kernel(
     tl.store(out + row * SIZE + column, total.to(out.dtype.element_ty), mask=exists)
 
 
-def moe(x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, normalize_weights: bool) -> Tensor:
-    """Each row of x [rows, hidden] through its top_k experts by router_logits [rows, experts] (softmax in float32,
-    the lowest index first among equals), their outputs weighted and added in ascending order of the experts.
-
-    gate_up [experts, 2 * intermediate, hidden], gate rows first; down [experts, hidden, intermediate].
-    """
+def moe(x: Tensor, router_logits: Tensor, experts: ExpertWeights, spec: MoeSpec) -> Tensor:
+    """Each row of x [rows, hidden] through its top_k experts by router_logits [rows, experts] (in float32, the lowest
+    index first among equals), their outputs weighted and added in ascending order of the experts."""
+    gate_up, down, top_k = experts.gate_up.tensor, experts.down.tensor, spec.top_k
     source = as_rows(x)
     rows, hidden = source.shape
     num_experts = gate_up.shape[0]
     out = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
     if rows == 0:
         return out
-    expert_ids, weights = route(router_logits, top_k, normalize_weights)
+    expert_ids, weights = route(router_logits, spec, experts.choice_bias)
     width = tile_width(rows * top_k, num_experts, x.dtype)
     tiles = group_pairs(expert_ids, num_experts, rows, width)
-    activated = _expert_product(source, gate_up, tiles, top_k, gated=True)
-    products = _expert_product(activated, down, tiles, top_k, gated=False)
+    activated = _expert_product(source, gate_up, experts.gate_up_bias, tiles, spec, is_gated=True)
+    products = _expert_product(activated, down, experts.down_bias, tiles, spec, is_gated=False)
     block = min(_COMBINE_BLOCK, next_power_of_2(hidden))
     _combine_kernel[(rows, triton.cdiv(hidden, block))](
         products, weights, out, hidden, top_k, block, USE_PDL, num_warps=4, **LAUNCH
@@ -180,16 +194,17 @@ def moe(x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: 
     return out
 
 
-def route(router_logits: Tensor, top_k: int, normalize_weights: bool) -> tuple[Tensor, Tensor]:
+def route(router_logits: Tensor, spec: MoeSpec, choice_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """int32 [rows * top_k] experts, in ascending order in each row, and float32 weights beside them."""
     logits = as_rows(router_logits)
-    rows, num_experts = logits.shape
+    (rows, num_experts), top_k = logits.shape, spec.top_k
     expert_ids = torch.empty(rows * top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(rows * top_k, dtype=torch.float32, device=logits.device)
     block = next_power_of_2(num_experts)
     _route_kernel[(rows,)](
-        logits, expert_ids, weights, row_stride(logits), num_experts, block, top_k, normalize_weights, USE_PDL,
-        num_warps=1, **LAUNCH,
+        logits, logits if choice_bias is None else choice_bias, expert_ids, weights, row_stride(logits),
+        spec.weight_scale, num_experts, block, top_k, spec.normalize_weights, spec.sigmoid_scores,
+        choice_bias is not None, USE_PDL, num_warps=1, **LAUNCH,
     )  # fmt: skip
     return expert_ids, weights
 
@@ -203,18 +218,20 @@ def tile_width(pairs: int, num_experts: int, dtype: torch.dtype) -> int:
     return 64 if each <= 48 else 128
 
 
-def _expert_product(x: Tensor, weight: Tensor, tiles: Tiles, top_k: int, gated: bool) -> Tensor:
+def _expert_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles, spec: MoeSpec, is_gated: bool
+) -> Tensor:
     num_experts, weight_rows, inner = weight.shape
-    outer = weight_rows // 2 if gated else weight_rows
+    outer = weight_rows // 2 if is_gated else weight_rows
     out = torch.empty(tiles.pairs, outer, dtype=x.dtype, device=x.device)
     # The inner block is one for all widths: it is part of the order of additions.
     block, block_k, stages, warps = {16: (64, 128, 5, 4), 64: (128, 128, 4, 8), 128: (128, 128, 3, 8)}[tiles.width]
     if x.dtype == torch.float32:
         block_k, stages = 32, 2
-    grid = (triton.cdiv(outer, block // 2 if gated else block), tiles.bound)
+    grid = (triton.cdiv(outer, block // 2 if is_gated else block), tiles.bound)
     _expert_kernel[grid](
-        x, weight, tiles.experts, tiles.counts, tiles.order, out, row_stride(x),
-        num_experts, inner, outer, top_k, gated, tiles.is_grouped,
+        x, weight, weight if bias is None else bias, tiles.experts, tiles.counts, tiles.order, out, row_stride(x),
+        num_experts, inner, outer, spec.top_k, is_gated, NUMBERS[spec.activation], bias is not None, tiles.is_grouped,
         block, tiles.width, block_k, _PREFETCHED_LINES, USE_PDL,
         num_warps=warps, num_stages=stages, **ROUND_ALWAYS, **LAUNCH,
     )  # fmt: skip

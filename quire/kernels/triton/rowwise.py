@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.ops import Activation
 from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
 from quire.kernels.triton.shapes import as_rows, next_power_of_2, num_warps, row_stride
 
@@ -24,12 +25,16 @@ _BLOCK = 1024
 
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm_kernel(
-    x, residual, weight, normed, total, rows, x_stride, residual_stride, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    x, residual, weight, bias, normed, total, rows, x_stride, residual_stride, eps, offset,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr,
+    OFFSET: tl.constexpr, CENTER: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of BLOCK >= SIZE columns."""
+    """ROWS rows of BLOCK >= SIZE columns. CENTER: the mean is subtracted first. With that or an OFFSET to the weight,
+    nothing is rounded before the end."""
     column = tl.arange(0, BLOCK)[None, :]
     scale = tl.load(weight + column, mask=column < SIZE, other=0.0)  # a constant: before the wait
+    if BIAS:
+        added = tl.load(bias + column, mask=column < SIZE, other=0.0)
     begin(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     exists = (row < rows) & (column < SIZE)
@@ -40,29 +45,59 @@ def _rms_norm_kernel(
         value = (value.to(tl.float32) + other.to(tl.float32)).to(dtype)
         tl.store(total + row * SIZE + column, value, mask=exists)
     wide = value.to(tl.float32)
+    if CENTER:
+        wide = tl.where(column < SIZE, wide - tl.sum(wide, 1, keep_dims=True) / SIZE, 0.0)
     mean = tl.sum(wide * wide, 1, keep_dims=True) / SIZE
-    rounded = (wide * tl.rsqrt(mean + eps)).to(dtype)
-    result = (rounded.to(tl.float32) * scale.to(tl.float32)).to(dtype)
-    tl.store(normed + row * SIZE + column, result, mask=exists)
+    result = wide * tl.rsqrt(mean + eps)
+    if OFFSET:
+        result = result * (scale.to(tl.float32) + offset)
+    elif CENTER:
+        result = result * scale.to(tl.float32)
+    else:
+        result = result.to(dtype).to(tl.float32) * scale.to(tl.float32)
+    if BIAS:
+        result += added.to(tl.float32)
+    tl.store(normed + row * SIZE + column, result.to(dtype), mask=exists)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) * weight over the last dimension; rounded before the product with the weight."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """x / sqrt(mean(x²) + eps) * (weight + offset) over the last dimension; without an offset it is rounded before the
+    product with the weight."""
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = as_rows(x)
-    _launch(rows, rows, weight, eps, normed, normed, add=False)
+    _launch(rows, rows, weight, eps, normed, normed, offset=offset)
     return normed
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual): the sum is rounded to the dtype first."""
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty_like(normed)
-    _launch(as_rows(x), as_rows(residual), weight, eps, normed, total, add=True)
+    _launch(as_rows(x), as_rows(residual), weight, eps, normed, total, add=True, offset=offset)
     return normed, total
 
 
-def _launch(x: Tensor, residual: Tensor, weight: Tensor, eps: float, normed: Tensor, total: Tensor, add: bool) -> None:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last dimension."""
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows = as_rows(x)
+    _launch(rows, rows, weight, eps, normed, normed, bias=bias, center=True)
+    return normed
+
+
+def _launch(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    normed: Tensor,
+    total: Tensor,
+    *,
+    bias: Tensor | None = None,
+    offset: float = 0.0,
+    add: bool = False,
+    center: bool = False,
+) -> None:
     rows, size = x.shape
     if size > MAX_SIZE:
         raise ValueError(f"The norm's kernel takes rows of up to {MAX_SIZE} numbers, not {size}.")
@@ -72,9 +107,14 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, eps: float, normed: Ten
     group = max(1, _SHORT // block)
     grid = (triton.cdiv(rows, group),)
     _rms_norm_kernel[grid](
-        x, residual, weight, normed, total, rows, row_stride(x), row_stride(residual), eps,
-        size, block, group, add, USE_PDL, num_warps=num_warps(block * group), **LAUNCH,
+        x, residual, weight, weight if bias is None else bias, normed, total, rows, row_stride(x), row_stride(residual),
+        eps, offset, size, block, group, add, offset != 0, center, bias is not None, USE_PDL,
+        num_warps=num_warps(block * group), **LAUNCH,
     )  # fmt: skip
+
+
+SILU, GELU_TANH, CLAMPED_SWIGLU = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+NUMBERS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.CLAMPED_SWIGLU: 2}
 
 
 @triton.jit
@@ -84,17 +124,43 @@ def silu(x):
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def activated(x, ACTIVATION: tl.constexpr):
+    """x times some sigmoid, in float32."""
+    if ACTIVATION == SILU:
+        return silu(x)
+    if ACTIVATION == GELU_TANH:  # (1 + tanh(y)) / 2 is the sigmoid of 2y
+        return x / (1.0 + tl.exp(-1.5957691216 * (x + 0.044715 * x * x * x)))
+    return x / (1.0 + tl.exp(-1.702 * x))
+
+
+@triton.jit
+def gated(gate, up, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
+    """activation(gate) * up of numbers that were rounded to the dtype, in float32; the result is not rounded yet."""
+    if ACTIVATION == CLAMPED_SWIGLU:
+        gate = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -7.0, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        up = (up + 1.0).to(dtype).to(tl.float32)
+    return activated(gate, ACTIVATION).to(dtype).to(tl.float32) * up
+
+
+@triton.jit
+def _gate_kernel(
+    gate_up, out, stride,
+    SIZE: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = column < SIZE
     source = gate_up + row * stride + column
     gate = tl.load(source, mask=exists, other=0.0)
-    up = tl.load(source + SIZE, mask=exists, other=0.0)
-    activated = silu(gate.to(tl.float32)).to(gate.dtype)
-    result = activated.to(tl.float32) * up.to(tl.float32)
-    tl.store(out + row * SIZE + column, result.to(gate.dtype), mask=exists)
+    dtype: tl.constexpr = gate.dtype
+    if GATED:
+        up = tl.load(source + SIZE, mask=exists, other=0.0)
+        result = gated(gate.to(tl.float32), up.to(tl.float32), ACTIVATION, dtype)
+    else:
+        result = activated(gate.to(tl.float32), ACTIVATION)
+    tl.store(out + row * SIZE + column, result.to(dtype), mask=exists)
 
 
 @triton.jit(do_not_specialize_on_alignment=["gate"])
@@ -111,16 +177,25 @@ def _sigmoid_mul_kernel(
     tl.store(out + row * SIZE + column, result.to(value.dtype), mask=exists)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of [rows, 2 * size] -> [rows, size]; gate is the first half, rounded before the product."""
-    source = as_rows(gate_up)
-    rows, size = source.shape[0], source.shape[1] // 2
-    out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
+def gate(gate_up: Tensor, activation: Activation) -> Tensor:
+    """activation(gate) * up of [rows, 2 * size] -> [rows, size]; gate is the first half, rounded before the product."""
+    return _activated(gate_up, activation, gate_up.shape[-1] // 2)
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    return _activated(x, activation, x.shape[-1])
+
+
+def _activated(x: Tensor, activation: Activation, size: int) -> Tensor:
+    source = as_rows(x)
+    rows = source.shape[0]
+    out = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
     if rows:
         block = min(_BLOCK, next_power_of_2(size))
-        _silu_mul_kernel[(rows, triton.cdiv(size, block))](
-            source, out, row_stride(source), size, block, USE_PDL, num_warps=num_warps(block), **ROUND_ALWAYS, **LAUNCH
-        )
+        _gate_kernel[(rows, triton.cdiv(size, block))](
+            source, out, row_stride(source), size, NUMBERS[activation], size < x.shape[-1], block, USE_PDL,
+            num_warps=num_warps(block), **ROUND_ALWAYS, **LAUNCH,
+        )  # fmt: skip
     return out
 
 
@@ -135,6 +210,35 @@ def sigmoid_mul(gate: Tensor, x: Tensor) -> Tensor:
             gate, x, out, gate.stride(0), row_stride(x), size, block, USE_PDL, num_warps=num_warps(block), **LAUNCH
         )
     return out
+
+
+@triton.jit
+def soft_capped(x, cap):
+    """cap * tanh(x / cap), in float32; for other kernels' use too."""
+    decayed = tl.exp(tl.abs(x) * (-2.0 / cap))
+    size = cap * (1.0 - decayed) / (1.0 + decayed)
+    return tl.where(x < 0.0, -size, size)
+
+
+@triton.jit
+def _soft_cap_kernel(x, stride, cap, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = x + tl.program_id(0).to(tl.int64) * stride + column
+    value = tl.load(place, mask=column < SIZE, other=0.0)
+    tl.store(place, soft_capped(value.to(tl.float32), cap).to(value.dtype), mask=column < SIZE)
+
+
+def soft_cap_(x: Tensor, cap: float) -> None:
+    """Numbers of x [rows, size] become cap * tanh(x / cap)."""
+    rows, size = x.shape
+    if x.stride(1) != 1:
+        raise ValueError(f"Rows must lie in one piece: {x.stride()}.")
+    if rows:
+        block = min(_BLOCK, next_power_of_2(size))
+        _soft_cap_kernel[(rows, triton.cdiv(size, block))](
+            x, x.stride(0), cap, size, block, USE_PDL, num_warps=num_warps(block), **ROUND_ALWAYS, **LAUNCH
+        )
 
 
 @triton.jit(do_not_specialize_on_alignment=["token_ids"])

@@ -212,7 +212,7 @@ def _merge_splits(
     for first in range(0, num_rows, MERGED_ROWS):
         rows = first + gl.arange(0, MERGED_ROWS, gl.SliceLayout(1, layout))
         used = (rows < num_rows)[:, None]
-        total, output = merge_stored(
+        _, total, output = merge_stored(
             partial_output, partial_state, first_slot, num_kv_heads, first_split, num_splits, rows, column, used,
             gl.full((MERGED_ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, layout)),
             gl.zeros((MERGED_ROWS, 1), gl.float32, layout), gl.zeros((MERGED_ROWS, D), gl.float32, layout),

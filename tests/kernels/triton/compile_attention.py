@@ -41,7 +41,16 @@ def main() -> None:
     for capability, head_dim in cases:
         keys, rows = fitting_tiles(2 * head_dim, LIMITS[capability])
         constants = {"GROUP": 4, "D": head_dim, "D_PAD": head_dim, "BLOCK_SIZE": 16, "ROWS": 16, "KEYS": keys}
-        constants |= {"TILES": 512 // keys, "WINDOW": True, "ONES": 16, "STAGES": 2, "WIDE": True, "PDL": False}
+        constants |= {
+            "TILES": 512 // keys,
+            "WINDOW": True,
+            "CAP": True,
+            "SINKS": True,
+            "ONES": 16,
+            "STAGES": 2,
+            "WIDE": True,
+            "PDL": False,
+        }
         used = shared_memory(_decode_kernel, constants, capability, 4)
         found[f"decode {capability} {head_dim}"] = used, LIMITS[capability]
         constants |= {"ROWS": rows, "PARTS": 128 // rows}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.kernels.ops import Activation
 from tests.kernels.triton.support import (
     DEVICE,
     DTYPES,
@@ -18,17 +22,29 @@ from tests.kernels.triton.support import (
     random,
 )
 
-from quire.kernels.triton.rowwise import sigmoid_mul, silu_mul  # isort: skip  (after the check for Triton)
+from quire.kernels.triton.rowwise import activate, gate, sigmoid_mul, soft_cap_  # isort: skip  (after the check for Triton)
 
 pytestmark = MARKS
+SILU = Activation.SILU
 
 
 @drawn
 @given(st.sampled_from(DTYPES), st.integers(1, 9), st.sampled_from([1, 7, 64, 768, 1000, 3072]))
 def test_gates_are_those_of_float64(dtype: torch.dtype, rows: int, size: int) -> None:
     gate_up = random(rows, 2 * size, dtype=dtype, seed=rows) * 3
-    gate, up = gate_up.double().chunk(2, -1)
-    assert_close(silu_mul(gate_up), gate * gate.sigmoid() * up, roundings=2)
+    left, up = gate_up.double().chunk(2, -1)
+    assert_close(gate(gate_up, SILU), left * left.sigmoid() * up, roundings=2)
+    assert_close(gate(gate_up, Activation.GELU_TANH), F.gelu(left, approximate="tanh") * up, roundings=2)
+    assert_close(activate(gate_up, Activation.GELU_TANH), F.gelu(gate_up.double(), approximate="tanh"), roundings=2)
+    wide = gate_up * 4
+    left, right = (half.double() for half in wide.chunk(2, -1))
+    left = left.clamp(max=7)
+    truth = left * (1.702 * left).sigmoid() * (right.clamp(-7, 7) + 1)
+    assert_close(gate(wide, Activation.CLAMPED_SWIGLU), truth, roundings=3)
+    capped = wide.clone()
+    soft_cap_(capped[:, 1:], 5.0)
+    assert torch.equal(capped[:, :1], wide[:, :1])
+    assert_close(capped[:, 1:], 5 * (wide.double()[:, 1:] / 5).tanh(), roundings=2, size=torch.tensor(5.0))
     share = random(rows, 1, dtype=dtype, seed=5)
     assert_close(sigmoid_mul(share, up.to(dtype)), share.double().sigmoid() * up, roundings=2)
 
@@ -37,11 +53,13 @@ def test_gates_are_those_of_float64(dtype: torch.dtype, rows: int, size: int) ->
 def test_a_row_is_alone(dtype: torch.dtype) -> None:
     for size in (40, 1031):
         gate_up, share = (random(max(ROW_COUNTS), width, dtype=dtype, seed=width) for width in (2 * size, 1))
-        assert_rows_alone(silu_mul, [gate_up])
+        for activation in Activation:
+            assert_rows_alone(partial(gate, activation=activation), [gate_up])
+            assert_rows_alone(partial(activate, activation=activation), [gate_up])
         assert_rows_alone(sigmoid_mul, [share, gate_up])
 
 
 def test_gates_far_from_zero() -> None:
     ends = torch.tensor([[-200.0, 200.0, -90.0, 0.0, 1.0, 1.0, 1.0, 1.0]], device=DEVICE)
-    assert silu_mul(ends).tolist() == [[0.0, 200.0, pytest.approx(-90 * 8.2e-40, abs=1e-37), 0.0]]
-    assert silu_mul(ends[:0]).shape == (0, 4)
+    assert gate(ends, SILU).tolist() == [[0.0, 200.0, pytest.approx(-90 * 8.2e-40, abs=1e-37), 0.0]]
+    assert gate(ends[:0], SILU).shape == (0, 4)

@@ -58,7 +58,14 @@ def make(
     return query, LayerCache(sides[0], sides[1]), batch
 
 
-def truth_of(query: Tensor, cache: LayerCache, batch: PagedBatch, window: int | None) -> Tensor:
+def truth_of(
+    query: Tensor,
+    cache: LayerCache,
+    batch: PagedBatch,
+    window: int | None,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     out = torch.empty_like(query, dtype=torch.float64)
     starts, lengths = batch.query_start.tolist(), batch.context_lens.tolist()
     group = query.shape[1] // cache.keys.shape[1]
@@ -70,15 +77,61 @@ def truth_of(query: Tensor, cache: LayerCache, batch: PagedBatch, window: int | 
         )
         rows = slice(starts[i], starts[i + 1])
         scores = query[rows].double().transpose(0, 1) @ keys.transpose(1, 2) * query.shape[2] ** -0.5
+        scores = cap * (scores / cap).tanh() if cap else scores
         here = torch.arange(length - (starts[i + 1] - starts[i]), length, device=DEVICE)[:, None]
         key = torch.arange(length, device=DEVICE)
         visible = (key <= here) & (key > here - (window or length + 1))
-        out[rows] = (scores.masked_fill(~visible, float("-inf")).softmax(-1) @ values).transpose(0, 1)
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)), -1)
+        out[rows] = (scores.softmax(-1)[..., :length] @ values).transpose(0, 1)
     return out
 
 
-def attend(query: Tensor, cache: LayerCache, batch: PagedBatch, window: int | None = None) -> Tensor:
-    return decoding.attend(KERNELS, query, cache, batch, query.shape[2] ** -0.5, window)
+def attend(
+    query: Tensor,
+    cache: LayerCache,
+    batch: PagedBatch,
+    window: int | None = None,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    if not cap and sinks is None:
+        return decoding.attend(KERNELS, query, cache, batch, query.shape[2] ** -0.5, window)
+    heads = HeadShape(query.shape[1], cache.keys.shape[1], query.shape[2])
+    return KERNELS.attention(query, cache, batch, AttentionSpec(heads, heads.head_dim**-0.5, window, cap), sinks)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("cap", "window"), [(0.0, None), (0.0, 50), (1.5, None), (1.5, 50)])
+def test_caps_and_sinks_are_those_of_float64(dtype: torch.dtype, cap: float, window: int | None) -> None:
+    queries, lengths = [1, 1, 20, 40], [5, 600, 70, 40]
+    query, cache, batch = make(lengths, queries, HeadShape(4, 2, 64), dtype)
+    for sinks in (None, torch.tensor([-50.0, 0.5, 3.0, 60.0], device=DEVICE)):
+        got = attend(query * 2, cache, batch, window, cap, sinks).double()
+        error = (got - truth_of(query * 2, cache, batch, window, cap, sinks)).abs().max().item()
+        assert error <= {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("window", [None, 128])
+def test_with_caps_and_sinks_every_chunk_has_the_same_bits(head_dim: int, window: int | None) -> None:
+    query, cache, batch = make([LONG], [LONG], HeadShape(8, 2, head_dim), torch.bfloat16)
+    sinks = torch.linspace(-2, 2, 8, device=DEVICE)
+    for options in ({"cap": 2.0}, {"sinks": sinks}, {"cap": 2.0, "sinks": sinks}):
+        whole = attend(query, cache, batch, window, **options)  # type: ignore[arg-type]
+        positions = torch.arange(0, LONG)
+        alone = one_each(query, batch, positions, 1)
+        assert torch.equal(attend(query[positions.to(DEVICE)], cache, alone, window, **options), whole)  # type: ignore[arg-type]
+        for start in range(0, LONG - 333, 333):
+            part = replace(
+                batch,
+                query_start=torch.tensor([0, 333], dtype=torch.int32, device=DEVICE),
+                context_lens=torch.tensor([start + 333], dtype=torch.int32, device=DEVICE),
+            )
+            got = attend(query[start : start + 333], cache, part, window, **options)  # type: ignore[arg-type]
+            assert torch.equal(got, whole[start : start + 333]), start
 
 
 @drawn

@@ -19,6 +19,7 @@ from tests.kernels.triton.support import (
     random,
 )
 
+from quire.kernels.reference import ReferenceKernels  # isort: skip
 from quire.kernels.ops import HeadNorms, HeadShape, LayerCache  # isort: skip  (after the check for Triton)
 from quire.kernels.triton.heads import qkv_to_cache_  # isort: skip
 
@@ -127,3 +128,21 @@ def test_odd_arguments_are_refused() -> None:
     slots = torch.tensor([0, 1], device=DEVICE)
     with pytest.raises(ValueError, match="one layout"):
         qkv_to_cache_(qkv, HeadShape(2, 1, 64), None, slots, None, LayerCache(keys, values[:, :, ::2]), slots)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["offset", "after rope", "whole"])
+def test_other_norms_are_those_of_the_reference(kind: str, dtype: torch.dtype) -> None:
+    shape, rows = HeadShape(4, 2, 64), 5
+    sizes = (4 * 64, 2 * 64) if kind == "whole" else (64, 64)
+    query_norm, key_norm = (random(size, dtype=dtype, seed=size + i) for i, size in enumerate(sizes))
+    norms = HeadNorms(query_norm, key_norm, EPS, float(kind == "offset"), kind == "after rope")
+    qkv = random(rows, 8 * 64, dtype=dtype, seed=1)
+    slots = torch.arange(3, 3 + rows, device=DEVICE)
+    found = []
+    for method in (qkv_to_cache_, ReferenceKernels().qkv_to_cache_):
+        keys, values = make_cache(rows, 2, 64, dtype)
+        query = method(qkv, shape, norms, slots, make_angles(64), LayerCache(keys, values), slots)
+        found.append((query, in_slots(keys, slots), in_slots(values, slots)))
+    for got, expected in zip(*found, strict=True):
+        assert_close(got, expected.double(), roundings=3, size=expected.double().abs() + 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.kernels import reference
-from quire.kernels.ops import MoeSpec
+from quire.kernels.ops import Activation, ExpertWeights, MoeSpec
+from quire.kernels.weights import Weight
 from tests.kernels.triton.support import (
     DEVICE,
     DTYPES,
@@ -30,38 +33,49 @@ from quire.kernels.triton.moe import moe, route, tile_width  # isort: skip
 pytestmark = MARKS
 
 
-def ascending(router_logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+def ascending(router_logits: Tensor, spec: MoeSpec, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """What the reference chooses, in ascending order of the experts."""
-    weights, chosen = reference.route(router_logits, MoeSpec(router_logits.shape[1], top_k, 0, normalize))
+    weights, chosen = reference.route(router_logits, spec, bias)
     chosen, order = chosen.sort(-1)
     return chosen, weights.gather(1, order)
 
 
-def truth_of(
-    x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, normalize: bool
-) -> tuple[Tensor, Tensor]:
+def truth_of(x: Tensor, router_logits: Tensor, experts: ExpertWeights, spec: MoeSpec) -> tuple[Tensor, Tensor]:
     """In float64, and the magnitude of what was added up for each number."""
-    chosen, weights = ascending(router_logits, top_k, normalize)
+    chosen, weights = ascending(router_logits, spec, experts.choice_bias)
+    gate_up, down = experts.gate_up.tensor, experts.down.tensor
     truth = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     size = torch.zeros_like(truth)
     for row in range(len(x)):
         for expert, weight in zip(chosen[row].tolist(), weights[row].double(), strict=True):
-            gate, up = (gate_up[expert].double() @ x[row].double()).chunk(2)
-            hidden = gate * gate.sigmoid() * up
-            truth[row] += down[expert].double() @ hidden * weight
-            size[row] += down[expert].double().abs() @ hidden.abs() * weight
+            packed = gate_up[expert].double() @ x[row].double()
+            packed += 0 if experts.gate_up_bias is None else experts.gate_up_bias[expert].double()
+            gate, up = packed.chunk(2)
+            if spec.activation is Activation.CLAMPED_SWIGLU:
+                gate = gate.clamp(max=7)
+                hidden = gate * (1.702 * gate).sigmoid() * (up.clamp(-7, 7) + 1)
+            else:
+                hidden = gate * gate.sigmoid() * up
+            added = 0 if experts.down_bias is None else experts.down_bias[expert].double()
+            truth[row] += (down[expert].double() @ hidden + added) * weight
+            size[row] += (down[expert].double().abs() @ hidden.abs() + 1) * weight
     return truth, size
 
 
 def make_layer(
-    rows: int, experts: int, hidden: int, intermediate: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (
-        random(rows, hidden, dtype=dtype, seed=rows),
-        random(rows, experts, dtype=dtype, seed=1) * 2,
-        random(experts, 2 * intermediate, hidden, dtype=dtype, seed=2) * hidden**-0.5,
-        random(experts, hidden, intermediate, dtype=dtype, seed=3) * intermediate**-0.5,
+    rows: int, experts: int, hidden: int, intermediate: int, dtype: torch.dtype, biases: bool = False
+) -> tuple[Tensor, Tensor, ExpertWeights]:
+    weights = ExpertWeights(
+        Weight.dense(random(experts, 2 * intermediate, hidden, dtype=dtype, seed=2) * hidden**-0.5),
+        Weight.dense(random(experts, hidden, intermediate, dtype=dtype, seed=3) * intermediate**-0.5),
     )
+    if biases:
+        added = random(experts, 2 * intermediate + hidden, dtype=dtype, seed=4)
+        gate_up, down = added.split_with_sizes((2 * intermediate, hidden), 1)
+        choice = random(experts, dtype=dtype, seed=5)
+        weights = ExpertWeights(*weights[:2], gate_up.contiguous(), down.contiguous(), choice)
+    x, router_logits = random(rows, hidden, dtype=dtype, seed=rows), random(rows, experts, dtype=dtype, seed=1) * 2
+    return x, router_logits, weights
 
 
 @drawn
@@ -75,20 +89,27 @@ def test_outputs_are_those_of_float64(
     dtype: torch.dtype, rows: int, shape: tuple[int, int, int, int], normalize: bool
 ) -> None:
     experts, top_k, hidden, intermediate = shape
+    spec = MoeSpec(experts, top_k, intermediate, normalize)
     layer = make_layer(rows, experts, hidden, intermediate, dtype)
-    truth, size = truth_of(*layer, top_k, normalize)
-    assert_close(moe(*layer, top_k, normalize), truth, roundings=3, size=size)
+    truth, size = truth_of(*layer, spec)
+    assert_close(moe(*layer, spec), truth, roundings=3, size=size)
+    layer = make_layer(rows, experts, hidden, intermediate, dtype, biases=True)
+    spec = replace(spec, activation=Activation.CLAMPED_SWIGLU, sigmoid_scores=True, weight_scale=1.7)
+    truth, size = truth_of(*layer, spec)
+    assert_close(moe(*layer, spec), truth, roundings=5, size=size)
 
 
+@pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_is_alone(dtype: torch.dtype) -> None:
+def test_a_row_is_alone(dtype: torch.dtype, biases: bool) -> None:
     experts, top_k = 8, 2
     counts = ROW_COUNTS if ON_GPU else (*ROW_COUNTS, 40)  # 40 rows take wider tiles
-    x, router_logits, gate_up, down = make_layer(max(counts), experts, 192, 96, dtype)
+    x, router_logits, weights = make_layer(max(counts), experts, 192, 96, dtype, biases)
+    spec = MoeSpec(experts, top_k, 96, True, sigmoid_scores=biases)
     if dtype != torch.float32:
         widths = {tile_width(count * top_k, experts, dtype) for count in counts}
         assert widths == ({16, 64, 128} if ON_GPU else {16, 64})
-    assert_rows_alone(lambda x, logits: moe(x, logits, gate_up, down, top_k, True), [x, router_logits], counts)
+    assert_rows_alone(lambda x, logits: moe(x, logits, weights, spec), [x, router_logits], counts)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -98,17 +119,21 @@ def test_routing_is_that_of_the_reference(experts: int, top_k: int, normalize: b
     logits[1] = logits[1].round()  # many equal ones
     logits[2] = 0.0
     logits[3, 0] = 200.0  # the others' weights vanish and are equal
-    expert_ids, weights = route(logits, top_k, normalize)
-    chosen, expected = ascending(logits, top_k, normalize)
-    assert torch.equal(expert_ids.view(-1, top_k).long(), chosen)
-    assert_close(weights.view(-1, top_k), expected.double(), roundings=16)
+    plain = MoeSpec(experts, top_k, 0, normalize)
+    bias = random(experts, dtype=torch.float32, seed=7).round()  # negative ones, and equal ones
+    sigmoid = replace(plain, sigmoid_scores=True, weight_scale=2.5)
+    for spec, added in ((plain, None), (sigmoid, None), (sigmoid, bias)):
+        expert_ids, weights = route(logits, spec, added)
+        chosen, expected = ascending(logits, spec, added)
+        assert torch.equal(expert_ids.view(-1, top_k).long(), chosen)
+        assert_close(weights.view(-1, top_k), expected.double(), roundings=16)
 
 
 @pytest.mark.parametrize("spoilt", [[NAN], [float("inf")], [float("-inf")] * 8, [NAN] * 8])
 def test_a_row_without_weights_gets_different_experts_all_the_same(spoilt: list[float]) -> None:
     logits = random(3, 8, dtype=torch.float32)
     logits[1, : len(spoilt)] = torch.tensor(spoilt, device=DEVICE)
-    expert_ids, weights = route(logits, 3, True)
+    expert_ids, weights = route(logits, MoeSpec(8, 3, 0, True))
     chosen = expert_ids.view(3, 3)[1].tolist()
     assert chosen == sorted(set(chosen))
     assert 0 <= chosen[0] < chosen[-1] < 8
@@ -145,12 +170,14 @@ def test_tiles_hold_every_pair_once_with_its_expert(
 
 
 def test_no_rows() -> None:
-    x, router_logits, gate_up, down = make_layer(1, 4, 32, 16, torch.float32)
-    assert moe(x[:0], router_logits[:0], gate_up, down, 2, True).shape == (0, 32)
+    x, router_logits, experts = make_layer(1, 4, 32, 16, torch.float32)
+    assert moe(x[:0], router_logits[:0], experts, MoeSpec(4, 2, 16, True)).shape == (0, 32)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 2, 64, 65, 2000])
 def test_a_graph_gives_the_same_bits(rows: int) -> None:
-    layer = make_layer(rows, 60, 256, 128, torch.bfloat16)
-    assert torch.equal(in_graph(lambda: moe(*layer, 4, True)), moe(*layer, 4, True))
+    spec = MoeSpec(60, 4, 128, True)
+    for biases in (False, True):
+        layer = make_layer(rows, 60, 256, 128, torch.bfloat16, biases)
+        assert torch.equal(in_graph(lambda: moe(*layer, spec)), moe(*layer, spec))  # noqa: B023

@@ -1,0 +1,210 @@
+"""The parts of config.json that many families write alike: rope, windows, experts, activations, end tokens."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from quire.errors import UnsupportedModelError
+from quire.kernels.ops import Activation, AttentionSpec, HeadShape, MoeSpec
+from quire.models.fields import Fields
+from quire.models.files import read_json
+from quire.models.spec import ModelSpec, RopeSpec
+
+MAX_CONFIG_BYTES = 16 * 2**20
+_ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "gelu_new": Activation.GELU_TANH,
+}
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def plain_attention(num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None) -> AttentionSpec:
+    """What nearly all families have."""
+    return AttentionSpec(HeadShape(num_heads, num_kv_heads, head_dim), head_dim**-0.5, window)
+
+
+def read_activation(config: Fields, allowed: str) -> Activation:
+    """The activation, which must be the one that the family is known with."""
+    key = "hidden_activation" if "hidden_activation" in config else "hidden_act"
+    name = config.string(key, allowed)
+    if _ACTIVATIONS.get(name) is not _ACTIVATIONS[allowed]:
+        raise UnsupportedModelError(f"{config.file}: {key} {name!r} is not supported, only {allowed} is.")
+    return _ACTIVATIONS[allowed]
+
+
+def read_rope(
+    config: Fields, head_dim: int, theta: float, partial: float | None, types: tuple[str, ...], kind_of_layer: str
+) -> RopeSpec:
+    """All ways of writing it: `rope_parameters`, for all layers or by their kind, and the older `rope_theta` with
+    `rope_scaling`. `partial` is what an absent `partial_rotary_factor` means, None: there is no such thing."""
+    scaling = config.part("rope_parameters" if "rope_parameters" in config else "rope_scaling")
+    scaling = scaling.part(kind_of_layer) if kind_of_layer in scaling else scaling
+    theta = scaling.number("rope_theta", config.number("rope_theta", theta), low=1e-6)
+    share = scaling.number("partial_rotary_factor", config.number("partial_rotary_factor", partial or 1.0))
+    rotated = int(head_dim * share)
+    if share != 1.0 and (partial is None or rotated % 2 or not 0 < rotated <= head_dim):
+        raise UnsupportedModelError(f"{config.file}: rope over this part of the head dimension is not supported.")
+    plain = RopeSpec(theta, rotated=rotated if rotated < head_dim else 0)
+    kind = scaling.string("rope_type", scaling.string("type", "default"))
+    if kind not in types:
+        raise UnsupportedModelError(
+            f"{config.file}: rope type {kind!r} is not supported. Supported: {', '.join(types)}."
+        )
+    max_position = config.integer("max_position_embeddings", 2048, high=2**31)
+    original = config.integer("original_max_position_embeddings", max_position, high=2**31)
+    original = scaling.integer("original_max_position_embeddings", original, high=2**31)
+    if kind == "linear":
+        return replace(plain, kind="linear", factor=scaling.number("factor", low=1e-6))
+    if kind == "llama3":
+        low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+        if high <= low:
+            raise scaling.error("high_freq_factor", f"above low_freq_factor ({low})", high)
+        return replace(
+            plain,
+            kind="llama3",
+            factor=scaling.number("factor", low=1e-6),
+            original_max_position=original,
+            low_freq_factor=low,
+            high_freq_factor=high,
+        )
+    if kind == "yarn":
+        factor = scaling.number("factor", max_position / original, low=1e-6)
+        return replace(
+            plain,
+            kind="yarn",
+            factor=factor,
+            original_max_position=original,
+            beta_fast=scaling.number("beta_fast", 32.0) or 32.0,
+            beta_slow=scaling.number("beta_slow", 1.0) or 1.0,
+            truncate=scaling.boolean("truncate", True),
+            attention_factor=_yarn_attention_factor(scaling, factor),
+        )
+    if kind == "longrope":
+        factor = scaling.number("factor", max_position / original, low=1e-6)
+        stretched = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+        return replace(
+            plain,
+            kind="factors",
+            original_max_position=original,
+            freq_factors=tuple(scaling.numbers("long_factor")),
+            short_factors=tuple(scaling.numbers("short_factor")),
+            attention_factor=scaling.number("attention_factor", stretched),
+        )
+    if kind == "factors":
+        return replace(plain, kind="factors", freq_factors=tuple(scaling.numbers("factors")))
+    if kind == "dynamic":  # with a fixed alpha, which is but another base
+        alpha = scaling.number("alpha", low=1e-6)
+        return replace(plain, theta=theta * alpha ** (head_dim / (head_dim - 2)))
+    return plain
+
+
+def _yarn_attention_factor(scaling: Fields, factor: float) -> float:
+    if "attention_factor" in scaling:
+        return scaling.number("attention_factor")
+    mscale, all_dim = scaling.number("mscale", 0.0), scaling.number("mscale_all_dim", 0.0)
+    if mscale and all_dim:
+        return yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
+    return yarn_mscale(factor)
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """How yarn sharpens attention for a stretched context."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def read_window(config: Fields, default: int | None) -> int | None:
+    """`sliding_window`, where null and 0 mean none and only an absent key means the family's default."""
+    if not config.declares("sliding_window"):
+        return default
+    return config.integer("sliding_window", 0, low=0, high=2**31) or None
+
+
+def with_window(spec: ModelSpec, window: int | None) -> ModelSpec:
+    return spec.with_layers(attention=replace(spec.layers[0].attention, sliding_window=window))
+
+
+def kinds_of_layers(config: Fields, spec: ModelSpec, default: list[str] | int) -> list[str]:
+    """`layer_types`; where that is absent, all layers have windows but every so many."""
+    if isinstance(default, int):
+        full = config.integer("sliding_window_pattern", default)
+        default = ["sliding_attention" if (i + 1) % full else "full_attention" for i in range(spec.num_layers)]
+    kinds = config.list_of("layer_types", str, default)
+    if len(kinds) != spec.num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise config.error("layer_types", f"{spec.num_layers} of full_attention or sliding_attention", kinds)
+    return kinds
+
+
+def with_windows(
+    config: Fields, spec: ModelSpec, default: list[str] | int, window: int | None = 4096, rope: RopeSpec | None = None
+) -> ModelSpec:
+    """Windows on the layers that `layer_types` marks; these may have a rope of their own."""
+    window = read_window(config, window)
+    layers = []
+    for layer, kind in zip(spec.layers, kinds_of_layers(config, spec, default), strict=True):
+        if kind == "sliding_attention":
+            attention = replace(layer.attention, sliding_window=window)
+            layer = replace(layer, attention=attention, rope=layer.rope if rope is None else rope)
+        layers.append(layer)
+    return replace(spec, layers=tuple(layers))
+
+
+def with_qwen_experts(config: Fields, spec: ModelSpec, shared: int = 0) -> ModelSpec:
+    """Qwen's way of saying which layers have experts."""
+    experts = config.integer("num_experts", config.integer("num_local_experts", 0, low=0), low=0, high=65_536)
+    moe = MoeSpec(
+        num_experts=experts,
+        top_k=config.integer("num_experts_per_tok"),
+        intermediate_size=config.integer("moe_intermediate_size"),
+        normalize_weights=config.boolean("norm_topk_prob", False),
+        shared_intermediate_size=shared,
+    )
+    dense = set(config.list_of("mlp_only_layers", int, []))
+    step = config.integer("decoder_sparse_step", 1)
+    layers = (
+        replace(layer, mlp=moe) if i not in dense and experts > 0 and (i + 1) % step == 0 else layer
+        for i, layer in enumerate(spec.layers)
+    )
+    return replace(spec, layers=tuple(layers))
+
+
+def with_deepseek_experts(config: Fields, spec: ModelSpec) -> ModelSpec:
+    """DeepSeek's: sigmoid scores, chosen with a bias, experts that all tokens share, the first layers dense."""
+    if config.integer("n_group", 1) != 1:
+        raise UnsupportedModelError(f"{config.file}: experts chosen by groups (n_group) are not supported.")
+    size = config.integer("moe_intermediate_size")
+    moe = MoeSpec(
+        num_experts=config.integer("n_routed_experts", high=65_536),
+        top_k=config.integer("num_experts_per_tok"),
+        intermediate_size=size,
+        normalize_weights=config.boolean("norm_topk_prob", True),
+        shared_intermediate_size=size * config.integer("n_shared_experts", 1, low=0),
+        shared_gate=False,
+        sigmoid_scores=True,
+        choice_bias=True,
+        weight_scale=config.number("routed_scaling_factor", 1.0),
+    )
+    first = config.integer("first_k_dense_replace", 0, low=0)
+    layers = (layer if i < first else replace(layer, mlp=moe) for i, layer in enumerate(spec.layers))
+    return replace(spec, layers=tuple(layers))
+
+
+def read_eos(config: Fields, generation_config: Path | None) -> tuple[int, ...]:
+    """The model's end tokens; generation_config.json knows chat models' further ones."""
+    found: dict[int, None] = {}
+    sources = [config]
+    if generation_config is not None and os.path.lexists(generation_config):
+        sources.append(Fields(read_json(generation_config, MAX_CONFIG_BYTES), str(generation_config)))
+    for source in sources:
+        value = source.raw("eos_token_id")
+        for token_id in value if isinstance(value, list) else [value]:
+            if token_id is None:
+                continue
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+                raise source.error("eos_token_id", "a token id or a list of them", value)
+            found[token_id] = None
+    return tuple(found)

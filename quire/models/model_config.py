@@ -1,0 +1,86 @@
+"""From a model's settings to its spec: what all families have in common; `families.py` has the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quire.errors import ModelFormatError, UnsupportedModelError
+from quire.kernels.ops import MoeSpec
+from quire.models.compressed import read_layout
+from quire.models.config_parts import MAX_CONFIG_BYTES, plain_attention, read_activation, read_eos, read_rope
+from quire.models.families import FAMILIES, Family, supported_architectures
+from quire.models.fields import Fields
+from quire.models.files import read_json
+from quire.models.spec import LayerSpec, MlpSpec, ModelSpec
+
+MAX_LAYERS = 1024
+
+
+def read_config(path: Path) -> ModelSpec:
+    """The spec of a model in Hugging Face layout, from its config.json and generation_config.json."""
+    config = Fields(read_json(path, MAX_CONFIG_BYTES), str(path))
+    family = _find_family(config)
+    read_layout(config)  # refuses ways of quantising that can't be read
+    return spec_of(family, config, path.with_name("generation_config.json"))
+
+
+def spec_of(family: Family, config: Fields, generation_config: Path | None = None) -> ModelSpec:
+    """The spec of a family's model whose settings have been read."""
+    hidden_size = config.integer("hidden_size")
+    num_heads = config.integer("num_attention_heads")
+    num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
+    num_kv_heads = config.integer("num_key_value_heads", num_heads)
+    head_dim = config.integer("head_dim", family.head_dim or max(hidden_size // num_heads, 1))
+    rope = read_rope(config, head_dim, family.rope_theta, family.partial_rotary, family.rope_types, "full_attention")
+    max_position = config.integer("max_position_embeddings", 2048, high=2**31)
+    if rope.kind == "yarn":
+        max_position = max(max_position, int(rope.original_max_position * rope.factor))
+    mlp = MlpSpec(config.integer("intermediate_size"), read_activation(config, family.activation))
+    spec = ModelSpec(
+        family=family.name,
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=hidden_size,
+        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        layers=(LayerSpec(plain_attention(num_heads, num_kv_heads, head_dim), rope, mlp),) * num_layers,
+        max_position=max_position,
+        tie_embeddings=config.boolean("tie_word_embeddings", family.tie_embeddings),
+        eos_token_ids=read_eos(config, generation_config),
+        bos_token_id=config.integer("bos_token_id", low=0) if "bos_token_id" in config else None,
+    )
+    spec = family.quirks(config, spec)
+    check_spec(spec, config.file)
+    return spec
+
+
+def check_spec(spec: ModelSpec, file: str) -> None:
+    """Refuses sizes that can't belong together, before anything is made of them."""
+
+    def require(holds: bool, message: str) -> None:
+        if not holds:
+            raise ModelFormatError(f"{file}: {message}")
+
+    heads = spec.heads
+    queries, keys = heads.num_heads, heads.num_kv_heads
+    require(queries % keys == 0, f"{queries} attention heads can't share {keys} key-value heads evenly")
+    require(heads.head_dim % 2 == 0, f"head_dim is {heads.head_dim}, but rope needs an even number")
+    for layer in spec.layers:
+        if layer.rope is not None and layer.rope.kind == "factors":
+            pairs = (layer.rope.rotated or heads.head_dim) // 2
+            for factors in (layer.rope.freq_factors, layer.rope.short_factors or layer.rope.freq_factors):
+                require(len(factors) == pairs, f"{len(factors)} rope factors for {pairs} frequencies")
+        if isinstance(layer.mlp, MoeSpec):
+            top_k, num_experts = layer.mlp.top_k, layer.mlp.num_experts
+            require(top_k <= num_experts, f"{top_k} experts per token of {num_experts}")
+
+
+def _find_family(config: Fields) -> Family:
+    names = config.list_of("architectures", str, [])
+    if not names:
+        model_type = config.string("model_type", "")
+        names = [f.architectures[0] for f in FAMILIES if f.name == model_type] or [f"model_type {model_type!r}"]
+    for family in FAMILIES:
+        if names[0] in family.architectures:
+            return family
+    raise UnsupportedModelError(
+        f"{config.file}: the architecture {names[0]} is not supported. Supported: {supported_architectures()}."
+    )
