@@ -17,7 +17,7 @@ from quire.errors import InvalidRequestError
 from quire.sampling_params import ResolvedTokens, SamplingParams, StructuredOutput
 from quire.step import Admission, BlockCopy, Finished, Preemption, ScheduledRequest, Step, StepLogEntry, StepResult
 
-VERSION = 4
+VERSION = 5
 _RECORDS: Mapping[str, Callable[..., Any]] = {
     "scheduled": ScheduledRequest,
     "admitted": Admission,
@@ -119,6 +119,7 @@ def encode_entry(entry: StepLogEntry) -> str:
         done = entry.result
         result = {"step_id": done.step_id, "tokens": dict(done.tokens), "errors": dict(done.errors)}
         result["ended"] = sorted(done.ended)
+        result["drafts"] = dict(done.drafts)
     line = {"version": VERSION, "step": step, "result": result, "error": entry.error, "committed": entry.committed}
     return json.dumps(line, separators=(",", ":"))
 
@@ -162,6 +163,7 @@ def _decode_result(item: dict[str, Any]) -> StepResult:
         tokens={request_id: tuple(tokens) for request_id, tokens in item["tokens"].items()},
         errors=item["errors"],
         ended=frozenset(item["ended"]),
+        drafts={request_id: tuple(tokens) for request_id, tokens in item["drafts"].items()},
     )
 
 

@@ -31,7 +31,7 @@ class StepShape:
 
     @classmethod
     def of(cls, scheduled: Sequence[ScheduledRequest]) -> StepShape:
-        _, rows, starts, counts, samples, _, guesses, ahead = zip(*scheduled, strict=True)
+        _, rows, starts, counts, samples, _, guesses, ahead, _ = zip(*scheduled, strict=True)
         numbers = [np.array(values, np.int32) for values in (rows, starts, counts)]
         flags = [np.array(values, np.bool_) for values in (samples, ahead)]
         return cls(numbers[0], numbers[1], numbers[2], flags[0], guesses, flags[1])
