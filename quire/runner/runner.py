@@ -17,7 +17,7 @@ from quire.constrain.masks import Constrainer
 from quire.constrain.step_grammars import StepGrammars
 from quire.kernels.ops import SampleRows
 from quire.models.decoder import Decoder
-from quire.runner.batch import InputBatch, StepShape, build_batch, lag_of, note_accepted
+from quire.runner.batch import InputBatch, StepShape, build_batch, lag_of, note_accepted, write_guesses
 from quire.runner.device import return_freed_memory
 from quire.runner.graphs import DecodeGraphs, DecodeOutput
 from quire.runner.kv_cache import KVCache
@@ -101,8 +101,10 @@ class Runner:
     def _compute(self, step: Step, outputs: StepOutputs) -> None:
         """Runs the model, draws tokens from its logits, and whatever else is wanted of its hidden states."""
         shape = StepShape.of(step.scheduled)
-        decoded = self._run_graph(shape)
         lag = lag_of(shape, self._request_rows, self._uploader)
+        if shape.has_guesses:
+            write_guesses(shape, self._request_rows, self._uploader, lag)
+        decoded = self._run_graph(shape, lag)
         drawn_for = [step.scheduled[owner] for owner in shape.draw_owners.tolist()]
         draws = self._sampler.draws(shape.draw_request_rows, shape.draw_positions, self._request_rows.token_ids)
         if lag is not None and not self._is_drawn_on_device(draws):
@@ -111,10 +113,12 @@ class Runner:
         is_plain = self._is_plain(draws)
         if not is_plain:
             self._grammars.start(draws.request_rows)  # masks are computed while the model runs
+        sampled: SampledTokens | None = None
         if decoded is not None and decoded.sampled is not None and is_plain:
-            outputs.add_tokens(drawn_for, SampledTokens(decoded.sampled.clone()))
+            sampled = SampledTokens(decoded.sampled.clone())
+            outputs.add_tokens(drawn_for, sampled)
         elif decoded is not None:
-            self._sample(outputs, drawn_for, draws, decoded.logits.float())
+            sampled = self._sample(outputs, drawn_for, draws, decoded.logits.float())
         else:
             batch = build_batch(
                 shape, self._request_rows, self._decoder.kernels, self._uploader, self._block_size, self._heads, lag
@@ -128,10 +132,10 @@ class Runner:
                     outputs.add_tokens(drawn_for, sampled)
                 else:
                     sampled = self._sample(outputs, drawn_for, draws, logits.float())
-                if shape.has_guesses or shape.is_ahead:
-                    note_accepted(shape, self._request_rows, batch, sampled.token_ids, self._uploader)
             self._score_prompts(outputs, step.scheduled, hidden)
             self._pooling.add(outputs, step.scheduled, hidden)
+        if sampled is not None and (shape.has_guesses or shape.is_ahead):
+            note_accepted(shape, self._request_rows, sampled.token_ids, self._uploader, lag)
 
     def _is_plain(self, draws: Draws) -> bool:
         """Whether tokens drawn by temperature and seed alone are all that is wanted."""
@@ -142,12 +146,14 @@ class Runner:
         is_always_plain = self._sampler.asks_nothing(draws.request_rows) and self._is_plain(draws)
         return is_always_plain and self._decoder.kernels.sample_rows is not None
 
-    def _run_graph(self, shape: StepShape) -> DecodeOutput | None:
-        """Computes a decode step in one launch, where that can be done. Graphs keep no hidden states."""
+    def _run_graph(self, shape: StepShape, lag: Tensor | None) -> DecodeOutput | None:
+        """Computes a step of decodes and checks in one launch, where that can be done. Graphs keep no hidden states."""
         needs_hidden = self._logprobs.scores_prompts or self._pooling.has_rows
-        if self._graphs is None or not shape.is_decode or needs_hidden:
+        if self._graphs is None or not shape.is_drawn_everywhere or needs_hidden:
             return None
-        return self._graphs.run(shape)
+        if lag is not None and shape.has_guesses:
+            lag = lag[self._uploader.upload(shape.draw_owners)[0]]
+        return self._graphs.run(shape.by_token() if shape.has_guesses else shape, lag)
 
     def _draw_plain(self, draw: SampleRows, batch: InputBatch, logits: Tensor) -> SampledTokens:
         """What a graph does at its end."""
