@@ -23,6 +23,7 @@ from quire.runner.device import pick_device, pick_dtype, wake
 from quire.runner.memory import CachePlan
 from quire.runner.runner import Runner
 from quire.runner.worker import choose_weights, expected_plan, start_worker
+from quire.speculate.speculator import Speculator
 from quire.step import StepLogEntry
 
 logger = logging.getLogger(__name__)
@@ -93,9 +94,15 @@ def assemble(
     grammars = GrammarCompiler(tokenizer, decoder.spec.vocab_size, eos_token_ids)
     worker = start_worker(decoder, config, grammars, formats)
     device = decoder.device
-    step_log = StepLog(path=Path(config.step_log) if config.step_log is not None else None, listeners=listeners)
+    speculator = Speculator(decoder.spec.vocab_size, ngrams=config.speculation == "ngram")
+    path = Path(config.step_log) if config.step_log is not None else None
+    step_log = StepLog(path=path, listeners=(*listeners, speculator.observe))
     core = EngineCore(
-        Scheduler(_scheduler_config(config, worker.plan, config.limits(device.type))),
+        Scheduler(
+            _scheduler_config(config, worker.plan, config.limits(device.type)),
+            guess=speculator.guess,
+            num_drafts=None if config.speculation == "off" else speculator.num_drafts,
+        ),
         worker.runner,
         depth=2 if device.type == "cuda" else 1,  # the host prepares a step while the device computes another
         on_step=step_log.append,

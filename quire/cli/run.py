@@ -37,6 +37,7 @@ def run(
     dtype: options.Dtype = "auto",
     quantization: options.Quantization = "auto",
     kv_cache_dtype: options.KVCacheDtype = "auto",
+    speculation: options.Speculation = "off",
     system: options.System = None,
     raw: Annotated[bool, Option("--raw", help="Continue the text as it is, without a chat template.")] = False,
     file: Annotated[Path | None, Option(metavar="FILE", help="Take further prompts from a file, one per line.")] = None,
@@ -64,7 +65,7 @@ def run(
     started = time.monotonic()
     policy = "priority" if priority else "fcfs"
     engine = {"device": device, "dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
-    with open_llm(model, policy=policy, **engine) as llm:
+    with open_llm(model, policy=policy, speculation=speculation, **engine) as llm:
         say(f"{llm.description} ({time.monotonic() - started:.1f} s)")
         _answer(llm, texts, each, system, raw or not llm.has_chat_template, json_lines)
 

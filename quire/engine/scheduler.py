@@ -300,8 +300,7 @@ class Scheduler:
         unused, and blocks of which every running request could still take one."""
         block_size, drafts = self.config.block_size, self._num_drafts is not None
         for index, (request, entry) in enumerate(zip(plan.requests, plan.scheduled, strict=True)):
-            # A grammar knows what may follow the answer so far, not what may follow a guess.
-            if not entry.samples or request.pooling is not None or request.params.structured is not None:
+            if not entry.samples or request.pooling is not None:
                 continue
             most = min(plan.budget, request.max_total_tokens - len(request.token_ids) - request.num_placeholders)
             guesses = guess(request, most) if most > 0 else ()

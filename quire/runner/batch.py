@@ -79,6 +79,12 @@ class StepShape:
         return np.concatenate([np.arange(1 + n, dtype=np.int32) for n in self.num_guesses[self.samples]])
 
     @property
+    def draw_follows(self) -> npt.NDArray[np.int64]:
+        """The guess that each draw comes after; -1 where that is a real token."""
+        owners = np.flatnonzero(self.samples).tolist()
+        return np.array([token for owner in owners for token in (-1, *self.guesses[owner])], np.int64)
+
+    @property
     def draw_request_rows(self) -> npt.NDArray[np.int64]:
         """The request row of each token that is drawn."""
         return self.request_rows[self.draw_owners].astype(np.int64)
@@ -186,7 +192,8 @@ def note_accepted(
     shape: StepShape, request_rows: RequestRows, drawn: Tensor, uploader: Uploader, lag: Tensor | None
 ) -> None:
     """Notes in the request rows how far those that sample have really come: a guess counts if it is the token that was
-    drawn in its place, and all guesses before it count. `drawn` int64 [draws]."""
+    drawn in its place, a token could be drawn behind it, and all guesses before it count. `drawn` int64 [2, draws]:
+    tokens and flags."""
     owners = np.flatnonzero(shape.samples)
     counts = 1 + shape.num_guesses[owners]
     first = np.cumsum(counts) - counts
@@ -194,10 +201,11 @@ def note_accepted(
     guesses = np.full((len(counts), int(counts.max())), -1, np.int64)
     for row, owner in enumerate(owners.tolist()):
         guesses[row, : counts[row] - 1] = shape.guesses[owner]
-    draws = np.minimum(first[:, None] + np.arange(guesses.shape[1]), len(drawn) - 1)
+    draws = np.minimum(first[:, None] + np.arange(1 + guesses.shape[1]), drawn.shape[1] - 1)
     ends = (shape.starts + shape.counts - shape.num_guesses)[owners]
     expected, which, rows, known, index = uploader.upload(
         guesses, draws, shape.request_rows[owners].astype(np.int64), ends, owners
     )
-    num_right = (drawn[which] == expected).int().cumprod(1).sum(1, dtype=torch.int32)
+    is_right = (drawn[0][which[:, :-1]] == expected) & (drawn[1][which[:, 1:]] == 0)
+    num_right = is_right.int().cumprod(1).sum(1, dtype=torch.int32)
     request_rows.num_computed_tokens[rows] = known + num_right if lag is None else known - lag[index] + num_right

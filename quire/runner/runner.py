@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +28,7 @@ from quire.runner.request_rows import RequestRows
 from quire.runner.step_outputs import PendingStep, StepOutputs
 from quire.sampling.draws import Draws, Indices
 from quire.sampling.logprobs import Logprobs, score_prompt_on_device
-from quire.sampling.sampler import SampledTokens, Sampler
+from quire.sampling.sampler import UNDEFINED, SampledTokens, Sampler
 from quire.sampling.upload import Uploader
 from quire.step import ScheduledRequest, Step
 
@@ -116,9 +117,9 @@ class Runner:
         sampled: SampledTokens | None = None
         if decoded is not None and decoded.sampled is not None and is_plain:
             sampled = SampledTokens(decoded.sampled.clone())
-            outputs.add_tokens(drawn_for, sampled)
+            outputs.add_tokens(drawn_for, sampled, shape.draw_offsets.tolist())
         elif decoded is not None:
-            sampled = self._sample(outputs, drawn_for, draws, decoded.logits.float())
+            sampled = self._sample(outputs, drawn_for, shape, draws, decoded.logits.float())
         else:
             batch = build_batch(
                 shape, self._request_rows, self._decoder.kernels, self._uploader, self._block_size, self._heads, lag
@@ -129,13 +130,13 @@ class Runner:
                 sample_rows = self._decoder.kernels.sample_rows
                 if is_plain and sample_rows is not None:
                     sampled = self._draw_plain(sample_rows, batch, logits)
-                    outputs.add_tokens(drawn_for, sampled)
+                    outputs.add_tokens(drawn_for, sampled, shape.draw_offsets.tolist())
                 else:
-                    sampled = self._sample(outputs, drawn_for, draws, logits.float())
+                    sampled = self._sample(outputs, drawn_for, shape, draws, logits.float())
             self._score_prompts(outputs, step.scheduled, hidden)
             self._pooling.add(outputs, step.scheduled, hidden)
         if sampled is not None and (shape.has_guesses or shape.is_ahead):
-            note_accepted(shape, self._request_rows, sampled.token_ids, self._uploader, lag)
+            note_accepted(shape, self._request_rows, sampled.tensor, self._uploader, lag)
 
     def _is_plain(self, draws: Draws) -> bool:
         """Whether tokens drawn by temperature and seed alone are all that is wanted."""
@@ -164,18 +165,29 @@ class Runner:
         return SampledTokens(torch.stack((token_ids, flags.long())))
 
     def _sample(
-        self, outputs: StepOutputs, drawn_for: Sequence[ScheduledRequest], draws: Draws, logits: Tensor
+        self,
+        outputs: StepOutputs,
+        drawn_for: Sequence[ScheduledRequest],
+        shape: StepShape,
+        draws: Draws,
+        logits: Tensor,
     ) -> SampledTokens:
         """Draws tokens from float32 logits with all that requests ask for, and scores them for those who want that."""
         if self.observe_logits is not None:
             self.observe_logits(drawn_for, draws.positions, logits)
         scored = self._logprobs.keep(logits, draws)
-        masks = self._grammars.masks(draws.request_rows)
+        masks = self._grammars.masks(draws.request_rows, shape.draw_follows if shape.has_guesses else None)
+        undefined: list[int] = []
         if masks is not None:
+            undefined = np.flatnonzero(masks.undefined).tolist()
             draws = replace(draws, masks=masks.words, only_ends=masks.only_ends)
         sampled = self._sampler.sample(logits, draws)
         self._request_rows.write_tokens(draws.request_rows, draws.positions, sampled.token_ids)
-        outputs.add_tokens(drawn_for, sampled, None if masks is None else partial(self._grammars.advance, masks))
+        if undefined:  # as if it had failed, for who counts what was accepted
+            (index,) = self._uploader.upload(np.array(undefined))
+            sampled.tensor[1].index_fill_(0, index, UNDEFINED)
+        advance = None if masks is None else partial(self._grammars.advance, masks)
+        outputs.add_tokens(drawn_for, sampled, shape.draw_offsets.tolist(), undefined, advance)
         if scored is not None:
             outputs.add_scores(drawn_for, scored, scored.score(sampled.token_ids, self._decoder.kernels))
         return sampled

@@ -14,7 +14,10 @@ _FORGET = 0.98
 """Of the weight of a step when the next one comes."""
 _FIRST_SHARE = 0.1
 """A further token's cost as a part of a whole step's, until it was measured."""
+_CERTAINTY = 1.0
+"""Of that: as that of steps whose numbers of tokens have this variance."""
 _OUTLIER = 3.0
+"""A step that takes so many times as long as expected met something else."""
 
 
 class StepCosts:
@@ -38,8 +41,9 @@ class StepCosts:
         tokens, seconds = float(step.num_tokens), entry.committed - begin
         self._gain = float(sum(map(len, result.tokens.values()))) or 1.0
         self._num_tokens = step.num_tokens
-        if self._weight > 4 and seconds > _OUTLIER * (self._base_and_slope()[0] + self._base_and_slope()[1] * tokens):
-            seconds = _OUTLIER * (self._base_and_slope()[0] + self._base_and_slope()[1] * tokens)
+        if self._weight > 4:
+            base, slope = self._base_and_slope()
+            seconds = min(seconds, _OUTLIER * (base + slope * tokens))
         self._weight = self._weight * _FORGET + 1
         self._tokens = self._tokens * _FORGET + tokens
         self._seconds = self._seconds * _FORGET + seconds
@@ -57,9 +61,9 @@ class StepCosts:
     def _base_and_slope(self) -> tuple[float, float]:
         mean, seconds = self._tokens / self._weight, self._seconds / self._weight
         variance = self._squares / self._weight - mean * mean
-        slope = seconds * _FIRST_SHARE / mean
-        if variance > 0.02 * mean:
-            slope = (self._products / self._weight - mean * seconds) / variance
+        covariance = self._products / self._weight - mean * seconds
+        # As if a little had been measured before: times are noisy, and often all steps are alike.
+        slope = (covariance + _CERTAINTY * _FIRST_SHARE * seconds / mean) / (variance + _CERTAINTY)
         slope = min(max(slope, 0.0), seconds / mean)
         return seconds - slope * mean, slope
 

@@ -98,7 +98,9 @@ class Speculator:
 
     def num_drafts(self, request: DraftedRequest) -> int:
         """How many tokens the runner should draft behind those that the step about to be made draws."""
-        state = self._state(request) if self._runner_drafts else None
+        if not self._runner_drafts and (not self._ngrams or request.params.structured is None):
+            return 0
+        state = self._state(request)
         return 0 if state is None else self._count(request, state, MAX_GUESSES)
 
     def _state(self, request: DraftedRequest) -> _DraftState | None:
