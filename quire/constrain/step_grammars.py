@@ -55,6 +55,10 @@ class StepGrammars:
             answer = admission.token_ids[admission.num_prompt_tokens :]
             self.constrainer.admit(admission.row, params.structured, answer, ends)
 
+    def constrains(self, row: int) -> bool:
+        """Whether a request row has a grammar."""
+        return self.constrainer is not None and self.constrainer.constrains(np.array([row]))
+
     def start(self, request_rows: Indices) -> None:
         """Begins with the masks of these draws, if they don't wait for tokens of the step before."""
         if self.constrainer is not None and (self._last is None or self._last.is_read):

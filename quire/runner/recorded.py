@@ -20,6 +20,9 @@ from quire.runner.batch import StepShape
 from quire.runner.graphs import DecodeOutput
 from quire.runner.request_rows import RequestRows
 
+_MOST_ROWS = 64
+"""Of a step that checks guesses: with more, Python takes no time to speak of."""
+
 
 class _Recording(NamedTuple):
     inputs: Int32Array
@@ -50,6 +53,8 @@ class RecordedSteps:
     def run(self, shape: StepShape, lag: Tensor | None = None) -> DecodeOutput | None:
         """Computes a decode step, whose rows begin `lag` earlier; None where it takes too much memory to keep."""
         count = len(shape.request_rows)
+        if count > max(_MOST_ROWS, len(self._rows.token_ids)):
+            return None
         if count not in self._recordings:
             inputs = torch.zeros(4, count + 1, dtype=torch.int32)
             self._fill(inputs.numpy(), shape, lag)

@@ -20,6 +20,7 @@ from quire.kernels.ops import SampleRows
 from quire.models.decoder import Decoder
 from quire.runner.batch import InputBatch, StepShape, build_batch, lag_of, note_accepted, write_guesses
 from quire.runner.device import return_freed_memory
+from quire.runner.drafting import ModelDrafter
 from quire.runner.graphs import DecodeGraphs, DecodeOutput
 from quire.runner.kv_cache import KVCache
 from quire.runner.pooling import PoolingRows
@@ -47,9 +48,10 @@ class Runner:
         block_size: int,
         constrainer: Constrainer | None = None,
         graphs: DecodeGraphs | RecordedSteps | None = None,
+        drafter: ModelDrafter | None = None,
     ) -> None:
         """The `constrainer` is needed for requests with structured output only. The `graphs` make steps quicker in
-        which nobody asks for more than a temperature."""
+        which nobody asks for more than a temperature. A `drafter` makes guesses, for which steps wait for tokens."""
         spec, kernels = decoder.spec, decoder.kernels
         max_num_seqs, device = len(request_rows.token_ids), request_rows.token_ids.device
         self._decoder = decoder
@@ -66,6 +68,7 @@ class Runner:
         if device.type == "cuda":
             self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graphs = graphs
+        self._drafter = drafter
         self.observe_logits: LogitsObserver | None = None
 
     @torch.inference_mode()
@@ -79,11 +82,17 @@ class Runner:
         self._grammars.submitted(pending)
         if self._graphs is not None and step.scheduled:
             self._graphs.capture_next()
+        if self._drafter is not None and any(entry.num_drafts for entry in step.scheduled):
+            # Grammars tell what must follow themselves.
+            free = [entry for entry in step.scheduled if not self._grammars.constrains(entry.row)]
+            pending.add_drafts(self._drafter.draft(free, pending.result().tokens, self._sampler))
         return pending
 
     def release(self) -> None:
         """Lets go of weights and cache, whoever else still holds this runner."""
         self._graphs = None
+        if self._drafter is not None:
+            self._drafter.release()
         self._decoder.release()
         self._kv_cache.release()
         self._grammars.close()
@@ -92,6 +101,8 @@ class Runner:
     def _apply(self, step: Step) -> None:
         """Takes up what changed since the last step: blocks that moved, who left, who came, who grew."""
         self._kv_cache.copy_blocks(step.copies)
+        if self._drafter is not None:
+            self._drafter.apply(step)
         self._grammars.apply(step)
         for admission in step.admitted:
             self._sampler.admit(admission)
@@ -133,6 +144,8 @@ class Runner:
                     outputs.add_tokens(drawn_for, sampled, shape.draw_offsets.tolist())
                 else:
                     sampled = self._sample(outputs, drawn_for, shape, draws, logits.float())
+            if self._drafter is not None:
+                self._drafter.follow(shape, batch)
             self._score_prompts(outputs, step.scheduled, hidden)
             self._pooling.add(outputs, step.scheduled, hidden)
         if sampled is not None and (shape.has_guesses or shape.is_ahead):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -162,6 +163,11 @@ class PendingStep:
     def is_read(self) -> bool:
         """Whether somebody has waited for it already."""
         return self._result is not None
+
+    def add_drafts(self, drafts: Mapping[str, tuple[int, ...]]) -> None:
+        """What was drafted behind its tokens, once they have been read."""
+        assert self._result is not None
+        self._result = replace(self._result, drafts={**drafts, **self._result.drafts})
 
     def result(self) -> StepResult:
         if self._result is None:

@@ -22,12 +22,13 @@ def plain(smollm2_gguf: Path) -> Iterator[LLM]:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("speculation", ["ngram"])
+@pytest.mark.parametrize("speculation", ["ngram", "draft"])
 def test_every_kind_of_request(
     plain: LLM, smollm2_gguf: Path, speculation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StepCosts, "least_chance", lambda self: 0.0)  # guess whatever can be guessed
-    with LLM(smollm2_gguf, max_model_len=512, kv_cache_memory="200MiB", speculation=speculation) as llm:
+    monkeypatch.setattr(StepCosts, "least_chance", lambda self: 0.3)  # not what this machine's noise makes of it
+    speculation = f"draft:{smollm2_gguf}" if speculation == "draft" else speculation
+    with LLM(smollm2_gguf, max_model_len=512, kv_cache_memory="400MiB", speculation=speculation) as llm:
         outputs = answers(llm, 7, COUNT, 24)
     drafted, accepted = num_accepted(outputs)
     assert accepted > COUNT
