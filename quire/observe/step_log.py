@@ -195,10 +195,18 @@ class StepSummary(NamedTuple):
     seconds: float
     """From its being scheduled to its results' arrival."""
     error: str | None = None
+    num_guessed: int = 0
+    """Requests that had guesses checked."""
+    num_guesses: int = 0
+    accepted: tuple[int, ...] = ()
+    """How many of the first guesses were right, of the second ones, and so on."""
 
 
 def summarize(entry: StepLogEntry) -> StepSummary:
     step = entry.step
+    guessed = [one for one in step.scheduled if one.guesses]
+    tokens = entry.result.tokens if entry.result is not None else {}
+    lengths = [len(tokens.get(one.request_id, ())) - 1 for one in guessed]
     return StepSummary(
         step_id=step.step_id,
         now=step.now,
@@ -210,6 +218,9 @@ def summarize(entry: StepLogEntry) -> StepSummary:
         num_preempted=len(step.preempted),
         seconds=entry.committed - step.now,
         error=entry.error,
+        num_guessed=len(guessed),
+        num_guesses=sum(len(one.guesses) for one in guessed),
+        accepted=tuple(sum(length > place for length in lengths) for place in range(max(lengths, default=0))),
     )
 
 

@@ -22,6 +22,21 @@ class NamedToolChoice(common.Body):
     function: FunctionName
 
 
+class PredictedText(common.Body):
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(common.Body):
+    """What the client thinks the answer will be, or be like."""
+
+    type: Literal["content"]
+    content: str | list[PredictedText]
+
+    def joined(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatCompletionRequest(common.SamplingFields):
     """POST /v1/chat/completions"""
 
@@ -32,7 +47,6 @@ class ChatCompletionRequest(common.SamplingFields):
         "audio": "the model writes text only",
         "functions": "use tools",
         "function_call": "use tool_choice",
-        "prediction": "there is no predicted output",
         "web_search_options": "there is no web search",
         "verbosity": "say in a message how long the answer should be",
         "store": "nothing is stored",
@@ -52,6 +66,7 @@ class ChatCompletionRequest(common.SamplingFields):
     tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    prediction: Prediction | None = None
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = Field(None, max_length=1024)
     metadata: dict[str, Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=16)
@@ -69,7 +84,10 @@ class ChatCompletionRequest(common.SamplingFields):
         self.check_stream()
         structured, fields = self.structured()
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        params = self.sampling_params(max_tokens=self._max_tokens(), logprobs=logprobs, structured=structured)
+        predicted = (self.prediction.joined() if self.prediction is not None else None) or None
+        params = self.sampling_params(
+            max_tokens=self._max_tokens(), logprobs=logprobs, structured=structured, prediction=predicted
+        )
         if self.max_completion_tokens is not None:
             fields["max_tokens"] = "max_completion_tokens"
         kwargs = dict(self.chat_template_kwargs or {})

@@ -227,6 +227,8 @@ class SamplingFields(ApiRequest):
     priority: int = 0
     deadline: float | None = Field(None, gt=0)
     """Seconds after which the request ends."""
+    speculation: bool = True
+    """False: no guesses. The answer is the same."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
