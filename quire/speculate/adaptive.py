@@ -29,6 +29,8 @@ class StepCosts:
         self._gain = 1.0
         """Tokens that came of the last step."""
         self._num_tokens = 1
+        self._share = _FIRST_SHARE
+        """What was last known of that, for when steps have long been alike."""
 
     def observe(self, entry: StepLogEntry) -> None:
         """A step that is over; those with prompts in them say little about guesses."""
@@ -49,6 +51,11 @@ class StepCosts:
         self._seconds = self._seconds * _FORGET + seconds
         self._squares = self._squares * _FORGET + tokens * tokens
         self._products = self._products * _FORGET + tokens * seconds
+        base, slope = self._base_and_slope()
+        share = slope * tokens / max(base + slope * tokens, 1e-9)
+        mean = self._tokens / self._weight
+        spread = self._squares / self._weight - mean * mean
+        self._share += 0.2 * (share - self._share) * spread / (spread + _CERTAINTY)
 
     def least_chance(self) -> float:
         """How probable it must be that a guess is right, so that checking it makes answers come sooner: a further
@@ -63,7 +70,7 @@ class StepCosts:
         variance = self._squares / self._weight - mean * mean
         covariance = self._products / self._weight - mean * seconds
         # As if a little had been measured before: times are noisy, and often all steps are alike.
-        slope = (covariance + _CERTAINTY * _FIRST_SHARE * seconds / mean) / (variance + _CERTAINTY)
+        slope = (covariance + _CERTAINTY * self._share * seconds / mean) / (variance + _CERTAINTY)
         slope = min(max(slope, 0.0), seconds / mean)
         return seconds - slope * mean, slope
 
@@ -87,7 +94,6 @@ class Acceptance:
             self._num_right, self._num_wrong = num_right, num_wrong
             self._right = self._right * 0.7 + right
             self._tried = self._tried * 0.7 + right + wrong
-            self._wait = 2 if right > wrong else min(2 * self._wait, 512)
 
     def count(self, least_chance: float, most: int) -> int:
         """How many guesses to check, if there are some."""
@@ -95,9 +101,10 @@ class Acceptance:
         if least_chance <= 0:
             return most
         if chance > least_chance < 1:
+            self._wait = 2
             return min(most, int(math.log(least_chance) / math.log(chance)))
         if self._skip < self._wait:
             self._skip += 1
             return 0
-        self._skip = 0
+        self._skip, self._wait = 0, min(2 * self._wait, 512)
         return min(most, 1)
