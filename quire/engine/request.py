@@ -76,7 +76,7 @@ class Request:
     drafts: Sequence[int] = ()
     """What the runner thinks may follow the known tokens."""
     draft_state: Any = None
-    """What whoever makes guesses keeps of this request."""
+    """What whoever makes guesses keeps of this request; False where there are never any."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     num_rejections: int = 0

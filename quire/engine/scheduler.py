@@ -299,13 +299,16 @@ class Scheduler:
         """Guessed tokens behind those of the requests that sample, out of what everyone else has left: budget that is
         unused, and blocks of which every running request could still take one."""
         block_size, drafts = self.config.block_size, self._num_drafts is not None
-        for index, (request, entry) in enumerate(zip(plan.requests, plan.scheduled, strict=True)):
+        for index, request in enumerate(plan.requests):
+            if request.draft_state is False:
+                continue
+            entry = plan.scheduled[index]
             if not entry.samples or request.pooling is not None:
                 continue
-            most = min(plan.budget, request.max_total_tokens - len(request.token_ids) - request.num_placeholders)
-            guesses = guess(request, most) if most > 0 else ()
+            guesses = guess(request, plan.budget) if plan.budget else ()
             if not guesses and not drafts:
                 continue
+            most = max(0, min(plan.budget, request.max_total_tokens - request.num_tokens))
             computed = request.num_computed_tokens
             new_block_ids = self._grow_for_guesses(request, computed + min(len(guesses), most), entry.new_block_ids)
             guesses = tuple(guesses[: min(most, len(request.block_table) * block_size - computed)])

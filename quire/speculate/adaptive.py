@@ -16,6 +16,8 @@ _FIRST_SHARE = 0.1
 """A further token's cost as a part of a whole step's, until it was measured."""
 _CERTAINTY = 1.0
 """Of that: as that of steps whose numbers of tokens have this variance."""
+_MARGIN = 1.05
+"""A guess must gain so many times what it costs: neither is known well."""
 _OUTLIER = 3.0
 """A step that takes so many times as long as expected met something else."""
 
@@ -26,9 +28,11 @@ class StepCosts:
     def __init__(self) -> None:
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
         self._last_end = float("-inf")
-        self._gain = 1.0
-        """Tokens that came of the last step."""
-        self._num_tokens = 1
+        self.least_chance = _FIRST_SHARE
+        """How probable it must be that a guess is right, so that checking it makes answers come sooner: a further
+        token's cost, over the cost per token that comes out of steps as they are."""
+        self.num_requests = 1
+        """In the last step."""
         self._share = _FIRST_SHARE
         """What was last known of that, for when steps have long been alike."""
 
@@ -41,8 +45,7 @@ class StepCosts:
         if any(not one.samples or one.num_tokens != 1 + len(one.guesses) for one in step.scheduled):
             return
         tokens, seconds = float(step.num_tokens), entry.committed - begin
-        self._gain = float(sum(map(len, result.tokens.values()))) or 1.0
-        self._num_tokens = step.num_tokens
+        gain = float(sum(map(len, result.tokens.values()))) or 1.0
         if self._weight > 4:
             base, slope = self._base_and_slope()
             seconds = min(seconds, _OUTLIER * (base + slope * tokens))
@@ -56,14 +59,8 @@ class StepCosts:
         mean = self._tokens / self._weight
         spread = self._squares / self._weight - mean * mean
         self._share += 0.2 * (share - self._share) * spread / (spread + _CERTAINTY)
-
-    def least_chance(self) -> float:
-        """How probable it must be that a guess is right, so that checking it makes answers come sooner: a further
-        token's cost, over the cost per token that comes out of steps as they are."""
-        if not self._weight:
-            return _FIRST_SHARE
-        base, slope = self._base_and_slope()
-        return slope * self._gain / max(base + slope * self._num_tokens, 1e-9)
+        self.least_chance = _MARGIN * slope * gain / max(base + slope * tokens, 1e-9)
+        self.num_requests = len(step.scheduled)
 
     def _base_and_slope(self) -> tuple[float, float]:
         mean, seconds = self._tokens / self._weight, self._seconds / self._weight
@@ -78,29 +75,31 @@ class StepCosts:
 class Acceptance:
     """How often one request's guesses have been right lately, and so how many are worth checking."""
 
-    __slots__ = ("_num_right", "_num_wrong", "_right", "_skip", "_tried", "_wait")
+    __slots__ = ("_right", "_skip", "_tried", "_wait", "chance", "num_right", "num_wrong")
 
     def __init__(self) -> None:
         self._right, self._tried = 1.4, 2.0  # as if two had been tried
-        self._num_right = self._num_wrong = 0
+        self.chance = self._right / self._tried
+        """Of the next guess to be right."""
+        self.num_right = self.num_wrong = 0
+        """All guesses so far that were right, and that were the first wrong one of a step."""
         self._wait = 2
         """Once nothing is worth it: so many chances are let go before one guess is tried again."""
         self._skip = 0
 
     def learn(self, num_right: int, num_wrong: int) -> None:
-        """All guesses so far that were right, and that were the first wrong one of a step."""
-        right, wrong = num_right - self._num_right, num_wrong - self._num_wrong
-        if right or wrong:
-            self._num_right, self._num_wrong = num_right, num_wrong
-            self._right = self._right * 0.7 + right
-            self._tried = self._tried * 0.7 + right + wrong
+        right, wrong = num_right - self.num_right, num_wrong - self.num_wrong
+        self.num_right, self.num_wrong = num_right, num_wrong
+        self._right = self._right * 0.8 + right
+        self._tried = self._tried * 0.8 + right + wrong
+        self.chance = min(self._right / self._tried, 0.97)
 
     def count(self, least_chance: float, most: int) -> int:
         """How many guesses to check, if there are some."""
-        chance = min(self._right / self._tried, 0.99)
+        chance = self.chance
         if least_chance <= 0:
             return most
-        if chance > least_chance < 1:
+        if chance > least_chance:
             self._wait = 2
             return min(most, int(math.log(least_chance) / math.log(chance)))
         if self._skip < self._wait:

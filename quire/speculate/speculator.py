@@ -18,8 +18,8 @@ from quire.step import StepLogEntry
 
 MAX_GUESSES = 15
 """In one step and request."""
-_NEVER = object()
-"""The state of a request for which nothing is guessed."""
+_SEARCHES = 24
+"""About so many searches in vain a step are made."""
 _MAX_INDEXED = 8192
 """Tokens that are taken into an index at once: a long prompt is spread over the steps that compute it."""
 
@@ -30,7 +30,7 @@ class DraftedRequest(Protocol):
     token_ids: list[int]
     num_placeholders: int
     draft_state: Any
-    """Kept here between calls."""
+    """Kept here between calls; False where nothing is ever guessed."""
 
     @property
     def num_prompt_tokens(self) -> int: ...
@@ -47,9 +47,11 @@ class DraftedRequest(Protocol):
 
 
 class _DraftState:
-    __slots__ = ("acceptance", "index", "prediction")
+    __slots__ = ("acceptance", "index", "num_missed", "pause", "prediction")
 
     def __init__(self, prediction: tuple[int, ...]) -> None:
+        self.num_missed = self.pause = 0
+        """Searches in vain, and how many times there is no search because of them."""
         self.acceptance = Acceptance()
         self.index = NgramIndex()
         self.prediction = PredictedAnswer(prediction) if prediction else None
@@ -76,8 +78,11 @@ class Speculator:
     def guess(self, request: DraftedRequest, most: int) -> Sequence[int]:
         """At most so many tokens that may follow all of a request's tokens, those in flight included but for the one
         that is about to be drawn; as if those had all come as guessed."""
-        state = self._state(request)
+        state = request.draft_state or self._state(request)
         if state is None:
+            return ()
+        if state.pause and not request.drafts:
+            state.pause -= 1
             return ()
         most = self._count(request, state, most)
         if not most:
@@ -91,7 +96,11 @@ class Speculator:
         if len(found) <= ahead and self._ngrams and state.index.extend(token_ids, _MAX_INDEXED):
             place = state.index.find(token_ids)
             if place >= 0:
-                found = continuation(token_ids, place, ahead + most)
+                found, state.num_missed = continuation(token_ids, place, ahead + most), 0
+            else:
+                # With many requests the searches of those who find nothing add up.
+                state.num_missed += 1
+                state.pause = min(state.num_missed, self._costs.num_requests // _SEARCHES)
         found = found[ahead : ahead + most]
         # Tokenizers know more tokens than some models.
         return found if not found or max(found) < self._vocab_size else ()
@@ -107,9 +116,8 @@ class Speculator:
         state = request.draft_state
         if state is None:
             is_used = self._is_used(request)
-            state = _DraftState(request.resolved.prediction_ids) if is_used else _NEVER
-            request.draft_state = state
-        return state if state is not _NEVER else None
+            request.draft_state = state = _DraftState(request.resolved.prediction_ids) if is_used else False
+        return state or None
 
     def _is_used(self, request: DraftedRequest) -> bool:
         """Whether there can be guesses for a request at all."""
@@ -118,8 +126,9 @@ class Speculator:
         return can and request.params.speculation and not request.params.logits_processors
 
     def _count(self, request: DraftedRequest, state: _DraftState, most: int) -> int:
-        most = min(most, MAX_GUESSES)
         if not self._adaptive:
-            return most
-        state.acceptance.learn(request.accepted_tokens, request.num_rejections)
-        return state.acceptance.count(self._costs.least_chance(), most)
+            return min(most, MAX_GUESSES)
+        acceptance = state.acceptance
+        if request.accepted_tokens != acceptance.num_right or request.num_rejections != acceptance.num_wrong:
+            acceptance.learn(request.accepted_tokens, request.num_rejections)
+        return acceptance.count(self._costs.least_chance, min(most, MAX_GUESSES))

@@ -141,7 +141,7 @@ class TestWhatPays:
         right = wrong = 0
         spent = tokens = 0.0
         for number in range(600):
-            count = acceptance.count(costs.least_chance(), MAX_GUESSES)
+            count = acceptance.count(costs.least_chance, MAX_GUESSES)
             accepted = next((i for i in range(count) if rng.random() >= chance), count)
             right, wrong = right + accepted, wrong + (accepted < count)
             seconds = (base + slope * num_requests * (1 + count)) * rng.uniform(0.9, 1.1)
@@ -170,7 +170,7 @@ class TestWhatPays:
 
     def test_prompts_say_nothing_about_guesses(self) -> None:
         costs: Any = StepCosts()
-        before = costs.least_chance()
+        before = costs.least_chance
         scheduled = (ScheduledRequest("a", 0, 0, 300, True, ()),)
         costs.observe(StepLogEntry(Step(0, 0.0, scheduled), StepResult(0, {"a": (1,)}), None, 9.0))
-        assert costs.least_chance() == before
+        assert costs.least_chance == before
