@@ -6,23 +6,25 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire.config import EngineConfig, Limits
 from quire.constrain import GrammarCompiler
 from quire.engine import EngineCore, Scheduler, SchedulerConfig
+from quire.errors import InvalidRequestError
 from quire.frontend.tokenizer import Tokenizer
 from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
 from quire.models.load import Progress, load_planned, open_model
-from quire.models.sources import ModelSource
-from quire.models.weight_plan import ModelFiles
+from quire.models.sources import ModelSource, resolve
+from quire.models.weight_plan import ModelFiles, WeightPlan, plan_weights
 from quire.observe.step_log import StepLog
 from quire.runner.device import pick_device, pick_dtype, use_own_cores, wake
 from quire.runner.memory import CachePlan
 from quire.runner.runner import Runner
-from quire.runner.worker import choose_weights, expected_plan, start_worker
+from quire.runner.worker import Draft, choose_weights, expected_plan, start_worker
+from quire.speculate.speculator import Speculator
 from quire.step import StepLogEntry
 
 logger = logging.getLogger(__name__)
@@ -64,6 +66,7 @@ def build_engine(
         weights = choose_weights(files, config, device)
         _scheduler_config(config, expected_plan(weights, config), config.limits(device.type))
         decoder = load_planned(weights, config.max_model_len, progress)
+        draft = _load_draft(config, weights, decoder, tokenizer)
     finally:
         files.checkpoint.close()
     eos_token_ids = tuple(dict.fromkeys((*files.spec.eos_token_ids, *tokenizer.eos_token_ids)))
@@ -75,7 +78,44 @@ def build_engine(
         eos_token_ids=eos_token_ids,
         listeners=listeners,
         formats=weights.describe(),
+        draft=draft,
     )
+
+
+def _load_draft(config: EngineConfig, weights: WeightPlan, decoder: Decoder, tokenizer: Tokenizer) -> Draft | None:
+    """The decoder that makes guesses, if `speculation` wants one."""
+    device, spec = weights.device, decoder.spec
+    if config.speculation == "self":
+        stored = weights.files.block_formats()
+        if stored and not weights.expanded():
+            raise InvalidRequestError(
+                "speculation",
+                f"is self, but the weights are computed with as they are stored ({', '.join(stored)}), and there are "
+                'no quicker ones to draft with: use ngram, or quantization="none"',
+            )
+        plan = plan_weights(weights.files, weights.kernels, weights.dtype, device, "auto" if stored else "int4")
+        return Draft(load_planned(plan, config.max_model_len), False, f"drafts by itself in {plan.describe()}")
+    if not config.speculation.startswith("draft:"):
+        return None
+    source = resolve(config.speculation.removeprefix("draft:"))
+    files, own_tokenizer = _open(source)
+    try:
+        sizes = {own_tokenizer.vocab_size, tokenizer.vocab_size, spec.vocab_size, files.spec.vocab_size}
+        known = range(min(sizes))
+        differs = next((i for i in known if own_tokenizer.token_bytes(i) != tokenizer.token_bytes(i)), None)
+        if differs is not None or files.spec.vocab_size != spec.vocab_size:
+            where = "" if differs is None else f", and the first that differs is {differs}"
+            raise InvalidRequestError(
+                "speculation",
+                f"{source.name} can't draft for this model: its vocabulary has {files.spec.vocab_size} tokens, the "
+                f"model's {spec.vocab_size}{where}",
+            )
+        # Its weights may be in another format, but it reads what the model writes.
+        plan = choose_weights(files, replace(config, dtype=str(decoder.dtype).removeprefix("torch.")), device)
+        name = f"{source.name} drafts ({plan.describe()})"
+        return Draft(load_planned(plan, decoder.max_position), True, name)
+    finally:
+        files.checkpoint.close()
 
 
 def assemble(
@@ -87,18 +127,28 @@ def assemble(
     eos_token_ids: tuple[int, ...] = (),
     listeners: Sequence[Callable[[StepLogEntry], None]] = (),
     formats: str = "",
+    draft: Draft | None = None,
 ) -> Engine:
     """An engine around a decoder whose weights are in place; without a tokenizer, tokens are bytes. `listeners` hear of
     every step that is over; `formats` says which ones the weights are in."""
     tokenizer = Tokenizer.of_bytes() if tokenizer is None else tokenizer
     grammars = GrammarCompiler(tokenizer, decoder.spec.vocab_size, eos_token_ids)
-    worker = start_worker(decoder, config, grammars, formats)
+    worker = start_worker(decoder, config, grammars, formats, draft)
     device = decoder.device
-    step_log = StepLog(path=Path(config.step_log) if config.step_log is not None else None, listeners=listeners)
+    speculator = Speculator(
+        decoder.spec.vocab_size, ngrams=config.speculation == "ngram", runner_drafts=draft is not None
+    )
+    path = Path(config.step_log) if config.step_log is not None else None
+    step_log = StepLog(path=path, listeners=(*listeners, speculator.observe))
     core = EngineCore(
-        Scheduler(_scheduler_config(config, worker.plan, config.limits(device.type))),
+        Scheduler(
+            _scheduler_config(config, worker.plan, config.limits(device.type)),
+            guess=speculator.guess,
+            num_drafts=None if config.speculation == "off" else speculator.num_drafts,
+        ),
         worker.runner,
-        depth=2 if device.type == "cuda" else 1,  # the host prepares a step while the device computes another
+        # The host prepares a step while the device computes another, unless there is drafting in between.
+        depth=2 if device.type == "cuda" and draft is None else 1,
         on_step=step_log.append,
         clock=time.monotonic,
     )

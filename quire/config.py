@@ -71,6 +71,10 @@ class EngineConfig:
     cuda_graphs: bool = True
     """Whether decode steps are captured and launched as a whole; on a CPU, recorded and made again without Python. The
     same bits either way."""
+    speculation: str = "off"
+    """Where guesses at the next tokens come from, which are checked several at a time: off, ngram (what followed the
+    last time the same tokens stood there), self (the same weights in 4 bits) or draft:MODEL (a smaller model with the
+    same vocabulary). The answers are the same with any of them."""
     policy: Literal["fcfs", "priority"] = "fcfs"
     """The order of waiting requests: by arrival, or by priority and then arrival."""
     step_log: Path | str | None = None
@@ -79,6 +83,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise InvalidRequestError("device", f"must be auto, cpu, cuda or cuda:N, not {self.device!r}")
+        if not re.fullmatch(r"off|ngram|self|draft:.+", self.speculation):
+            raise InvalidRequestError(
+                "speculation", f"must be off, ngram, self or draft:MODEL, not {self.speculation!r}"
+            )
         for field, choices in _CHOICES.items():
             if (value := getattr(self, field)) not in choices:
                 raise InvalidRequestError(field, f"must be one of {', '.join(choices)}, not {value!r}")

@@ -33,6 +33,7 @@ MAX_LOGITS_PROCESSORS = 16
 MAX_SCHEMA = MAX_GRAMMAR = MAX_CHOICE_TEXT = 256 * 1024
 MAX_REGEX = 16 * 1024
 MAX_CHOICES = 1024
+MAX_PREDICTION = 2**20
 _MANY = 2**31 - 1
 
 LogitsProcessor = Callable[["Tensor", "Tensor"], "Tensor"]
@@ -91,6 +92,8 @@ class ResolvedTokens:
     """Sequences of tokens that may not be completed."""
     dry_breaker_ids: tuple[int, ...] = ()
     """Tokens no repetition that DRY punishes extends over, ascending."""
+    prediction_ids: tuple[int, ...] = ()
+    """The client's own idea of the answer."""
 
 
 def _check_biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
@@ -212,6 +215,12 @@ class SamplingParams:
     """Seconds from arrival after which the request ends with finish_reason "deadline"."""
     structured: StructuredOutput | None = check.checked(None, _check_structured, optional=True)  # noqa: RUF009
     """The form the answer must take (a mapping of StructuredOutput's fields will do)."""
+    speculation: bool = check.flag(True)
+    """Whether tokens may be guessed and checked several at a time, where the engine does that. The answer is the same
+    either way."""
+    prediction: str | None = check.text(MAX_PREDICTION)
+    """What the answer may be, or be like (a file that is to be changed a little): its tokens are guesses. The answer
+    is the same with any prediction, and comes the sooner the better it is."""
     logits_processors: tuple[LogitsProcessor, ...] = check.checked((), _check_processors)
     """Python functions over one row's logits, for the offline API; each costs a call per token."""
 

@@ -40,6 +40,9 @@ class ScheduledRequest(NamedTuple):
     guesses: tuple[int, ...] = ()
     """Tokens that may follow the known ones: none but where it samples."""
     runs_ahead: bool = False
+    num_drafts: int = 0
+    """So many tokens behind the drawn ones the runner should draft, as guesses for a later step: there are blocks for
+    the keys and values of all but the last of them."""
 
 
 class BlockCopy(NamedTuple):
@@ -102,6 +105,8 @@ class Finished:
     time: float
     num_prompt_tokens: int
     num_output_tokens: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +172,9 @@ class StepResult:
     """Requests that are complete with these tokens, whatever these are (their grammar has come to its end)."""
     pooled: Mapping[str, bytes] = field(default_factory=dict)
     """For requests with pooling that sample: the pooled vector, of length 1, as little-endian float32."""
+    drafts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """What the runner thinks may follow a request's tokens: a draft model's idea, or text that a grammar leaves no
+    choice about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +206,10 @@ class RequestMetrics:
     recomputed_tokens: int
     """Computed again after a preemption."""
     preemptions: int
+    drafted_tokens: int = 0
+    """Guesses that were checked."""
+    accepted_tokens: int = 0
+    """Guesses that were right, and so tokens of the answer that no step of their own was needed for."""
 
     @property
     def queue_time(self) -> float | None:

@@ -38,7 +38,7 @@ LAYERS = (
 
 CORE = ("engine", "runner", "sampling", "models", "kernels", "speculate")
 """With the top-level files, what a newcomer reads."""
-MAX_CORE_LINES = 15_000
+MAX_CORE_LINES = 15_600
 MAX_FILE_LINES = 400
 
 BACKEND_NAMES = ("reference", "cpu", "triton")

@@ -52,6 +52,7 @@ def chat(
     dtype: options.Dtype = "auto",
     quantization: options.Quantization = "auto",
     kv_cache_dtype: options.KVCacheDtype = "auto",
+    speculation: options.Speculation = "off",
     system: options.System = None,
 ) -> None:
     """Talk with a model. /help lists what you can type besides messages.
@@ -62,7 +63,7 @@ def chat(
     """
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens)
     engine = {"device": device, "dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
-    with open_llm(model, **engine) as llm:
+    with open_llm(model, speculation=speculation, **engine) as llm:
         say(llm.description)
         if not llm.has_chat_template:
             raise QuireError(f"{model} has no chat template, so it can't chat. Continue text with: quire run --raw")

@@ -34,4 +34,11 @@ KVCacheDtype = Annotated[
     str,
     Option("--kv-cache-dtype", metavar="auto|int8", help="Keys and values; int8: a quarter of the memory, on a CPU."),
 ]
+Speculation = Annotated[
+    str,
+    Option(
+        metavar="off|ngram|self|draft:M",
+        help="Guess tokens and check several at once: from repetitions, 4-bit weights or model M. Same answers.",
+    ),
+]
 System = Annotated[str | None, Option(metavar="TEXT", help="A system message for chat models.")]

@@ -37,6 +37,7 @@ def run(
     dtype: options.Dtype = "auto",
     quantization: options.Quantization = "auto",
     kv_cache_dtype: options.KVCacheDtype = "auto",
+    speculation: options.Speculation = "off",
     system: options.System = None,
     raw: Annotated[bool, Option("--raw", help="Continue the text as it is, without a chat template.")] = False,
     file: Annotated[Path | None, Option(metavar="FILE", help="Take further prompts from a file, one per line.")] = None,
@@ -45,6 +46,7 @@ def run(
         Option(metavar="P", help="Lower goes first. Once for all prompts, or once per prompt in their order."),
     ] = None,
     json_lines: Annotated[bool, Option("--json", help="Print one JSON object per prompt.")] = False,
+    verbose: Annotated[bool, Option("--verbose", "-v", help="Tell what came of guesses and of the cache.")] = False,
 ) -> None:
     """Answer one or more prompts. Several are computed as one batch.
 
@@ -64,14 +66,19 @@ def run(
     started = time.monotonic()
     policy = "priority" if priority else "fcfs"
     engine = {"device": device, "dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
-    with open_llm(model, policy=policy, **engine) as llm:
+    with open_llm(model, policy=policy, speculation=speculation, **engine) as llm:
         say(f"{llm.description} ({time.monotonic() - started:.1f} s)")
-        _answer(llm, texts, each, system, raw or not llm.has_chat_template, json_lines)
+        outputs = _answer(llm, texts, each, system, raw or not llm.has_chat_template, json_lines)
+        if verbose:
+            say(_details(outputs))
+        failed = [output for output in outputs if output.finish_reason == "error"]
+        if failed:
+            raise QuireError(f"{len(failed)} of {len(outputs)} requests failed: {failed[0].error}")
 
 
 def _answer(
     llm: LLM, texts: list[str], params: Sequence[SamplingParams], system: str | None, raw: bool, json_lines: bool
-) -> None:
+) -> list[RequestOutput]:
     start = [{"role": "system", "content": system}] if system is not None else []
     request_ids = [
         llm.add_request(text, one) if raw else llm.add_chat_request([*start, {"role": "user", "content": text}], one)
@@ -97,9 +104,7 @@ def _answer(
         raise
     if not json_lines:
         say(_summary(outputs, time.monotonic() - started))
-    failed = [output for output in outputs if output.finish_reason == "error"]
-    if failed:
-        raise QuireError(f"{len(failed)} of {len(outputs)} requests failed: {failed[0].error}")
+    return outputs
 
 
 class _JsonPrinter:
@@ -134,6 +139,8 @@ def _record(prompt: str, output: RequestOutput) -> dict[str, Any]:
             "cached_tokens": metrics.cached_tokens,
             "output_tokens": metrics.num_output_tokens,
             "preemptions": metrics.preemptions,
+            "drafted_tokens": metrics.drafted_tokens,
+            "accepted_tokens": metrics.accepted_tokens,
         },
         "timings": {
             "queue_seconds": _rounded(metrics.queue_time),
@@ -155,6 +162,15 @@ def _summary(outputs: Sequence[RequestOutput], seconds: float) -> str:
     first = min((wait for wait in waits if wait is not None), default=None)
     text = f"{new} tokens in {seconds:.1f} s ({new / max(seconds, 1e-9):.1f} tokens/s), prompt {prompt} tokens"
     return text if first is None else f"{text}, first token after {first:.2f} s"
+
+
+def _details(outputs: Sequence[RequestOutput]) -> str:
+    metrics = [output.metrics for output in outputs]
+    drafted, accepted = sum(one.drafted_tokens for one in metrics), sum(one.accepted_tokens for one in metrics)
+    new, cached = sum(one.num_output_tokens for one in metrics), sum(one.cached_tokens for one in metrics)
+    share = f"{accepted / drafted:.0%} of them right" if drafted else "speculation is off, or nothing could be guessed"
+    per_step = f", {new / max(new - accepted, 1):.2f} tokens per step of a request" if accepted else ""
+    return f"{drafted} tokens guessed, {share}{per_step}; {cached} prompt tokens from the cache"
 
 
 def _collect_prompts(given: list[str], file: Path | None) -> list[str]:

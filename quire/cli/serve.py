@@ -41,6 +41,7 @@ def serve(
         int | None, Option(metavar="N", help="Tokens computed in one step; default 512 on a CPU, 8192 on a GPU.")
     ] = None,
     kv_cache_dtype: options.KVCacheDtype = "auto",
+    speculation: options.Speculation = "off",
     kv_cache_memory: Annotated[str | None, Option(metavar="M", help=_CACHE_HELP)] = None,
     host_cache_memory: Annotated[
         str, Option(metavar="M", help="Host memory below the prefix cache, such as 4GiB; 0: none.")
@@ -103,6 +104,7 @@ def serve(
         "max_num_seqs": max_num_seqs,
         "max_batched_tokens": max_batched_tokens,
         "kv_cache_dtype": kv_cache_dtype,
+        "speculation": speculation,
         "kv_cache_memory": None if kv_cache_memory is None else _fraction_or_bytes(kv_cache_memory),
         "host_cache_memory": host_cache_memory,
         "prefix_caching": prefix_caching,

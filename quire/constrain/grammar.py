@@ -109,7 +109,8 @@ class GrammarState:
         """`token_ids` is the answer so far, for a request that comes back after a preemption."""
         self.grammar = grammar
         self._tokens: list[int] = []
-        self._is_private = False
+        self.is_private = False
+        """Whether it has an automaton of its own."""
         self.matcher = grammar.matcher()
         for token_id in token_ids:
             self.advance(token_id)
@@ -134,14 +135,19 @@ class GrammarState:
         self._tokens.append(token_id)
         return self.matcher.consume_token(token_id) or (self.start_over() and not self.matcher.is_error())
 
+    def forced_tokens(self) -> list[int]:
+        """Tokens that spell the text which must follow, as the tokenizer would cut it; none where there is a choice."""
+        tokens: list[int] = [] if self.is_private else self.matcher.compute_ff_tokens()
+        return tokens
+
     def start_over(self) -> bool:
         """After an error: takes all tokens again with an automaton of its own, which only its own text can fill.
 
         False if that was done before, so that the error is its own.
         """
-        if self._is_private:
+        if self.is_private:
             return False
-        self._is_private = True
+        self.is_private = True
         self.matcher = self.grammar.private_matcher()
         self.matcher.consume_tokens(self._tokens)
         return True

@@ -60,6 +60,9 @@ class GrammarMasks:
     """Request rows whose requests fail, and why."""
     epochs: Indices
     """Whose turn the request rows were, for `Constrainer.advance`."""
+    undefined: npt.NDArray[np.bool_]
+    """Draws that follow a guess after which the grammar has no say: it forbids the guess, or has ended with it, or came
+    to a limit on this way. Nothing may be drawn there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,8 @@ class Advanced:
     ended: frozenset[int] = frozenset()
     """Those whose grammar has come to its end with this token."""
     errors: dict[int, str] = field(default_factory=dict)
+    forced: dict[int, list[int]] = field(default_factory=dict)
+    """Tokens that spell what must follow, where that was asked for; the text may yet be cut into others."""
 
 
 class Constrainer:
@@ -137,8 +142,9 @@ class Constrainer:
             assert self._worker is not None
             self._started = states, self._worker.thread.submit(self._worker.compute, states)
 
-    def masks(self, request_rows: Indices) -> GrammarMasks | None:
-        """The masks of `request_rows`; None if none of them has a grammar. Waits for those that were started."""
+    def masks(self, request_rows: Indices, follows: Indices | None = None) -> GrammarMasks | None:
+        """The masks of `request_rows`; None if none of them has a grammar. Waits for those that were started. A row may
+        stand here several times in a row: then `follows` has the guess that each draw comes after, -1 for the first."""
         masked = self._is_constrained[request_rows]
         if not masked.any():
             return None
@@ -154,16 +160,59 @@ class Constrainer:
             self._started = None
             computed = np.fromiter((row in states for row in request_rows.tolist()), np.bool_, len(request_rows))
             words[computed] = self._worker.words[request_rows[computed]]
+        undefined = np.zeros(len(request_rows), dtype=np.bool_)
+        if follows is not None and states:
+            self._follow_guesses(request_rows, follows, words, undefined)
         only_ends = np.zeros(len(request_rows), dtype=np.bool_)
         for i in np.flatnonzero(masked).tolist() if self._ends else ():
             ends = self._ends.get(int(request_rows[i]))
             only_ends[i] = ends is not None and not (words[i] & ~ends).any()
         (sent,) = self._uploader.upload(words)
-        return GrammarMasks(request_rows, sent, masked, only_ends, errors, self._epochs[request_rows])
+        return GrammarMasks(request_rows, sent, masked, only_ends, errors, self._epochs[request_rows], undefined)
 
-    def advance(self, request_rows: Indices, tokens: Sequence[int], epochs: Indices | None = None) -> Advanced:
+    def _follow_guesses(
+        self, request_rows: Indices, follows: Indices, words: Words, undefined: npt.NDArray[np.bool_]
+    ) -> None:
+        """Fills the words of draws behind guesses, from copies of the states that go on with these. All rows' first
+        guesses at once, then their second ones, and so on."""
+        assert self._worker is not None
+        places = np.flatnonzero(follows >= 0)
+        undefined[places] = self._is_constrained[request_rows[places]]
+        walking: dict[int, llguidance.LLMatcher] = {}
+        """By draw, a copy that has taken all guesses before it."""
+        for place in places[follows[places - 1] < 0].tolist():
+            state = self._states.get(int(request_rows[place]))
+            # A state with an automaton of its own must not have it filled by what is perhaps never said.
+            if state is not None and not state.is_private and not state.is_finished and not state.matcher.is_error():
+                walking[place] = state.matcher.deep_copy()
+        while walking:
+            there: dict[int, llguidance.LLMatcher] = {}
+            for place, matcher in walking.items():
+                guess = int(follows[place])
+                is_allowed = bool(words[place - 1, guess // 32] >> guess % 32 & 1)
+                if is_allowed and matcher.consume_token(guess) and not matcher.is_stopped():
+                    there[place] = matcher
+            found = self._worker.fill_ahead(there, words)
+            for place in found:
+                undefined[place] = False
+            walking = {
+                place + 1: there[place]
+                for place in found
+                if place + 1 < len(follows)
+                and follows[place + 1] >= 0
+                and request_rows[place + 1] == request_rows[place]
+            }
+
+    def advance(
+        self,
+        request_rows: Indices,
+        tokens: Sequence[int],
+        epochs: Indices | None = None,
+        asks_forced: Sequence[bool] = (),
+    ) -> Advanced:
         """Tells the grammars which tokens their request rows drew. `epochs` are those of the masks they were drawn
-        with: a row that was dropped or admitted since is passed over. None: no row was."""
+        with: a row that was dropped or admitted since is passed over. None: no row was. `asks_forced` says behind which
+        tokens it is to be found what must follow."""
         due = self._is_constrained[request_rows]
         if epochs is not None:
             due &= self._epochs[request_rows] == epochs
@@ -172,7 +221,8 @@ class Constrainer:
         self._settle()  # masks that were started before this are of no use, and read what is changed here
         ended: set[int] = set()
         errors: dict[int, str] = {}
-        for row, token, is_due in zip(request_rows.tolist(), tokens, due.tolist(), strict=True):
+        forced: dict[int, list[int]] = {}
+        for place, (row, token, is_due) in enumerate(zip(request_rows.tolist(), tokens, due.tolist(), strict=True)):
             state = self._states.get(row) if is_due else None
             is_over = state is not None and state.is_finished  # drawn before that was known: nobody's
             if state is None or is_over:
@@ -181,7 +231,9 @@ class Constrainer:
                 errors[row] = _explain(state.error)
             elif state.is_finished:
                 ended.add(row)
-        return Advanced(frozenset(ended), errors)
+            elif asks_forced and asks_forced[place]:
+                forced[row] = state.forced_tokens()
+        return Advanced(frozenset(ended), errors, forced)
 
     def close(self) -> None:
         """Ends the threads."""
@@ -234,6 +286,22 @@ class _MaskWorker:
                 errors[row] = _explain(state.error or "it leaves no token to choose")
                 self.words[row] = self._text
         return errors
+
+    def fill_ahead(self, matchers: Mapping[int, llguidance.LLMatcher], words: Words) -> list[int]:
+        """Fills some rows of words of the caller's own; returns those that allow anything."""
+        if not matchers:
+            return []
+        count, num_words = words.shape
+        pairs = [(matcher, place) for place, matcher in matchers.items()]
+        self._executor.unsafe_compute_mask_ptr(pairs, words.ctypes.data, num_words * 4, count)
+        found = []
+        for place, matcher in matchers.items():
+            words[place] &= self._text_and_ends if matcher.is_accepting() else self._text
+            if not matcher.is_error() and words[place].any():
+                found.append(place)
+            else:
+                words[place] = -1
+        return found
 
     def _fill(self, states: Mapping[int, GrammarState]) -> None:
         count, num_words = self.words.shape

@@ -55,29 +55,37 @@ class StepGrammars:
             answer = admission.token_ids[admission.num_prompt_tokens :]
             self.constrainer.admit(admission.row, params.structured, answer, ends)
 
+    def constrains(self, row: int) -> bool:
+        """Whether a request row has a grammar."""
+        return self.constrainer is not None and self.constrainer.constrains(np.array([row]))
+
     def start(self, request_rows: Indices) -> None:
         """Begins with the masks of these draws, if they don't wait for tokens of the step before."""
         if self.constrainer is not None and (self._last is None or self._last.is_read):
             self.constrainer.start(request_rows)
 
-    def masks(self, request_rows: Indices) -> GrammarMasks | None:
-        """The masks of draws that are due now; None if none of them has a grammar."""
+    def masks(self, request_rows: Indices, follows: Indices | None = None) -> GrammarMasks | None:
+        """The masks of draws that are due now; None if none of them has a grammar. `follows`: see `Constrainer`."""
         if self.constrainer is None or not self.constrainer.constrains(request_rows):
             return None
         self._read_last()
         self._is_drawing = True
-        return self.constrainer.masks(request_rows)
+        return self.constrainer.masks(request_rows, follows)
 
     def submitted(self, step: SubmittedStep) -> None:
         """The step that was made last has been sent off as this one."""
         if self._is_drawing:
             self._last, self._is_drawing = step, False
 
-    def advance(self, masks: GrammarMasks, tokens: Sequence[int]) -> Advanced:
-        """Tells the grammars the tokens that were drawn under these masks."""
+    def advance(
+        self, masks: GrammarMasks, draws: Sequence[int], tokens: Sequence[int], asks_forced: Sequence[bool]
+    ) -> Advanced:
+        """Tells the grammars the tokens that came of some draws under these masks, and asks behind which of them it is
+        to be found what must follow."""
         assert self.constrainer is not None
-        advanced = self.constrainer.advance(masks.request_rows, tokens, masks.epochs)
-        return Advanced(advanced.ended, masks.errors | advanced.errors)
+        which = np.array(draws, np.int64)
+        advanced = self.constrainer.advance(masks.request_rows[which], tokens, masks.epochs[which], asks_forced)
+        return Advanced(advanced.ended, masks.errors | advanced.errors, advanced.forced)
 
     def close(self) -> None:
         if self.constrainer is not None:

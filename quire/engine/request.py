@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from quire.engine.block_key import BlockKey
 from quire.engine.block_pool import Block
@@ -72,6 +73,14 @@ class Request:
     """Tokens that steps in flight sample, as many as there are if all guesses in them are right."""
     num_guesses: int = 0
     """Guesses among them."""
+    drafts: Sequence[int] = ()
+    """What the runner thinks may follow the known tokens."""
+    draft_state: Any = None
+    """What whoever makes guesses keeps of this request; False where there are never any."""
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    num_rejections: int = 0
+    """Steps in which one of its guesses was wrong."""
     num_computed_tokens: int = 0
     """Tokens computed once all submitted steps are done, likewise."""
     num_committed_tokens: int = 0

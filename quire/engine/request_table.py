@@ -126,6 +126,7 @@ class RequestTable:
             self.blocks.publish_partial(request)
         self.blocks.release(request)
         request.block_keys = []
+        request.drafts, request.draft_state = (), None
         self._forget(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
@@ -133,7 +134,8 @@ class RequestTable:
         request.finished = now
         metrics = request.metrics()
         name, sizes = request.request_id, (metrics.num_prompt_tokens, metrics.num_output_tokens)
-        self.finished.append(Finished(name, row, reason, request.arrival, now, *sizes))
+        guesses = metrics.drafted_tokens, metrics.accepted_tokens
+        self.finished.append(Finished(name, row, reason, request.arrival, now, *sizes, *guesses))
         update = RequestUpdate(name, new_token_ids, reason, request.stop_token_id, error, metrics, scores)
         self.updates.append(update._replace(pooled=pooled))
 

@@ -26,7 +26,7 @@ class ResultTaker:
     def take(self, step: Step, requests: Sequence[Request], result: StepResult, now: float) -> None:
         """`requests` are those behind the step's entries; what happened to them goes to the table's updates."""
         tokens_of, errors, scores_of, ended = result.tokens, result.errors, result.scores, result.ended
-        prompt_scores = result.prompt_scores
+        prompt_scores, drafts = result.prompt_scores, result.drafts
         step_id = step.step_id
         block_size = self._config.block_size
         append = self._table.updates.append
@@ -73,6 +73,8 @@ class ResultTaker:
                 if computed // block_size > request.num_published_blocks:
                     self._blocks.publish(request)
             token_ids.append(token)
+            if drafts or request.drafts:
+                request.drafts = drafts.get(request_id, ())
             if request.first_token is None:
                 request.first_token = now
                 if owns_row and request.group_id is not None:
@@ -95,6 +97,9 @@ class ResultTaker:
         which is still to be appended."""
         request.num_placeholders -= num_guesses
         request.num_guesses -= num_guesses
+        request.drafted_tokens += num_guesses
+        request.accepted_tokens += len(tokens) - 1
+        request.num_rejections += len(tokens) <= num_guesses
         if owns_row:
             request.num_computed_tokens -= 1 + num_guesses - len(tokens)
         for index, token in enumerate(tokens[:-1]):

@@ -51,13 +51,21 @@ class _StepPlan:
 class Scheduler:
     """Turns requests into steps, and has their results taken in order."""
 
-    def __init__(self, config: SchedulerConfig, blocks: BlockManager | None = None, guess: Guess | None = None) -> None:
-        """`guess` gives tokens that may follow a request's own, which are then checked several at a time."""
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        blocks: BlockManager | None = None,
+        guess: Guess | None = None,
+        num_drafts: Callable[[Request], int] | None = None,
+    ) -> None:
+        """`guess` gives tokens that may follow a request's own, which are then checked several at a time; `num_drafts`
+        says how many of these the runner should find after a step, for the next."""
         self.config = config
         self.blocks = blocks or BlockManager(config)
         self.table = RequestTable(config, self.blocks)
         self._results = ResultTaker(config, self.blocks, self.table)
         self._guess = guess
+        self._num_drafts = num_drafts
         self.in_flight: deque[tuple[Step, list[Request]]] = deque()
         """Steps not committed yet, oldest first, with the requests behind their entries: results are matched
         by object, since by then a name may belong to another request."""
@@ -186,7 +194,7 @@ class Scheduler:
             if start < request.computed_before:
                 request.recomputed_tokens += 1
             ahead = guesses and request.num_guesses > 0
-            append(_make(ScheduledRequest, (request.request_id, row, start, 1, True, new_block_ids, (), ahead)))
+            append(_make(ScheduledRequest, (request.request_id, row, start, 1, True, new_block_ids, (), ahead, 0)))
             requests.append(request)
             request.num_computed_tokens = num_tokens
             request.num_placeholders += 1
@@ -290,36 +298,51 @@ class Scheduler:
     def _add_guesses(self, plan: _StepPlan, guess: Guess) -> None:
         """Guessed tokens behind those of the requests that sample, out of what everyone else has left: budget that is
         unused, and blocks of which every running request could still take one."""
-        pool, block_size = self.blocks.pool, self.config.block_size
-        for index, (request, entry) in enumerate(zip(plan.requests, plan.scheduled, strict=True)):
-            # A grammar knows what may follow the answer so far, not what may follow a guess.
-            if not entry.samples or request.pooling is not None or request.params.structured is not None:
+        block_size, drafts = self.config.block_size, self._num_drafts is not None
+        for index, request in enumerate(plan.requests):
+            if request.draft_state is False:
                 continue
-            room = len(request.block_table) * block_size - request.num_computed_tokens
-            room += max(0, pool.num_free - len(self.table.running)) * block_size
-            most = min(plan.budget, room, request.max_total_tokens - request.num_tokens)
-            guesses = tuple(guess(request, most))[:most] if most > 0 else ()
-            new_block_ids = entry.new_block_ids
-            end = request.num_computed_tokens + len(guesses)
-            while end > len(request.block_table) * block_size:
-                try:
-                    block = self.blocks.grow(request)
-                except QuireError:
-                    block = None
-                if block is None:  # what there is no block for is not guessed
-                    end = len(request.block_table) * block_size
-                    guesses = guesses[: end - request.num_computed_tokens]
-                else:
-                    new_block_ids = (*new_block_ids, block.block_id)
-            if guesses or new_block_ids is not entry.new_block_ids:
-                plan.scheduled[index] = entry._replace(
-                    num_tokens=entry.num_tokens + len(guesses), new_block_ids=new_block_ids, guesses=guesses
-                )
+            entry = plan.scheduled[index]
+            if not entry.samples or request.pooling is not None:
+                continue
+            guesses = guess(request, plan.budget) if plan.budget else ()
+            if not guesses and not drafts:
+                continue
+            most = max(0, min(plan.budget, request.max_total_tokens - request.num_tokens))
+            computed = request.num_computed_tokens
+            new_block_ids = self._grow_for_guesses(request, computed + min(len(guesses), most), entry.new_block_ids)
+            guesses = tuple(guesses[: min(most, len(request.block_table) * block_size - computed)])
+            request.num_computed_tokens = computed = computed + len(guesses)
+            request.num_placeholders += len(guesses)
+            request.num_guesses += len(guesses)
+            num_drafts = 0
+            if self._num_drafts is not None:
+                left = request.max_total_tokens - request.num_tokens - 1
+                num_drafts = min(self._num_drafts(request), left) if left > 0 else 0
+                # The drawn token and all drafts but the last are computed by whoever drafts.
+                new_block_ids = self._grow_for_guesses(request, computed + num_drafts, new_block_ids)
+                num_drafts = min(num_drafts, len(request.block_table) * block_size - computed)
+            if guesses:
                 plan.num_decodes = min(plan.num_decodes, index)
                 plan.budget -= len(guesses)
-                request.num_computed_tokens = end
-                request.num_placeholders += len(guesses)
-                request.num_guesses += len(guesses)
+            if guesses or num_drafts or new_block_ids is not entry.new_block_ids:
+                num_tokens = entry.num_tokens + len(guesses)
+                plan.scheduled[index] = ScheduledRequest(
+                    *entry[:3], num_tokens, True, new_block_ids, guesses, entry.runs_ahead, num_drafts
+                )
+
+    def _grow_for_guesses(self, request: Request, end: int, new_block_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Blocks for tokens up to `end`, as far as there are some that nobody needs; appended to the step's."""
+        block_size, pool = self.config.block_size, self.blocks.pool
+        while end > len(request.block_table) * block_size and pool.num_free > len(self.table.running):
+            try:
+                block = self.blocks.grow(request)
+            except QuireError:
+                return new_block_ids
+            if block is None:
+                return new_block_ids
+            new_block_ids = (*new_block_ids, block.block_id)
+        return new_block_ids
 
     def _take_oldest(self, step: Step, result: StepResult) -> list[Request]:
         if not self.in_flight or self.in_flight[0][0] is not step or result.step_id != step.step_id:

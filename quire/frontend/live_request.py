@@ -105,6 +105,9 @@ class LiveRequest:
             update = update._replace(metrics=end())
         if answer.stop_string is not None:
             update = update._replace(finish_reason="stop", error=None)
+            if update.metrics is not None and update.metrics.num_output_tokens != len(answer.token_ids):
+                # Several tokens came at once, and the stop string ended before the last of them.
+                update = update._replace(metrics=replace(update.metrics, num_output_tokens=len(answer.token_ids)))
         if update.finish_reason is not None:
             self._completions[index] = self._complete(index, answer, update)
         token_ids, reason = update.new_token_ids[:count], update.finish_reason

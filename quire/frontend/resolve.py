@@ -17,7 +17,8 @@ def resolve_tokens(params: SamplingParams, tokenizer: Tokenizer) -> ResolvedToke
     """Raises InvalidRequestError for what can't be said in this model's tokens."""
     breakers = params.dry_sequence_breakers if params.dry_multiplier else ()
     bad_word_ids = dict.fromkeys(ids for word in params.bad_words for ids in _spellings(word, tokenizer))
-    return ResolvedTokens(tuple(bad_word_ids), _breaker_ids(breakers, tokenizer) if breakers else ())
+    predicted = tokenizer.encode_plain(params.prediction) if params.prediction and params.speculation else ()
+    return ResolvedTokens(tuple(bad_word_ids), _breaker_ids(breakers, tokenizer) if breakers else (), tuple(predicted))
 
 
 def _spellings(word: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:

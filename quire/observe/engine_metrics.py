@@ -94,6 +94,8 @@ class EngineMetrics:
                 host_tokens=live.host_tokens,
                 recomputed_tokens=live.recomputed_tokens,
                 preemptions=live.preemptions,
+                drafted_tokens=finished.drafted_tokens,
+                accepted_tokens=finished.accepted_tokens,
             )
         )
 

@@ -27,6 +27,9 @@ _COUNTERS = {
     "vllm:prefix_cache_hits": "Prompt tokens found in the prefix cache.",
     "vllm:prompt_tokens": "Prompt tokens of requests that began to run.",
     "vllm:generation_tokens": "Tokens generated.",
+    "vllm:spec_decode_num_drafts": "Times guesses of a request were checked.",
+    "vllm:spec_decode_num_draft_tokens": "Guesses that were checked.",
+    "vllm:spec_decode_num_accepted_tokens": "Guesses that were right.",
     "quire_failed_steps": "Steps that could not be computed.",
     "quire_engine_restarts": "Times the engine process was replaced.",
 }
@@ -67,6 +70,9 @@ class ServerMetrics:
         }
         text = "Answers that came to an end, by reason."
         self._finished = Counter("vllm:request_success", text, [*names, "finished_reason"], registry=registry)
+        text = "Guesses that were right, by their place among a request's guesses."
+        per_place = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        self._accepted = Counter(per_place, text, [*names, "position"], registry=registry)
         text = "The cache of keys and values: always 1, with its sizes as labels."
         cache_labels = ["block_size", "num_gpu_blocks", "engine"]
         self._cache_config = Gauge("vllm:cache_config_info", text, cache_labels, registry=registry)
@@ -99,6 +105,12 @@ class ServerMetrics:
             if step.num_scheduled:
                 self._observe("vllm:iteration_tokens_total", step.num_tokens)
                 self._observe("quire_step_seconds", step.seconds)
+            if step.num_guessed:
+                self._counters["vllm:spec_decode_num_drafts"].inc(step.num_guessed)
+                self._counters["vllm:spec_decode_num_draft_tokens"].inc(step.num_guesses)
+                self._counters["vllm:spec_decode_num_accepted_tokens"].inc(sum(step.accepted))
+                for place, count in enumerate(step.accepted):
+                    self._accepted.labels(**self._labels, position=str(place)).inc(count)
         self._gauges["vllm:num_requests_running"].set(steps[-1].num_running)
         self._gauges["vllm:num_requests_waiting"].set(steps[-1].num_waiting)
         self._gauges["vllm:kv_cache_usage_perc"].set(1 - num_free_blocks / self._num_blocks)

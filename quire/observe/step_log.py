@@ -20,7 +20,7 @@ from quire.step import Admission, BlockCopy, Finished, Preemption, ScheduledRequ
 
 logger = logging.getLogger(__name__)
 
-VERSION = 4
+VERSION = 5
 _RECORDS: Mapping[str, Callable[..., Any]] = {
     "scheduled": ScheduledRequest,
     "admitted": Admission,
@@ -129,6 +129,7 @@ def encode_entry(entry: StepLogEntry) -> str:
         done = entry.result
         result = {"step_id": done.step_id, "tokens": dict(done.tokens), "errors": dict(done.errors)}
         result["ended"] = sorted(done.ended)
+        result["drafts"] = dict(done.drafts)
     line = {"version": VERSION, "step": step, "result": result, "error": entry.error, "committed": entry.committed}
     return json.dumps(line, separators=(",", ":"))
 
@@ -172,6 +173,7 @@ def _decode_result(item: dict[str, Any]) -> StepResult:
         tokens={request_id: tuple(tokens) for request_id, tokens in item["tokens"].items()},
         errors=item["errors"],
         ended=frozenset(item["ended"]),
+        drafts={request_id: tuple(tokens) for request_id, tokens in item["drafts"].items()},
     )
 
 
@@ -203,10 +205,18 @@ class StepSummary(NamedTuple):
     seconds: float
     """From its being scheduled to its results' arrival."""
     error: str | None = None
+    num_guessed: int = 0
+    """Requests that had guesses checked."""
+    num_guesses: int = 0
+    accepted: tuple[int, ...] = ()
+    """How many of the first guesses were right, of the second ones, and so on."""
 
 
 def summarize(entry: StepLogEntry) -> StepSummary:
     step = entry.step
+    guessed = [one for one in step.scheduled if one.guesses]
+    tokens = entry.result.tokens if entry.result is not None else {}
+    lengths = [len(tokens.get(one.request_id, ())) - 1 for one in guessed]
     return StepSummary(
         step_id=step.step_id,
         now=step.now,
@@ -218,6 +228,9 @@ def summarize(entry: StepLogEntry) -> StepSummary:
         num_preempted=len(step.preempted),
         seconds=entry.committed - step.now,
         error=entry.error,
+        num_guessed=len(guessed),
+        num_guesses=sum(len(one.guesses) for one in guessed),
+        accepted=tuple(sum(length > place for length in lengths) for place in range(max(lengths, default=0))),
     )
 
 

@@ -31,7 +31,7 @@ class StepShape:
 
     @classmethod
     def of(cls, scheduled: Sequence[ScheduledRequest]) -> StepShape:
-        _, rows, starts, counts, samples, _, guesses, ahead = zip(*scheduled, strict=True)
+        _, rows, starts, counts, samples, _, guesses, ahead, _ = zip(*scheduled, strict=True)
         numbers = [np.array(values, np.int32) for values in (rows, starts, counts)]
         flags = [np.array(values, np.bool_) for values in (samples, ahead)]
         return cls(numbers[0], numbers[1], numbers[2], flags[0], guesses, flags[1])
@@ -45,10 +45,19 @@ class StepShape:
         """Whether the host does not know where some request stands."""
         return bool(self.runs_ahead.any())
 
-    @property
-    def is_decode(self) -> bool:
-        """Whether every request computes one token and samples the next."""
-        return bool((self.counts == 1).all() and self.samples.all()) and not self.is_ahead
+    @cached_property
+    def is_drawn_everywhere(self) -> bool:
+        """Whether a token is drawn behind every one that is computed: each request decodes, or checks guesses."""
+        return bool(self.samples.all() and (self.counts == 1 + self.num_guesses).all())
+
+    def by_token(self) -> StepShape:
+        """The same as decodes, one for each token: its key is written before any attends, so it sees those before."""
+        owners, offsets = np.arange(len(self.counts)).repeat(self.counts), self.draw_offsets
+        ones = np.ones(len(owners), np.int32)
+        starts = self.starts[owners] + offsets
+        return StepShape(
+            self.request_rows[owners], starts, ones, self.samples[owners], ((),) * len(owners), self.runs_ahead[owners]
+        )
 
     @cached_property
     def num_guesses(self) -> Int32Array:
@@ -68,6 +77,12 @@ class StepShape:
         if not self.has_guesses:
             return np.zeros(len(self.draw_owners), np.int32)
         return np.concatenate([np.arange(1 + n, dtype=np.int32) for n in self.num_guesses[self.samples]])
+
+    @property
+    def draw_follows(self) -> npt.NDArray[np.int64]:
+        """The guess that each draw comes after; -1 where that is a real token."""
+        owners = np.flatnonzero(self.samples).tolist()
+        return np.array([token for owner in owners for token in (-1, *self.guesses[owner])], np.int64)
 
     @property
     def draw_request_rows(self) -> npt.NDArray[np.int64]:
@@ -143,12 +158,6 @@ def build_batch(
         by_row = torch.zeros_like(request_rows.num_computed_tokens)
         by_row[sent[4].long()] = lag
         kernels.shorten_attention_work_(lists, by_row)
-    if shape.has_guesses:
-        # Behind the tokens they may follow: there they are computed from, and looked back at.
-        is_guess = np.arange(query_start[-1]) >= (query_start[1:] - shape.num_guesses).repeat(shape.counts)
-        guesses = np.array([token for tokens in shape.guesses for token in tokens], np.int64)
-        index, values = uploader.upload(np.flatnonzero(is_guess), guesses)
-        request_rows.token_ids[sent[0][index].long(), sent[1][index].long()] = values
     token_ids, places, slots = kernels.gather_inputs(
         sent[0], sent[1], request_rows.token_ids, request_rows.block_tables, block_size
     )
@@ -165,18 +174,38 @@ def build_batch(
     return InputBatch(token_ids, places, paged, sent[5].long(), sent[6], sent[7])
 
 
+def write_guesses(shape: StepShape, request_rows: RequestRows, uploader: Uploader, lag: Tensor | None) -> None:
+    """Puts the guesses behind the tokens they may follow: there they are computed from, and looked back at."""
+    owners = np.arange(len(shape.counts)).repeat(shape.num_guesses)
+    first = (shape.starts + shape.counts - shape.num_guesses).astype(np.int64)
+    offsets = np.concatenate([np.arange(count) for count in shape.num_guesses])
+    rows, places, values, owner = uploader.upload(
+        shape.request_rows[owners].astype(np.int64),
+        first[owners] + offsets,
+        np.array([token for tokens in shape.guesses for token in tokens], np.int64),
+        owners,
+    )
+    request_rows.token_ids[rows, places if lag is None else places - lag[owner]] = values
+
+
 def note_accepted(
-    shape: StepShape, request_rows: RequestRows, batch: InputBatch, drawn: Tensor, uploader: Uploader
+    shape: StepShape, request_rows: RequestRows, drawn: Tensor, uploader: Uploader, lag: Tensor | None
 ) -> None:
     """Notes in the request rows how far those that sample have really come: a guess counts if it is the token that was
-    drawn in its place, and all guesses before it count. `drawn` int64 [draws]."""
-    counts = 1 + shape.num_guesses[shape.samples]
+    drawn in its place, a token could be drawn behind it, and all guesses before it count. `drawn` int64 [2, draws]:
+    tokens and flags."""
+    owners = np.flatnonzero(shape.samples)
+    counts = 1 + shape.num_guesses[owners]
     first = np.cumsum(counts) - counts
     # By request and draw, the guess that the drawn token must be; -1 behind the last one.
     guesses = np.full((len(counts), int(counts.max())), -1, np.int64)
-    for row, tokens in enumerate(guess for guess, samples in zip(shape.guesses, shape.samples, strict=True) if samples):
-        guesses[row, : len(tokens)] = tokens
-    draws = np.minimum(first[:, None] + np.arange(guesses.shape[1]), len(drawn) - 1)
-    expected, which, begins = uploader.upload(guesses, draws, first)
-    num_right = (drawn[which] == expected).int().cumprod(1).sum(1, dtype=torch.int32)
-    request_rows.num_computed_tokens[batch.draw_request_rows[begins].long()] = batch.draw_positions[begins] + num_right
+    for row, owner in enumerate(owners.tolist()):
+        guesses[row, : counts[row] - 1] = shape.guesses[owner]
+    draws = np.minimum(first[:, None] + np.arange(1 + guesses.shape[1]), drawn.shape[1] - 1)
+    ends = (shape.starts + shape.counts - shape.num_guesses)[owners]
+    expected, which, rows, known, index = uploader.upload(
+        guesses, draws, shape.request_rows[owners].astype(np.int64), ends, owners
+    )
+    is_right = (drawn[0][which[:, :-1]] == expected) & (drawn[1][which[:, 1:]] == 0)
+    num_right = is_right.int().cumprod(1).sum(1, dtype=torch.int32)
+    request_rows.num_computed_tokens[rows] = known + num_right if lag is None else known - lag[index] + num_right

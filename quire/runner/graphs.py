@@ -81,9 +81,11 @@ class DecodeGraphs:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
-    def run(self, shape: StepShape) -> DecodeOutput | None:
-        """Computes a decode step, if there is a graph for it."""
+    def run(self, shape: StepShape, lag: Tensor | None = None) -> DecodeOutput | None:
+        """Computes a decode step, whose rows begin `lag` earlier, if there is a graph for it."""
         count = len(shape.request_rows)
+        if count > self._sizes[-1]:
+            return None
         lists = self._kernels.attention_work(shape.counts, shape.starts + 1, shape.request_rows, self._heads)
         ((name, work),) = lists.items()
         kind = self._sizes[bisect_left(self._sizes, count)], name
@@ -97,6 +99,13 @@ class DecodeGraphs:
             self._padded(shape.starts + 1, 0),
             work,
         )
+        if lag is not None:
+            places = self._inputs[: 3 * self._largest].view(3, -1)[:, :count]
+            places[1:] -= lag
+            by_row = torch.zeros_like(self._rows.num_computed_tokens)
+            by_row[places[0].long()] = lag
+            listed = self._inputs[3 * self._largest :].view(-1, 8)[: len(work)]
+            self._kernels.shorten_attention_work_({name: listed}, by_row)
         graph.replay()
         return DecodeOutput(self._sampled[:, :count], self._logits[:count])
 

@@ -69,6 +69,8 @@ class Needs:
     weights: int
     activations: int = 0
     """At the largest step."""
+    draft_block: int = 0
+    """What a block takes in the cache of a draft model."""
     graphs: int = 0
     """One pool for all of them: the activations of the largest."""
 
@@ -140,7 +142,7 @@ def plan_cache(
         raise InvalidRequestError(
             "max_model_len", f"is {config.max_model_len}, but the model was made for at most {spec.max_position}"
         )
-    block_bytes = bytes_per_block(spec, config.block_size, dtype)
+    block_bytes = bytes_per_block(spec, config.block_size, dtype) + needs.draft_block
     wanted = limits.kv_cache_memory
     budget = int(wanted * free) if isinstance(wanted, float) else parse_bytes("kv_cache_memory", wanted)
     if budget > free:

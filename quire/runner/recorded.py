@@ -20,6 +20,9 @@ from quire.runner.batch import StepShape
 from quire.runner.graphs import DecodeOutput
 from quire.runner.request_rows import RequestRows
 
+_MOST_ROWS = 64
+"""Of a step that checks guesses: with more, Python takes no time to speak of."""
+
 
 class _Recording(NamedTuple):
     inputs: Int32Array
@@ -47,27 +50,30 @@ class RecordedSteps:
         keeps_dtype = decoder.dtype == torch.float32 or decoder.embedding.parts[0].tensors[0].dtype == decoder.dtype
         return decoder.kernels.record is not None and is_plain and keeps_dtype
 
-    def run(self, shape: StepShape) -> DecodeOutput | None:
-        """Computes a decode step; None where it takes too much memory to keep."""
+    def run(self, shape: StepShape, lag: Tensor | None = None) -> DecodeOutput | None:
+        """Computes a decode step, whose rows begin `lag` earlier; None where it takes too much memory to keep."""
         count = len(shape.request_rows)
+        if count > max(_MOST_ROWS, len(self._rows.token_ids)):
+            return None
         if count not in self._recordings:
             inputs = torch.zeros(4, count + 1, dtype=torch.int32)
-            self._fill(inputs.numpy(), shape)
+            self._fill(inputs.numpy(), shape, lag)
             self._recordings[count] = recording = self._make(inputs, count)
         else:
             recording = self._recordings[count]
             if recording is not None:
-                self._fill(recording.inputs, shape)
+                self._fill(recording.inputs, shape, lag)
                 recording.replay()
         return None if recording is None else DecodeOutput(None, recording.logits)
 
     def capture_next(self) -> None:
         """Nothing is made in advance."""
 
-    def _fill(self, inputs: Int32Array, shape: StepShape) -> None:
+    def _fill(self, inputs: Int32Array, shape: StepShape, lag: Tensor | None) -> None:
+        starts = shape.starts if lag is None else shape.starts - lag.numpy()
         inputs[0, :-1] = shape.request_rows
-        inputs[1, :-1] = shape.starts
-        inputs[2, :-1] = shape.starts + 1
+        inputs[1, :-1] = starts
+        inputs[2, :-1] = starts + 1
         inputs[3] = np.arange(inputs.shape[1])
 
     def _make(self, inputs: Tensor, count: int) -> _Recording | None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,8 +18,9 @@ from quire.constrain.masks import Constrainer
 from quire.constrain.step_grammars import StepGrammars
 from quire.kernels.ops import SampleRows
 from quire.models.decoder import Decoder
-from quire.runner.batch import InputBatch, StepShape, build_batch, lag_of, note_accepted
+from quire.runner.batch import InputBatch, StepShape, build_batch, lag_of, note_accepted, write_guesses
 from quire.runner.device import return_freed_memory
+from quire.runner.drafting import ModelDrafter
 from quire.runner.graphs import DecodeGraphs, DecodeOutput
 from quire.runner.kv_cache import KVCache
 from quire.runner.pooling import PoolingRows
@@ -27,7 +29,7 @@ from quire.runner.request_rows import RequestRows
 from quire.runner.step_outputs import PendingStep, StepOutputs
 from quire.sampling.draws import Draws, Indices
 from quire.sampling.logprobs import Logprobs, score_prompt_on_device
-from quire.sampling.sampler import SampledTokens, Sampler
+from quire.sampling.sampler import UNDEFINED, SampledTokens, Sampler
 from quire.sampling.upload import Uploader
 from quire.step import ScheduledRequest, Step
 
@@ -46,9 +48,10 @@ class Runner:
         block_size: int,
         constrainer: Constrainer | None = None,
         graphs: DecodeGraphs | RecordedSteps | None = None,
+        drafter: ModelDrafter | None = None,
     ) -> None:
         """The `constrainer` is needed for requests with structured output only. The `graphs` make steps quicker in
-        which nobody asks for more than a temperature."""
+        which nobody asks for more than a temperature. A `drafter` makes guesses, for which steps wait for tokens."""
         spec, kernels = decoder.spec, decoder.kernels
         max_num_seqs, device = len(request_rows.token_ids), request_rows.token_ids.device
         self._decoder = decoder
@@ -65,6 +68,7 @@ class Runner:
         if device.type == "cuda":
             self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graphs = graphs
+        self._drafter = drafter
         self.observe_logits: LogitsObserver | None = None
 
     @torch.inference_mode()
@@ -78,11 +82,17 @@ class Runner:
         self._grammars.submitted(pending)
         if self._graphs is not None and step.scheduled:
             self._graphs.capture_next()
+        if self._drafter is not None and any(entry.num_drafts for entry in step.scheduled):
+            # Grammars tell what must follow themselves.
+            free = [entry for entry in step.scheduled if not self._grammars.constrains(entry.row)]
+            pending.add_drafts(self._drafter.draft(free, pending.result().tokens, self._sampler))
         return pending
 
     def release(self) -> None:
         """Lets go of weights and cache, whoever else still holds this runner."""
         self._graphs = None
+        if self._drafter is not None:
+            self._drafter.release()
         self._decoder.release()
         self._kv_cache.release()
         self._grammars.close()
@@ -91,6 +101,8 @@ class Runner:
     def _apply(self, step: Step) -> None:
         """Takes up what changed since the last step: blocks that moved, who left, who came, who grew."""
         self._kv_cache.copy_blocks(step.copies)
+        if self._drafter is not None:
+            self._drafter.apply(step)
         self._grammars.apply(step)
         for admission in step.admitted:
             self._sampler.admit(admission)
@@ -101,8 +113,10 @@ class Runner:
     def _compute(self, step: Step, outputs: StepOutputs) -> None:
         """Runs the model, draws tokens from its logits, and whatever else is wanted of its hidden states."""
         shape = StepShape.of(step.scheduled)
-        decoded = self._run_graph(shape)
         lag = lag_of(shape, self._request_rows, self._uploader)
+        if shape.has_guesses:
+            write_guesses(shape, self._request_rows, self._uploader, lag)
+        decoded = self._run_graph(shape, lag)
         drawn_for = [step.scheduled[owner] for owner in shape.draw_owners.tolist()]
         draws = self._sampler.draws(shape.draw_request_rows, shape.draw_positions, self._request_rows.token_ids)
         if lag is not None and not self._is_drawn_on_device(draws):
@@ -111,10 +125,12 @@ class Runner:
         is_plain = self._is_plain(draws)
         if not is_plain:
             self._grammars.start(draws.request_rows)  # masks are computed while the model runs
+        sampled: SampledTokens | None = None
         if decoded is not None and decoded.sampled is not None and is_plain:
-            outputs.add_tokens(drawn_for, SampledTokens(decoded.sampled.clone()))
+            sampled = SampledTokens(decoded.sampled.clone())
+            outputs.add_tokens(drawn_for, sampled, shape.draw_offsets.tolist())
         elif decoded is not None:
-            self._sample(outputs, drawn_for, draws, decoded.logits.float())
+            sampled = self._sample(outputs, drawn_for, shape, draws, decoded.logits.float())
         else:
             batch = build_batch(
                 shape, self._request_rows, self._decoder.kernels, self._uploader, self._block_size, self._heads, lag
@@ -125,13 +141,15 @@ class Runner:
                 sample_rows = self._decoder.kernels.sample_rows
                 if is_plain and sample_rows is not None:
                     sampled = self._draw_plain(sample_rows, batch, logits)
-                    outputs.add_tokens(drawn_for, sampled)
+                    outputs.add_tokens(drawn_for, sampled, shape.draw_offsets.tolist())
                 else:
-                    sampled = self._sample(outputs, drawn_for, draws, logits.float())
-                if shape.has_guesses or shape.is_ahead:
-                    note_accepted(shape, self._request_rows, batch, sampled.token_ids, self._uploader)
+                    sampled = self._sample(outputs, drawn_for, shape, draws, logits.float())
+            if self._drafter is not None:
+                self._drafter.follow(shape, batch)
             self._score_prompts(outputs, step.scheduled, hidden)
             self._pooling.add(outputs, step.scheduled, hidden)
+        if sampled is not None and (shape.has_guesses or shape.is_ahead):
+            note_accepted(shape, self._request_rows, sampled.tensor, self._uploader, lag)
 
     def _is_plain(self, draws: Draws) -> bool:
         """Whether tokens drawn by temperature and seed alone are all that is wanted."""
@@ -142,12 +160,14 @@ class Runner:
         is_always_plain = self._sampler.asks_nothing(draws.request_rows) and self._is_plain(draws)
         return is_always_plain and self._decoder.kernels.sample_rows is not None
 
-    def _run_graph(self, shape: StepShape) -> DecodeOutput | None:
-        """Computes a decode step in one launch, where that can be done. Graphs keep no hidden states."""
+    def _run_graph(self, shape: StepShape, lag: Tensor | None) -> DecodeOutput | None:
+        """Computes a step of decodes and checks in one launch, where that can be done. Graphs keep no hidden states."""
         needs_hidden = self._logprobs.scores_prompts or self._pooling.has_rows
-        if self._graphs is None or not shape.is_decode or needs_hidden:
+        if self._graphs is None or not shape.is_drawn_everywhere or needs_hidden:
             return None
-        return self._graphs.run(shape)
+        if lag is not None and shape.has_guesses:
+            lag = lag[self._uploader.upload(shape.draw_owners)[0]]
+        return self._graphs.run(shape.by_token() if shape.has_guesses else shape, lag)
 
     def _draw_plain(self, draw: SampleRows, batch: InputBatch, logits: Tensor) -> SampledTokens:
         """What a graph does at its end."""
@@ -158,18 +178,29 @@ class Runner:
         return SampledTokens(torch.stack((token_ids, flags.long())))
 
     def _sample(
-        self, outputs: StepOutputs, drawn_for: Sequence[ScheduledRequest], draws: Draws, logits: Tensor
+        self,
+        outputs: StepOutputs,
+        drawn_for: Sequence[ScheduledRequest],
+        shape: StepShape,
+        draws: Draws,
+        logits: Tensor,
     ) -> SampledTokens:
         """Draws tokens from float32 logits with all that requests ask for, and scores them for those who want that."""
         if self.observe_logits is not None:
             self.observe_logits(drawn_for, draws.positions, logits)
         scored = self._logprobs.keep(logits, draws)
-        masks = self._grammars.masks(draws.request_rows)
+        masks = self._grammars.masks(draws.request_rows, shape.draw_follows if shape.has_guesses else None)
+        undefined: list[int] = []
         if masks is not None:
+            undefined = np.flatnonzero(masks.undefined).tolist()
             draws = replace(draws, masks=masks.words, only_ends=masks.only_ends)
         sampled = self._sampler.sample(logits, draws)
         self._request_rows.write_tokens(draws.request_rows, draws.positions, sampled.token_ids)
-        outputs.add_tokens(drawn_for, sampled, None if masks is None else partial(self._grammars.advance, masks))
+        if undefined:  # as if it had failed, for who counts what was accepted
+            (index,) = self._uploader.upload(np.array(undefined))
+            sampled.tensor[1].index_fill_(0, index, UNDEFINED)
+        advance = None if masks is None else partial(self._grammars.advance, masks)
+        outputs.add_tokens(drawn_for, sampled, shape.draw_offsets.tolist(), undefined, advance)
         if scored is not None:
             outputs.add_scores(drawn_for, scored, scored.score(sampled.token_ids, self._decoder.kernels))
         return sampled

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from quire.sampling.sampler import NOT_NUMBERS, SampledTokens
 from quire.step import PromptScores, ScheduledRequest, StepResult, TokenScore
 
 Reader = Callable[[Sequence[Tensor]], None]
+GrammarAdvance = Callable[[Sequence[int], Sequence[int], Sequence[bool]], Advanced]
+"""Takes which of the draws count, their tokens, and behind which of these it is asked what must follow."""
 
 
 class StepOutputs:
@@ -30,6 +33,7 @@ class StepOutputs:
         self.prompt_scores: dict[str, PromptScores] = {}
         self.ended: set[str] = set()
         self.pooled: dict[str, bytes] = {}
+        self.drafts: dict[str, tuple[int, ...]] = {}
 
     def add(self, tensors: Sequence[Tensor], read: Reader) -> None:
         self.tensors.extend(tensors)
@@ -39,29 +43,55 @@ class StepOutputs:
         self,
         drawn_for: Sequence[ScheduledRequest],
         sampled: SampledTokens,
-        advance_grammars: Callable[[Sequence[int]], Advanced] | None = None,
+        offsets: Sequence[int],
+        undefined: Collection[int] = (),
+        advance_grammars: GrammarAdvance | None = None,
     ) -> None:
-        """The tokens of a step's draws, and for each draw the request it is for."""
+        """The tokens of a step's draws; for each draw the request it is for, and how many draws of it come before.
+        `undefined` ones come to nothing, and so does one that failed behind a guess: it is drawn again, and first."""
 
         def read(tensors: Sequence[Tensor]) -> None:
             tokens: list[int] = tensors[0][0].tolist()
             failures = sampled.failures(tensors[0])
-            for index, (entry, token) in enumerate(zip(drawn_for, tokens, strict=True)):
-                before = self.tokens.get(entry.request_id, ())
-                if before and before[-1] != entry.guesses[len(before) - 1]:
-                    continue  # it was drawn after a guess that is wrong
-                self.tokens[entry.request_id] = (*before, token)
-                if index in failures:
-                    self.errors[entry.request_id] = failures[index]
+            taken: list[int] = []
+            for index, (entry, offset, token) in enumerate(zip(drawn_for, offsets, tokens, strict=True)):
+                if offset:
+                    before = self.tokens[entry.request_id]
+                    if len(before) < offset or before[-1] != entry.guesses[offset - 1]:
+                        continue  # it was drawn after a guess that is wrong
+                    if index in undefined or index in failures:
+                        continue
+                    self.tokens[entry.request_id] = (*before, token)
+                else:
+                    self.tokens[entry.request_id] = (token,)
+                    if index in failures:
+                        self.errors[entry.request_id] = failures[index]
+                taken.append(index)
             if advance_grammars is not None:
-                advanced = advance_grammars(tokens)
-                for entry in drawn_for:
-                    if entry.row in advanced.errors:
-                        self.errors[entry.request_id] = advanced.errors[entry.row]
-                    if entry.row in advanced.ended:
-                        self.ended.add(entry.request_id)
+                self._advance(drawn_for, tokens, taken, advance_grammars)
 
         self.add((sampled.tensor,), read)
+
+    def _advance(
+        self,
+        drawn_for: Sequence[ScheduledRequest],
+        tokens: Sequence[int],
+        taken: Sequence[int],
+        advance_grammars: GrammarAdvance,
+    ) -> None:
+        """Tells the grammars what was drawn, and notes what they say to it."""
+        # What must follow is wanted behind a request's last token.
+        is_last = [i + 1 == len(taken) or drawn_for[taken[i + 1]] is not drawn_for[one] for i, one in enumerate(taken)]
+        asks = [last and drawn_for[one].num_drafts > 0 for last, one in zip(is_last, taken, strict=True)]
+        advanced = advance_grammars(taken, [tokens[one] for one in taken], asks)
+        for one in taken:
+            entry = drawn_for[one]
+            if entry.row in advanced.errors:
+                self.errors[entry.request_id] = advanced.errors[entry.row]
+            if entry.row in advanced.ended:
+                self.ended.add(entry.request_id)
+            if advanced.forced.get(entry.row):
+                self.drafts[entry.request_id] = tuple(advanced.forced[entry.row][: entry.num_drafts])
 
     def add_scores(self, drawn_for: Sequence[ScheduledRequest], draws: ScoredDraws, scores: ScoreTensors) -> None:
         """The scores of some of the tokens, in the order of the draws."""
@@ -97,7 +127,14 @@ class StepOutputs:
             self.tokens.pop(request_id, None)
             self.pooled.pop(request_id, None)
         return StepResult(
-            self._step_id, self.tokens, self.errors, self.scores, self.prompt_scores, frozenset(self.ended), self.pooled
+            self._step_id,
+            self.tokens,
+            self.errors,
+            self.scores,
+            self.prompt_scores,
+            frozenset(self.ended),
+            self.pooled,
+            self.drafts,
         )
 
 
@@ -126,6 +163,11 @@ class PendingStep:
     def is_read(self) -> bool:
         """Whether somebody has waited for it already."""
         return self._result is not None
+
+    def add_drafts(self, drafts: Mapping[str, tuple[int, ...]]) -> None:
+        """What was drafted behind its tokens, once they have been read."""
+        assert self._result is not None
+        self._result = replace(self._result, drafts={**drafts, **self._result.drafts})
 
     def result(self) -> StepResult:
         if self._result is None:

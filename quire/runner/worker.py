@@ -5,7 +5,7 @@ What schedules the steps and understands text is put together in `quire.assemble
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,8 +16,9 @@ from quire.kernels.select import select_kernels
 from quire.models.decoder import Decoder
 from quire.models.weight_plan import ModelFiles, WeightPlan, plan_weights
 from quire.runner.device import describe, free_memory, pick_cache_dtype, pick_dtype
+from quire.runner.drafting import ModelDrafter
 from quire.runner.graphs import DecodeGraphs
-from quire.runner.kv_cache import KVCache
+from quire.runner.kv_cache import KVCache, bytes_per_block
 from quire.runner.memory import CachePlan, Needs, check_weights_fit, measure_needs, plan_cache
 from quire.runner.recorded import RecordedSteps
 from quire.runner.request_rows import RequestRows
@@ -33,6 +34,16 @@ class Worker:
     plan: CachePlan
     description: str
     """What was loaded, where, and what fits: for the start-up message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A second decoder that makes guesses for the first."""
+
+    decoder: Decoder
+    has_own_cache: bool
+    """False for the same model in fewer bits: it goes on from the keys and values of the first."""
+    description: str
 
 
 def choose_weights(files: ModelFiles, config: EngineConfig, device: torch.device) -> WeightPlan:
@@ -51,28 +62,50 @@ def expected_plan(weights: WeightPlan, config: EngineConfig) -> CachePlan:
     return plan_cache(weights.files.spec, config, limits, dtype, free - needs.weights, needs)
 
 
-def start_worker(decoder: Decoder, config: EngineConfig, grammars: GrammarCompiler, formats: str = "") -> Worker:
+def start_worker(
+    decoder: Decoder, config: EngineConfig, grammars: GrammarCompiler, formats: str = "", draft: Draft | None = None
+) -> Worker:
     """A worker around a decoder whose weights are in place; what memory is left becomes the cache. `formats` says which
     ones the weights are in."""
     spec, dtype, device, kernels = decoder.spec, decoder.dtype, decoder.device, decoder.kernels
     limits = config.limits(device.type)
     needs = measure_needs(decoder, limits, config.block_size, config.cuda_graphs)
     cache_dtype = pick_cache_dtype(config.kv_cache_dtype, dtype, device)
+    if draft is not None:
+        needs = replace(needs, weights=needs.weights + draft.decoder.nbytes)
+        if draft.has_own_cache:
+            needs = replace(needs, draft_block=bytes_per_block(draft.decoder.spec, config.block_size, cache_dtype))
     plan = plan_cache(spec, config, limits, cache_dtype, free_memory(device), needs)
     by_dimension = kernels.keys_by_dimension(cache_dtype, plan.block_size)
     cache = KVCache(spec, plan.num_blocks, plan.num_host_blocks, plan.block_size, cache_dtype, device, by_dimension)
     rows = RequestRows(limits.max_num_seqs, plan.max_model_len, plan.block_size, device)
     constrainer = Constrainer(grammars, limits.max_num_seqs, spec.vocab_size, device)
-    graphs: DecodeGraphs | RecordedSteps | None = None
-    if config.cuda_graphs and RecordedSteps.fit(decoder):
-        graphs = RecordedSteps(decoder, cache.layers, rows, plan.block_size)
-    elif config.cuda_graphs and kernels.decode_lists(1, 1, 1, spec.heads) and kernels.sample_rows is not None:
-        graphs = DecodeGraphs(decoder, cache.layers, rows, plan.block_size, limits.max_num_seqs, plan.max_model_len)
-        graphs.warm_up()
-    runner = Runner(decoder, cache, rows, plan.block_size, constrainer, graphs)
+    graphs = _make_graphs(decoder, config, cache, rows, plan)
+    drafter: ModelDrafter | None = None
+    if draft is not None:
+        own = cache
+        if draft.has_own_cache:
+            sizes = plan.num_blocks, plan.num_host_blocks, plan.block_size
+            own = KVCache(draft.decoder.spec, *sizes, cache_dtype, device)
+        own_graphs = _make_graphs(draft.decoder, config, own, rows, plan)
+        drafter = ModelDrafter(draft.decoder, own, draft.has_own_cache, rows, plan.block_size, own_graphs)
+    runner = Runner(decoder, cache, rows, plan.block_size, constrainer, graphs, drafter)
     weights = f"{format_bytes(needs.weights)}: {formats}" if formats else format_bytes(needs.weights)
     description = (
         f"{spec.family}, {spec.num_parameters / 1e6:,.0f}M parameters ({weights}) "
         f"on {describe(device, dtype)}, {kernels.name} kernels; {plan.describe()}"
     )
-    return Worker(decoder, runner, plan, description)
+    return Worker(decoder, runner, plan, f"{description}; {draft.description}" if draft is not None else description)
+
+
+def _make_graphs(
+    decoder: Decoder, config: EngineConfig, cache: KVCache, rows: RequestRows, plan: CachePlan
+) -> DecodeGraphs | RecordedSteps | None:
+    kernels, max_num_seqs = decoder.kernels, len(rows.token_ids)
+    if config.cuda_graphs and RecordedSteps.fit(decoder):
+        return RecordedSteps(decoder, cache.layers, rows, plan.block_size)
+    if config.cuda_graphs and kernels.decode_lists(1, 1, 1, decoder.spec.heads) and kernels.sample_rows is not None:
+        graphs = DecodeGraphs(decoder, cache.layers, rows, plan.block_size, max_num_seqs, plan.max_model_len)
+        graphs.warm_up()
+        return graphs
+    return None

@@ -49,6 +49,9 @@ which none of these is active is plain: nothing but its temperature, seed and po
 BAD_PROCESSOR = 4
 """A flag beside those of the kernels: a logits processor returned NaN or infinity."""
 
+UNDEFINED = 8
+"""Another: the draw follows a guess after which nothing can be drawn; it is no failure."""
+
 NOT_NUMBERS = "the model's scores are not numbers (NaN)"
 _MESSAGES = {  # the weightiest first
     HAS_NAN: NOT_NUMBERS,
@@ -62,8 +65,8 @@ class SampledTokens:
     """One token per draw, and which draws have none."""
 
     tensor: Tensor
-    """int64 [2, draws]: token ids (anything for a draw that failed), and flags: 0, or the sum of HAS_NAN, NOTHING_LEFT
-    and BAD_PROCESSOR."""
+    """int64 [2, draws]: token ids (anything for a draw that failed), and flags: 0, or the sum of HAS_NAN, NOTHING_LEFT,
+    BAD_PROCESSOR and UNDEFINED."""
     errors: dict[int, str] = field(default_factory=dict)
     """What went wrong in a request's own functions, by index."""
 
@@ -75,7 +78,7 @@ class SampledTokens:
         """Why draws failed, by index, from a copy of `tensor` on the host. Without one it waits for the device."""
         found = dict(self.errors)
         for index, flags in enumerate((self.tensor if on_host is None else on_host)[1].tolist()):
-            if flags:
+            if flags and not flags & UNDEFINED:
                 weightiest = next(flag for flag in _MESSAGES if flags & flag)
                 if weightiest == HAS_NAN or index not in found:  # a function's own error says more than other flags
                     found[index] = _MESSAGES[weightiest]

@@ -174,6 +174,10 @@ class Usage:
     completion_tokens: int = 0
     reasoning_tokens: int = 0
     """Of the completion tokens, those between the reasoning tags; 0 without `split`."""
+    accepted_tokens: int = 0
+    """Guesses (the client's prediction, or others) that were right."""
+    rejected_tokens: int = 0
+    """Guesses that were checked and wrong, of answers that have ended by themselves."""
 
     @property
     def total_tokens(self) -> int:

@@ -83,6 +83,7 @@ class TextCall(EngineCall):
             self._unfinished.discard(update.request_id)
             if update.finish_reason is not None and update.metrics is not None:  # the engine ended it, no stop string
                 self._metrics.answer_finished(update.metrics, delta.finish_reason)
+                self.usage.rejected_tokens += update.metrics.drafted_tokens - update.metrics.accepted_tokens
                 self._trace.answered(update.request_id, update.metrics)
         params = self.request.params
         if params.best_of is None:
@@ -130,6 +131,7 @@ class TextCall(EngineCall):
         answer.last_token = now
         answer.num_tokens += count
         self.usage.completion_tokens += count
+        self.usage.accepted_tokens += count - 1  # a step gives one token, and one more for every guess that was right
         if answer.reader.is_reasoning:
             self.usage.reasoning_tokens += count
 

@@ -130,6 +130,8 @@ class FakeRunner:
     """Of the steps that bring blocks back from the host, these (counted from 1) fail half done."""
     request_faults: dict[int, int] = field(default_factory=dict)
     """In these steps the scheduled request of that index (modulo their number) fails alone."""
+    right_chance: float = 0.5
+    """Of a token it drafts, to be the one that will be drawn."""
     violations: list[str] = field(default_factory=list)
     """What no step should have asked for. Kept here, since an exception would be an ordinary step failure."""
     num_computed_tokens: int = 0
@@ -167,6 +169,7 @@ class FakeRunner:
         errors: dict[str, str] = {}
         scores: dict[str, PromptScores] = {}
         pooled: dict[str, bytes] = {}
+        drafts: dict[str, tuple[int, ...]] = {}
         for index, entry in enumerate(step.scheduled):
             row = self._rows[entry.row]
             row.block_ids.extend(entry.new_block_ids)
@@ -183,12 +186,13 @@ class FakeRunner:
                     pooled[entry.request_id] = fake_vector(
                         row.sum_of_states if row.admission.pooling == "mean" else row.last_state
                     )
+                drafts[entry.request_id] = tuple(self._draft(row, entry.num_drafts))
             if index == failing:
                 tokens.pop(entry.request_id, None)
                 errors[entry.request_id] = f"injected: {entry.request_id} failed in step {step.step_id}"
         if fault is not None:
             return FakePending(EngineError(f"injected: step {step.step_id} failed"))
-        return FakePending(StepResult(step.step_id, tokens, errors, prompt_scores=scores, pooled=pooled))
+        return FakePending(StepResult(step.step_id, tokens, errors, {}, scores, frozenset(), pooled, drafts))
 
     def _change_rows(self, step: Step) -> None:
         given_up = [(notice.request_id, notice.row) for notice in step.preempted]
@@ -230,7 +234,7 @@ class FakeRunner:
                 problems.append(f"{entry} guesses in the middle of a prompt")
             size = self.config.block_size
             touched = {*row.block_ids, *entry.new_block_ids}
-            end = entry.start + entry.num_tokens
+            end = entry.start + entry.num_tokens + entry.num_drafts
             blocks = (row.block_ids + list(entry.new_block_ids))[row.num_computed // size : -(-end // size)]
             if end > size * (len(row.block_ids) + len(entry.new_block_ids)):
                 problems.append(f"{entry} has no blocks for all of its tokens")
@@ -262,6 +266,22 @@ class FakeRunner:
             drawn.append(self._draw(row, context, position + 1))
         row.num_computed = num_known + len(drawn) - 1
         return drawn
+
+    def _draft(self, row: _Row, count: int) -> list[int]:
+        """Tokens that may follow, some of them wrong. As a model that drafts on the same cache does, it writes what is
+        no good to the places of the drawn token and of all drafts but the last."""
+        size = self.config.block_size
+        context = [state for block_id in row.block_ids for state in self._device[block_id]][: row.num_computed]
+        salt, token_id = salt_number(row.admission.params), row.token_ids[-1]
+        drafts = []
+        for position in range(row.num_computed, row.num_computed + count):
+            context.append(token_state(position, token_id, context, salt))
+            self._device[row.block_ids[position // size]][position % size] = -(10**7) - position
+            token_id = self._draw(row, context, position + 1)
+            if hash((context[-1], 2)) % 1000 >= 1000 * self.right_chance:
+                token_id = hash((context[-1], 3)) % self.vocab_size
+            drafts.append(token_id)
+        return drafts
 
     def _draw(self, row: _Row, states: list[int], position: int) -> int:
         """The token at a position, from the state of the one before it."""

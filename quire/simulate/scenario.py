@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from quire.engine.block_pool import Block, BlockPool
 from quire.engine.config import SchedulerConfig
@@ -11,6 +12,8 @@ from quire.errors import CapacityError
 from quire.sampling_params import SamplingParams
 from quire.simulate.fake_runner import StepFault
 from quire.step import Pooling
+
+Drafter = Literal["answers", "ngram", "runner", "both"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,9 @@ class Scenario:
     """Of a request that samples, to have some of its next tokens guessed."""
     right_chance: float = 0.5
     """Of a guessed token, to be right."""
+    drafter: Drafter = "answers"
+    """Where guesses come from: the answers, known in advance, or what an engine has: n-grams, the runner's drafts."""
+    adapts: bool = True
     step_faults: dict[int, StepFault] = field(default_factory=dict)
     copy_faults: frozenset[int] = frozenset()
     request_faults: dict[int, int] = field(default_factory=dict)
@@ -111,6 +117,8 @@ def make_scenario(seed: int) -> Scenario:
         follow_chance=rng.choice([0.0, 0.1, 0.4]),
         guess_chance=rng.choice([0.0, 0.3, 0.9]),
         right_chance=rng.choice([0.0, 0.5, 0.9, 1.0]),
+        drafter=rng.choice(["answers", "answers", "ngram", "runner", "both"]),
+        adapts=rng.random() < 0.5,
     )
 
 

@@ -21,12 +21,14 @@ from quire.engine.block_manager import BlockManager
 from quire.engine.core import EngineCore
 from quire.engine.invariants import check_invariants
 from quire.engine.request import PromptProgress, Request, make_requests
-from quire.engine.scheduler import Scheduler
+from quire.engine.scheduler import Guess, Scheduler
 from quire.errors import CapacityError, InvalidRequestError
 from quire.observe.engine_metrics import EngineMetrics
 from quire.observe.step_log import StepLog
+from quire.sampling_params import ResolvedTokens
 from quire.simulate.fake_runner import FakeRunner, fake_vector, solo_prompt_scores, solo_run, solo_states
 from quire.simulate.scenario import Arrival, FaultyPool, Scenario, make_follower, make_scenario
+from quire.speculate.speculator import Speculator
 from quire.step import RequestMetrics, RequestUpdate, StepLogEntry, TokenScore
 
 MAX_FOLLOWERS = 12
@@ -44,6 +46,7 @@ class Simulation:
     scenario: Scenario
     verbose: bool = False
     rng: random.Random = field(init=False)
+    speculator: Speculator = field(init=False)
     scheduler: Scheduler = field(init=False)
     runner: FakeRunner = field(init=False)
     core: EngineCore = field(init=False)
@@ -64,8 +67,17 @@ class Simulation:
         scenario, config = self.scenario, self.scenario.config
         self.rng = random.Random(scenario.seed + 1)
         pool = FaultyPool(config.num_blocks, scenario.refused_takes, scenario.broken_takes)
-        self.scheduler = Scheduler(
-            config, BlockManager(config, pool=pool), self._guess if scenario.guess_chance else None
+        self.speculator = Speculator(
+            scenario.vocab_size,
+            ngrams=scenario.drafter != "runner",
+            runner_drafts=scenario.drafter in ("runner", "both"),
+            adaptive=scenario.adapts,
+        )
+        guess: Guess = self._guess if scenario.drafter == "answers" else self.speculator.guess
+        drafts = self.speculator.num_drafts if scenario.drafter in ("runner", "both") else None
+        blocks = BlockManager(config, pool=pool)
+        self.scheduler = (
+            Scheduler(config, blocks, guess, drafts) if scenario.guess_chance else Scheduler(config, blocks)
         )
         self.runner = FakeRunner(
             config,
@@ -73,9 +85,10 @@ class Simulation:
             step_faults=scenario.step_faults,
             copy_faults=scenario.copy_faults,
             request_faults=scenario.request_faults,
+            right_chance=scenario.right_chance,
         )
         self.metrics = EngineMetrics()
-        log = StepLog(capacity=16, listeners=(self.metrics.observe, self._show))
+        log = StepLog(capacity=16, listeners=(self.metrics.observe, self.speculator.observe, self._show))
         self.core = EngineCore(self.scheduler, self.runner, scenario.max_depth, log.append)
 
     def run(self) -> int:
@@ -111,6 +124,11 @@ class Simulation:
             total = min(config.max_model_len, num_prompt + (arrival.params.max_tokens or config.max_model_len))
             fits = 0 < num_prompt < config.max_model_len
             fits = fits and total - 1 <= config.num_usable_blocks * config.block_size
+            if (
+                config.block_size % 2 and fits and arrival.pooling is None
+            ):  # the client has an idea, which is not always right
+                guess = [token if token % 3 else 0 for token in self._solo(request)[0]]
+                request.resolved = ResolvedTokens(prediction_ids=tuple(guess[arrival.seed % 2 :]))
             request.caches_partial_block = self.rng.random() < self.scenario.follow_chance
             try:
                 self.core.add_request(request, self.now)

@@ -163,13 +163,3 @@ def test_a_runner_that_returns_more_tokens_than_it_may_fails_that_request_alone(
     engine.run()
     assert engine.reason("a") == "error"
     assert "5 tokens instead of 1 to 2" in (engine.ends["a"].error or "")
-
-
-def test_an_answer_under_a_grammar_is_not_guessed_and_its_neighbours_are() -> None:
-    engine = harness(Oracle(3))
-    engine.add("free", PROMPT, max_tokens=12)
-    engine.add("bound", range(20, 25), max_tokens=12, structured={"regex": "a*"})
-    engine.run()
-    engine.check_answers()
-    guessed = {entry.request_id for step in engine.steps for entry in step.scheduled if entry.guesses}
-    assert guessed == {"free"}

@@ -55,7 +55,7 @@ def test_file_reads_back_equal_to_what_was_written(tmp_path: Path) -> None:
     entries = read_step_log(path)
     assert entries == list(log)
     assert [entry.step.step_id for entry in entries] == step_ids
-    assert all(json.loads(line)["version"] == 4 for line in path.read_text().splitlines())
+    assert all(json.loads(line)["version"] == 5 for line in path.read_text().splitlines())
     assert any(entry.error for entry in entries)
     assert any(entry.step.copies for entry in entries)
     assert any(entry.step.preempted for entry in entries)
@@ -150,7 +150,7 @@ def test_a_file_that_cannot_be_opened_says_so(tmp_path: Path, path: str) -> None
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"version": 2}', "not a step log of version 4 .found 2."),
+        ('{"version": 2}', "not a step log of version 5 .found 2."),
         ("[]", "found None"),
         ('{"version": 3}', "step"),
         ("{", "Expecting"),

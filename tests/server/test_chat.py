@@ -179,7 +179,6 @@ def test_unknown_fields_are_accepted_and_named(server: Server) -> None:
         ("functions", [{"name": "f"}]),
         ("function_call", "auto"),
         ("modalities", ["text", "audio"]),
-        ("prediction", {"type": "content", "content": "x"}),
         ("verbosity", "low"),
         ("web_search_options", {"a": 1}),
         ("chat_template", "{{ messages }}"),

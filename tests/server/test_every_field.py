@@ -102,6 +102,8 @@ ELSEWHERE = {
     "cache_salt": "below",
     "deadline": "below",
     "priority": "below",
+    "prediction": "test_speculation",
+    "speculation": "test_speculation",
 }
 NOTHING = {
     "spaces_between_special_tokens": "no decoder here puts spaces there (SamplingParams says so)",

@@ -23,6 +23,21 @@ class NamedToolChoice(common.Body):
     function: FunctionName
 
 
+class PredictedText(common.Body):
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(common.Body):
+    """What the client thinks the answer will be, or be like."""
+
+    type: Literal["content"]
+    content: str | list[PredictedText]
+
+    def joined(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatCompletionRequest(sampling.SamplingFields):
     """POST /v1/chat/completions"""
 
@@ -33,7 +48,6 @@ class ChatCompletionRequest(sampling.SamplingFields):
         "audio": "the model writes text only",
         "functions": "use tools",
         "function_call": "use tool_choice",
-        "prediction": "there is no predicted output",
         "web_search_options": "there is no web search",
         "verbosity": "say in a message how long the answer should be",
         "echo": "use the completions API",
@@ -52,6 +66,7 @@ class ChatCompletionRequest(sampling.SamplingFields):
     tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    prediction: Prediction | None = None
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = Field(None, max_length=1024)
     store: bool | None = None
@@ -71,8 +86,9 @@ class ChatCompletionRequest(sampling.SamplingFields):
         self.check_stream()
         structured, fields = self.structured()
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        predicted = (self.prediction.joined() if self.prediction is not None else None) or None
         params = self.sampling_params(
-            self.stop, max_tokens=self._max_tokens(), logprobs=logprobs, structured=structured
+            self.stop, max_tokens=self._max_tokens(), logprobs=logprobs, structured=structured, prediction=predicted
         )
         if self.max_completion_tokens is not None:
             fields["max_tokens"] = "max_completion_tokens"

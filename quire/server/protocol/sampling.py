@@ -47,6 +47,8 @@ class TokenChoice(ConstraintFields):
     priority: int = 0
     deadline: float | None = Field(None, gt=0)
     """Seconds after which the request ends."""
+    speculation: bool = True
+    """False: no guesses. The answer is the same."""
 
     def sampling_params(self, stop: str | list[str] | None, **more: Any) -> SamplingParams:
         """`more` are parameters that an API names or defaults differently."""

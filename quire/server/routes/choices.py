@@ -53,7 +53,11 @@ class ChoicesWriter(Writer[RequestT]):
             "completion_tokens": usage.completion_tokens,
             "total_tokens": usage.total_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+            "completion_tokens_details": {
+                "reasoning_tokens": usage.reasoning_tokens,
+                "accepted_prediction_tokens": usage.accepted_tokens,
+                "rejected_prediction_tokens": usage.rejected_tokens,
+            },
         }
 
 

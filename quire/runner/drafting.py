@@ -1,0 +1,136 @@
+"""A second decoder that drafts: what it would answer are guesses for the first.
+
+It runs after a step, a token at a time for all requests that want drafts, and draws as the first one does: with the
+same parameters and the same noise (seed and position), so that the two agree wherever their scores nearly do.
+
+It reads and writes the request rows and block tables of the first. With a cache of its own, that has the same blocks:
+whatever moves in one moves in the other. Without (the same model in fewer bits), it goes on from the keys and values of
+the first, which are better than its own would be; what it writes itself is overwritten when its drafts are checked.
+
+Nothing here can change an answer: a draft from keys that are missing or wrong is a bad guess, no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from quire.models.decoder import Decoder
+from quire.runner.batch import InputBatch, StepShape, build_batch
+from quire.runner.graphs import DecodeGraphs
+from quire.runner.kv_cache import KVCache
+from quire.runner.recorded import RecordedSteps
+from quire.runner.request_rows import RequestRows
+from quire.sampling.draws import Indices
+from quire.sampling.sampler import Sampler
+from quire.sampling.upload import Uploader
+from quire.step import ScheduledRequest, Step
+
+Graphs = DecodeGraphs | RecordedSteps
+
+
+class ModelDrafter:
+    """Drafts for the requests of a runner."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        has_own_cache: bool,
+        request_rows: RequestRows,
+        block_size: int,
+        graphs: Graphs | None,
+    ) -> None:
+        self._decoder = decoder
+        self._cache = cache
+        self._request_rows = request_rows
+        self._block_size = block_size
+        self._graphs = graphs
+        self._uploader = Uploader(decoder.device)
+        self._num_computed: Indices | None = None
+        """By request row, how many tokens have keys and values in its own cache."""
+        if has_own_cache:
+            self._num_computed = np.zeros(len(request_rows.token_ids), np.int64)
+
+    def apply(self, step: Step) -> None:
+        """Takes up what changed since the last step."""
+        if self._num_computed is not None:
+            self._cache.copy_blocks(step.copies)
+            for admission in step.admitted:
+                self._num_computed[admission.row] = admission.num_cached_tokens + admission.num_host_tokens
+
+    def follow(self, shape: StepShape, batch: InputBatch) -> None:
+        """Computes what the first decoder computes, if there are prompts in it: single tokens are made up for when
+        drafts are wanted behind them."""
+        if self._num_computed is not None and (shape.counts > 1 + shape.num_guesses).any():
+            self._decoder(batch.token_ids, batch.positions, batch.paged, self._cache.layers)
+            known = shape.starts + shape.counts - shape.num_guesses
+            before = self._num_computed[shape.request_rows]
+            self._num_computed[shape.request_rows] = np.where(shape.starts <= before, known, before)
+
+    def draft(
+        self, scheduled: Sequence[ScheduledRequest], tokens: Mapping[str, Sequence[int]], sampler: Sampler
+    ) -> dict[str, tuple[int, ...]]:
+        """Drafts behind the `tokens` that a step drew, as many as each of the scheduled requests wants."""
+        wanted = [entry for entry in scheduled if entry.num_drafts and entry.request_id in tokens]
+        drafts: list[list[int]] = [[] for _ in wanted]
+        if not wanted:
+            return {}
+        rows = np.array([entry.row for entry in wanted], np.int64)
+        counts = np.array([entry.num_drafts for entry in wanted])
+        # Where the last token that was drawn stands; its keys and values are nowhere yet.
+        ends = [e.start + e.num_tokens - len(e.guesses) + len(tokens[e.request_id]) - 1 for e in wanted]
+        positions = np.array(ends, np.int64)
+        self._catch_up(rows, positions)
+        for number in range(int(counts.max())):
+            active = np.flatnonzero(counts > number)
+            logits = self._logits(_decodes(rows[active], positions[active] + number))
+            draws = sampler.draws(rows[active], positions[active] + number + 1, self._request_rows.token_ids)
+            drawn = sampler.sample(logits.float(), draws).token_ids
+            self._request_rows.write_tokens(draws.request_rows, draws.positions, drawn)
+            for index, token in zip(active.tolist(), drawn.tolist(), strict=True):
+                drafts[index].append(token)
+        if self._num_computed is not None:
+            self._num_computed[rows] = positions + counts
+        return {entry.request_id: tuple(own) for entry, own in zip(wanted, drafts, strict=True)}
+
+    def release(self) -> None:
+        """Lets go of the weights."""
+        self._graphs = None
+        self._decoder.release()
+        self._cache.release()
+
+    def _catch_up(self, rows: Indices, positions: Indices) -> None:
+        """Computes what its own cache has not got of the tokens before these positions."""
+        if self._num_computed is None:
+            return
+        # What was drafted and not accepted does not count.
+        begins = np.minimum(self._num_computed[rows], positions)
+        missing = positions - begins
+        if not missing.any():
+            return
+        owners = np.arange(len(rows)).repeat(missing)
+        offsets = np.concatenate([np.arange(count) for count in missing])
+        row, place = rows[owners], begins[owners] + offsets
+        at, following = self._uploader.upload(row, place + 1)
+        known = self._request_rows.token_ids[at, following]
+        self._logits(_decodes(row, place))
+        self._request_rows.token_ids[at, following] = known  # a graph has drawn others there
+
+    def _logits(self, shape: StepShape) -> Tensor:
+        decoded = self._graphs.run(shape) if self._graphs is not None else None
+        if decoded is not None:
+            return decoded.logits
+        decoder, rows = self._decoder, self._request_rows
+        batch = build_batch(shape, rows, decoder.kernels, self._uploader, self._block_size, decoder.spec.heads, None)
+        return decoder.logits(decoder(batch.token_ids, batch.positions, batch.paged, self._cache.layers))
+
+
+def _decodes(rows: Indices, positions: Indices) -> StepShape:
+    """A step in which each row computes one token."""
+    every = np.ones(len(rows), np.bool_)
+    return StepShape(
+        rows.astype(np.int32), positions.astype(np.int32), every.astype(np.int32), every, ((),) * len(rows), ~every
+    )

@@ -1,0 +1,176 @@
+"""Where guesses come from, and how many there are: n-grams, predictions, what pays."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from quire.engine.request import Request
+from quire.sampling_params import ResolvedTokens, SamplingParams
+from quire.speculate.adaptive import Acceptance, StepCosts
+from quire.speculate.ngram import NgramIndex, continuation
+from quire.speculate.prediction import PredictedAnswer
+from quire.speculate.speculator import MAX_GUESSES, Speculator
+from quire.step import ScheduledRequest, Step, StepLogEntry, StepResult
+
+
+def slow_find(tokens: Sequence[int]) -> tuple[int, int]:
+    """(longest match, its latest place), by comparing every place."""
+    last, best = len(tokens) - 1, (2, -1)
+    for place in range(last):
+        length = 0
+        while length < 24 and length <= place and tokens[place - length] == tokens[last - length]:
+            length += 1
+        if length >= max(3, best[0]):
+            best = length, place + 1
+    return best
+
+
+class TestNgrams:
+    @pytest.mark.parametrize("seed", range(30))
+    def test_it_finds_what_a_slow_search_finds(self, seed: int) -> None:
+        rng = random.Random(seed)
+        tokens: list[int] = []
+        index = NgramIndex()
+        for _ in range(60):
+            tokens += rng.choices(range(rng.choice([3, 50])), k=rng.randint(1, 4))
+            if rng.random() < 0.3 and len(tokens) > 8:
+                start = rng.randrange(len(tokens) - 6)
+                tokens += tokens[start : start + 6]
+            while not index.extend(tokens, rng.randint(1, 10)):
+                pass
+            found, (length, place) = index.find(tokens), slow_find(tokens)
+            assert (found < 0) == (place < 0)
+            if found >= 0:  # a place as good as any of the latest ones
+                assert tokens[found - 3 : found] == tokens[-3:]
+            if length == 24:
+                assert tokens[found - 3 : found] == tokens[-3:]
+
+    def test_the_longer_repetition_wins_over_the_later_one(self) -> None:
+        tokens = [1, 2, 3, 4, 5, 90, 3, 4, 5, 91, 1, 2, 3, 4, 5]
+        index = NgramIndex()
+        index.extend(tokens, 100)
+        assert tokens[index.find(tokens)] == 90
+
+    def test_what_runs_past_the_end_goes_round(self) -> None:
+        assert list(continuation([1, 2, 3, 1, 2, 3], 3, 7)) == [1, 2, 3, 1, 2, 3, 1]
+        assert list(continuation([9, 9, 9, 9], 3, 4)) == [9, 9, 9, 9]
+
+    def test_a_long_context_is_cheap(self) -> None:
+        rng = random.Random(1)
+        tokens = [rng.randrange(40_000) for _ in range(100_000)]
+        tokens += tokens[500:520]
+        index = NgramIndex()
+        began = time.perf_counter()
+        while not index.extend(tokens, 8192):
+            pass
+        built = time.perf_counter()
+        for _ in range(1000):
+            assert index.find(tokens) == 520
+        found = time.perf_counter()
+        assert built - began < 2.0  # 0.05 s on an idle machine
+        assert (found - built) / 1000 < 500e-6  # 5 microseconds
+
+
+class TestPredictions:
+    def test_it_follows_and_finds_its_way_back(self) -> None:
+        predicted = PredictedAnswer(tuple(range(20)))
+        assert predicted.guess([], 4) == (0, 1, 2, 3)
+        assert predicted.guess([0, 1], 2) == (2, 3)
+        assert predicted.guess([0, 1, 77], 3) == ()
+        assert predicted.guess([0, 1, 77, 5, 6], 3) == ()
+        assert predicted.guess([0, 1, 77, 5, 6, 7], 3) == (8, 9, 10)
+        assert predicted.guess([0, 1, 77, *range(5, 19)], 3) == (19,)
+        assert predicted.guess([0, 1, 77, *range(5, 20)], 3) == ()
+        assert predicted.guess([0, 1, 77, *range(5, 20), 3], 3) == ()
+
+    def test_no_token_outside_the_model_is_guessed(self) -> None:
+        request = Request("a", (1, 2), SamplingParams(), 0, resolved=ResolvedTokens(prediction_ids=(5, 900)))
+        request.num_placeholders = 1
+        assert list(Speculator(1000, adaptive=False).guess(request, 5)) == [5, 900]
+        request.draft_state = None
+        assert list(Speculator(500, adaptive=False).guess(request, 5)) == []
+
+
+class TestWhoIsGuessedFor:
+    @pytest.mark.parametrize(
+        ("params", "expected"),
+        [
+            (SamplingParams(), True),
+            (SamplingParams(speculation=False), False),
+            (SamplingParams(logits_processors=(lambda tokens, logits: logits,)), False),
+        ],
+    )
+    def test_a_request_may_turn_it_off(self, params: SamplingParams, expected: bool) -> None:
+        request = Request("a", (1, 2, 3, 1, 2, 3, 1, 2, 3), params, 0)
+        request.num_placeholders = 1
+        assert bool(Speculator(10, ngrams=True, adaptive=False).guess(request, 5)) == expected
+        request.draft_state = None
+        assert not Speculator(10).guess(request, 5)
+
+    def test_guesses_behind_tokens_in_flight_go_on_from_them(self) -> None:
+        request = Request("a", (1, 2, 3, 4, 5, 6, 1, 2, 3), SamplingParams(), 0)
+        speculator = Speculator(10, ngrams=True, adaptive=False)
+        request.num_placeholders = 1
+        assert list(speculator.guess(request, 2)) == [4, 5]
+        request.num_placeholders = 3  # one that is drawn and two guesses are on their way
+        assert list(speculator.guess(request, 2)) == [6, 1]
+
+
+def step_entry(number: int, num_requests: int, guesses: int, right: int, seconds: float) -> StepLogEntry:
+    scheduled = tuple(
+        ScheduledRequest(f"r{i}", i, 10, 1 + guesses, True, (), (1,) * guesses) for i in range(num_requests)
+    )
+    tokens = {f"r{i}": (1,) * (1 + right) for i in range(num_requests)}
+    return StepLogEntry(
+        Step(number, float(number), scheduled), StepResult(number, tokens), None, float(number) + seconds
+    )
+
+
+class TestWhatPays:
+    """Costs are base + slope per token; a request's guesses are right with a chance, one after the other."""
+
+    def run(self, num_requests: int, base: float, slope: float, chance: float, seed: int = 0) -> tuple[float, float]:
+        """(time per token, that without guesses), after it has settled."""
+        rng = random.Random(seed)
+        costs, acceptance = StepCosts(), Acceptance()
+        right = wrong = 0
+        spent = tokens = 0.0
+        for number in range(600):
+            count = acceptance.count(costs.least_chance, MAX_GUESSES)
+            accepted = next((i for i in range(count) if rng.random() >= chance), count)
+            right, wrong = right + accepted, wrong + (accepted < count)
+            seconds = (base + slope * num_requests * (1 + count)) * rng.uniform(0.9, 1.1)
+            costs.observe(step_entry(number, num_requests, count, accepted, seconds / 1e6))
+            acceptance.learn(right, wrong)
+            if number >= 100:
+                spent, tokens = spent + seconds, tokens + 1 + accepted
+        return spent / tokens, base + slope * num_requests
+
+    @pytest.mark.parametrize("num_requests", [1, 32])
+    def test_right_guesses_are_used_where_a_step_is_bound_by_its_weights(self, num_requests: int) -> None:
+        took, plain = self.run(num_requests, 1000.0, 2.0, 0.9)
+        assert took < plain / 3
+
+    @pytest.mark.parametrize(
+        ("num_requests", "base", "slope"), [(1, 1000.0, 50.0), (32, 1000.0, 50.0), (256, 100.0, 50.0), (1, 10.0, 50.0)]
+    )
+    @pytest.mark.parametrize("chance", [0.0, 0.05])
+    def test_wrong_guesses_cost_nothing(self, num_requests: int, base: float, slope: float, chance: float) -> None:
+        took, plain = self.run(num_requests, base, slope, chance)
+        assert took < plain * 1.02
+
+    def test_where_every_token_costs_its_full_price_nothing_is_guessed(self) -> None:
+        took, plain = self.run(256, 0.0, 50.0, 0.7)
+        assert took < plain * 1.03
+
+    def test_prompts_say_nothing_about_guesses(self) -> None:
+        costs: Any = StepCosts()
+        before = costs.least_chance
+        scheduled = (ScheduledRequest("a", 0, 0, 300, True, ()),)
+        costs.observe(StepLogEntry(Step(0, 0.0, scheduled), StepResult(0, {"a": (1,)}), None, 9.0))
+        assert costs.least_chance == before
