@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,19 +188,16 @@ class OwnResponses:
             wanted = stored.previous_id
         return found[::-1], None
 
-    def put(
-        self, body: dict[str, Any], items: Sequence[dict[str, Any]], item_ids: Iterable[str], previous_id: str | None
-    ) -> None:
-        """Keeps a response, with what its call added to the conversation; `item_ids` are those of both."""
-        encode = msgspec.json.encode
+    def put(self, body: dict[str, Any], items: bytes, item_ids: Iterable[str], previous_id: str | None) -> None:
+        """Keeps a response, with what its call added to the conversation (JSON); `item_ids` are those of both."""
         self.store.put(
             StoredResponse(
                 id=body["id"],
                 owner=self.owner,
                 created=float(body["created_at"]),
                 previous_id=previous_id,
-                body=msgspec.Raw(encode(body)),
-                items=msgspec.Raw(encode(items)),
+                body=msgspec.Raw(msgspec.json.encode(body)),
+                items=msgspec.Raw(items),
                 item_ids=list(item_ids),
             )
         )

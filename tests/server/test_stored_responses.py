@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
@@ -21,7 +22,7 @@ RESPONSES = "/v1/responses"
 
 def make(store: ResponseStore, name: str, owner: str = "me", previous: str | None = None, size: int = 10) -> None:
     output = [{"type": "message", "id": f"msg_{name}", "role": "assistant", "content": "x" * size}]
-    items = [{"type": "message", "id": f"in_{name}", "role": "user", "content": "y"}]
+    items = msgspec.json.encode([{"type": "message", "id": f"in_{name}", "role": "user", "content": "y"}])
     body = {"id": name, "created_at": store._clock(), "status": "completed", "output": output}
     store.of(owner).put(body, items, [f"msg_{name}", f"in_{name}"], previous)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
+import msgspec
 from pydantic import Discriminator, Field, TypeAdapter, ValidationError
 
 from quire.errors import InvalidRequestError
@@ -132,8 +133,8 @@ class Conversation:
         first = [{"role": "system", "content": instructions}] if instructions else []
         return first + _from_items([*self.earlier, *self.added])
 
-    def describe_added(self) -> list[dict[str, Any]]:
-        """What the call adds, each item with an id, as it is stored."""
+    def describe_added(self) -> tuple[bytes, list[str]]:
+        """What the call adds as JSON, each item with an id, as it is stored; and these ids."""
         described = []
         for item in self.added:
             shown = item.model_dump(exclude_none=True)
@@ -143,7 +144,7 @@ class Conversation:
             kept_id = shown.get("id")
             shown["id"] = kept_id if isinstance(kept_id, str) and kept_id else new_id(_PREFIXES[shown["type"]])
             described.append(shown)
-        return described
+        return msgspec.json.encode(described), [shown["id"] for shown in described]
 
 
 def _recalled(response_id: str, stored: OwnResponses) -> list[Item]:
