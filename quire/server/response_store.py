@@ -73,7 +73,8 @@ class ResponseStore:
         self._clock = clock
         self._lock = threading.RLock()
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
-        self._by_item: dict[tuple[str, str], str] = {}
+        self._by_item: dict[tuple[str, str], dict[str, None]] = {}
+        """By owner and item: the responses that hold it, as an answer or as what led to one."""
         self._num_bytes = 0
         if files is not None:
             for path, data in files.load(limits.num_bytes):
@@ -113,8 +114,8 @@ class ResponseStore:
     def holder_of(self, owner: str, item_id: str) -> StoredResponse | None:
         """The response that an item belongs to."""
         with self._lock:
-            response_id = self._by_item.get((owner, item_id))
-            return None if response_id is None else self.get(owner, response_id)
+            holders = self._by_item.get((owner, item_id), {})
+            return next((found for one in list(holders) if (found := self.get(owner, one)) is not None), None)
 
     def delete(self, owner: str, response_id: str) -> bool:
         with self._lock:
@@ -133,7 +134,7 @@ class ResponseStore:
         self._responses[stored.id] = stored
         self._num_bytes += stored.num_bytes
         for item_id in stored.item_ids:
-            self._by_item[stored.owner, item_id] = stored.id
+            self._by_item.setdefault((stored.owner, item_id), {})[stored.id] = None
 
     def _remove(self, response_id: str, from_disk: bool = True) -> None:
         stored = self._responses.pop(response_id, None)
@@ -141,8 +142,10 @@ class ResponseStore:
             return
         self._num_bytes -= stored.num_bytes
         for item_id in stored.item_ids:
-            if self._by_item.get((stored.owner, item_id)) == response_id:
-                del self._by_item[stored.owner, item_id]
+            holders = self._by_item.get((stored.owner, item_id), {})
+            holders.pop(response_id, None)
+            if not holders:
+                self._by_item.pop((stored.owner, item_id), None)
         if from_disk and self._files is not None:
             self._files.remove(response_id)
 

@@ -74,6 +74,21 @@ def test_nobody_sees_what_belongs_to_others(clock: Clock) -> None:
     assert store.of("me").get("a") is None
 
 
+def test_items_that_several_responses_hold(clock: Clock) -> None:
+    """An item that later calls refer to is theirs too: it stays as long as any of them does."""
+    for first, last in (("a", "b"), ("b", "a")):
+        store = ResponseStore(StoreLimits(100, 10**6, 60), clock=clock)
+        make(store, "a")
+        body = {"id": "b", "created_at": clock(), "status": "completed", "output": []}
+        item = {"type": "message", "id": "msg_a", "role": "assistant", "content": "x"}
+        me = store.of("me")
+        me.put(body, msgspec.json.encode([item]), ["msg_a"], None)
+        assert me.delete(first)
+        assert me.item("msg_a") is not None
+        assert me.delete(last)
+        assert (me.item("msg_a"), store._by_item) == (None, {})
+
+
 def test_a_folder_survives_a_restart(tmp_path: Path, clock: Clock) -> None:
     folder = tmp_path / "kept"
     limits = StoreLimits(3, 10**6, 60)
@@ -114,7 +129,9 @@ def test_a_folder_that_fails_costs_nobody_an_answer(tmp_path: Path, clock: Clock
     folder.rmdir()
     make(store, "a")
     store.close()
-    assert store.of("me").get("a") is not None
+    make(store, "b")
+    assert store.of("me").delete("a")
+    assert store.of("me").get("b") is not None
     with pytest.raises(QuireError, match="can't be used"):
         ResponseFiles(Path("/proc/nowhere"))
 
