@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,10 +112,10 @@ class ResponseStore:
             return stored
 
     def holder_of(self, owner: str, item_id: str) -> StoredResponse | None:
-        """The response that an item belongs to."""
+        """The newest response that holds an item."""
         with self._lock:
             holders = self._by_item.get((owner, item_id), {})
-            return next((found for one in list(holders) if (found := self.get(owner, one)) is not None), None)
+            return next((found for one in [*holders][::-1] if (found := self.get(owner, one)) is not None), None)
 
     def delete(self, owner: str, response_id: str) -> bool:
         with self._lock:
@@ -173,11 +173,15 @@ class OwnResponses:
     def get(self, response_id: str) -> StoredResponse | None:
         return self.store.get(self.owner, response_id)
 
-    def item(self, item_id: str) -> dict[str, Any] | None:
-        """An item of a response or of what led to it."""
-        holder = self.store.holder_of(self.owner, item_id)
-        found = [] if holder is None else [*holder.output(), *holder.input()]
-        return next((item for item in found if item.get("id") == item_id), None)
+    def items(self, item_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Those that are stored of these items, which are in the order of a conversation: the newest response that
+        holds the last of them holds most of the others too, and each that is needed is read once."""
+        found: dict[str, dict[str, Any]] = {}
+        for item_id in reversed(item_ids):
+            holder = None if item_id in found else self.store.holder_of(self.owner, item_id)
+            if holder is not None:
+                found = {item["id"]: item for item in (*holder.input(), *holder.output())} | found
+        return found
 
     def chain(self, response_id: str) -> tuple[list[StoredResponse], str | None]:
         """The responses that lead to this one, the first of them first, and the id of one that is missing."""

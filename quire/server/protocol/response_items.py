@@ -119,10 +119,7 @@ class Conversation:
         if isinstance(given, str):
             given = [MessageItem(role="user", content=given)]
         earlier = [] if previous_id is None else _recalled(previous_id, stored)
-        added = [
-            _referred(item.id, place, stored) if isinstance(item, ItemReference) else item
-            for place, item in enumerate(given)
-        ]
+        added = _resolved(given, stored)
         if len(earlier) + len(added) > common.MAX_MESSAGES:
             message = f"there are {len(earlier) + len(added)} items; at most {common.MAX_MESSAGES} are accepted"
             raise InvalidRequestError("input", message)
@@ -165,12 +162,20 @@ def _recalled(response_id: str, stored: OwnResponses) -> list[Item]:
     return _checked([item for one in chain for item in (*one.input(), *one.output())])
 
 
-def _referred(item_id: str, place: int, stored: OwnResponses) -> Item:
-    found = stored.item(item_id)
-    if found is None:
-        message = f"input[{place}]: the item {item_id!r} is not stored; {_advice(stored)}"
-        raise ApiError(404, message, field="input", code="not_found")
-    return _checked([found])[0]
+def _resolved(given: Sequence[Item], stored: OwnResponses) -> list[Item]:
+    """The items with what they refer to in its place."""
+    wanted = [item.id for item in given if isinstance(item, ItemReference)]
+    found = stored.items(wanted) if wanted else {}
+    resolved: list[Item] = []
+    for place, item in enumerate(given):
+        if not isinstance(item, ItemReference):
+            resolved.append(item)
+            continue
+        if item.id not in found:
+            message = f"input[{place}]: the item {item.id!r} is not stored; {_advice(stored)}"
+            raise ApiError(404, message, field="input", code="not_found")
+        resolved += _checked([found[item.id]])
+    return resolved
 
 
 def _checked(items: list[dict[str, Any]]) -> list[Item]:
