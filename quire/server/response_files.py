@@ -11,7 +11,7 @@ import fcntl
 import hashlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -72,20 +72,24 @@ class ResponseFiles:
             self._say("the disk is too slow")
             return
         self._num_waiting += len(data)
-        self._writer.submit(self._write, self._path(response_id), data)
+        self._submit(self._write, self._path(response_id), data)
 
     def remove(self, response_id: str) -> None:
-        self._writer.submit(self._remove, self._path(response_id))
+        self._submit(self._remove, self._path(response_id))
 
     def discard(self, path: Path) -> None:
         """Removes a file that is of no use."""
-        self._writer.submit(self._remove, path)
+        self._submit(self._remove, path)
 
     def close(self) -> None:
         """Waits until all is written."""
         self._writer.shutdown()
         with contextlib.suppress(OSError):
             os.close(self._lock)
+
+    def _submit(self, function: Callable[..., None], *args: object) -> None:
+        with contextlib.suppress(RuntimeError):  # a request that outlives the server: its response is not kept
+            self._writer.submit(function, *args)
 
     def _path(self, response_id: str) -> Path:
         # Ids are our own, but a name made of a digest is safe whatever they are.

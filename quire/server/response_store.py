@@ -73,7 +73,8 @@ class ResponseStore:
         self._clock = clock
         self._lock = threading.RLock()
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
-        self._by_item: dict[tuple[str, str], str] = {}
+        self._by_item: dict[tuple[str, str], dict[str, None]] = {}
+        """By owner and item: the responses that hold it, as an answer or as what led to one."""
         self._num_bytes = 0
         if files is not None:
             for path, data in files.load(limits.num_bytes):
@@ -111,10 +112,10 @@ class ResponseStore:
             return stored
 
     def holder_of(self, owner: str, item_id: str) -> StoredResponse | None:
-        """The response that an item belongs to."""
+        """The newest response that holds an item."""
         with self._lock:
-            response_id = self._by_item.get((owner, item_id))
-            return None if response_id is None else self.get(owner, response_id)
+            holders = self._by_item.get((owner, item_id), {})
+            return next((found for one in [*holders][::-1] if (found := self.get(owner, one)) is not None), None)
 
     def delete(self, owner: str, response_id: str) -> bool:
         with self._lock:
@@ -133,7 +134,7 @@ class ResponseStore:
         self._responses[stored.id] = stored
         self._num_bytes += stored.num_bytes
         for item_id in stored.item_ids:
-            self._by_item[stored.owner, item_id] = stored.id
+            self._by_item.setdefault((stored.owner, item_id), {})[stored.id] = None
 
     def _remove(self, response_id: str, from_disk: bool = True) -> None:
         stored = self._responses.pop(response_id, None)
@@ -141,8 +142,10 @@ class ResponseStore:
             return
         self._num_bytes -= stored.num_bytes
         for item_id in stored.item_ids:
-            if self._by_item.get((stored.owner, item_id)) == response_id:
-                del self._by_item[stored.owner, item_id]
+            holders = self._by_item.get((stored.owner, item_id), {})
+            holders.pop(response_id, None)
+            if not holders:
+                self._by_item.pop((stored.owner, item_id), None)
         if from_disk and self._files is not None:
             self._files.remove(response_id)
 
@@ -170,11 +173,15 @@ class OwnResponses:
     def get(self, response_id: str) -> StoredResponse | None:
         return self.store.get(self.owner, response_id)
 
-    def item(self, item_id: str) -> dict[str, Any] | None:
-        """An item of a response or of what led to it."""
-        holder = self.store.holder_of(self.owner, item_id)
-        found = [] if holder is None else [*holder.output(), *holder.input()]
-        return next((item for item in found if item.get("id") == item_id), None)
+    def items(self, item_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Those that are stored of these items, which are in the order of a conversation: the newest response that
+        holds the last of them holds most of the others too, and each that is needed is read once."""
+        found: dict[str, dict[str, Any]] = {}
+        for item_id in reversed(item_ids):
+            holder = None if item_id in found else self.store.holder_of(self.owner, item_id)
+            if holder is not None:
+                found = {item["id"]: item for item in (*holder.input(), *holder.output())} | found
+        return found
 
     def chain(self, response_id: str) -> tuple[list[StoredResponse], str | None]:
         """The responses that lead to this one, the first of them first, and the id of one that is missing."""
@@ -188,19 +195,16 @@ class OwnResponses:
             wanted = stored.previous_id
         return found[::-1], None
 
-    def put(
-        self, body: dict[str, Any], items: Sequence[dict[str, Any]], item_ids: Iterable[str], previous_id: str | None
-    ) -> None:
-        """Keeps a response, with what its call added to the conversation; `item_ids` are those of both."""
-        encode = msgspec.json.encode
+    def put(self, body: dict[str, Any], items: bytes, item_ids: Iterable[str], previous_id: str | None) -> None:
+        """Keeps a response, with what its call added to the conversation (JSON); `item_ids` are those of both."""
         self.store.put(
             StoredResponse(
                 id=body["id"],
                 owner=self.owner,
                 created=float(body["created_at"]),
                 previous_id=previous_id,
-                body=msgspec.Raw(encode(body)),
-                items=msgspec.Raw(encode(items)),
+                body=msgspec.Raw(msgspec.json.encode(body)),
+                items=msgspec.Raw(items),
                 item_ids=list(item_ids),
             )
         )

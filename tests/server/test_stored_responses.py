@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
 from quire.errors import QuireError
 from quire.server.response_files import ResponseFiles
-from quire.server.response_store import OwnResponses, ResponseStore, StoreLimits
+from quire.server.response_store import OwnResponses, ResponseStore, StoredResponse, StoreLimits
 from tests.server.conftest import SCRIPTED_ENGINE
 from tests.server.harness import Server, error_of, wait_for
 
@@ -21,7 +22,7 @@ RESPONSES = "/v1/responses"
 
 def make(store: ResponseStore, name: str, owner: str = "me", previous: str | None = None, size: int = 10) -> None:
     output = [{"type": "message", "id": f"msg_{name}", "role": "assistant", "content": "x" * size}]
-    items = [{"type": "message", "id": f"in_{name}", "role": "user", "content": "y"}]
+    items = msgspec.json.encode([{"type": "message", "id": f"in_{name}", "role": "user", "content": "y"}])
     body = {"id": name, "created_at": store._clock(), "status": "completed", "output": output}
     store.of(owner).put(body, items, [f"msg_{name}", f"in_{name}"], previous)
 
@@ -46,7 +47,8 @@ def test_the_least_recently_used_makes_room(clock: Clock) -> None:
     assert me.get("a") is not None  # used again
     make(store, "d")
     assert [name for name in "abcd" if me.get(name)] == ["a", "c", "d"]
-    assert (me.item("msg_b"), me.item("msg_a") is None, me.item("in_d") is None) == (None, False, False)
+    assert set(me.items(["msg_b"])) == set()
+    assert set(me.items(["msg_a", "in_d"])) == {"in_a", "msg_a", "in_d", "msg_d"}
     clock.now += 61
     assert [name for name in "acd" if me.get(name)] == []
     make(store, "e")
@@ -66,11 +68,45 @@ def test_nobody_sees_what_belongs_to_others(clock: Clock) -> None:
     store = ResponseStore(StoreLimits(100, 10**6, 60), clock=clock)
     make(store, "a", "me")
     other = store.of("other")
-    assert (other.get("a"), other.item("msg_a"), other.delete("a")) == (None, None, False)
+    assert (other.get("a"), other.items(["msg_a"]), other.delete("a")) == (None, {}, False)
     make(store, "b", "other", previous="a")
     assert other.chain("b") == ([], "a")
     assert store.of("me").delete("a")
     assert store.of("me").get("a") is None
+
+
+def test_items_that_several_responses_hold(clock: Clock) -> None:
+    """An item that later calls refer to is theirs too: it stays as long as any of them does."""
+    for first, last in (("a", "b"), ("b", "a")):
+        store = ResponseStore(StoreLimits(100, 10**6, 60), clock=clock)
+        make(store, "a")
+        body = {"id": "b", "created_at": clock(), "status": "completed", "output": []}
+        item = {"type": "message", "id": "msg_a", "role": "assistant", "content": "x"}
+        me = store.of("me")
+        me.put(body, msgspec.json.encode([item]), ["msg_a"], None)
+        assert me.delete(first)
+        assert "msg_a" in me.items(["msg_a"])
+        assert me.delete(last)
+        assert (me.items(["msg_a"]), store._by_item) == ({}, {})
+
+
+def test_a_conversation_by_references_is_read_once(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Vercel's AI SDK has them: each call refers to all answers so far."""
+    store = ResponseStore(StoreLimits(100, 10**6, 60), clock=clock)
+    me = store.of("me")
+    ids: list[str] = []
+    for number in range(20):
+        inputs = [{"type": "message", "id": one, "role": "assistant", "content": one} for one in ids]
+        ids.append(f"msg_{number}")
+        output = [{"type": "message", "id": ids[-1], "role": "assistant", "content": ids[-1]}]
+        body = {"id": f"r{number}", "created_at": clock(), "status": "completed", "output": output}
+        me.put(body, msgspec.json.encode(inputs), ids, None)
+    reads = []
+    read = StoredResponse.output
+    monkeypatch.setattr(StoredResponse, "output", lambda self: [reads.append(self.id), *read(self)][1:])
+    found = me.items(ids)
+    assert [found[one]["content"] for one in ids] == ids
+    assert reads == ["r19"]
 
 
 def test_a_folder_survives_a_restart(tmp_path: Path, clock: Clock) -> None:
@@ -113,7 +149,9 @@ def test_a_folder_that_fails_costs_nobody_an_answer(tmp_path: Path, clock: Clock
     folder.rmdir()
     make(store, "a")
     store.close()
-    assert store.of("me").get("a") is not None
+    make(store, "b")
+    assert store.of("me").delete("a")
+    assert store.of("me").get("b") is not None
     with pytest.raises(QuireError, match="can't be used"):
         ResponseFiles(Path("/proc/nowhere"))
 

@@ -48,8 +48,8 @@ def _check_tool(tool: object, field: str) -> Tool:
             f"{field}.function.name", "must be 1 to 128 letters, digits, underscores, dots, colons or dashes"
         )
     parameters = function.get("parameters")
-    if parameters is None:
-        parameters = {"type": "object", "properties": {}}
+    if parameters is None:  # as OpenAI has it: a function without any
+        parameters = {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
         raise InvalidRequestError(f"{field}.function.parameters", "must be the JSON schema of an object")
     strict = function.get("strict")

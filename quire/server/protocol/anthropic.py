@@ -189,10 +189,6 @@ class CountTokensRequest(common.Body):
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
 
-    def prompt(self) -> ChatPrompt:
-        """The conversation as the chat template takes it."""
-        return self.read_prompt()[0]
-
     def read_prompt(self) -> tuple[ChatPrompt, tuple[str, ...]]:
         """The conversation as the chat template takes it, and what was left out of it."""
         for place, edit in enumerate((self.context_management and self.context_management.edits) or ()):
@@ -216,7 +212,8 @@ class CountTokensRequest(common.Body):
             kwargs["reasoning_effort"] = self.output_config.effort
         prefilled = self.messages[-1].role == "assistant"
         choice = self.tool_choice
-        kept, ignored = offered(self.tools, _foreign, isinstance(choice, OpenChoice) and choice.type == "auto")
+        is_optional = isinstance(choice, OpenChoice | NoChoice) and choice.type != "any"
+        kept, ignored = offered(self.tools, _foreign, is_optional)
         tools = []
         for one in () if isinstance(choice, NoChoice) else kept:
             assert isinstance(one, Tool)

@@ -97,7 +97,7 @@ class ChatCompletionRequest(sampling.SamplingFields):
             kwargs.setdefault("reasoning_effort", self.reasoning_effort)
             fields["chat_template_kwargs.reasoning_effort"] = "reasoning_effort"
         begins, continues = self.add_generation_prompt, self.continue_final_message
-        tools, ignored = offered(self.tools, _foreign, self.tool_choice == "auto")
+        tools, ignored = offered(self.tools, _foreign, self.tool_choice in ("auto", "none"))
         if self.store:
             ignored += ("store",)
         prompt = ChatPrompt(self.messages, tools or None, self.documents, kwargs or None, begins, continues)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
+import msgspec
 from pydantic import Discriminator, Field, TypeAdapter, ValidationError
 
 from quire.errors import InvalidRequestError
@@ -118,10 +119,7 @@ class Conversation:
         if isinstance(given, str):
             given = [MessageItem(role="user", content=given)]
         earlier = [] if previous_id is None else _recalled(previous_id, stored)
-        added = [
-            _referred(item.id, place, stored) if isinstance(item, ItemReference) else item
-            for place, item in enumerate(given)
-        ]
+        added = _resolved(given, stored)
         if len(earlier) + len(added) > common.MAX_MESSAGES:
             message = f"there are {len(earlier) + len(added)} items; at most {common.MAX_MESSAGES} are accepted"
             raise InvalidRequestError("input", message)
@@ -132,8 +130,8 @@ class Conversation:
         first = [{"role": "system", "content": instructions}] if instructions else []
         return first + _from_items([*self.earlier, *self.added])
 
-    def describe_added(self) -> list[dict[str, Any]]:
-        """What the call adds, each item with an id, as it is stored."""
+    def describe_added(self) -> tuple[bytes, list[str]]:
+        """What the call adds as JSON, each item with an id, as it is stored; and these ids."""
         described = []
         for item in self.added:
             shown = item.model_dump(exclude_none=True)
@@ -143,7 +141,7 @@ class Conversation:
             kept_id = shown.get("id")
             shown["id"] = kept_id if isinstance(kept_id, str) and kept_id else new_id(_PREFIXES[shown["type"]])
             described.append(shown)
-        return described
+        return msgspec.json.encode(described), [shown["id"] for shown in described]
 
 
 def _recalled(response_id: str, stored: OwnResponses) -> list[Item]:
@@ -164,12 +162,20 @@ def _recalled(response_id: str, stored: OwnResponses) -> list[Item]:
     return _checked([item for one in chain for item in (*one.input(), *one.output())])
 
 
-def _referred(item_id: str, place: int, stored: OwnResponses) -> Item:
-    found = stored.item(item_id)
-    if found is None:
-        message = f"input[{place}]: the item {item_id!r} is not stored; {_advice(stored)}"
-        raise ApiError(404, message, field="input", code="not_found")
-    return _checked([found])[0]
+def _resolved(given: Sequence[Item], stored: OwnResponses) -> list[Item]:
+    """The items with what they refer to in its place."""
+    wanted = [item.id for item in given if isinstance(item, ItemReference)]
+    found = stored.items(wanted) if wanted else {}
+    resolved: list[Item] = []
+    for place, item in enumerate(given):
+        if not isinstance(item, ItemReference):
+            resolved.append(item)
+            continue
+        if item.id not in found:
+            message = f"input[{place}]: the item {item.id!r} is not stored; {_advice(stored)}"
+            raise ApiError(404, message, field="input", code="not_found")
+        resolved += _checked([found[item.id]])
+    return resolved
 
 
 def _checked(items: list[dict[str, Any]]) -> list[Item]:

@@ -134,6 +134,7 @@ class ResponsesRequest(sampling.TokenChoice, common.ApiRequest):
 
     _conversation: Conversation | None = PrivateAttr(None)
     _cant_store: bool = PrivateAttr(False)
+    _to_store: tuple[bytes, list[str]] | None = PrivateAttr(None)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -147,15 +148,17 @@ class ResponsesRequest(sampling.TokenChoice, common.ApiRequest):
         return not isinstance(self.input, str) and any(isinstance(item, ItemReference) for item in self.input)
 
     @property
-    def conversation(self) -> Conversation:
-        assert self._conversation is not None, "recall comes first"
-        return self._conversation
+    def to_store(self) -> tuple[bytes, list[str]] | None:
+        """What the call adds to the conversation, as JSON, and the ids of these items; None if nothing is stored."""
+        return self._to_store
 
     def recall(self, stored: OwnResponses) -> None:
         if not (self.input.strip() if isinstance(self.input, str) else self.input):
             raise InvalidRequestError("input", "is empty")
         self._conversation = Conversation.recall(self.input, self.previous_response_id, stored)
         self._cant_store = bool(self.store) and not stored.store.is_on
+        if self.store is not False and stored.store.is_on:
+            self._to_store = self._conversation.describe_added()
 
     def to_generation(self, response_id: str, request_id: str) -> GenerationRequest:
         ignored = self._unmet_includes() + (("store",) if self._cant_store else ())
@@ -170,9 +173,10 @@ class ResponsesRequest(sampling.TokenChoice, common.ApiRequest):
         )
         effort = self.reasoning.effort if self.reasoning is not None else None
         kwargs = None if effort is None else {"reasoning_effort": effort}
-        tools, dropped = offered(self.tools, _foreign, self.tool_choice == "auto")
+        tools, dropped = offered(self.tools, _foreign, self.tool_choice in ("auto", "none"))
         functions = [function for tool in tools for function in _functions(tool)]
-        messages = self.conversation.messages(self.instructions)
+        assert self._conversation is not None, "recall comes first"
+        messages = self._conversation.messages(self.instructions)
         return GenerationRequest(
             response_id=response_id,
             request_id=request_id,

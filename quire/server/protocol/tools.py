@@ -2,8 +2,8 @@
 those whose form only one company's models know.
 
 They are left out, and named in x-quire-ignored, where the client said that the model may do without them: it sent
-`tool_choice: "auto"`. Else they are refused by type and name: an answer that could not use them would mean less than
-was asked for.
+`tool_choice: "auto"` or `"none"`. Else they are refused by type and name: an answer that could not use them would mean
+less than was asked for.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ class ResponseWriter(Writer[ResponsesRequest]):
         super().__init__(*args)
         self._items = OutputItems(self.body.wants_logprobs, self.body.namespaces())
         self._num_events = 0
-        self._is_stored = self.body.store is not False and self.stored.store.is_on
         self._is_over = False
         self._error: dict[str, Any] | None = None
 
@@ -66,10 +65,10 @@ class ResponseWriter(Writer[ResponsesRequest]):
         """The response, now that it is over; it is stored before its client hears of it, who may go on at once."""
         self._is_over = True
         response = self._response(status)
-        if self._is_stored:
-            items = self.body.conversation.describe_added()
+        if self.body.to_store is not None:
+            items, ids = self.body.to_store
             output = [_without_logprobs(item) for item in self._items.items]
-            ids = [item["id"] for item in (*items, *output)]
+            ids = [*ids, *(item["id"] for item in output)]
             self.stored.put({**response, "output": output}, items, ids, self.body.previous_response_id)
         return response
 
@@ -102,7 +101,7 @@ class ResponseWriter(Writer[ResponsesRequest]):
             "reasoning": reasoning,
             "safety_identifier": self.body.safety_identifier,
             "service_tier": "default",
-            "store": self._is_stored,
+            "store": self.body.to_store is not None,
             "temperature": 1.0 if self.body.temperature is None else self.body.temperature,
             "text": {"format": text_format},
             "tool_choice": choice if isinstance(choice, str) else {"type": "function", "name": choice.name},

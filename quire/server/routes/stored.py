@@ -45,10 +45,17 @@ async def list_input_items(
     after: str | None = Query(None, max_length=128),
 ) -> Response:
     """What led to a stored response: the items of its call and of those before it."""
-    _find(request, response_id)
+    stored = _find(request, response_id)
     service = get_service(request)
-    own = service.responses_of(request)
-    items = await service.in_thread(_input_items, own.chain(response_id)[0])
+    chain, missing = service.responses_of(request).chain(response_id)
+    if missing is not None:  # what is left of the conversation
+        chain = [stored]
+    # Its size is the client's to choose.
+    return await service.in_thread(_page, chain, limit, order, after, _ignored(request))
+
+
+def _page(chain: list[StoredResponse], limit: int, order: str, after: str | None, headers: dict[str, str]) -> Response:
+    items = _input_items(chain)
     if order == "desc":
         items.reverse()
     ids = [item["id"] for item in items]
@@ -58,7 +65,7 @@ async def list_input_items(
     shown = items[first : first + limit]
     ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
     body = {"object": "list", "data": shown, **ends, "has_more": first + limit < len(items)}
-    return JsonResponse(body, headers=_ignored(request))
+    return JsonResponse(body, headers=headers)
 
 
 def _input_items(chain: list[StoredResponse]) -> list[dict[str, Any]]:

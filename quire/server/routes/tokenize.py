@@ -87,8 +87,10 @@ async def detokenize(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """How many tokens a conversation has."""
     body, service = await _read(request, CountTokensRequest)
-    token_ids = await service.in_thread(service.encoder.encode_chat, await convert(request, body.prompt))
-    return JsonResponse({"input_tokens": len(token_ids)}, headers=ignored_header(request.state.ignored))
+    prompt, left_out = await convert(request, body.read_prompt)
+    token_ids = await service.in_thread(service.encoder.encode_chat, prompt)
+    ignored = ignored_header([*request.state.ignored, *left_out])
+    return JsonResponse({"input_tokens": len(token_ids)}, headers=ignored)
 
 
 def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
