@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -174,7 +175,7 @@ def read_eos(config: Fields, generation_config: Path | None) -> tuple[int, ...]:
     """The model's end tokens; generation_config.json knows chat models' further ones."""
     found: dict[int, None] = {}
     sources = [config]
-    if generation_config is not None and generation_config.is_file():
+    if generation_config is not None and os.path.lexists(generation_config):
         sources.append(Fields(read_json(generation_config, MAX_CONFIG_BYTES), str(generation_config)))
     for source in sources:
         value = source.raw("eos_token_id")
