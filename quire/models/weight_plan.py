@@ -23,7 +23,7 @@ QUANTIZED = {"int8": INT8, "int4": Q4_0}
 """The formats that `quantization` can ask for."""
 MULTIPLE = 32
 """Of what the input size of a quantised matrix must be."""
-_STAY_PLAIN = (".router.weight", ".shared_gate.weight")
+_STAY_PLAIN = (".router.weight", ".shared_gate.weight", "_bias")
 """Small matrices that decide much."""
 
 
