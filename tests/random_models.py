@@ -103,7 +103,8 @@ def random_decoder(
         value = torch.randn(parameter.shape, generator=generator)
         value = 1 + 0.1 * value if "norm" in name else value * (2.0 / parameter.shape[-1] ** 0.5)
         is_matrix = len(parameter.shape) > 1 and "router" not in name and "bias" not in name
-        loaded[name] = quantize(value) if quantize and is_matrix else Weight.dense(value.to(dtype).to(device))
+        plain = value if parameter.wide else value.to(dtype)
+        loaded[name] = quantize(value) if quantize and is_matrix else Weight.dense(plain.to(device))
     return Decoder(spec, kernels, loaded, dtype)
 
 

@@ -67,7 +67,7 @@ def test_newer_families_are_exact_with_quantised_weights(name: str, family: str)
     decoder = random_decoder(widened(family), CpuKernels(), torch.float32, quantize=lambda v: in_format(name, v))
     prompts, params = workload(6, seed=3, longest=70)
     expected = solo(decoder, prompts, params)
-    assert len({tuple(tokens) for tokens in expected.tokens.values()}) > 3
+    assert len({tuple(tokens) for tokens in expected.tokens.values()}) > 2
     for scenario in ("one batch", "chunks of 7", "swapped every third step"):
         assert_same(Bench(decoder, **SCENARIOS[scenario]).run(prompts, params), expected)
 

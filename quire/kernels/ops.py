@@ -143,7 +143,7 @@ class MoeSpec:
     shared_gate: bool = True
     """Whether that expert is weighed by a sigmoid gate of its own."""
     sigmoid_scores: bool = False
-    """Probabilities are sigmoids of the router's logits, not their softmax."""
+    """Probabilities are sigmoids of the router's logits, which are float32 then, not their softmax."""
     choice_bias: bool = False
     """`ExpertWeights.choice_bias` is added to the probabilities to choose experts, not to weigh them."""
     weight_scale: float = 1.0

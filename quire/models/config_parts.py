@@ -14,12 +14,9 @@ from quire.models.files import read_json
 from quire.models.spec import ModelSpec, RopeSpec
 
 MAX_CONFIG_BYTES = 16 * 2**20
-_ACTIVATIONS = {
-    "silu": Activation.SILU,
-    "swish": Activation.SILU,
-    "gelu_pytorch_tanh": Activation.GELU_TANH,
-    "gelu_new": Activation.GELU_TANH,
-}
+_ACTIVATIONS = {"silu": Activation.SILU, "swish": Activation.SILU} | dict.fromkeys(
+    ("gelu_pytorch_tanh", "gelu_new"), Activation.GELU_TANH
+)
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -52,9 +49,7 @@ def read_rope(
     plain = RopeSpec(theta, rotated=rotated if rotated < head_dim else 0)
     kind = scaling.string("rope_type", scaling.string("type", "default"))
     if kind not in types:
-        raise UnsupportedModelError(
-            f"{config.file}: rope type {kind!r} is not supported. Supported: {', '.join(types)}."
-        )
+        raise UnsupportedModelError(f"{config.file}: rope type {kind!r} is not supported, only {', '.join(types)} are.")
     max_position = config.integer("max_position_embeddings", 2048, high=2**31)
     original = config.integer("original_max_position_embeddings", max_position, high=2**31)
     original = scaling.integer("original_max_position_embeddings", original, high=2**31)
@@ -65,38 +60,26 @@ def read_rope(
         if high <= low:
             raise scaling.error("high_freq_factor", f"above low_freq_factor ({low})", high)
         return replace(
-            plain,
-            kind="llama3",
-            factor=scaling.number("factor", low=1e-6),
-            original_max_position=original,
-            low_freq_factor=low,
-            high_freq_factor=high,
-        )
+            plain, kind="llama3", factor=scaling.number("factor", low=1e-6), original_max_position=original,
+            low_freq_factor=low, high_freq_factor=high,
+        )  # fmt: skip
     if kind == "yarn":
         factor = scaling.number("factor", max_position / original, low=1e-6)
+        fast, slow = scaling.number("beta_fast", 32.0) or 32.0, scaling.number("beta_slow", 1.0) or 1.0
         return replace(
-            plain,
-            kind="yarn",
-            factor=factor,
-            original_max_position=original,
-            beta_fast=scaling.number("beta_fast", 32.0) or 32.0,
-            beta_slow=scaling.number("beta_slow", 1.0) or 1.0,
-            truncate=scaling.boolean("truncate", True),
-            attention_factor=_yarn_attention_factor(scaling, factor),
-        )
+            plain, kind="yarn", factor=factor, original_max_position=original, beta_fast=fast, beta_slow=slow,
+            truncate=scaling.boolean("truncate", True), attention_factor=_yarn_attention_factor(scaling, factor),
+        )  # fmt: skip
     if kind == "longrope":
         factor = scaling.number("factor", max_position / original, low=1e-6)
         stretched = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
         return replace(
-            plain,
-            kind="factors",
-            original_max_position=original,
-            freq_factors=tuple(scaling.numbers("long_factor")),
-            short_factors=tuple(scaling.numbers("short_factor")),
+            plain, kind="factors", original_max_position=original, freq_factors=scaling.numbers("long_factor"),
+            short_factors=scaling.numbers("short_factor"),
             attention_factor=scaling.number("attention_factor", stretched),
-        )
+        )  # fmt: skip
     if kind == "factors":
-        return replace(plain, kind="factors", freq_factors=tuple(scaling.numbers("factors")))
+        return replace(plain, kind="factors", freq_factors=scaling.numbers("factors"))
     if kind == "dynamic":  # with a fixed alpha, which is but another base
         alpha = scaling.number("alpha", low=1e-6)
         return replace(plain, theta=theta * alpha ** (head_dim / (head_dim - 2)))
@@ -178,16 +161,11 @@ def with_deepseek_experts(config: Fields, spec: ModelSpec) -> ModelSpec:
         raise UnsupportedModelError(f"{config.file}: experts chosen by groups (n_group) are not supported.")
     size = config.integer("moe_intermediate_size")
     moe = MoeSpec(
-        num_experts=config.integer("n_routed_experts", high=65_536),
-        top_k=config.integer("num_experts_per_tok"),
-        intermediate_size=size,
-        normalize_weights=config.boolean("norm_topk_prob", True),
-        shared_intermediate_size=size * config.integer("n_shared_experts", 1, low=0),
-        shared_gate=False,
-        sigmoid_scores=True,
-        choice_bias=True,
+        config.integer("n_routed_experts", high=65_536), config.integer("num_experts_per_tok"), size,
+        config.boolean("norm_topk_prob", True), size * config.integer("n_shared_experts", 1, low=0),
+        shared_gate=False, sigmoid_scores=True, choice_bias=True,
         weight_scale=config.number("routed_scaling_factor", 1.0),
-    )
+    )  # fmt: skip
     first = config.integer("first_k_dense_replace", 0, low=0)
     layers = (layer if i < first else replace(layer, mlp=moe) for i, layer in enumerate(spec.layers))
     return replace(spec, layers=tuple(layers))

@@ -113,7 +113,7 @@ class Attention:
         if layer.qk_norm:
             query, key = (parameters.vector(f"{name}.{side}_norm") for side in ("query", "key"))
             self.norms = HeadNorms(query, key, spec.rms_norm_eps, spec.norm_offset, layer.qk_norm_after_rope)
-        self.sinks = parameters.vector(f"{name}.sinks").float() if layer.sinks else None
+        self.sinks = parameters.vector(f"{name}.sinks") if layer.sinks else None
         self.qkv = Linear(parameters, f"{name}.qkv")
         self.output = Linear(parameters, f"{name}.output")
 
@@ -162,7 +162,8 @@ class MoeMlp:
             self.shared_gate = Linear(parameters, f"{name}.shared_gate") if spec.shared_gate else None
 
     def __call__(self, batch: Batch, x: Tensor) -> Tensor:
-        output = batch.kernels.moe(x, self.router(batch, x), self.experts, self.spec)
+        logits = self.router(batch, x.float() if self.spec.sigmoid_scores else x)
+        output = batch.kernels.moe(x, logits, self.experts, self.spec)
         if self.shared is not None:
             shared = self.shared(batch, x)
             gate = self.shared_gate

@@ -72,11 +72,11 @@ class Fields:
             raise self.error(key, f"a list of {kind.__name__}", value)
         return list(value)
 
-    def numbers(self, key: str) -> list[float]:
+    def numbers(self, key: str) -> tuple[float, ...]:
         found = self._take(key, _MISSING)
         if not isinstance(found, list) or not all(isinstance(one, int | float) and one > 0 for one in found):
             raise self.error(key, "a list of positive numbers", found)
-        return [float(one) for one in found]
+        return tuple(map(float, found))
 
     def part(self, key: str) -> Fields:
         """A nested mapping; empty where it is absent."""

@@ -15,59 +15,36 @@ from quire.models.config_parts import yarn_mscale
 from quire.models.families import FAMILIES, Family
 from quire.models.fields import Fields
 from quire.models.model_config import MAX_LAYERS, spec_of
-from quire.models.spec import MlpSpec, ModelSpec
+from quire.models.spec import ModelSpec
 
 _KEYS = {
-    "hidden_size": "embedding_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "intermediate_size": "feed_forward_length",
-    "max_position_embeddings": "context_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "layer_norm_eps": "attention.layer_norm_epsilon",
-    "norm_epsilon": "attention.layer_norm_epsilon",
-    "sliding_window": "attention.sliding_window",
-    "rope_local_base_freq": "rope.freq_base_swa",
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-    "attention_multiplier": "attention.scale",
-    "embedding_multiplier": "embedding_scale",
-    "residual_multiplier": "residual_scale",
-    "logits_scaling": "logit_scale",
-    "logit_scale": "logit_scale",
-    "num_experts": "expert_count",
-    "num_local_experts": "expert_count",
-    "n_routed_experts": "expert_count",
-    "n_shared_experts": "expert_shared_count",
-    "n_group": "expert_group_count",
-    "num_experts_per_tok": "expert_used_count",
-    "moe_intermediate_size": "expert_feed_forward_length",
+    "hidden_size": "embedding_length", "num_hidden_layers": "block_count", "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length", "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon", "layer_norm_eps": "attention.layer_norm_epsilon",
+    "norm_epsilon": "attention.layer_norm_epsilon", "sliding_window": "attention.sliding_window",
+    "rope_local_base_freq": "rope.freq_base_swa", "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping", "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale", "logit_scale": "logit_scale",
+    "num_experts": "expert_count", "num_local_experts": "expert_count", "n_routed_experts": "expert_count",
+    "n_shared_experts": "expert_shared_count", "n_group": "expert_group_count",
+    "num_experts_per_tok": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
-    "first_k_dense_replace": "leading_dense_block_count",
-    "routed_scaling_factor": "expert_weights_scale",
-}
+    "first_k_dense_replace": "leading_dense_block_count", "routed_scaling_factor": "expert_weights_scale",
+}  # fmt: skip
 """What config.json calls a setting, and what GGUF does, after the architecture's name."""
 
 
 def read_gguf_spec(checkpoint: Checkpoint, file: str) -> ModelSpec:
     family, config = _settings(checkpoint, file)
     spec, tensor_names = spec_of(family, config), checkpoint.tensors
-    has_bias = {part: f"blk.0.{part}.bias" in tensor_names for part in ("attn_q", "attn_output", "ffn_gate")}
-    layers = tuple(
-        replace(
-            layer,
-            qkv_bias=has_bias["attn_q"] or "blk.0.attn_qkv.bias" in tensor_names,
-            output_bias=has_bias["attn_output"],
-            mlp=replace(layer.mlp, bias=has_bias["ffn_gate"])
-            if isinstance(layer.mlp, MlpSpec) and layer.mlp.gated
-            else layer.mlp,
-        )
-        for layer in spec.layers
+    spec = spec.with_layers(
+        qkv_bias=any(f"blk.0.{part}.bias" in tensor_names for part in ("attn_q", "attn_qkv")),
+        output_bias="blk.0.attn_output.bias" in tensor_names,
     )
     # Converters add what families add to their norms' weights.
-    return replace(spec, layers=layers, norm_offset=0.0)
+    return replace(spec, norm_offset=0.0)
 
 
 def config_of(checkpoint: Checkpoint, file: str) -> dict[str, Any]:

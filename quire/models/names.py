@@ -71,6 +71,7 @@ class Piece:
         return tuple(shape[:-1] if shape[2:] == [1] else shape)  # biases of experts are stacked vectors
 
 
+_MLP = ("gate", "up", "down")
 _LAYER_NAMES = {
     "attention_norm": ("input_layernorm", "attn_norm"),
     "attention_post_norm": ("post_attention_layernorm", "post_attention_norm"),
@@ -83,18 +84,12 @@ _LAYER_NAMES = {
     "query_norm": ("self_attn.q_norm", "attn_q_norm"),
     "key_norm": ("self_attn.k_norm", "attn_k_norm"),
     "sinks": ("self_attn.sinks", "attn_sinks.weight"),
-    "gate": ("mlp.gate_proj", "ffn_gate"),
-    "up": ("mlp.up_proj", "ffn_up"),
-    "down": ("mlp.down_proj", "ffn_down"),
-    "shared_gate": ("mlp.shared_expert.gate_proj", "ffn_gate_shexp"),
-    "shared_up": ("mlp.shared_expert.up_proj", "ffn_up_shexp"),
-    "shared_down": ("mlp.shared_expert.down_proj", "ffn_down_shexp"),
+    **{part: (f"mlp.{part}_proj", f"ffn_{part}") for part in _MLP},
+    **{f"shared_{part}": (f"mlp.shared_expert.{part}_proj", f"ffn_{part}_shexp") for part in _MLP},
+    **{f"expert_{part}": (f"mlp.experts.{{expert}}.{part}_proj", f"ffn_{part}_exps") for part in _MLP},
     "shared_router": ("mlp.shared_expert_gate", "ffn_gate_inp_shexp"),
     "router": ("mlp.gate", "ffn_gate_inp"),
     "choice_bias": ("mlp.gate.e_score_correction_bias", "exp_probs_b.bias"),
-    "expert_gate": ("mlp.experts.{expert}.gate_proj", "ffn_gate_exps"),
-    "expert_up": ("mlp.experts.{expert}.up_proj", "ffn_up_exps"),
-    "expert_down": ("mlp.experts.{expert}.down_proj", "ffn_down_exps"),
     "experts_gate_up": ("mlp.experts.gate_up_proj", ""),
     "experts_down": ("mlp.experts.down_proj", ""),
 }
@@ -223,7 +218,7 @@ class _Layer(NamedTuple):
             return
         for kind, added in (("weight", ""), ("bias", "_bias")) if moe.bias else (("weight", ""),):
             for expert in range(moe.num_experts) if "{expert}" in names["expert_gate"] else (None,):
-                gate, up, down = (names[f"expert_{part}"].format(expert=expert) for part in ("gate", "up", "down"))
+                gate, up, down = (names[f"expert_{part}"].format(expert=expert) for part in _MLP)
                 yield Piece(f"{gate}.{kind}", f"{to}gate_up{added}", 0, expert)
                 yield Piece(f"{up}.{kind}", f"{to}gate_up{added}", 1, expert)
                 yield Piece(f"{down}.{kind}", f"{to}down{added}", None, expert)

@@ -94,6 +94,8 @@ class Parameter:
     rows: tuple[int, ...] = ()
     """Where several tensors of a checkpoint are stacked along the output (query, key and value): how many rows of the
     parameter each of them fills."""
+    wide: bool = False
+    """Kept in float32 whatever the model's dtype is."""
 
     def rows_of(self, part: int) -> slice:
         """Those that part `part` of the stack fills."""
@@ -167,7 +169,7 @@ class ModelSpec:
             yield "attention.query_norm", Parameter(sizes[:1])
             yield "attention.key_norm", Parameter(sizes[1:])
         if layer.sinks:
-            yield "attention.sinks", Parameter((heads.num_heads,))
+            yield "attention.sinks", Parameter((heads.num_heads,), wide=True)
         yield from _linear("attention.qkv", hidden, (query, kv, kv), layer.qkv_bias)
         yield from _linear("attention.output", query, (hidden,), layer.output_bias)
         mlp = layer.mlp
@@ -180,9 +182,10 @@ class ModelSpec:
         if mlp.bias:  # matrices of one column: their rows are stacked, ordered and divided as the weights' are
             yield "mlp.gate_up_bias", Parameter((mlp.num_experts, 2 * size, 1), (size, size))
             yield "mlp.down_bias", Parameter((mlp.num_experts, hidden, 1))
-        yield from _linear("mlp.router", hidden, (mlp.num_experts,), mlp.bias)
+        for name, router in _linear("mlp.router", hidden, (mlp.num_experts,), mlp.bias):
+            yield name, replace(router, wide=mlp.sigmoid_scores)
         if mlp.choice_bias:
-            yield "mlp.choice_bias", Parameter((mlp.num_experts,))
+            yield "mlp.choice_bias", Parameter((mlp.num_experts,), wide=True)
         if shared:
             yield from _mlp("mlp.shared", hidden, MlpSpec(shared))
         if shared and mlp.shared_gate:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import DeviceError, InvalidRequestError, ModelFormatError
-from quire.kernels.formats import PLAIN, Format
+from quire.kernels.formats import FORMATS, PLAIN, Format
 from quire.kernels.ops import Kernels
 from quire.kernels.quantize import INT8, Q4_0
 from quire.kernels.weights import Part, Weight
@@ -23,7 +23,7 @@ QUANTIZED = {"int8": INT8, "int4": Q4_0}
 """The formats that `quantization` can ask for."""
 MULTIPLE = 32
 """Of what the input size of a quantised matrix must be."""
-_STAY_PLAIN = (".router.weight", ".shared_gate.weight")
+_STAY_PLAIN = (".router.weight", ".shared_gate.weight", "_bias")
 """Small matrices that decide much."""
 
 
@@ -77,7 +77,7 @@ class WeightPlan:
             for format, shape in self._stored(name):
                 sizes[format.name] += format.nbytes(shape)
         plain = PLAIN[self.dtype].name
-        blocks = [name for name, _ in sizes.most_common() if name != plain]
+        blocks = [name for name, _ in sizes.most_common() if FORMATS[name].dtype is None]
         texts = [f"{', '.join(blocks)} {self._origin()}"] if blocks else []
         dtype = str(self.dtype).removeprefix("torch.")
         texts += [dtype] if plain in sizes else []
@@ -140,10 +140,11 @@ def plan_weights(
     check_names_and_shapes(files, parameters)
     if quantization in QUANTIZED:
         _check_can_quantize(files, kernels, device, quantization)
-    plain, tensors = PLAIN[dtype], files.checkpoint.tensors
+    tensors = files.checkpoint.tensors
     chosen: dict[str, dict[int, Format]] = {name: {} for name in parameters}
     for piece in files.pieces:
-        shape, stored = parameters[piece.parameter].shape, tensors[piece.name].format
+        parameter, stored = parameters[piece.parameter], tensors[piece.name].format
+        shape, plain = parameter.shape, PLAIN[torch.float32 if parameter.wide else dtype]
         wanted = quantized_format(piece.parameter, shape, quantization) or plain
         if stored.dtype is None:
             stays = quantization == "auto" and len(shape) > 1 and device.type == "cpu" and kernels.computes(stored)

@@ -22,7 +22,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 pytestmark = pytest.mark.gpu
 
-LAYERS = {"qwen3-0.6b": 28, "llama-3.2-1b": 16, "qwen3-30b-a3b": 3, "smollm2-135m": 30}
+LAYERS = {"qwen3-0.6b": 28, "llama-3.2-1b": 16, "qwen3-30b-a3b": 3, "smollm2-135m": 30, "gemma-3-4b": 6}
 """How many of each shape's layers are compared."""
 
 
@@ -31,6 +31,7 @@ def make_model(shape: str) -> Any:
     all 1, and logits have the size of a real model's."""
     options = {k: v for k, v in CONFIGS[shape].items() if k != "architectures"} | {"num_hidden_layers": LAYERS[shape]}
     kind = CONFIGS[shape]["architectures"][0].replace("ForCausalLM", "Config")
+    kind = {"Gemma3Config": "Gemma3TextConfig"}.get(kind, kind)  # the other one has images
     config = getattr(transformers, kind)(**options)
     config._attn_implementation = config._experts_implementation = "eager"
     torch.manual_seed(0)
@@ -54,10 +55,16 @@ def decoder_of_model(model: Any, dtype: torch.dtype, folder: Path) -> Decoder:
     if not spec.tie_embeddings:
         weights["lm_head.weight"] = model.lm_head.weight
     parameters = spec.parameters()
-    loaded = {name: Weight.dense(torch.empty(p.shape, dtype=dtype, device=DEVICE)) for name, p in parameters.items()}
+    kinds = {name: torch.float32 if p.wide else dtype for name, p in parameters.items()}
+    loaded = {
+        name: Weight.dense(torch.empty(p.shape, dtype=kinds[name], device=DEVICE)) for name, p in parameters.items()
+    }
     for piece in huggingface_pieces(spec, weights.keys()):
         target = loaded[piece.parameter].tensor[piece.index(parameters[piece.parameter])]
-        target.copy_(weights.pop(piece.name))
+        value = weights.pop(piece.name)
+        if piece.order is not None:
+            value = value.index_select(0, piece.order.index(len(value)).to(value.device))
+        target.copy_(value)
     assert not weights, f"left over: {list(weights)}"
     return Decoder(spec, select_kernels(DEVICE, dtype), loaded, dtype, 1024)
 

@@ -178,6 +178,16 @@ def test_a_plain_gguf_file_becomes_a_folder(name: str, to: str, tmp_path: Path) 
     assert torch.equal(all_logits(load(tmp_path / "out"), TOKENS), all_logits(load(path, to), TOKENS))
 
 
+@pytest.mark.parametrize("name", ["gemma2", "phi3 long", "olmo2", "granitemoe", "glm4", "cohere2", "starcoder2"])
+def test_newer_families_in_folders_keep_the_order_of_their_rows(name: str, tmp_path: Path) -> None:
+    random_model(GGUF_MODELS[name][1], seed=3).save_pretrained(tmp_path / "in")
+    quantize_model(tmp_path / "in", tmp_path / "out", "int8")
+    expected = all_logits(load(tmp_path / "in", "int8"), TOKENS)
+    assert torch.equal(all_logits(load(tmp_path / "out"), TOKENS), expected)
+    plain = all_logits(load(tmp_path / "in", "none"), TOKENS)
+    assert (expected - plain).abs().mean() < 0.25 * plain.abs().mean()  # with rows in another order it is 1
+
+
 @pytest.mark.parametrize("name", NOT_IN_CONFIG_JSON)
 def test_what_config_json_can_not_say_is_refused(name: str, tmp_path: Path) -> None:
     architecture, config = GGUF_MODELS[name]

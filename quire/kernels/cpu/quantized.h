@@ -238,7 +238,7 @@ struct Mxfp4 : Packed<4, 12, false> {
   static Vec scale(const uint8_t* scales, int64_t unit, int, int part) {
     const Vec exponent = load_unsigned_bytes(scales + unit * OUTPUTS + part * LANES);
     const IntVec e = __builtin_convertvector(exponent, IntVec);
-    return (Vec)(e < 2 ? 0x200000 << e : (e - 1) << 23);  // 2^(e - 128), the smallest as denormals
+    return (Vec)(e < 2 ? 0x200000 * (e + 1) : (e - 1) << 23);  // 2^(e - 128), the smallest as denormals
   }
   static void put_scales(uint8_t* scales, int64_t unit, int64_t output, const uint8_t* stored) {
     scales[unit * OUTPUTS + output] = stored[0];

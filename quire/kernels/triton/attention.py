@@ -279,14 +279,9 @@ def _prefill_kernel(
 
 
 def attention(
-    query: Tensor,
-    cache: LayerCache,
-    block_tables: Tensor,
-    work: Mapping[str, Tensor],
-    num_partials: int,
-    spec: AttentionSpec,
-    sinks: Tensor | None = None,
-) -> Tensor:
+    query: Tensor, cache: LayerCache, block_tables: Tensor, work: Mapping[str, Tensor], num_partials: int,
+    spec: AttentionSpec, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attention of query [rows, num_heads, head_dim] by the kernels of this module; rows that are in no list of `work`
     stay unwritten. `num_partials`: how many splits wait to be merged at most (a bound: memory is taken for so many).
     """
@@ -300,14 +295,9 @@ def attention(
 
 
 def prefill_attention(
-    query: Tensor,
-    out: Tensor,
-    cache: LayerCache,
-    block_tables: Tensor,
-    work: Tensor,
-    spec: AttentionSpec,
+    query: Tensor, out: Tensor, cache: LayerCache, block_tables: Tensor, work: Tensor, spec: AttentionSpec,
     sinks: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Attention of a list `prefill`: writes its rows of `out`."""
     if not len(work):
         return
@@ -322,15 +312,9 @@ def prefill_attention(
 
 
 def decode_attention(
-    query: Tensor,
-    out: Tensor,
-    cache: LayerCache,
-    block_tables: Tensor,
-    work: Tensor,
-    num_partials: int,
-    spec: AttentionSpec,
-    sinks: Tensor | None = None,
-) -> None:
+    query: Tensor, out: Tensor, cache: LayerCache, block_tables: Tensor, work: Tensor, num_partials: int,
+    spec: AttentionSpec, sinks: Tensor | None = None,
+) -> None:  # fmt: skip
     """Attention of a list `decode` or `small`: writes its rows of `out`."""
     if len(work) < 2:
         return

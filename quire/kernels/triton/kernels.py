@@ -146,16 +146,9 @@ class TritonKernels(ReferenceKernels):
         return out
 
     def _attend(
-        self,
-        name: str,
-        work: Tensor,
-        query: Tensor,
-        out: Tensor,
-        cache: LayerCache,
-        batch: PagedBatch,
-        spec: AttentionSpec,
-        sinks: Tensor | None,
-    ) -> None:
+        self, name: str, work: Tensor, query: Tensor, out: Tensor, cache: LayerCache, batch: PagedBatch,
+        spec: AttentionSpec, sinks: Tensor | None,
+    ) -> None:  # fmt: skip
         """Attention of one of a step's lists, by the quickest kernel for it; caps and sinks are known to one only."""
         has_others = are_exact(query.device, query.dtype) and not spec.soft_cap and sinks is None
         arguments = query, out, cache, batch.block_tables, work

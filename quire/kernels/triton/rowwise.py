@@ -86,18 +86,9 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 def _launch(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    normed: Tensor,
-    total: Tensor,
-    *,
-    bias: Tensor | None = None,
-    offset: float = 0.0,
-    add: bool = False,
-    center: bool = False,
-) -> None:
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, normed: Tensor, total: Tensor, *,
+    bias: Tensor | None = None, offset: float = 0.0, add: bool = False, center: bool = False,
+) -> None:  # fmt: skip
     rows, size = x.shape
     if size > MAX_SIZE:
         raise ValueError(f"The norm's kernel takes rows of up to {MAX_SIZE} numbers, not {size}.")
