@@ -59,6 +59,9 @@ def serve(
     hang_timeout: Annotated[
         float, Option(metavar="S", help="Seconds without progress before the engine is restarted.")
     ] = 120.0,
+    start_timeout: Annotated[
+        float, Option(metavar="S", help="Seconds without progress before an engine that starts is given up.")
+    ] = 120.0,
     max_body_size: Annotated[str, Option(metavar="M", help="Largest request body.")] = "4MiB",
     cors_origin: Annotated[
         list[str] | None, Option(metavar="URL", help="Let web pages of this origin in. Repeat for several.")
@@ -120,6 +123,7 @@ def serve(
         drain_seconds=drain_timeout,
         stall_seconds=stall_timeout,
         hang_seconds=hang_timeout,
+        start_seconds=start_timeout,
         otlp_traces_endpoint=otlp_traces_endpoint,
         log_format=log_format,
         log_level=log_level,
