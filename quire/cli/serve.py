@@ -68,6 +68,9 @@ def serve(
         int, Option(metavar="N", help="Responses kept for clients to go on with; 0: none.")
     ] = 1024,
     stored_hours: Annotated[float, Option(metavar="H", help="Hours each of them is kept.")] = 24.0,
+    start_timeout: Annotated[
+        float, Option(metavar="S", help="Seconds without progress before an engine that starts is given up.")
+    ] = 120.0,
     max_body_size: Annotated[str, Option(metavar="M", help="Largest request body.")] = "4MiB",
     cors_origin: Annotated[
         list[str] | None, Option(metavar="URL", help="Let web pages of this origin in. Repeat for several.")
@@ -133,6 +136,7 @@ def serve(
         store=None if store is None else store.absolute(),
         stored_responses=stored_responses,
         stored_seconds=stored_hours * 3600,
+        start_seconds=start_timeout,
         otlp_traces_endpoint=otlp_traces_endpoint,
         log_format=log_format,
         log_level=log_level,

@@ -189,7 +189,8 @@ class EngineLink:
     async def _watch_start(self) -> str:
         while self._clock.now - self._last_heard < self._config.start_seconds:
             await asyncio.sleep(self._clock.interval)
-        return f"it gave no sign of life for {self._config.start_seconds:g} s while it started; its stacks are above"
+        silent = f"it gave no sign of life for {self._config.start_seconds:g} s while it started"
+        return f"{silent}; its stacks are above. If it needs longer, raise --start-timeout"
 
 
 def _check_descriptors() -> None:

@@ -86,7 +86,7 @@ class Server:
                 stdout=log,
             )
         try:
-            wait_for(self._is_up, 60, "the server")
+            wait_for(self._is_up, 120, "the server")
         except BaseException:
             self.__exit__(None, None, None)
             raise

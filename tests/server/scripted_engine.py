@@ -5,6 +5,7 @@ before the file says `release`."""
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from quire.observe.step_log import StepSummary
 from quire.server import messages
@@ -31,9 +33,12 @@ class ScriptedEngine:
         self._order = Path(os.environ["QUIRE_TEST_FAULT"])
         context = zmq.Context()
         self._commands: zmq.Socket[bytes] = context.socket(zmq.PULL)
-        self._commands.connect(config.commands_address)
         self._events: zmq.Socket[bytes] = context.socket(zmq.PUSH)
-        self._events.connect(config.events_address)
+        for one, address in ((self._commands, config.commands_address), (self._events, config.events_address)):
+            monitor = one.get_monitor_socket(zmq.EVENT_CONNECTED)
+            one.connect(address)
+            recv_monitor_message(monitor)  # connected by now: what becomes of the address does not matter any more
+            one.disable_monitor()
         self._running: dict[str, messages.AddRequest] = {}
         self._counts: dict[str, int] = {}
 
@@ -121,6 +126,7 @@ def exit_with_parent() -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1)
     for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(one, signal.SIG_IGN)
     first = msgspec.json.decode(sys.stdin.buffer.readline(), type=messages.EngineProcessConfig)

@@ -19,6 +19,7 @@ from quire.server.engine_client import EngineClient, unavailable
 from quire.server.engine_link import EngineLink
 from quire.server.messages import AddRequest, Ready, Shutdown, Updates
 from quire.server.service import GenerationService
+from quire.server.tasks import AttendedClock
 from quire.step import RequestUpdate
 
 MESSAGES = [{"role": "user", "content": "Hi!"}]
@@ -130,7 +131,7 @@ def test_a_command_that_cannot_be_sent_breaks_the_link_and_raises_nothing() -> N
         def send(self, data: bytes, flags: int) -> None:
             raise OSError("no buffer space")
 
-    link = EngineLink(ServerConfig())
+    link = EngineLink(ServerConfig(), AttendedClock(1.0))
     link._commands = Closed()  # type: ignore[assignment]
     link.send(Shutdown())
     assert "Shutdown: no buffer space" in asyncio.run(link.broken())

@@ -4,8 +4,8 @@
 // threads that come in time take pieces from it: one that the system lets wait holds nobody up, unless it is in the
 // middle of a piece. (OpenMP's, which torch runs on, all have to come to the end of every call.) While there is nothing
 // to do, a thread offers its core to others after some microseconds, and sleeps if one takes it, or after some
-// milliseconds. And if they are of no help, since pieces were taken by those who had to wait with them, the caller works
-// alone for a while.
+// milliseconds. And if they are of no help, since those who took pieces had to wait with them, the caller works alone
+// for a while.
 #pragma once
 
 #include <algorithm>
@@ -22,6 +22,7 @@
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
+#include <pthread.h>
 #include <signal.h>
 
 namespace quire {
@@ -31,9 +32,12 @@ inline double seconds(Clock::duration time) { return std::chrono::duration<doubl
 
 class Threads {
  public:
+  // For as long as the process lives: they may be asleep when it ends. A fork, which has not got them, makes its own.
   static Threads& all() {
-    static Threads* threads = new Threads;  // for as long as the process lives: they may be asleep when it ends
-    return *threads;
+    auto renew = [] { instance_ = new Threads; };
+    static const int watched = (renew(), pthread_atfork(nullptr, nullptr, renew));
+    (void)watched;
+    return *instance_;
   }
 
   // Calls work(data) here and on up to num_threads - 1 others, at the same time; returns when all that began are done.
@@ -133,6 +137,7 @@ class Threads {
     return state;
   }
 
+  static inline Threads* instance_ = nullptr;
   std::mutex turn_, sleep_;
   std::condition_variable wake_;
   alignas(64) std::atomic<uint64_t> state_{0};

@@ -122,6 +122,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_headers:
             super().on_header(name, value)
+        else:  # a trailer, which may have come together with a piece of the body
+            self._num_extra_bytes += len(name) + len(value) + 4
 
     def on_headers_complete(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
