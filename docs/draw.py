@@ -191,6 +191,26 @@ def pipelined_steps() -> Picture:
     return picture
 
 
+def accepted_and_rejected() -> Picture:
+    """One run of the rung's loop: SmolLM2 asked to repeat three sentences about a cat."""
+    steps = (
+        ("", "The", ""), ("", "cat", ""), ("", "sat", ""), ("", "on", ""),
+        ("the", "mat", "bat . END"), (". The cat sat", "on", ""), ("the", "hat", "mat . The"),
+        (". The cat sat", "on", ""), ("the", "bat", "hat . The"), (". END", "", ""),
+    )  # fmt: skip
+    picture = Picture(560, 64 + 22 * len(steps))
+    picture.text(20, 20, "Green: guessed and right. Blue: what the model says itself. Red: guessed and wrong.")
+    for number, (right, drawn, wrong) in enumerate(steps):
+        top, left = 34 + 22 * number, 70.0
+        picture.text(20, top + 14, f"step {number}")
+        cells = [(word, "C") for word in right.split()] + [(word, "A") for word in drawn.split()]
+        for word, colour in [*cells, *((word, "new") for word in wrong.split())]:
+            picture.box(left, top, 44, 20, COLOURS[colour], word)
+            left += 46 + (12 if colour == "A" else 0)
+    picture.text(20, 54 + 22 * len(steps), "22 tokens in 10 steps. Of the 22 guesses up to the end, 13 were right.")
+    return picture
+
+
 def life_of_a_request() -> Picture:
     """Down once, up once."""
     picture = Picture(560, 330)
@@ -228,6 +248,7 @@ PICTURES = {
     "attention_tiles": attention_tiles,
     "weight_blocks": weight_blocks,
     "pipelined_steps": pipelined_steps,
+    "accepted_and_rejected": accepted_and_rejected,
     "life_of_a_request": life_of_a_request,
 }
 

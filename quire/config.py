@@ -18,6 +18,7 @@ _CHOICES = {
     "kv_cache_dtype": ("auto", "int8"),
     "kernels": ("auto", "reference", "cpu", "triton"),
     "policy": ("fcfs", "priority"),
+    "acceptance": ("exact", "rejection"),
 }
 
 
@@ -75,6 +76,9 @@ class EngineConfig:
     """Where guesses at the next tokens come from, which are checked several at a time: off, ngram (what followed the
     last time the same tokens stood there), self (the same weights in 4 bits) or draft:MODEL (a smaller model with the
     same vocabulary). The answers are the same with any of them."""
+    acceptance: str = "exact"
+    """Which guesses are accepted: exact (those that are the token which would have been drawn: answers never change) or
+    rejection (by chance, so that tokens keep their probabilities; which ones come then depends on the guesses)."""
     policy: Literal["fcfs", "priority"] = "fcfs"
     """The order of waiting requests: by arrival, or by priority and then arrival."""
     step_log: Path | str | None = None

@@ -70,6 +70,8 @@ BAD: dict[str, list[Any]] = {
     "priority": [1.5, True, "high", None, 2**40],
     "deadline": [0, -1, NAN, INF, True, "soon"],
     "structured": [5, "json", {}, {"regexp": "x"}, {"regex": "x", "grammar": "y"}],
+    "speculation": [1, "true", None],
+    "prediction": [5, "", b"x", "é" * 2**19 + "x"],
     "logits_processors": [5, [5], print, [print] * 17, None],
 }
 BAD_STRUCTURED: dict[str, list[Any]] = {
@@ -83,7 +85,8 @@ BAD_STRUCTURED: dict[str, list[Any]] = {
 
 ELSEWHERE = {
     "engine": ["max_tokens", "n", "best_of", "cache_salt", "priority", "deadline"],
-    "frontend": ["stop", "include_stop_str_in_output", "skip_special_tokens"],
+    "frontend": ["stop", "include_stop_str_in_output", "skip_special_tokens", "prediction"],
+    "speculate": ["speculation"],
     "nobody, as its docstring says": ["spaces_between_special_tokens"],
 }
 """The fields that have no part in sampling, by the folder that reads them."""
@@ -109,7 +112,7 @@ def test_every_field_has_a_check_and_one_user() -> None:
     assert all(callable(field.metadata["check"]) for field in (*fields, *dataclasses.fields(StructuredOutput)))
 
 
-@pytest.mark.parametrize("folder", ["engine", "frontend"])
+@pytest.mark.parametrize("folder", ["engine", "frontend", "speculate"])
 def test_the_fields_outside_sampling_are_read(folder: str) -> None:
     """As `params.field`, or `self.params.field`."""
     read = set()

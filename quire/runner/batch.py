@@ -85,6 +85,12 @@ class StepShape:
         return np.array([token for owner in owners for token in (-1, *self.guesses[owner])], np.int64)
 
     @property
+    def draw_guesses(self) -> npt.NDArray[np.int64]:
+        """The guess at each drawn token; -1 where there is none."""
+        owners = np.flatnonzero(self.samples).tolist()
+        return np.array([token for owner in owners for token in (*self.guesses[owner], -1)], np.int64)
+
+    @property
     def draw_request_rows(self) -> npt.NDArray[np.int64]:
         """The request row of each token that is drawn."""
         return self.request_rows[self.draw_owners].astype(np.int64)

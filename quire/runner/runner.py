@@ -49,9 +49,11 @@ class Runner:
         constrainer: Constrainer | None = None,
         graphs: DecodeGraphs | RecordedSteps | None = None,
         drafter: ModelDrafter | None = None,
+        rejects: bool = False,
     ) -> None:
         """The `constrainer` is needed for requests with structured output only. The `graphs` make steps quicker in
-        which nobody asks for more than a temperature. A `drafter` makes guesses, for which steps wait for tokens."""
+        which nobody asks for more than a temperature. A `drafter` makes guesses, for which steps wait for tokens.
+        `rejects`: guesses are accepted by chance, which keeps probabilities but not answers."""
         spec, kernels = decoder.spec, decoder.kernels
         max_num_seqs, device = len(request_rows.token_ids), request_rows.token_ids.device
         self._decoder = decoder
@@ -69,6 +71,7 @@ class Runner:
             self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graphs = graphs
         self._drafter = drafter
+        self._rejects = rejects
         self.observe_logits: LogitsObserver | None = None
 
     @torch.inference_mode()
@@ -119,6 +122,8 @@ class Runner:
         decoded = self._run_graph(shape, lag)
         drawn_for = [step.scheduled[owner] for owner in shape.draw_owners.tolist()]
         draws = self._sampler.draws(shape.draw_request_rows, shape.draw_positions, self._request_rows.token_ids)
+        if self._rejects and shape.has_guesses:
+            draws = replace(draws, guesses=shape.draw_guesses)
         if lag is not None and not self._is_drawn_on_device(draws):
             # The sampler must know the positions: on a GPU this alone waits for the step before.
             draws = replace(draws, positions=draws.positions - lag.cpu().numpy()[shape.draw_owners])
@@ -153,7 +158,8 @@ class Runner:
 
     def _is_plain(self, draws: Draws) -> bool:
         """Whether tokens drawn by temperature and seed alone are all that is wanted."""
-        return self.observe_logits is None and self._sampler.is_plain(draws) and not self._logprobs.are_wanted(draws)
+        is_watched = self.observe_logits is not None or draws.guesses is not None
+        return not is_watched and self._sampler.is_plain(draws) and not self._logprobs.are_wanted(draws)
 
     def _is_drawn_on_device(self, draws: Draws) -> bool:
         """Whether draws are plain at whatever positions, which then need not be known on the host."""

@@ -89,7 +89,8 @@ def start_worker(
             own = KVCache(draft.decoder.spec, *sizes, cache_dtype, device)
         own_graphs = _make_graphs(draft.decoder, config, own, rows, plan)
         drafter = ModelDrafter(draft.decoder, own, draft.has_own_cache, rows, plan.block_size, own_graphs)
-    runner = Runner(decoder, cache, rows, plan.block_size, constrainer, graphs, drafter)
+    rejects = config.acceptance == "rejection"
+    runner = Runner(decoder, cache, rows, plan.block_size, constrainer, graphs, drafter, rejects)
     weights = f"{format_bytes(needs.weights)}: {formats}" if formats else format_bytes(needs.weights)
     description = (
         f"{spec.family}, {spec.num_parameters / 1e6:,.0f}M parameters ({weights}) "

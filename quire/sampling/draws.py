@@ -39,6 +39,9 @@ class Draws:
     only_ends: npt.NDArray[np.bool_] | None = None
     """bool [draws]: its grammar leaves nothing but an end, which may come however short the answer is."""
 
+    guesses: Indices | None = None
+    """int64 [draws]: with acceptance by rejection, the token that was guessed there; -1 where none was."""
+
     def __len__(self) -> int:
         return len(self.request_rows)
 

@@ -10,6 +10,8 @@ import numpy.typing as npt
 
 # Sets the chances of XTC apart from the noise of the tokens: any number would do.
 _CHANCE = np.uint64(0xD1B54A32D192ED03)
+# And what acceptance by rejection draws.
+ACCEPTS, REDRAWS = np.uint64(0x8CB92BA72F3D8DD7), np.uint64(0xABC98388FB8FAC03)
 
 
 def noise_keys(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:

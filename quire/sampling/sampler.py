@@ -24,7 +24,7 @@ from quire.sampling.draws import Draws, Indices, effective_temperature
 from quire.sampling.feature import Feature
 from quire.sampling.filters import Filters
 from quire.sampling.masks import AllowedTokens, BadWords, BannedTokens, GrammarMask, NoRepeatNgram
-from quire.sampling.noise import noise_keys
+from quire.sampling.noise import ACCEPTS, REDRAWS, chances, noise_keys
 from quire.sampling.penalties import AnswerPenalties, Dry, LogitBias, RepetitionPenalty
 from quire.sampling.processors import LogitsProcessors
 from quire.sampling.upload import Uploader
@@ -161,6 +161,26 @@ class Sampler:
                     yield feature, which
 
     def _choose(self, logits: Tensor, draws: Draws, temperatures: npt.NDArray[np.float32]) -> tuple[Tensor, Tensor]:
-        divisor, keys = self._upload(temperatures, noise_keys(draws.seeds, draws.positions))
-        token_ids, flags = self._kernels.gumbel_argmax(logits, divisor, keys)
+        keys = noise_keys(draws.seeds, draws.positions)
+        which = np.flatnonzero((draws.guesses >= 0) & (temperatures > 0)) if draws.guesses is not None else ()
+        if len(which):
+            keys[which] = noise_keys(draws.seeds[which] ^ REDRAWS, draws.positions[which])
+            self._accept_by_chance_(logits, draws, np.asarray(which), temperatures)
+        divisor, sent = self._upload(temperatures, keys)
+        token_ids, flags = self._kernels.gumbel_argmax(logits, divisor, sent)
         return token_ids, flags.long()
+
+    def _accept_by_chance_(
+        self, logits: Tensor, draws: Draws, which: Indices, temperatures: npt.NDArray[np.float32]
+    ) -> None:
+        """The rule of speculative sampling for a guess that was certain: it is taken with its own probability, else a
+        token is drawn from all others. Both leave each token the probability it has. Chance and noise are others than
+        those that a draft model draws with."""
+        assert draws.guesses is not None
+        accepts = chances(draws.seeds[which] ^ ACCEPTS, draws.positions[which])
+        row, guess, divisor, chance = self._upload(which, draws.guesses[which], temperatures[which, None], accepts)
+        scores = logits[row].double() / divisor
+        probability = scores.softmax(-1).gather(1, guess[:, None])[:, 0]
+        is_taken = (chance < probability)[:, None]
+        is_guess = torch.arange(logits.shape[1], device=logits.device) == guess[:, None]
+        logits[row] = logits[row].masked_fill_(is_taken != is_guess, float("-inf"))

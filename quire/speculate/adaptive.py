@@ -14,12 +14,18 @@ _FORGET = 0.98
 """Of the weight of a step when the next one comes."""
 _FIRST_SHARE = 0.1
 """A further token's cost as a part of a whole step's, until it was measured."""
-_CERTAINTY = 1.0
+_CERTAINTY = 0.3
 """Of that: as that of steps whose numbers of tokens have this variance."""
-_MARGIN = 1.05
+_MARGIN = 1.02
 """A guess must gain so many times what it costs: neither is known well."""
-_OUTLIER = 3.0
-"""A step that takes so many times as long as expected met something else."""
+_OUTLIER = 1.5
+"""A step that takes so many times as long as expected met something else, too: it counts as so long."""
+
+
+_MOST_RECORDED = 64
+"""Steps of so many tokens may take longer when the first of a size comes."""
+_NUMBERS = (0, 1, 2, 3, 4, 4, 6, 6, 8, 8, 8, 11, 11, 11, 11, 15)
+"""By number of guesses, the next lower one of a few: a step of every new size takes longer once."""
 
 
 class StepCosts:
@@ -28,9 +34,13 @@ class StepCosts:
     def __init__(self) -> None:
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
         self._last_end = float("-inf")
+        self._seen: set[float] = set()
+        """Numbers of tokens that steps have had."""
+        self._gained = self._spent = 0.0
+        """Tokens that came of the last few steps, and their seconds."""
         self.least_chance = _FIRST_SHARE
         """How probable it must be that a guess is right, so that checking it makes answers come sooner: a further
-        token's cost, over the cost per token that comes out of steps as they are."""
+        token's cost, over the cost per token that comes out of steps as they are (both settle where that is least)."""
         self.num_requests = 1
         """In the last step."""
         self._share = _FIRST_SHARE
@@ -45,6 +55,9 @@ class StepCosts:
         if any(not one.samples or one.num_tokens != 1 + len(one.guesses) for one in step.scheduled):
             return
         tokens, seconds = float(step.num_tokens), entry.committed - begin
+        if tokens <= _MOST_RECORDED and tokens not in self._seen:
+            self._seen.add(tokens)  # it was recorded, which takes longer than computing it
+            return
         gain = float(sum(map(len, result.tokens.values()))) or 1.0
         if self._weight > 4:
             base, slope = self._base_and_slope()
@@ -59,7 +72,10 @@ class StepCosts:
         mean = self._tokens / self._weight
         spread = self._squares / self._weight - mean * mean
         self._share += 0.2 * (share - self._share) * spread / (spread + _CERTAINTY)
-        self.least_chance = _MARGIN * slope * gain / max(base + slope * tokens, 1e-9)
+        self._share += 0.001 * (_FIRST_SHARE - self._share)  # what was measured long ago may be otherwise by now
+        self._gained = self._gained * 0.95 + gain
+        self._spent = self._spent * 0.95 + seconds
+        self.least_chance = _MARGIN * slope * self._gained / max(self._spent, 1e-9)
         self.num_requests = len(step.scheduled)
 
     def _base_and_slope(self) -> tuple[float, float]:
@@ -92,7 +108,7 @@ class Acceptance:
         self.num_right, self.num_wrong = num_right, num_wrong
         self._right = self._right * 0.8 + right
         self._tried = self._tried * 0.8 + right + wrong
-        self.chance = min(self._right / self._tried, 0.97)
+        self.chance = min(self._right / self._tried, 0.99)
 
     def count(self, least_chance: float, most: int) -> int:
         """How many guesses to check, if there are some."""
@@ -101,7 +117,7 @@ class Acceptance:
             return most
         if chance > least_chance:
             self._wait = 2
-            return min(most, int(math.log(least_chance) / math.log(chance)))
+            return _NUMBERS[min(most, int(math.log(least_chance) / math.log(chance)))]
         if self._skip < self._wait:
             self._skip += 1
             return 0

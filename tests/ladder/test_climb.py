@@ -63,9 +63,9 @@ def test_quick_writes_the_table_the_plot_and_the_raw_figures(quick: tuple[Path, 
     ladder = tables["The ladder"]
     assert [row[0] for row in ladder[1:]] == [str(number) for number in range(1, 11)]
     assert all(row[3].endswith(")") for row in ladder[1:8])
-    assert [row[2] == "not run" for row in ladder[1:]] == [False] * 7 + [True] * 3
+    assert [row[2] == "not run" for row in ladder[1:]] == [False] * 7 + [True] * 2 + [False]
     missing = tables["Rungs that did not run here"]
-    assert [row[0] for row in missing[1:]] == ["8", "9", "10"]
+    assert [row[0] for row in missing[1:]] == ["8", "9"]
     assert "needs a CUDA GPU" in missing[1][2]
     plot = (folder / "ladder.svg").read_text()
     assert plot.count("continuous batching") == 1

@@ -20,6 +20,7 @@ from quire.kernels.reference import ReferenceKernels
 from quire.ladder.contiguous import ContiguousCache
 from quire.ladder.kv_cache import generate_with_kv_cache, print_cache_growth
 from quire.ladder.naive import generate_naive
+from quire.ladder.speculation import generate_with_guesses, guess_from_repetition
 from quire.ladder.static_batching import batch_start, generate_static_batch, serve_static_batches
 from quire.models.decoder import Decoder
 from tests.decoding import greedy
@@ -161,3 +162,25 @@ def test_jobs_are_the_same_each_time_and_begin_alike_where_asked() -> None:
     assert len({job.prompt for job in jobs}) == 60
     assert {len(job.prompt) for job in jobs} == set(range(8, 15))
     assert {job.max_tokens for job in jobs} == {2, 3, 4}
+
+
+def test_guesses_give_the_same_answer_in_fewer_steps(decoder: Decoder) -> None:
+    expected = greedy(decoder, PROMPT, 40)
+    steps: list[tuple[list[int], list[int]]] = []
+
+    def oracle(tokens: Any, count: int) -> list[int]:
+        first = len(tokens) - len(PROMPT)
+        return [*expected[first : first + count - 1], 96]  # the last one is wrong, mostly
+
+    def note(guesses: list[int], tokens: list[int]) -> None:
+        steps.append((guesses, tokens))
+
+    assert generate_with_guesses(decoder, PROMPT, 40, guess=oracle, on_step=note) == expected
+    assert len(steps) == 10
+    assert generate_with_guesses(decoder, PROMPT, 40) == expected
+    assert generate_with_guesses(decoder, PROMPT, 40, guess=lambda tokens, count: [1] * count) == expected
+
+
+def test_guesses_are_what_followed_the_last_time() -> None:
+    assert guess_from_repetition([1, 2, 3, 4, 5, 1, 2, 3, 6, 7, 1, 2, 3], 2) == [6, 7]
+    assert guess_from_repetition([1, 2, 3, 4], 2) == []

@@ -92,7 +92,7 @@ def test_rungs_that_cannot_run_say_why(tiny_model: Path) -> None:
         rungs = find_rungs(engines, [Job((1,), 1)], 1)
     assert [rung.number for rung in rungs] == list(range(1, 11))
     missing = {rung.number: rung.missing for rung in rungs if rung.run is None}
-    assert set(missing) == {8, 9, 10}
+    assert set(missing) == {8, 9}
     assert "GPU" in missing[8]
     assert all(len(reason) > 15 for reason in missing.values())
 

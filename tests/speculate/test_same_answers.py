@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from quire import LLM
+from quire import LLM, RequestOutput, SamplingParams
+from quire.engine.invariants import check_invariants
 from quire.speculate.adaptive import StepCosts
 from tests.long_runs import short_or_long
-from tests.speculate.every_kind import answers, essence, num_accepted
+from tests.speculate.every_kind import answers, essence, make_requests, num_accepted
 
 COUNT = short_or_long(16, 1000)
 
@@ -36,3 +38,36 @@ def test_every_kind_of_request(
     assert drafted > accepted
     for index, (got, expected) in enumerate(zip(essence(outputs), essence(answers(plain, 7, COUNT, 24)), strict=True)):
         assert got == expected, index
+
+
+def test_scarcity_chunks_streams_and_aborts(plain: LLM, smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few blocks, few tokens a step, a host tier, preemptions by hand, a stream that is left and one that is read."""
+    monkeypatch.setattr(StepCosts, "observe", lambda self, entry: setattr(self, "least_chance", 0.3))
+    prompts, params = make_requests(3, 10, 20)
+    params = [replace(one, deadline=None) for one in params]
+    expected = essence(plain.generate(prompts, params, progress=False))
+    options = {"max_batched_tokens": 24, "max_num_seqs": 6, "kv_cache_memory": "14MiB", "host_cache_memory": "4MiB"}
+    with LLM(smollm2_gguf, max_model_len=256, speculation="ngram", **options) as llm:  # type: ignore[arg-type]
+        scheduler = llm.engine.core.scheduler
+        left = llm.stream("a b c a b c a b c a", SamplingParams(temperature=0, max_tokens=60))
+        read = llm.stream("a b c a b c a b c a", SamplingParams(temperature=0, max_tokens=30, stop=("c a b",)))
+        names = [llm.add_request(*one) for one in zip(prompts, params, strict=True)]
+        outputs: dict[str, RequestOutput] = {}
+        text, number = "", 0
+        while not outputs.keys() >= set(names):
+            outputs |= {delta.request_id: delta.output for delta in llm.step() if delta.output is not None}
+            number += 1
+            if number == 12:
+                next(left)
+                left.close()
+            running = [one for one in scheduler.table.requests.values() if one.row is not None]
+            if number % 9 == 0 and running:
+                scheduler.preempt(running[number % len(running)].request_id)
+            check_invariants(scheduler)
+        text = "".join(read)
+        log = list(llm.engine.step_log)
+    assert essence([outputs[name] for name in names]) == expected
+    whole = plain.generate("a b c a b c a b c a", SamplingParams(temperature=0, max_tokens=30, stop=("c a b",)))[0]
+    assert text == whole.text
+    assert any(step.step.preempted for step in log)
+    assert any(entry.guesses for step in log for entry in step.step.scheduled)

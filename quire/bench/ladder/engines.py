@@ -51,11 +51,12 @@ class Engines:
         max_num_seqs: int,
         cuda_graphs: bool = False,
         quantization: str = "none",
+        speculation: str = "off",
     ) -> LLM:
         """The engine with these settings. Quantised weights are expanded unless asked for: rungs are to give the same
         tokens, and kernels that compute with them as they are round what they multiply them with."""
         options: dict[str, Any] = {"kernels": kernels, "prefix_caching": prefix_caching, "cuda_graphs": cuda_graphs}
-        options["quantization"] = quantization
+        options |= {"quantization": quantization, "speculation": speculation}
         key = (max_num_seqs, *options.values())
         if key not in self._open:
             # Room for every row at full length, twice: the second half keeps prefixes that nobody uses.

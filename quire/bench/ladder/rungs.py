@@ -75,9 +75,10 @@ def find_rungs(engines: Engines, jobs: Sequence[Job], max_num_seqs: int, clock: 
 
     def engine(
         number: int, name: str, together: bool = True, kernels: str = "auto", prefix_caching: bool = True,
-        graphs: bool = False, depth: int = 1, quantization: str = "none",
+        graphs: bool = False, depth: int = 1, quantization: str = "none", speculation: str = "off",
     ) -> Rung:  # fmt: skip
         options: dict[str, Any] = {"kernels": kernels, "prefix_caching": prefix_caching, "quantization": quantization}
+        options["speculation"] = speculation
         llm = engines.get(max_num_seqs=max_num_seqs, cuda_graphs=graphs, **options)
         decoder = llm.engine.decoder
 
@@ -101,6 +102,7 @@ def find_rungs(engines: Engines, jobs: Sequence[Job], max_num_seqs: int, clock: 
     no_fused = "the C++ kernels could not be built here; install a C++ compiler (g++ or clang++)"
     if engines.device.type == "cuda":
         no_fused = "no kernels but the plain torch ones run on this GPU in this build"
+    on_top = 2 if engines.device.type == "cuda" else 1
     no_pipeline = "needs a GPU: on a CPU preparing a step and computing one are the same cores' work"
     return [
         loop(1, "naive loop", lambda job, _: generate_naive(plain, job.token_ids, job.max_tokens)),
@@ -116,7 +118,9 @@ def find_rungs(engines: Engines, jobs: Sequence[Job], max_num_seqs: int, clock: 
         engine(9, "pipelined steps", graphs=not no_graphs, depth=2)
         if engines.device.type == "cuda"
         else Rung(9, "pipelined steps", missing=no_pipeline),
-        Rung(10, "speculation", missing="this build has no drafters"),
+        engine(10, "speculation", graphs=not no_graphs, depth=on_top, speculation="ngram")
+        if is_fused
+        else Rung(10, "speculation", missing=no_fused),
     ]
 
 
