@@ -24,9 +24,9 @@ def main(folder: str, device: str, dtype: str) -> None:
     import torch  # noqa: F401 (the largest part of them)
 
     from quire.assemble import build_engine
+    from quire.checkpoints.sources import resolve
     from quire.config import EngineConfig
     from quire.engine import make_requests
-    from quire.models.sources import resolve
     from quire.sampling_params import SamplingParams
 
     mark("imports")

@@ -29,8 +29,8 @@ from quire.bench.measure import in_turn
 from quire.bench.offline import run_together
 from quire.bench.peers import PeerSetting, Transformers
 from quire.bench.report import Factor, Report, Table
+from quire.checkpoints.sources import resolve
 from quire.frontend.progress import BenchmarkBar
-from quire.models.sources import resolve
 
 
 def make_jobs(count: int, vocab_size: int) -> list[Job]:

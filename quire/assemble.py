@@ -9,15 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from quire.checkpoints.checkpoint import Checkpoint
+from quire.checkpoints.sources import ModelSource, resolve
 from quire.config import EngineConfig, Limits
 from quire.constrain import GrammarCompiler
 from quire.engine import EngineCore, Scheduler, SchedulerConfig
 from quire.errors import InvalidRequestError
 from quire.frontend.tokenizer import Tokenizer
-from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
 from quire.models.load import Progress, load_planned, open_model
-from quire.models.sources import ModelSource, resolve
 from quire.models.weight_plan import ModelFiles, WeightPlan, plan_weights
 from quire.observe.step_log import StepLog
 from quire.runner.device import pick_device, pick_dtype, use_own_cores, wake

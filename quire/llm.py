@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from quire.assemble import Engine, build_engine
+from quire.checkpoints.sources import resolve
 from quire.config import EngineConfig
 from quire.engine import RequestMetrics, RequestUpdate, make_requests
 from quire.engine.gc_pauses import full_collections_put_off
@@ -26,7 +27,6 @@ from quire.frontend.inputs import Prompt, as_conversations, as_params, as_prompt
 from quire.frontend.live_request import LiveRequest
 from quire.frontend.progress import GenerationBar, ModelBars
 from quire.frontend.resolve import resolve_tokens
-from quire.models.sources import resolve
 from quire.outputs import RequestDelta, RequestOutput
 from quire.sampling_params import SamplingParams
 

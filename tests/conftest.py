@@ -48,6 +48,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """SmolLM2-135M-Instruct, pulled on first use."""
-    from quire.models.sources import resolve
+    from quire.checkpoints.sources import resolve
 
     return resolve("smollm2").path

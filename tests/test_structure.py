@@ -19,6 +19,7 @@ PACKAGE = Path(__file__).parents[1] / "quire"
 LAYERS = (
     ("errors", "config", "preload", "field_checks", "sampling_params", "outputs", "step", "temporary_folders"),
     ("kernels",),
+    ("checkpoints",),
     ("models",),
     ("sampling",),
     ("constrain",),
@@ -38,7 +39,7 @@ LAYERS = (
 
 CORE = ("engine", "runner", "sampling", "models", "kernels", "speculate")
 """With the top-level files, what a newcomer reads."""
-MAX_CORE_LINES = 15_600
+MAX_CORE_LINES = 15_000
 MAX_FILE_LINES = 400
 
 BACKEND_NAMES = ("reference", "cpu", "triton")
@@ -172,7 +173,7 @@ def test_nothing_below_the_table_of_families_asks_for_a_familys_name() -> None:
     found = [
         f"{name}, line {node.lineno}: {node.value!r}"
         for name in below
-        if name not in ("quire.models.families", "quire.models.download")
+        if name not in ("quire.models.families", "quire.checkpoints.download")
         for node in ast.walk(TREES[name])
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names
     ]

@@ -24,9 +24,9 @@ from quire.bench.measure import Clock
 from quire.bench.peers import Answers, Peer, PeerSetting, check_peer, open_peer
 from quire.bench.report import EMPTY, Bytes, Cell, Factor, Report, Row, Table
 from quire.bench.spread import Spread
+from quire.checkpoints.sources import resolve
 from quire.frontend.progress import BenchmarkBar
 from quire.models.load import open_model
-from quire.models.sources import resolve
 from quire.runner.device import pick_device, pick_dtype
 
 OWN = "quire"

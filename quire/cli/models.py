@@ -13,9 +13,9 @@ from quire.frontend.progress import ModelBars
 
 def models() -> None:
     """List the models on this machine: name, format, size, and where they are."""
+    from quire.checkpoints.download import ALIASES
+    from quire.checkpoints.sources import list_models
     from quire.config import format_bytes
-    from quire.models.download import ALIASES
-    from quire.models.sources import list_models
 
     found = list_models()
     table = Table("MODEL", "FORMAT", "SIZE", "SOURCE", "PATH", box=None, pad_edge=False)
@@ -39,7 +39,7 @@ def pull(
     quire pull smollm2
     quire pull Qwen/Qwen3-0.6B
     """
-    from quire.models.sources import resolve
+    from quire.checkpoints.sources import resolve
 
     with ModelBars(model) as bars:
         source = resolve(model, progress=bars("download"))

@@ -31,9 +31,9 @@ def quantize(
     quire quantize ./my-model ./my-model-int4 --to int4
     quire run "Hello!" --model ./my-model-int4
     """
+    from quire.checkpoints.sources import resolve
     from quire.config import format_bytes
     from quire.models.quantized_folder import quantize_model
-    from quire.models.sources import resolve
     from quire.models.weight_plan import QUANTIZED
 
     if to not in QUANTIZED:

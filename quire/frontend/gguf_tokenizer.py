@@ -16,9 +16,9 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
+from quire.checkpoints.fields import Fields
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.frontend.tokenizer_parts import TokenizerParts
-from quire.models.fields import Fields
 
 _NAMED_TOKENS = {
     "bos_token": "bos_token_id",

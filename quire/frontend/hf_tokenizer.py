@@ -11,9 +11,9 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, models
 
+from quire.checkpoints.files import read_json, read_text, safe_member
 from quire.errors import ModelFormatError, ModelNotFoundError, UnsupportedModelError
 from quire.frontend.tokenizer_parts import TokenizerParts
-from quire.models.files import read_json, read_text, safe_member
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MAX_TEMPLATE_BYTES = 2**22

@@ -11,7 +11,7 @@ from rich import progress as rich_progress
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, ProgressColumn, TextColumn
 
-from quire.models.download import Progress as Report
+from quire.checkpoints.download import Progress as Report
 from quire.outputs import RequestDelta
 
 _TITLES = {"download": "Downloading", "load": "Loading weights", "quantize": "Quantising"}

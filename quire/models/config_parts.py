@@ -7,10 +7,10 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from quire.checkpoints.fields import Fields
+from quire.checkpoints.files import read_json
 from quire.errors import UnsupportedModelError
 from quire.kernels.ops import Activation, AttentionSpec, HeadShape, MoeSpec
-from quire.models.fields import Fields
-from quire.models.files import read_json
 from quire.models.spec import ModelSpec, RopeSpec
 
 MAX_CONFIG_BYTES = 16 * 2**20

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from quire.checkpoints.fields import Fields
 from quire.errors import UnsupportedModelError
 from quire.kernels.ops import Activation, MoeSpec
 from quire.models.config_parts import (
@@ -22,7 +23,6 @@ from quire.models.config_parts import (
     with_window,
     with_windows,
 )
-from quire.models.fields import Fields
 from quire.models.spec import MlpSpec, ModelSpec, RopeSpec
 
 

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from quire.checkpoints.checkpoint import Checkpoint
+from quire.checkpoints.fields import Fields
 from quire.errors import UnsupportedModelError
-from quire.models.checkpoint import Checkpoint
 from quire.models.config_parts import yarn_mscale
 from quire.models.families import FAMILIES, Family
-from quire.models.fields import Fields
 from quire.models.model_config import MAX_LAYERS, spec_of
 from quire.models.spec import ModelSpec
 

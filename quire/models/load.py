@@ -13,20 +13,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quire.checkpoints.checkpoint import Checkpoint
+from quire.checkpoints.files import no_weights_error, weight_kinds
+from quire.checkpoints.gguf_file import read_gguf
+from quire.checkpoints.npy_checkpoint import open_npy
+from quire.checkpoints.safetensors_checkpoint import open_safetensors
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.formats import Format
 from quire.kernels.ops import Kernels
 from quire.kernels.quantize import quantize
 from quire.kernels.weights import Weight
-from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
-from quire.models.files import no_weights_error, weight_kinds
-from quire.models.gguf_file import read_gguf
 from quire.models.gguf_spec import read_gguf_spec
 from quire.models.model_config import read_config
 from quire.models.names import Piece, gguf_pieces, huggingface_pieces
-from quire.models.npy_checkpoint import open_npy
-from quire.models.safetensors_checkpoint import open_safetensors
 from quire.models.weight_plan import ModelFiles, WeightPlan, plan_weights
 
 Progress = Callable[[int, int], None]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from quire.checkpoints.compressed import read_layout
+from quire.checkpoints.fields import Fields
+from quire.checkpoints.files import read_json
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.ops import MoeSpec
-from quire.models.compressed import read_layout
 from quire.models.config_parts import MAX_CONFIG_BYTES, plain_attention, read_activation, read_eos, read_rope
 from quire.models.families import FAMILIES, Family, supported_architectures
-from quire.models.fields import Fields
-from quire.models.files import read_json
 from quire.models.spec import LayerSpec, MlpSpec, ModelSpec
 
 MAX_LAYERS = 1024

@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.checkpoints.checkpoint import Checkpoint, TensorInfo
+from quire.checkpoints.compressed import quantization_config, to_compressed
+from quire.checkpoints.files import read_json, safe_member
+from quire.checkpoints.safetensors_checkpoint import INDEX_FILE, SINGLE_FILE
 from quire.errors import QuireError, UnsupportedModelError
 from quire.kernels.formats import PLAIN, Format
-from quire.models.checkpoint import Checkpoint, TensorInfo
-from quire.models.compressed import quantization_config, to_compressed
-from quire.models.files import read_json, safe_member
 from quire.models.gguf_spec import config_of
 from quire.models.load import Progress, open_model, read_piece
 from quire.models.model_config import read_config
 from quire.models.names import Piece, huggingface_pieces
-from quire.models.safetensors_checkpoint import INDEX_FILE, SINGLE_FILE
 from quire.models.spec import ModelSpec
 from quire.models.weight_plan import (
     QUANTIZED,

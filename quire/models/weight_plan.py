@@ -10,12 +10,12 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from quire.checkpoints.checkpoint import Checkpoint
 from quire.errors import DeviceError, InvalidRequestError, ModelFormatError
 from quire.kernels.formats import FORMATS, PLAIN, Format
 from quire.kernels.ops import Kernels
 from quire.kernels.quantize import INT8, Q4_0
 from quire.kernels.weights import Part, Weight
-from quire.models.checkpoint import Checkpoint
 from quire.models.names import Piece, ignored_names
 from quire.models.spec import ModelSpec, Parameter
 

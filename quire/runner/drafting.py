@@ -94,6 +94,8 @@ class ModelDrafter:
                 drafts[index].append(token)
         if self._num_computed is not None:
             self._num_computed[rows] = positions + counts
+        if self._graphs is not None:
+            self._graphs.capture_next()
         return {entry.request_id: tuple(own) for entry, own in zip(wanted, drafts, strict=True)}
 
     def release(self) -> None:

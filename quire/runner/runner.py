@@ -135,6 +135,9 @@ class Runner:
             sampled = SampledTokens(decoded.sampled.clone())
             outputs.add_tokens(drawn_for, sampled, shape.draw_offsets.tolist())
         elif decoded is not None:
+            if decoded.sampled is not None and shape.has_guesses:
+                # The graph has drawn tokens of its own in their places, which are histories of the draws behind them.
+                write_guesses(shape, self._request_rows, self._uploader, lag)
             sampled = self._sample(outputs, drawn_for, shape, draws, decoded.logits.float())
         else:
             batch = build_batch(

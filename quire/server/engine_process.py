@@ -28,12 +28,12 @@ import zmq
 
 import quire
 from quire.assemble import Engine, build_engine
+from quire.checkpoints.sources import resolve
 from quire.config import EngineConfig
 from quire.engine.gc_pauses import IdleCollector, full_collections_put_off
 from quire.errors import EngineError, QuireError
 from quire.frontend.progress import ModelBars
 from quire.models.load import Progress
-from quire.models.sources import resolve
 from quire.observe.request_records import describe_request
 from quire.observe.step_log import StepSummary, describe_steps, summarize
 from quire.runner.device import pick_device

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 
 import uvicorn
 
+from quire.checkpoints.sources import ModelSource, resolve
 from quire.errors import QuireError
 from quire.frontend.progress import ModelBars
 from quire.frontend.tokenizer import Tokenizer
-from quire.models.sources import ModelSource, resolve
 from quire.observe.prometheus import ServerMetrics
 from quire.observe.tracing import Tracing
 from quire.server.app import create_app

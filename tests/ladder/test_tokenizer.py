@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
+from quire.checkpoints.gguf_file import read_gguf
 from quire.frontend.tokenizer import Tokenizer
 from quire.ladder.tokenizer import BytePairTokenizer, split_words
-from quire.models.gguf_file import read_gguf
 from tests.frontend.helpers import TEXTS, anything, byte_level_metadata, train_byte_level
 
 Pair = tuple[BytePairTokenizer, Tokenizer]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.models.download import ALIASES
+from quire.checkpoints.download import ALIASES
 from tests.models.tiny_wheel import make_alias
 
 

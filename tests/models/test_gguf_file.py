@@ -16,11 +16,11 @@ from gguf.quants import quantize as gguf_quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.checkpoints.checkpoint import chunks_of
+from quire.checkpoints.gguf_file import read_gguf
+from quire.checkpoints.gguf_types import OTHER_TYPES, TYPE_NAMES
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.formats import FORMATS
-from quire.models.checkpoint import chunks_of
-from quire.models.gguf_file import read_gguf
-from quire.models.gguf_types import OTHER_TYPES, TYPE_NAMES
 from quire.models.load import open_checkpoint
 from tests.models.corruption import Damage, check_open_and_read, damages
 from tests.models.gguf_bytes import TYPE_IDS, Gguf, Tensor, array, pair, text, u16, u32

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 RESOLVE = """
 import json, sys
 from quire.errors import QuireError
-from quire.models.sources import resolve
+from quire.checkpoints.sources import resolve
 calls = []
 try:
     source = resolve(sys.argv[1], progress=lambda done, total: calls.append((done, total)))

@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 
 from bench.startup import write_checkpoint
 from quire import assemble
+from quire.checkpoints.sources import resolve
 from quire.config import EngineConfig
 from quire.errors import DeviceError, ModelFormatError
 from quire.kernels.reference import ReferenceKernels
 from quire.models import load
 from quire.models.load import Progress, load_decoder, open_checkpoint, open_model
-from quire.models.sources import resolve
 
 CPU = torch.device("cpu")
 
@@ -48,8 +48,8 @@ def test_weights_are_the_same_whoever_reads_them(
     """Stored as bfloat16: one dtype is read straight into its place, the other is converted on the way."""
     together = load_weights(original, dtype)
     monkeypatch.setattr(load, "_NUM_READERS", 1)
-    monkeypatch.setattr("quire.models.files._MAX_READ", 1000)
-    monkeypatch.setattr("quire.models.checkpoint._MAX_STAGED_BYTES", 4096)
+    monkeypatch.setattr("quire.checkpoints.files._MAX_READ", 1000)
+    monkeypatch.setattr("quire.checkpoints.checkpoint._MAX_STAGED_BYTES", 4096)
     alone = load_weights(original, dtype)
     stored = load_file(original / "model.safetensors")
     assert torch.equal(together["embedding"], stored["model.embed_tokens.weight"].to(dtype))
@@ -131,6 +131,6 @@ def test_weights_on_a_gpu_are_those_on_the_cpu(
     original: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = load_weights(original, dtype)
-    monkeypatch.setattr("quire.models.checkpoint._MAX_STAGED_BYTES", 4096)  # each buffer is used again and again
+    monkeypatch.setattr("quire.checkpoints.checkpoint._MAX_STAGED_BYTES", 4096)  # each buffer is used again and again
     decoder = load_decoder(open_model(original), ReferenceKernels(), dtype, torch.device("cuda"))
     assert all(torch.equal(there.tensor.cpu(), here[name]) for name, there in decoder.weights.items())

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from bench.startup import write_tokenizer
 from quire.assemble import build_engine
+from quire.checkpoints.sources import resolve
 from quire.config import EngineConfig
 from quire.errors import DeviceError, InvalidRequestError, ModelFormatError
 from quire.kernels.formats import FORMATS, Format
@@ -24,7 +25,6 @@ from quire.kernels.quantize import to_int8, to_q4_0
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from quire.models.load import load_decoder, open_model
-from quire.models.sources import resolve
 from quire.models.weight_plan import plan_weights
 from quire.runner import device as devices
 from quire.runner.worker import choose_weights
@@ -203,7 +203,7 @@ def test_plain_matrices_are_quantised_row_by_row(
     folder: Path, quantization: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = load(folder, "none")
-    monkeypatch.setattr("quire.models.checkpoint.MAX_CHUNK_ELEMENTS", 7 * 256)  # some rows at a time
+    monkeypatch.setattr("quire.checkpoints.checkpoint.MAX_CHUNK_ELEMENTS", 7 * 256)  # some rows at a time
     quantised = load(folder, quantization)
     for parameter, weight in quantised.weights.items():
         before = numbers(plain.weights[parameter])

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from quire.checkpoints.files import parse_json, read_json, safe_member
 from quire.errors import ModelFormatError, UnsupportedModelError
-from quire.models.files import parse_json, read_json, safe_member
 from quire.models.load import open_checkpoint
 from tests.models.corruption import Damage, check_open_and_read, damages
 

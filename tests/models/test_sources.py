@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from quire.checkpoints import sources
+from quire.checkpoints.hub import HubId, parse_hub_id
+from quire.checkpoints.sources import resolve
 from quire.errors import ModelFormatError, ModelNotFoundError, QuireError, UnsupportedModelError
-from quire.models import sources
-from quire.models.hub import HubId, parse_hub_id
-from quire.models.sources import resolve
 from tests.models.tiny_wheel import CONTENT, make_wheel
 
 ROOT = Path(__file__).parents[2]
@@ -185,7 +185,7 @@ def test_a_cached_snapshot_is_used_without_network(hub_cache: Path, tmp_path: Pa
 
 def test_hf_hub_offline_and_hf_home_are_honoured(home: Path) -> None:
     snapshot = cached_repo(home / "hf" / "hub", "org/name", {"config.json": b"{}", "model.safetensors": b""})
-    code = "from quire.models.sources import resolve; print(resolve('org/name').path)"
+    code = "from quire.checkpoints.sources import resolve; print(resolve('org/name').path)"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(home / "hf"), "PYTHONPATH": str(ROOT)}
     environment.pop("HF_HUB_CACHE", None)
     command = [sys.executable, "-c", code]

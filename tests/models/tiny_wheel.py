@@ -6,7 +6,7 @@ import hashlib
 import zipfile
 from pathlib import Path
 
-from quire.models.download import Alias
+from quire.checkpoints.download import Alias
 
 CONTENT = b"GGUF" + bytes(range(256)) * 50
 MEMBER = "quire_test_model/tiny.gguf"

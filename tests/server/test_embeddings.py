@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from quire.assemble import build_engine
+from quire.checkpoints.sources import resolve
 from quire.config import EngineConfig
 from quire.engine import make_requests
-from quire.models.sources import resolve
 from quire.sampling_params import SamplingParams
 from quire.step import Pooling
 from tests.server.harness import Server, error_of, wait_for

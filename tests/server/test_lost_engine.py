@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from quire.assemble import open_tokenizer
-from quire.models.sources import resolve
+from quire.checkpoints.sources import resolve
 from quire.observe.prometheus import ServerMetrics
 from quire.server.app import create_app
 from quire.server.config import ServerConfig

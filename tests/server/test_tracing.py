@@ -20,8 +20,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from quire.assemble import open_tokenizer
+from quire.checkpoints.sources import resolve
 from quire.errors import QuireError
-from quire.models.sources import resolve
 from quire.observe.prometheus import ServerMetrics
 from quire.observe.tracing import Tracing
 from quire.server.app import create_app

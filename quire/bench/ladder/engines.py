@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Self
 
+from quire.checkpoints.sources import resolve
 from quire.kernels.formats import FORMATS
 from quire.kernels.ops import Kernels
 from quire.llm import LLM
 from quire.models.load import open_model
-from quire.models.sources import resolve
 from quire.models.weight_plan import QUANTIZED
 from quire.runner.device import pick_device, pick_dtype
 from quire.runner.kv_cache import bytes_per_block

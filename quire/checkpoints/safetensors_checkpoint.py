@@ -10,12 +10,10 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from quire.errors import ModelFormatError, UnsupportedModelError
-from quire.kernels.formats import FORMATS, PLAIN
-from quire.models.checkpoint import Checkpoint, TensorInfo, check_shape, tensor_error
-from quire.models.compressed import GROUP, read_layout
-from quire.models.fields import Fields
-from quire.models.files import (
+from quire.checkpoints.checkpoint import Checkpoint, TensorInfo, check_shape, tensor_error
+from quire.checkpoints.compressed import GROUP, read_layout
+from quire.checkpoints.fields import Fields
+from quire.checkpoints.files import (
     FileStamp,
     file_stamp,
     open_checked,
@@ -25,6 +23,8 @@ from quire.models.files import (
     read_json,
     safe_member,
 )
+from quire.errors import ModelFormatError, UnsupportedModelError
+from quire.kernels.formats import FORMATS, PLAIN
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""

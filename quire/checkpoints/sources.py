@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from quire.checkpoints.download import ALIASES, Progress, alias_path, fetch_alias, is_cached
+from quire.checkpoints.files import no_weights_error, weight_kinds
+from quire.checkpoints.hub import fetch_from_hub, parse_hub_id
 from quire.config import cache_dir
 from quire.errors import ModelNotFoundError, UnsupportedModelError
-from quire.models.download import ALIASES, Progress, alias_path, fetch_alias, is_cached
-from quire.models.files import no_weights_error, weight_kinds
-from quire.models.hub import fetch_from_hub, parse_hub_id
 
 Kind = Literal["huggingface", "gguf", "npy"]
 

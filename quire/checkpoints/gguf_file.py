@@ -18,11 +18,11 @@ from typing import NoReturn
 
 import numpy as np
 
+from quire.checkpoints.checkpoint import TensorInfo, check_shape, tensor_error
+from quire.checkpoints.files import FileStamp, file_stamp, open_checked, quote, safe_member
+from quire.checkpoints.gguf_types import OTHER_TYPES, TYPE_NAMES
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.formats import FORMATS
-from quire.models.checkpoint import TensorInfo, check_shape, tensor_error
-from quire.models.files import FileStamp, file_stamp, open_checked, quote, safe_member
-from quire.models.gguf_types import OTHER_TYPES, TYPE_NAMES
 
 MAGIC = b"GGUF"
 MAX_HEADER_BYTES = 256 * 2**20

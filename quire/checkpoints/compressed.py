@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.checkpoints.fields import Fields
+from quire.checkpoints.files import quote
 from quire.errors import UnsupportedModelError
 from quire.kernels.formats import FORMATS, Format
-from quire.models.fields import Fields
-from quire.models.files import quote
 
 METHOD = "compressed-tensors"
 MXFP4 = "mxfp4"

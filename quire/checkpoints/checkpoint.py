@@ -17,10 +17,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from quire.checkpoints.compressed import from_compressed
+from quire.checkpoints.files import FileStamp, open_checked, quote, read_exact_into
 from quire.errors import ModelFormatError
 from quire.kernels.formats import FORMATS, Format
-from quire.models.compressed import from_compressed
-from quire.models.files import FileStamp, open_checked, quote, read_exact_into
 
 MAX_DIMENSIONS = 8
 MAX_CHUNK_ELEMENTS = 2**19

@@ -12,9 +12,9 @@ from pathlib import Path, PurePosixPath
 from threading import Lock
 from typing import Any
 
+from quire.checkpoints.download import Progress
+from quire.checkpoints.files import weight_kinds
 from quire.errors import ModelNotFoundError, QuireError, UnsupportedModelError
-from quire.models.download import Progress
-from quire.models.files import weight_kinds
 
 NEEDED_FILES = ["config.json", "generation_config.json", "tokenizer*", "chat_template*", "special_tokens_map.json"]
 NEEDED_FILES += ["*.safetensors", "*.safetensors.index.json"]

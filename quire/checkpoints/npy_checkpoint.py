@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from quire.checkpoints.checkpoint import Checkpoint, TensorInfo, check_shape, tensor_error
+from quire.checkpoints.files import FileStamp, file_stamp, open_checked, quote, read_exact, safe_member
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.formats import FORMATS
-from quire.models.checkpoint import Checkpoint, TensorInfo, check_shape, tensor_error
-from quire.models.files import FileStamp, file_stamp, open_checked, quote, read_exact, safe_member
 
 MAGIC = b"\x93NUMPY"
 MAX_HEADER_BYTES = 2**16
