@@ -29,6 +29,8 @@ def test_shapes_have_the_parameters_their_models_have() -> None:
         "qwen3-30b-a3b": 30_532,
         "llama-3.2-1b": 1236,
         "smollm2-135m": 135,
+        "gemma-3-4b": 3880,
+        "gpt-oss-20b": 20_915,
     }
 
 

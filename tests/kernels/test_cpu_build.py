@@ -77,13 +77,14 @@ def test_another_compiler_of_the_same_name_builds_anew(monkeypatch: pytest.Monke
 
 @needs_compiler
 def test_builds_at_the_same_time_do_not_meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Two processes build into one empty folder; both can use the result and only one file is left. Their compiler
-    remembers the library from an earlier time, as ccache would."""
+    """Two processes want kernels in one empty folder: one builds, both can use the result and only one file is left.
+    Their compiler remembers the library from an earlier time, as ccache would."""
     quick = tmp_path / "quick"
     library = build.load_library()._name
     quick.write_text(f"""#!/bin/sh
 for last; do :; done
-case " $* " in *" -shared "*) cp {library} "$last";; *) echo compiled > "$last";; esac
+sleep 0.1
+case " $* " in *" -shared "*) echo linked >> {tmp_path}/log; cp {library} "$last";; *) echo compiled > "$last";; esac
 """)
     quick.chmod(0o700)
     monkeypatch.setenv("CXX", str(quick))
@@ -96,6 +97,7 @@ case " $* " in *" -shared "*) cp {library} "$last";; *) echo compiled > "$last";
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) for _ in range(2)]
     assert [process.communicate()[0].strip() for process in running] == ["[[0.0, 0.0]]"] * 2
     assert len(list((tmp_path / "home" / "kernels").iterdir())) == 1
+    assert (tmp_path / "log").read_text() == "linked\n"
 
 
 @needs_compiler

@@ -212,7 +212,7 @@ def test_formats_of_weights_stand_side_by_side(quick: tuple[Path, str, str]) -> 
     assert divergence[1] < divergence[2]
     ladder = raw["tables"][0]
     weights = [row[ladder["columns"].index("weights")].get("value") for row in ladder["rows"]]
-    assert weights == [*[sizes[0]] * 6, sizes[2], None, None, None]
+    assert weights == [*[sizes[0]] * 6, sizes[2], None, None, sizes[0]]
 
 
 def test_without_matplotlib_the_plot_is_left_out_and_said_so(tiny_model: Path, tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ a name made from everything that shapes it, so a changed source, flag, compiler 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
@@ -15,6 +17,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -104,9 +107,21 @@ def _cpu_features() -> str:
     return found.group(1) if found else platform.processor()
 
 
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Waits until no other process builds there; where there are no locks, several build the same."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _compile(command: list[str], sources: list[Path], path: Path) -> None:
-    """Builds in a folder of its own and renames the result, so that processes building at once can't meet. Files are
-    compiled side by side."""
+    """Builds in a folder of its own and renames the result, so that nobody finds half of it. Files are compiled side by
+    side."""
 
     def run(*arguments: str) -> None:
         done = subprocess.run(
@@ -124,7 +139,13 @@ def _compile(command: list[str], sources: list[Path], path: Path) -> None:
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with temporary_folder("build-", path.parent) as folder, ThreadPoolExecutor(os.cpu_count()) as compilers:
+        with (
+            _alone_in(path.parent),
+            temporary_folder("build-", path.parent) as folder,
+            ThreadPoolExecutor(os.cpu_count()) as compilers,
+        ):
+            if _is_whole(path):  # somebody else has been quicker
+                return
             objects = [str(folder / f"{source.stem}.o") for source in sources]
             library = folder / path.name
             # The longest first, so that nobody waits for it at the end.

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.triton.support import DEVICE, MARKS, NAN, ON_GPU, drawn, in_graph, random
 from tests.kernels.triton.test_attention import make, one_each
+from tests.long_runs import short_or_long
 
 from quire.kernels.ops import AttentionSpec, HeadShape  # isort: skip  (after the check for Triton)
 from quire.kernels.triton import attention as paged, small_batches  # isort: skip
@@ -189,15 +190,17 @@ def test_they_compile_for_an_h200() -> None:
         assert used["shared"] <= 227 * 1024, name
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(ON_GPU, reason="where there is a GPU they are run")
 def test_kernels_for_all_devices_fit_into_what_each_has() -> None:
-    """Compiled for an A100, two kinds of cards with 100 KB, and an H200, with the tiles each of them gets."""
+    """Compiled for a card with 100 KB and an H200, and in the long form for an A100 and another card with 100 KB, with
+    the tiles each of them gets."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernels.triton.compile_attention"]
     done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
-    assert len(found) == 10
+    assert len(found) == short_or_long(6, 10)
     for name, (shared, limit) in found.items():
         assert shared <= limit, name
 
