@@ -41,10 +41,12 @@ class LargeJsonResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        for piece in self._pieces:
+        *pieces, last = self._pieces
+        for piece in pieces:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
             await asyncio.sleep(0)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        # The answer is over with it, here as for the client: that may send its next request at once.
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
     @classmethod
     def of(cls, make: Callable[[], Any], headers: Mapping[str, str] | None = None) -> LargeJsonResponse:

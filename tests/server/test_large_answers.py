@@ -98,3 +98,20 @@ def test_it_is_written_piece_by_piece() -> None:
     assert all(len(one) < 200_000 for one in pieces)
     turns = [index for index, one in enumerate(events) if one == "another's turn"]
     assert len(turns) >= len(pieces) - 2
+
+
+@pytest.mark.parametrize("value", [None, [], LARGE["tokens"]], ids=["none", "empty", "large"])
+def test_the_last_piece_ends_the_answer(value: Any) -> None:
+    """A client that has read as much as it was told may use the connection again at once: a server that still held the
+    answer for unfinished would take the next request for one sent ahead, and drop it."""
+    messages: list[Message] = []
+
+    async def send(message: Message) -> None:
+        messages.append(message)
+
+    asyncio.run(LargeJsonResponse.of(lambda: value)({}, None, send))  # type: ignore[arg-type]
+    start, *bodies = messages
+    length = int(dict(start["headers"])[b"content-length"])
+    assert length == sum(len(body["body"]) for body in bodies) > 0
+    assert [body["more_body"] for body in bodies] == [True] * (len(bodies) - 1) + [False]
+    assert all(body["body"] for body in bodies)
