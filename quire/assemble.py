@@ -104,7 +104,10 @@ def _load_draft(config: EngineConfig, weights: WeightPlan, decoder: Decoder, tok
         known = range(min(sizes))
         differs = next((i for i in known if own_tokenizer.token_bytes(i) != tokenizer.token_bytes(i)), None)
         if differs is not None or files.spec.vocab_size != spec.vocab_size:
-            where = "" if differs is None else f", and the first that differs is {differs}"
+            where = ""
+            if differs is not None:
+                theirs, ours = own_tokenizer.token_bytes(differs), tokenizer.token_bytes(differs)
+                where = f", and the first that differs is {differs}: {theirs!r} there, {ours!r} here"
             raise InvalidRequestError(
                 "speculation",
                 f"{source.name} can't draft for this model: its vocabulary has {files.spec.vocab_size} tokens, the "

@@ -10,6 +10,7 @@ import pytest
 
 from quire import LLM, RequestOutput, SamplingParams
 from quire.engine.invariants import check_invariants
+from quire.errors import InvalidRequestError
 from quire.speculate.adaptive import StepCosts
 from tests.long_runs import short_or_long
 from tests.speculate.every_kind import answers, essence, make_requests, num_accepted
@@ -38,6 +39,30 @@ def test_every_kind_of_request(
     assert drafted > accepted
     for index, (got, expected) in enumerate(zip(essence(outputs), essence(answers(plain, 7, COUNT, 24)), strict=True)):
         assert got == expected, index
+
+
+@pytest.mark.soak
+def test_the_same_model_in_fewer_bits_drafts(smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes its own keys and values where the model's will be: none of them may be left when it counts."""
+    monkeypatch.setattr(StepCosts, "observe", lambda self, entry: setattr(self, "least_chance", 0.3))
+    count = short_or_long(6, 300)
+    found = []
+    for speculation in ("self", "off"):
+        with LLM(
+            smollm2_gguf, quantization="none", max_model_len=256, kv_cache_memory="200MiB", speculation=speculation
+        ) as llm:
+            found.append(answers(llm, 5, count, 12))
+    drafted, accepted = num_accepted(found[0])
+    assert drafted > accepted > count
+    assert essence(found[0]) == essence(found[1])
+
+
+def test_who_cannot_draft_is_refused(smollm2_gguf: Path, tiny_model: Path) -> None:
+    """Both sizes and the first token that differs; a model that is quantised already has nothing quicker."""
+    with pytest.raises(InvalidRequestError, match=r"vocabulary has \d+ tokens, the model's 49152, and the first that"):
+        LLM(smollm2_gguf, max_model_len=64, kv_cache_memory="16MiB", speculation=f"draft:{tiny_model}")
+    with pytest.raises(InvalidRequestError, match=r'as they are stored .*use ngram, or quantization="none"'):
+        LLM(smollm2_gguf, max_model_len=64, kv_cache_memory="16MiB", speculation="self")
 
 
 def test_scarcity_chunks_streams_and_aborts(plain: LLM, smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
