@@ -61,7 +61,7 @@ def check_weights_fit(plan: WeightPlan, free: int) -> int:
     return needed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
     """What is taken before the cache is: measured on a GPU, where memory that is missing later is a failed step.
     On a CPU activations are small beside what a default cache leaves free, and are not counted."""
@@ -90,7 +90,7 @@ def measure_needs(decoder: Decoder, limits: Limits, block_size: int, cuda_graphs
     """Computes the largest step there can be and looks at the peak. Compiles the kernels on the way."""
     weights, device = decoder.nbytes, decoder.device
     if device.type != "cuda":
-        return Needs(weights)
+        return Needs(weights=weights)
     try:
         activations = _peak_of_step(decoder, limits.max_batched_tokens, limits.max_num_seqs, block_size)
         graphs = _peak_of_step(decoder, limits.max_num_seqs, limits.max_num_seqs, block_size) if cuda_graphs else 0
@@ -101,7 +101,7 @@ def measure_needs(decoder: Decoder, limits: Limits, block_size: int, cuda_graphs
             f"{format_bytes(free)} left. Lower max_batched_tokens or max_num_seqs."
         ) from error
     torch.cuda.empty_cache()
-    return Needs(weights, activations, graphs)
+    return Needs(weights=weights, activations=activations, graphs=graphs)
 
 
 def _peak_of_step(decoder: Decoder, num_tokens: int, num_scored: int, block_size: int) -> int:

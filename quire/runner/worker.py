@@ -56,7 +56,7 @@ def choose_weights(files: ModelFiles, config: EngineConfig, device: torch.device
 def expected_plan(weights: WeightPlan, config: EngineConfig) -> CachePlan:
     """Says what can't work before the weights are read; the real plan is made when they are there."""
     free = free_memory(weights.device)
-    needs = Needs(check_weights_fit(weights, free))
+    needs = Needs(weights=check_weights_fit(weights, free))
     limits = config.limits(weights.device.type)
     dtype = pick_cache_dtype(config.kv_cache_dtype, weights.dtype, weights.device)
     return plan_cache(weights.files.spec, config, limits, dtype, free - needs.weights, needs)
