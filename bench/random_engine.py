@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from bench.ceiling import Rates, measure_rates
 from bench.shapes import CONFIGS, spec_of
@@ -16,7 +17,9 @@ from quire.assemble import Engine, assemble
 from quire.config import EngineConfig
 from quire.engine import EngineCore, Request, make_requests
 from quire.engine.gc_pauses import full_collections_put_off
+from quire.kernels.formats import FORMATS, Format
 from quire.kernels.ops import Kernels
+from quire.kernels.quantize import quantize, to_fp8
 from quire.kernels.select import select_kernels
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
@@ -35,8 +38,10 @@ def random_decoder(
     std: float = 0.02,
     seed: int = 0,
     max_position: int = MAX_MODEL_LEN,
+    formats: Sequence[str] = (),
 ) -> Decoder:
-    """Random values drawn on the device itself: norms are 1, everything else is normal."""
+    """Random values drawn on the device itself: norms are 1, everything else is normal. With `formats`, the matrices
+    between embedding and head are in these, in turn."""
     generator = torch.Generator(device).manual_seed(seed)
     loaded: dict[str, Weight] = {}
     for name, parameter in spec.parameters().items():
@@ -46,8 +51,41 @@ def random_decoder(
         else:
             value.normal_(std=std, generator=generator)
         loaded[name] = Weight.dense(value)
+        if formats and len(parameter.shape) == 2 and name not in ("embedding", "head", "final_norm"):
+            format = FORMATS[formats[len(loaded) % len(formats)]]
+            if format.dtype is None:
+                loaded[name] = Weight.of(format, tuple(parameter.shape), *quantized(format, value))
     del value  # so that each goes as its packed one comes
     return Decoder(spec, kernels, loaded, dtype, min(max_position, spec.max_position))
+
+
+def quantized(format: Format, numbers: Tensor) -> tuple[Tensor, ...]:
+    """A part's tensors of numbers [out, in], in any format that a GPU computes with."""
+    rows, size = numbers.shape
+    if format.has_zeros:
+        groups = numbers.float().view(rows, -1, format.group or size)
+        low, high = groups.amin(-1), groups.amax(-1)
+        scales = ((high - low) / 15).clamp_min(1e-8)
+        zeros = (-low / scales).round().clamp_(0, 15)
+        codes = (
+            (groups / scales.unsqueeze(-1) + zeros.unsqueeze(-1)).round_().clamp_(0, 15).to(torch.uint8).view(rows, -1)
+        )
+        shape = (rows, size // format.group) if format.group else (rows,)
+        return codes[:, ::2] | codes[:, 1::2] << 4, scales.view(shape), zeros.to(torch.uint8).view(shape)
+    if format.group:
+        codes, scales = to_fp8(numbers.view(rows, -1, format.group))
+        return codes.view(rows, size), scales
+    if format.codes is None and format.name != "Q4_0":  # any bits will do
+        blocks = torch.randint(0, 256, (rows * size // format.num_elements, format.num_bytes), device=numbers.device)
+        blocks = blocks.to(torch.uint8)
+        for at in format.scales:
+            blocks[:, at : at + 2] = (
+                torch.rand(len(blocks), 1, device=numbers.device).mul_(1e-3).half().view(torch.uint8)
+            )
+        return (blocks.view(rows, -1),)
+    made = quantize(format, numbers)
+    assert made is not None
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +114,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=list(CONFIGS), default="qwen3-0.6b")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
+    parser.add_argument(
+        "--formats", nargs="*", default=(), help="of the matrices, in turn: FP8, INT8, INT4_G128, Q4_K ..."
+    )
     parser.add_argument("--kernels", default="auto", help="auto, or a backend by its name")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-batched-tokens", type=int, help="default: the engine's own choice")
@@ -102,7 +143,8 @@ def open_machine(options: argparse.Namespace) -> Machine:
         cuda_graphs=not options.eager,
     )
     kernels = select_kernels(device, dtype, options.kernels)
-    engine = assemble(random_decoder(spec_of(options.shape), kernels, dtype, device), config, name=options.shape)
+    decoder = random_decoder(spec_of(options.shape), kernels, dtype, device, formats=options.formats)
+    engine = assemble(decoder, config, name=options.shape)
     if options.depth is not None:
         engine.core.depth = options.depth
     print(engine.description)

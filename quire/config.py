@@ -14,7 +14,7 @@ from quire.errors import InvalidRequestError
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "quantization": ("auto", "none", "int8", "int4"),
+    "quantization": ("auto", "none", "int8", "int4", "fp8"),
     "kv_cache_dtype": ("auto", "int8"),
     "kernels": ("auto", "reference", "cpu", "triton"),
     "policy": ("fcfs", "priority"),
@@ -46,8 +46,8 @@ class EngineConfig:
     answers), float32, bfloat16 or float16."""
     quantization: str = "auto"
     """What becomes of the weights: auto (quantised ones are computed with as they are stored, where there are kernels
-    for it, and expanded elsewhere), none (all are expanded), int8 (a scale per output) or int4 (a scale per 32 numbers;
-    both of weights that are not quantised yet, while they are loaded; on a CPU)."""
+    for it, and expanded elsewhere), none (all are expanded), int8 or fp8 (a scale per output; fp8 on a GPU) or int4 (a
+    scale per 32 numbers), made of weights that are not quantised yet, while they are loaded."""
     kernels: str = "auto"
     """auto (the fastest that run here), reference (plain torch), cpu or triton."""
     max_model_len: int | None = None

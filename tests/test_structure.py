@@ -21,6 +21,7 @@ LAYERS = (
     ("kernels",),
     ("checkpoints",),
     ("models",),
+    ("convert",),
     ("sampling",),
     ("constrain",),
     ("speculate",),

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from quire.checkpoints.compressed import from_compressed
 from quire.checkpoints.files import FileStamp, open_checked, quote, read_exact_into
+from quire.checkpoints.packed_weights import fp8_scales, int4_tensors
+from quire.checkpoints.quantization_config import Layout
 from quire.errors import ModelFormatError
 from quire.kernels.formats import FORMATS, Format
 
@@ -43,10 +45,21 @@ class TensorInfo:
     """Where its data begins in the file."""
     scales: TensorInfo | None = None
     """Where they are a tensor of their own: `compressed.py` says how the data looks then."""
+    zeros: TensorInfo | None = None
+    """Likewise of zero points."""
+    layout: Layout | None = None
+    """Where it is one of `packed_weights.py`."""
 
     @property
     def format(self) -> Format:
         return FORMATS[self.dtype]
+
+    @property
+    def stored_shape(self) -> tuple[int, int]:
+        """Of the int32 that hold four bits each."""
+        out, inner = self.shape
+        assert self.layout is not None
+        return {"awq": (inner, out // 8), "gptq": (inner // 8, out)}.get(self.layout.name, (out, inner // 8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +167,9 @@ class Checkpoint:
         What one chunk holds is overwritten by the next."""
         info = self._info(name)
         format, scales, total = info.format, info.scales, math.prod(info.shape)
+        if info.layout is not None:
+            yield from self._packed_chunks(info, info.layout)
+            return
         # Read, not mapped: every page of a mapping is a fault of its own. Pinned, so that a GPU fetches it by itself.
         is_copied = is_copied and format.dtype is not None
         most = _MAX_STAGED_BYTES // format.num_bytes if is_copied else MAX_CHUNK_ELEMENTS
@@ -171,14 +187,35 @@ class Checkpoint:
             where = f"{scales.file}: tensor {quote(scales.name)}"
             yield chunk, from_compressed(format, chunk.shape, part, read_scales(share), where)
 
+    def _packed_chunks(self, info: TensorInfo, layout: Layout) -> Iterator[tuple[Chunk, tuple[Tensor, ...]]]:
+        """FP8 in chunks of rows; what other tools pack across rows, all at once."""
+        assert info.scales is not None
+        scales = info.scales.format.expand(self._whole(info.scales)).float().view(info.scales.shape)
+        if layout.name != "fp8":
+            zeros = None if info.zeros is None else self._whole(info.zeros).view(torch.int32).view(info.zeros.shape)
+            packed = self._whole(info).view(torch.int32).view(info.stored_shape)
+            yield Chunk((), 0, info.shape), int4_tensors(layout, packed, scales, zeros)
+            return
+        scales, inner = fp8_scales(scales, info.shape), info.shape[1]
+        for chunk in chunks_of(info.shape, max(MAX_CHUNK_ELEMENTS, inner)):
+            part = torch.empty(chunk.num_elements, dtype=torch.uint8)
+            self._read_bytes(info, part, chunk.start)
+            rows = slice(chunk.start // inner, chunk.start // inner + chunk.shape[0])
+            yield chunk, (part.view(torch.float8_e4m3fn).view(chunk.shape), scales[rows])
+
+    def _whole(self, info: TensorInfo) -> Tensor:
+        stored = torch.empty(info.num_bytes, dtype=torch.uint8)
+        self._read_bytes(info, stored)
+        return stored
+
     def _read_bytes(self, info: TensorInfo, target: Tensor, start: int = 0) -> None:
         """Fills a contiguous tensor on the CPU with the stored bytes from `start` on."""
         memory = target.detach().view(-1).view(torch.uint8).numpy().data
         with open_checked(info.file, self._stamps[info.file]) as file:
             read_exact_into(file, info.file, info.offset + start, memory)
 
-    def _check_scales(self, info: TensorInfo, stored: Tensor, row_scales: Tensor | None = None) -> None:
-        finite = info.format.has_finite_scales(stored) if row_scales is None else bool(row_scales.isfinite().all())
+    def _check_scales(self, info: TensorInfo, stored: Tensor, scales: Tensor | None = None, *zeros: Tensor) -> None:
+        finite = info.format.has_finite_scales(stored) if scales is None else bool(scales.isfinite().all())
         if not finite:
             raise ModelFormatError(
                 f"{info.file}: tensor {quote(info.name)}: a scale of its {info.dtype} numbers is infinite or NaN: the "

@@ -1,11 +1,12 @@
-"""The layouts of quantised weights in safetensors files that other engines know too: two of compressed-tensors, which
-Quire reads and writes, and that of MXFP4, which it reads.
+"""The layouts of quantised weights in safetensors files that Quire writes, too (three of compressed-tensors), and that
+of MXFP4. Those that it only reads are in `packed_weights.py`.
 
-int-quantized: `NAME` int8 [..., out, in] and `NAME_scale` [..., out, 1]: our INT8. pack-quantized in groups of 32:
-`NAME_packed` int32 [..., out, in / 8] of eight codes each, the first in the lowest bits, and `NAME_scale`
-[..., out, in / 32]; a code stands for (code - 8) * scale, as in Q4_0, which has the same codes in another order.
-mxfp4: `NAME_blocks` uint8 [..., out, in / 32, 16] of two codes each and `NAME_scales` uint8 [..., out, in / 32], the
-exponents of powers of two; in the MXFP4 of GGUF files these stand before each block, whose codes have another order.
+int-quantized and float-quantized: `NAME` int8 or FP8 [..., out, in] and `NAME_scale` [..., out, 1]: our INT8 and FP8.
+pack-quantized in groups of 32: `NAME_packed` int32 [..., out, in / 8] of eight codes each, the first in the lowest
+bits, and `NAME_scale` [..., out, in / 32]; a code stands for (code - 8) * scale, as in Q4_0, which has the same codes
+in another order. mxfp4: `NAME_blocks` uint8 [..., out, in / 32, 16] of two codes each and `NAME_scales` uint8
+[..., out, in / 32], the exponents of powers of two; in the MXFP4 of GGUF files these stand before each block, whose
+codes have another order.
 """
 
 from __future__ import annotations
@@ -15,61 +16,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.checkpoints.fields import Fields
-from quire.checkpoints.files import quote
+from quire.checkpoints.quantization_config import COMPRESSED_TENSORS
 from quire.errors import UnsupportedModelError
 from quire.kernels.formats import FORMATS, Format
 
-METHOD = "compressed-tensors"
-MXFP4 = "mxfp4"
 GROUP = FORMATS["Q4_0"].num_elements
+_TOKENS = {"num_bits": 8, "symmetric": True, "strategy": "token", "dynamic": True}
 _WEIGHTS = {
     "int-quantized": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "group_size": None},
     "pack-quantized": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP},
+    "float-quantized": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "group_size": None},
 }
-"""What config.json must say of the weights, by the layout's name."""
-LAYOUTS = {"INT8": "int-quantized", "Q4_0": "pack-quantized"}
-_READABLE = (
-    f"{METHOD} with int8 weights scaled per channel (int-quantized) or int4 weights in symmetric groups of {GROUP} "
-    "(pack-quantized), and mxfp4"
-)
-
-
-def read_layout(config: Fields) -> str | None:
-    """The layout of a model's weights by its config.json, None where they are plain numbers. Other ways of quantising
-    are an UnsupportedModelError."""
-    if "quantization_config" not in config:
-        return None
-    found = config.part("quantization_config")
-    if found.raw("quant_method") == MXFP4:
-        return MXFP4
-    method, layout = found.string("quant_method", "unknown"), found.string("format", "unknown")
-    wanted, groups = _WEIGHTS.get(layout, {}), found.part("config_groups")
-    problem = f"by {quote(method)}" if method != METHOD else "" if wanted else f"by {METHOD} as {quote(layout)}"
-    for name in groups.names():
-        weights = groups.part(name).part("weights")
-        differing = [f"{key} {quote(weights.raw(key))}" for key, value in wanted.items() if weights.raw(key) != value]
-        if differing:
-            problem = f"by {METHOD} as {layout}, with {', '.join(differing)}"
-    if problem:
-        raise UnsupportedModelError(
-            f"{config.file}: its weights are quantised {problem}, which Quire does not read. It reads {_READABLE}: use "
-            'such a version, a GGUF file, or the unquantised model with quantization="int8" or "int4".'
-        )
-    return layout
+"""What config.json says of the weights, by the layout's name."""
+LAYOUTS = {"INT8": "int-quantized", "Q4_0": "pack-quantized", "FP8": "float-quantized"}
 
 
 def quantization_config(format: Format, ignored: list[str]) -> dict[str, Any]:
-    """What config.json says of weights in INT8 or Q4_0; `ignored` are the modules that stay plain numbers."""
+    """What config.json says of weights in INT8, FP8 or Q4_0; `ignored` are the modules that stay plain numbers."""
     layout = LAYOUTS[format.name]
-    tokens = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    tokens = _TOKENS | {"type": _WEIGHTS[layout]["type"]}
     group = {
         "targets": ["Linear", "Embedding"],
         "weights": _WEIGHTS[layout] | {"dynamic": False},
-        "input_activations": tokens if format.has_row_scales else None,
+        "input_activations": tokens if format.codes is not None else None,
     }
     return {
-        "quant_method": METHOD,
+        "quant_method": COMPRESSED_TENSORS,
         "format": layout,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
@@ -97,8 +69,8 @@ def from_compressed(
 ) -> tuple[Tensor, ...]:
     """A part's tensors from the bytes of whole rows that make `shape` and the scales that belong to them; `where` names
     the file and the tensor."""
-    if format.has_row_scales:
-        return data.view(torch.int8).view(shape), scales.float().view(shape[:-1])
+    if format.codes is not None:
+        return data.view(format.codes).view(shape), scales.float().view(shape[:-1])
     pairs = data.view(-1, GROUP // 2)
     codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
     packed = codes[:, : GROUP // 2] | codes[:, GROUP // 2 :] << 4

@@ -1,17 +1,15 @@
-"""Weights in safetensors files: one file, or shards named by an index; plain numbers, or quantised by the layouts of
-`compressed.py`."""
+"""Weights in safetensors files: one file, or shards named by an index; plain numbers, or quantised
+(`quantized_tensors.py`)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
 from quire.checkpoints.checkpoint import Checkpoint, TensorInfo, check_shape, tensor_error
-from quire.checkpoints.compressed import GROUP, read_layout
 from quire.checkpoints.fields import Fields
 from quire.checkpoints.files import (
     FileStamp,
@@ -23,6 +21,8 @@ from quire.checkpoints.files import (
     read_json,
     safe_member,
 )
+from quire.checkpoints.quantization_config import read_layout
+from quire.checkpoints.quantized_tensors import joined
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.formats import FORMATS, PLAIN
 
@@ -37,7 +37,7 @@ OTHER_DTYPES = frozenset(
     {"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "C64", "F4", "F6_E2M3", "F6_E3M2"}
     | {"F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "F8_E8M0"}
 )
-_INTEGERS = {"I8": 1, "I32": 4, "I64": 8, "U8": 1}
+_QUANTIZED = {"I8": 1, "I32": 4, "I64": 8, "U8": 1, "F8_E4M3": 1}
 """Sizes of what holds quantised weights, where config.json says that they are."""
 
 
@@ -47,39 +47,14 @@ def open_safetensors(folder: Path) -> Checkpoint:
     config = folder / "config.json"
     layout = read_layout(Fields(read_json(config), str(config))) if config.is_file() else None
     checkpoint = _open_files(folder, is_quantized=layout is not None)
-    return checkpoint if layout is None else checkpoint.with_tensors(_joined(checkpoint.tensors))
+    return checkpoint if layout is None else checkpoint.with_tensors(_only_known(joined(checkpoint.tensors, layout)))
 
 
-def _joined(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """The weights that `compressed.py` stores as two or three tensors under their own names, and all others."""
-    found: dict[str, TensorInfo] = {}
-    used: set[str] = set()
-    for stored, info in tensors.items():
-        if stored.endswith("_blocks") and info.dtype == "U8":
-            name, scales = stored.removesuffix("_blocks"), tensors.get(stored.removesuffix("_blocks") + "_scales")
-            *rows, groups, half = info.shape
-            if scales is None or scales.dtype != "U8" or half != GROUP // 2 or scales.shape != (*rows, groups):
-                raise tensor_error(info.file, stored, "blocks of 16 bytes, and as many scales", f"{list(info.shape)}")
-            found[name] = replace(info, name=name, shape=(*rows, groups * GROUP), dtype="MXFP4", scales=scales)
-            used |= {stored, scales.name}
-            continue
-        name, is_packed = stored.removesuffix("_packed"), stored.endswith("_packed") and info.dtype == "I32"
-        if not is_packed and info.dtype != "I8":
-            continue
-        *rows, size = info.shape
-        shape = (*rows, 8 * size if is_packed else size)
-        expected = (*rows, shape[-1] // GROUP) if is_packed else (*rows, 1)
-        scales = tensors.get(f"{name}_scale")
-        if scales is None or scales.dtype not in WEIGHT_DTYPES or scales.shape != expected or len(shape) < 2:
-            got = "none" if scales is None else f"{scales.dtype} of shape {list(scales.shape)}"
-            raise tensor_error(info.file, f"{name}_scale", f"scales of shape {list(expected)} for {quote(stored)}", got)
-        found[name] = replace(info, name=name, shape=shape, dtype="Q4_0" if is_packed else "INT8", scales=scales)
-        used |= {stored, scales.name, f"{name}_shape"}
-    found |= {name: info for name, info in tensors.items() if name not in used}
-    for info in found.values():
-        if info.dtype in _INTEGERS:
+def _only_known(tensors: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
+    for info in tensors.values():
+        if info.dtype in _QUANTIZED:
             raise _unsupported(info.file, info.name, info.dtype)
-    return found
+    return tensors
 
 
 def _open_files(folder: Path, is_quantized: bool) -> Checkpoint:
@@ -167,7 +142,7 @@ def _check_entry(path: Path, name: str, entry: object, data_start: int, size: in
     dtype = entry.get("dtype")
     if not isinstance(dtype, str) or (dtype not in WEIGHT_DTYPES and dtype not in OTHER_DTYPES):
         raise tensor_error(path, name, f"a dtype such as {', '.join(WEIGHT_DTYPES)}", quote(dtype))
-    if dtype in OTHER_DTYPES and not (is_quantized and dtype in _INTEGERS):
+    if dtype in OTHER_DTYPES and not (is_quantized and dtype in _QUANTIZED):
         raise _unsupported(path, name, dtype)
     shape = _whole_numbers(entry.get("shape"))
     if shape is None:
@@ -181,7 +156,7 @@ def _check_entry(path: Path, name: str, entry: object, data_start: int, size: in
             path, name, f"its data within the file's {size - data_start} bytes", f"an end at {offsets[1]}"
         )
     num_bytes = offsets[1] - offsets[0]
-    expected = math.prod(shape) * (_INTEGERS.get(dtype) or FORMATS[dtype].num_bytes)
+    expected = math.prod(shape) * (_QUANTIZED.get(dtype) or FORMATS[dtype].num_bytes)
     if num_bytes != expected:
         raise tensor_error(path, name, f"{expected} bytes for {dtype} of shape {list(shape)}", f"{num_bytes} bytes")
     return TensorInfo(name, shape, dtype, path, num_bytes, data_start + offsets[0])

@@ -26,8 +26,8 @@ Dtype = Annotated[
 Quantization = Annotated[
     str,
     Option(
-        metavar="auto|none|int8|int4",
-        help="auto: quantised weights as they are; none: expand them; int8, int4: quantise plain ones while loading.",
+        metavar="auto|none|int8|int4|fp8",
+        help="auto: quantised weights as they are; none: expand them; int8, int4, fp8 (GPU): quantise plain ones.",
     ),
 ]
 KVCacheDtype = Annotated[

@@ -18,7 +18,7 @@ def quantize(
     ],
     out: Annotated[Path, Argument(metavar="OUT", help="The folder to write.")],
     to: Annotated[
-        str, Option(metavar="int8|int4", help="int8: a scale per output channel; int4: a scale per 32 numbers.")
+        str, Option(metavar="int8|int4|fp8", help="int8, fp8: a scale per output; int4: a scale per 32 numbers.")
     ],
     force: Annotated[bool, Option("--force", help="Replace OUT if an earlier quire quantize wrote it.")] = False,
 ) -> None:
@@ -33,7 +33,7 @@ def quantize(
     """
     from quire.checkpoints.sources import resolve
     from quire.config import format_bytes
-    from quire.models.quantized_folder import quantize_model
+    from quire.convert.quantized_folder import quantize_model
     from quire.models.weight_plan import QUANTIZED
 
     if to not in QUANTIZED:

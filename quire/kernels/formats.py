@@ -1,8 +1,9 @@
 """The formats weights are stored in: how many bytes they take, and from those bytes back to numbers.
 
 A row is stored as blocks of `num_elements` numbers in `num_bytes` bytes. Plain numbers are blocks of one; the block
-formats of GGUF files share scales within a block, and expand to the same bits as with the `gguf` package. INT8 has one
-scale per row, in a tensor of its own. `quantize.py` makes INT8 and Q4_0 from plain numbers.
+formats of GGUF files share scales within a block, and expand to the same bits as with the `gguf` package. INT8, FP8 and
+INT4 have their scales in a tensor of their own: one per row, or per group of a row's inputs. `quantize.py` makes INT8,
+FP8 and Q4_0 from plain numbers.
 """
 
 from __future__ import annotations
@@ -28,27 +29,41 @@ class Format:
     """Of plain numbers; None where blocks must be expanded."""
     scales: tuple[int, ...] = ()
     """Which bytes of a block its float16 scales begin at."""
-    has_row_scales: bool = False
-    """Whether each row has a float32 scale, in a second tensor."""
+    codes: torch.dtype | None = None
+    """Of the first tensor, where float32 scales are a second one."""
+    group: int = 0
+    """How many inputs share one of these scales; 0: a whole row."""
+    has_zeros: bool = False
+    """Whether there is a third tensor, uint8, of zero points."""
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """What a tensor of this logical shape takes; its rows must be whole blocks."""
-        row_scales = 4 * math.prod(shape[:-1]) if self.has_row_scales else 0
-        return math.prod(shape) // self.num_elements * self.num_bytes + row_scales
+        scales = (5 if self.has_zeros else 4) * math.prod(self._scales_shape(shape)) if self.codes is not None else 0
+        return math.prod(shape) // self.num_elements * self.num_bytes + scales
+
+    def _scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (*shape[:-1], shape[-1] // self.group) if self.group else shape[:-1]
 
     def empty(self, shape: tuple[int, ...], device: torch.device | str = "cpu") -> tuple[Tensor, ...]:
         """Room for a tensor of this logical shape: the tensors of a `Part`."""
         if self.dtype is not None:
             return (torch.empty(shape, dtype=self.dtype, device=device),)
-        if self.has_row_scales:
-            return torch.empty(shape, dtype=torch.int8, device=device), torch.empty(shape[:-1], device=device)
+        if self.codes is not None:
+            codes = torch.empty(*shape[:-1], shape[-1] // self.num_elements, dtype=self.codes, device=device)
+            scales = torch.empty(self._scales_shape(shape), device=device)
+            zeros = (torch.empty(scales.shape, dtype=torch.uint8, device=device),) if self.has_zeros else ()
+            return codes, scales, *zeros
         return (torch.empty(*shape[:-1], self.nbytes(shape[-1:]), dtype=torch.uint8, device=device),)
 
-    def expand(self, stored: Tensor, row_scales: Tensor | None = None) -> Tensor:
+    def expand(self, stored: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None) -> Tensor:
         """Numbers [..., elements of a row] from a part's tensors: itself where it holds plain numbers, else uint8
-        [..., bytes of a row], or int8 with the scales of its rows; these become float32."""
-        if row_scales is not None:
-            return stored.float().mul_(row_scales.unsqueeze(-1))
+        [..., bytes of a row], or codes with their scales and perhaps zero points; these become float32."""
+        if scales is not None:
+            codes = stored.float() if zeros is None else _pairs(stored).float()
+            shape = codes.shape
+            codes = codes.view(*shape[:-1], -1, self.group or shape[-1])
+            offsets = 0.0 if zeros is None else zeros.view(*codes.shape[:-1], 1).float()
+            return ((codes - offsets) * scales.reshape(*codes.shape[:-1], 1)).view(shape)
         if stored.dtype != torch.uint8:
             return stored
         if self.dtype is not None:
@@ -64,6 +79,9 @@ class Format:
 def _plain(name: str, dtype: torch.dtype) -> Format:
     return Format(name, 1, dtype.itemsize, dtype)
 
+
+INT4_GROUPS = {"INT4": 0, "INT4_G32": 32, "INT4_G64": 64, "INT4_G128": 128}
+"""(code - zero point) * scale, of codes in pairs, the first in the lower half of a byte."""
 
 FORMATS = {
     format.name: format
@@ -83,13 +101,37 @@ FORMATS = {
         Format("Q5_K", 256, 176, scales=(0, 2)),
         Format("Q6_K", 256, 210, scales=(208,)),
         Format("MXFP4", 32, 17),
-        Format("INT8", 1, 1, has_row_scales=True),
+        Format("INT8", 1, 1, codes=torch.int8),
+        Format("FP8", 1, 1, codes=torch.float8_e4m3fn),
+        Format("FP8_G128", 1, 1, codes=torch.float8_e4m3fn, group=128),
+        *(Format(name, 2, 1, codes=torch.uint8, group=group, has_zeros=True) for name, group in INT4_GROUPS.items()),
     )
 }
 """All that can be loaded, and that the reference kernels compute with."""
 
 PLAIN = {format.dtype: format for format in FORMATS.values() if format.dtype is not None}
 """The format of tensors of plain numbers, by their dtype."""
+
+
+def _pairs(packed: Tensor) -> Tensor:
+    """The codes of INT4: low and high halves of bytes in turn, as uint8."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
+def int4_parts(format: Format, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Of a matrix [out, in] in a format of 4 bits: uint8 codes [out, in], and scales with zero points or minima, each
+    [out, groups]."""
+    if format.has_zeros:
+        codes, scales, zeros = tensors
+        return _pairs(codes), scales.view(len(codes), -1), zeros.view(len(codes), -1), None
+    rows, blocks = len(tensors[0]), tensors[0].reshape(-1, format.num_bytes)
+    if format.name == "Q4_K":
+        scales, minima = _q4_k_scales(blocks)
+        return _codes(blocks[:, 16:], 4, 32).view(rows, -1), scales.view(rows, -1), None, -minima.view(rows, -1)
+    codes, scales = _codes(blocks[:, -16:], 4, 16).view(rows, -1), _scale(blocks, 0).view(rows, -1)
+    if format.name == "Q4_0":
+        return codes, scales, torch.full_like(scales, 8), None
+    return codes, scales, None, _scale(blocks, 2).view(rows, -1)
 
 
 def _scale(blocks: Tensor, first: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Plain numbers into the two quantised formats that any checkpoint can be loaded in.
+"""Plain numbers into the quantised formats that any checkpoint can be loaded in.
 
 Each row, or block of a row, is quantised by itself, so a tensor may be taken in pieces of whole rows.
 """
@@ -10,14 +10,15 @@ from torch import Tensor
 
 from quire.kernels.formats import FORMATS, Format
 
-INT8, Q4_0 = FORMATS["INT8"], FORMATS["Q4_0"]
+INT8, FP8, Q4_0 = FORMATS["INT8"], FORMATS["FP8"], FORMATS["Q4_0"]
+LARGEST_FP8 = 448.0
 
 
 def quantize(format: Format, numbers: Tensor) -> tuple[Tensor, ...] | None:
-    """A part's tensors of numbers [..., in], in INT8 or Q4_0; None where some are infinite, NaN or too large, which
-    shows in the scales."""
-    if format == INT8:
-        codes, scales = to_int8(numbers)
+    """A part's tensors of numbers [..., in], in INT8, FP8 or Q4_0; None where some are infinite, NaN or too large: the
+    scales show it."""
+    if format in (INT8, FP8):
+        codes, scales = to_int8(numbers) if format == INT8 else to_fp8(numbers)
         return (codes, scales) if scales.isfinite().all() else None
     blocks = to_q4_0(numbers)
     return (blocks,) if Q4_0.has_finite_scales(blocks) else None
@@ -29,6 +30,14 @@ def to_int8(numbers: Tensor) -> tuple[Tensor, Tensor]:
     scales = numbers.abs().amax(-1) / 127
     scales = torch.where(scales == 0, 1.0, scales)
     return (numbers / scales.unsqueeze(-1)).round_().clamp_(-127, 127).to(torch.int8), scales
+
+
+def to_fp8(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """FP8 (e4m3) by the largest magnitude of each row: codes [..., in], float32 scales [...]."""
+    numbers = numbers.float()
+    scales = numbers.abs().amax(-1) / LARGEST_FP8
+    scales = torch.where(scales == 0, 1.0, scales)
+    return (numbers / scales.unsqueeze(-1)).clamp_(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn), scales
 
 
 def to_q4_0(numbers: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ def select_kernels(device: torch.device, dtype: torch.dtype, name: str = "auto")
     if name not in ("auto", "reference", "cpu", "triton"):
         raise DeviceError(f'There are no kernels called "{name}"; choose auto, reference, cpu or triton.')
     if name == "triton" or (name == "auto" and device.type == "cuda"):
-        return _triton_kernels(device, name)
+        return _triton_kernels(device, dtype, name)
     fits_cpu = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
     if name == "cpu" and not fits_cpu:
         raise DeviceError(f"The cpu kernels compute on the CPU in float32 or bfloat16, not on {device} in {dtype}.")
@@ -38,7 +38,7 @@ def select_kernels(device: torch.device, dtype: torch.dtype, name: str = "auto")
         return ReferenceKernels()
 
 
-def _triton_kernels(device: torch.device, name: str) -> Kernels:
+def _triton_kernels(device: torch.device, dtype: torch.dtype, name: str) -> Kernels:
     problem = None
     if device.type != "cuda":
         problem = f"they run on NVIDIA GPUs, not on {device}"
@@ -46,7 +46,7 @@ def _triton_kernels(device: torch.device, name: str) -> Kernels:
         try:
             from quire.kernels.triton.kernels import TritonKernels  # triton comes with torch's CUDA builds only
 
-            return TritonKernels()
+            return TritonKernels(dtype)
         except ImportError as error:
             problem = f"{error} (pip install triton)"
     if name == "triton":

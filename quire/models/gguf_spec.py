@@ -1,6 +1,6 @@
 """The spec of a model in a GGUF file, from its metadata and the names of its tensors.
 
-The metadata is read as config.json is, by the same functions, under the names in `_KEYS`.
+The metadata is read as config.json is, by the same functions, under the names of `checkpoints/gguf_settings.py`.
 """
 
 from __future__ import annotations
@@ -11,29 +11,11 @@ from typing import Any
 
 from quire.checkpoints.checkpoint import Checkpoint
 from quire.checkpoints.fields import Fields
+from quire.checkpoints.gguf_settings import KEYS, gguf_settings
 from quire.errors import UnsupportedModelError
-from quire.models.config_parts import yarn_mscale
 from quire.models.families import FAMILIES, Family
-from quire.models.model_config import MAX_LAYERS, spec_of
+from quire.models.model_config import spec_of
 from quire.models.spec import ModelSpec
-
-_KEYS = {
-    "hidden_size": "embedding_length", "num_hidden_layers": "block_count", "intermediate_size": "feed_forward_length",
-    "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length", "max_position_embeddings": "context_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon", "layer_norm_eps": "attention.layer_norm_epsilon",
-    "norm_epsilon": "attention.layer_norm_epsilon", "sliding_window": "attention.sliding_window",
-    "rope_local_base_freq": "rope.freq_base_swa", "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping", "attention_multiplier": "attention.scale",
-    "embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale",
-    "logits_scaling": "logit_scale", "logit_scale": "logit_scale",
-    "num_experts": "expert_count", "num_local_experts": "expert_count", "n_routed_experts": "expert_count",
-    "n_shared_experts": "expert_shared_count", "n_group": "expert_group_count",
-    "num_experts_per_tok": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length",
-    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
-    "first_k_dense_replace": "leading_dense_block_count", "routed_scaling_factor": "expert_weights_scale",
-}  # fmt: skip
-"""What config.json calls a setting, and what GGUF does, after the architecture's name."""
 
 
 def read_gguf_spec(checkpoint: Checkpoint, file: str) -> ModelSpec:
@@ -53,48 +35,14 @@ def config_of(checkpoint: Checkpoint, file: str) -> dict[str, Any]:
     if "rope_freqs.weight" in checkpoint.tensors:
         raise UnsupportedModelError(f"{file}: a factor for each rope frequency has no place in config.json")
     family, config = _settings(checkpoint, file)
-    values = {key: config.raw(key) for key in (*_KEYS, *config.names()) if key in config and "." not in key}
+    values = {key: config.raw(key) for key in (*KEYS, *config.names()) if key in config and "." not in key}
     return {"architectures": [family.architectures[0]], "model_type": family.name, **values}
 
 
 def _settings(checkpoint: Checkpoint, file: str) -> tuple[Family, Fields]:
     """The family, and its settings by the names they have in config.json."""
-    metadata, tensor_names = checkpoint.metadata, checkpoint.tensors
-    name = Fields(metadata, file).string("general.architecture")
-    prefix = f"{name}."
-    family = _find_family(name, metadata, file)
-    fields, general = Fields(metadata, file, prefix), Fields(metadata, file)
-    heads = fields.integer("attention.head_count")
-    head_dim = fields.integer("attention.key_length", max(fields.integer("embedding_length") // heads, 1))
-    if fields.integer("attention.value_length", head_dim) != head_dim:
-        raise UnsupportedModelError(f"{file}: keys and values of different sizes are not supported.")
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    num_tokens = len(tokens) if isinstance(tokens, list | tuple) else 0
-    ids = {key: f"tokenizer.ggml.{key}_token_id" for key in ("bos", "eos", "eot", "eom")}
-    bos, *ends = (general.integer(key, low=0) if key in general else None for key in ids.values())
-    num_blocks = fields.integer("block_count", high=MAX_LAYERS)
-    if "attention.layer_norm_epsilon" not in fields:
-        fields.number("attention.layer_norm_rms_epsilon")  # no family's default stands for it
-    made: dict[str, Any] = {
-        "head_dim": head_dim,
-        "vocab_size": fields.integer("vocab_size", num_tokens),
-        "num_hidden_layers": num_blocks - fields.integer("nextn_predict_layers", 0, low=0),
-        "intermediate_size": fields.integer("feed_forward_length", 0, low=0) or 1,
-        "tie_word_embeddings": "output.weight" not in tensor_names,
-        "rope_parameters": _rope(fields, head_dim, checkpoint),
-        "bos_token_id": bos,
-        "eos_token_id": list(dict.fromkeys(token_id for token_id in ends if token_id is not None)),
-        "mlp_only_layers": [i for i in range(num_blocks) if f"blk.{i}.ffn_gate_inp.weight" not in tensor_names],
-        "attention_out_bias": "blk.0.attn_output.bias" in tensor_names,
-        **dict.fromkeys(("attention_bias", "qkv_bias", "use_bias"), "blk.0.attn_q.bias" in tensor_names),
-        "mlp_bias": "blk.0.ffn_gate.bias" in tensor_names,
-        "use_qk_norm": "blk.0.attn_q_norm.weight" in tensor_names,
-        "norm_topk_prob": fields.boolean("expert_weights_norm", False),
-    }
-    for key, value in family.gguf_settings.items():
-        made[key] = made[key] | value if isinstance(value, dict) else value
-    renamed = {key: prefix + own for key, own in _KEYS.items() if key not in made}
-    return family, Fields({**metadata, **made}, file, renamed=renamed)
+    family = _find_family(Fields(checkpoint.metadata, file).string("general.architecture"), checkpoint.metadata, file)
+    return family, gguf_settings(checkpoint, file, family.gguf_settings)
 
 
 def _find_family(name: str, metadata: Mapping[str, Any], file: str) -> Family:
@@ -103,35 +51,3 @@ def _find_family(name: str, metadata: Mapping[str, Any], file: str) -> Family:
             return family
     supported = ", ".join(dict.fromkeys(family.gguf for family in FAMILIES if family.gguf))
     raise UnsupportedModelError(f"{file}: the architecture {name!r} is not supported. Supported: {supported}.")
-
-
-def _rope(fields: Fields, head_dim: int, checkpoint: Checkpoint) -> dict[str, Any]:
-    """What config.json calls `rope_parameters`."""
-    tensor_names = checkpoint.tensors
-    rope: dict[str, Any] = {}
-    if "rope.freq_base" in fields:
-        rope["rope_theta"] = fields.number("rope.freq_base", low=1e-6)
-    rotated = fields.integer("rope.dimension_count", head_dim)
-    if rotated != head_dim:
-        rope["partial_rotary_factor"] = rotated / head_dim
-    if "rope_freqs.weight" in tensor_names:
-        return rope | {"rope_type": "factors", "factors": checkpoint.read("rope_freqs.weight").tolist()}
-    original = fields.integer(
-        "rope.scaling.original_context_length", fields.integer("context_length", 2048, high=2**31), high=2**31
-    )
-    if "rope_factors_long.weight" in tensor_names:
-        long, short = (checkpoint.read(f"rope_factors_{kind}.weight").tolist() for kind in ("long", "short"))
-        found = {"long_factor": long, "short_factor": short, "original_max_position_embeddings": original}
-        factor = fields.number("rope.scaling.attn_factor", 1.0)
-        return rope | found | {"rope_type": "longrope", "attention_factor": factor}
-    kind = fields.string("rope.scaling.type", "none")
-    if kind not in ("none", "linear", "yarn"):
-        raise UnsupportedModelError(f"{fields.file}: rope scaling {kind!r} is not supported, only linear and yarn are.")
-    if kind == "none":
-        return rope
-    factor = fields.number("rope.scaling.factor", low=1e-6)
-    rope |= {"rope_type": kind, "factor": factor}
-    if kind == "yarn":
-        rope["original_max_position_embeddings"] = original
-        rope["attention_factor"] = yarn_mscale(factor) * fields.number("rope.scaling.attn_factor", 1.0)
-    return rope

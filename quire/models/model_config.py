@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quire.checkpoints.compressed import read_layout
 from quire.checkpoints.fields import Fields
 from quire.checkpoints.files import read_json
+from quire.checkpoints.gguf_settings import MAX_LAYERS
+from quire.checkpoints.quantization_config import read_layout
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.ops import MoeSpec
 from quire.models.config_parts import MAX_CONFIG_BYTES, plain_attention, read_activation, read_eos, read_rope
 from quire.models.families import FAMILIES, Family, supported_architectures
 from quire.models.spec import LayerSpec, MlpSpec, ModelSpec
-
-MAX_LAYERS = 1024
 
 
 def read_config(path: Path) -> ModelSpec:

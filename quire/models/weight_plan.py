@@ -14,17 +14,18 @@ from quire.checkpoints.checkpoint import Checkpoint
 from quire.errors import DeviceError, InvalidRequestError, ModelFormatError
 from quire.kernels.formats import FORMATS, PLAIN, Format
 from quire.kernels.ops import Kernels
-from quire.kernels.quantize import INT8, Q4_0
+from quire.kernels.quantize import FP8, INT8, Q4_0
 from quire.kernels.weights import Part, Weight
 from quire.models.names import Piece, ignored_names
 from quire.models.spec import ModelSpec, Parameter
 
-QUANTIZED = {"int8": INT8, "int4": Q4_0}
+QUANTIZED = {"int8": INT8, "int4": Q4_0, "fp8": FP8}
 """The formats that `quantization` can ask for."""
 MULTIPLE = 32
 """Of what the input size of a quantised matrix must be."""
 _STAY_PLAIN = (".router.weight", ".shared_gate.weight", "_bias")
 """Small matrices that decide much."""
+_ENDS = ("embedding", "head")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +146,11 @@ def plan_weights(
     for piece in files.pieces:
         parameter, stored = parameters[piece.parameter], tensors[piece.name].format
         shape, plain = parameter.shape, PLAIN[torch.float32 if parameter.wide else dtype]
-        wanted = quantized_format(piece.parameter, shape, quantization) or plain
+        # A GPU has kernels for products of matrices only.
+        can_stay = len(shape) > 1 if device.type == "cpu" else len(shape) == 2 and piece.parameter not in _ENDS
+        wanted = (quantized_format(piece.parameter, shape, quantization) if can_stay else None) or plain
         if stored.dtype is None:
-            stays = quantization == "auto" and len(shape) > 1 and device.type == "cpu" and kernels.computes(stored)
+            stays = quantization == "auto" and can_stay and kernels.computes(stored)
             wanted = stored if stays and shape[-1] % MULTIPLE == 0 else plain
         # Experts that come one by one make one part, in one format.
         formats = chosen[piece.parameter]
@@ -169,10 +172,11 @@ def check_not_quantized(files: ModelFiles, quantization: str) -> None:
 
 def _check_can_quantize(files: ModelFiles, kernels: Kernels, device: torch.device, quantization: str) -> None:
     check_not_quantized(files, quantization)
-    if device.type != "cpu" or not kernels.computes(QUANTIZED[quantization]):
+    if not kernels.computes(QUANTIZED[quantization]):
         raise DeviceError(
-            f'quantization="{quantization}" runs on the CPU with the C++ kernels so far, not on {device} with the '
-            f'{kernels.name} kernels. Use device="cpu" where a C++ compiler is installed, or quantization="none".'
+            f'quantization="{quantization}" does not run on {device} with the {kernels.name} kernels: int8 and int4 do '
+            "on a CPU where a C++ compiler is installed, int8 on NVIDIA GPUs from Ampere on, int4 and fp8 on Hopper "
+            '(bfloat16 or float16). Use another device, or quantization="none".'
         )
 
 

@@ -34,10 +34,12 @@ def shape_of(name: str, num_layers: int | None = None) -> ModelSpec:
     return replace(spec, layers=spec.layers[:num_layers], max_position=4096)
 
 
-def decoder_of(spec: ModelSpec, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Decoder:
+def decoder_of(
+    spec: ModelSpec, dtype: torch.dtype = torch.bfloat16, seed: int = 0, formats: Sequence[str] = ()
+) -> Decoder:
     """Random weights large enough that answers wander."""
     std = 2.0 / spec.hidden_size**0.5
-    return random_decoder(spec, select_kernels(DEVICE, dtype), dtype, DEVICE, std=std, seed=seed)
+    return random_decoder(spec, select_kernels(DEVICE, dtype), dtype, DEVICE, std=std, seed=seed, formats=formats)
 
 
 @dataclass(frozen=True)

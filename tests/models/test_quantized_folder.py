@@ -11,11 +11,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from quire.convert import quantized_folder
+from quire.convert.quantized_folder import quantize_model
 from quire.errors import InvalidRequestError, ModelFormatError, QuireError, UnsupportedModelError
 from quire.kernels.quantize import to_int8, to_q4_0
-from quire.models import quantized_folder
 from quire.models.load import load_decoder, open_model
-from quire.models.quantized_folder import quantize_model
 from quire.models.weight_plan import plan_weights
 from tests.decoding import all_logits
 from tests.models.storing_kernels import StoringKernels
@@ -222,12 +222,17 @@ def harm(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("to", "changes", "message"),
     [
-        ("int8", {"quant_method": "awq"}, r"quantised by 'awq', .* reads compressed-tensors with int8"),
-        ("int8", {"quant_method": "gptq"}, "quantised by 'gptq'"),
-        ("int8", {"format": "float-quantized"}, "compressed-tensors as 'float-quantized'"),
+        ("int8", {"quant_method": "bitsandbytes"}, r"quantised by 'bitsandbytes', .* reads compressed-tensors \(int-q"),
+        ("int8", {"quant_method": "awq", "bits": 8}, "quantised by awq to 8 bits"),
+        ("int8", {"quant_method": "awq", "bits": 4, "version": "gemv"}, "by awq of version 'gemv'"),
+        ("int8", {"quant_method": "gptq", "bits": 4, "desc_act": True}, "by gptq with desc_act"),
+        ("int8", {"quant_method": "gptq", "bits": 4, "group_size": 48}, "by gptq in groups of 48"),
+        ("int8", {"quant_method": "fp8", "weight_block_size": [64, 64]}, r"by fp8 in blocks of \[64, 64\]"),
+        ("int8", {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "by modelopt as 'NVFP4'"),
+        ("int8", {"format": "nvfp4-pack-quantized"}, "compressed-tensors as 'nvfp4-pack-quantized'"),
         ("int8", {"weights": {"strategy": "tensor"}}, "int-quantized, with strategy 'tensor'"),
-        ("int4", {"weights": {"group_size": 128}}, "pack-quantized, with group_size 128"),
-        ("int4", {"weights": {"symmetric": False}}, "pack-quantized, with symmetric False"),
+        ("int4", {"weights": {"group_size": 48}}, "as pack-quantized in groups of 48"),
+        ("int4", {"weights": {"actorder": "group"}}, "pack-quantized, with actorder 'group'"),
     ],
 )
 def test_other_ways_of_quantising_are_refused_by_name(

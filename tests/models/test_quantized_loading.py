@@ -159,7 +159,8 @@ def test_what_kernels_do_not_compute_with_is_expanded_and_said(tmp_path: Path) -
     asked = plan_weights(open_model(path), SomeKernels(), torch.float32, CPU, "none")
     assert "Q8_0 expanded to float32: as quantization=none asks" in asked.describe()
     on_gpu = plan_weights(open_model(path), SomeKernels(), torch.bfloat16, torch.device("cuda"))
-    assert "Q4_K, Q6_K, Q5_1, Q8_0 expanded to bfloat16" in on_gpu.describe()
+    assert on_gpu.describe().startswith("Q8_0, Q4_K computed as stored; bfloat16; Q6_K, Q5_1 expanded to bfloat16")
+    assert on_gpu.formats["embedding"] == on_gpu.formats["head"] == (FORMATS["BF16"],)
 
 
 @pytest.mark.parametrize("choose", [lambda name: "Q4_0", lambda name: "Q8_0" if "up_exps" in name else "Q6_K"])
@@ -251,15 +252,12 @@ def test_a_weight_that_is_no_number_can_not_be_quantised(tmp_path: Path, bad: fl
     load(tmp_path, "none")
 
 
-def test_a_gpu_says_that_it_can_not_yet(folder: Path) -> None:
-    with pytest.raises(DeviceError, match=r'"int8" runs on the CPU with the C\+\+ kernels so far, not on cuda'):
-        plan_weights(open_model(folder), StoringKernels(), torch.bfloat16, torch.device("cuda"), "int8")
-
+def test_kernels_that_can_not_compute_so_say_who_can(folder: Path) -> None:
     class NoInt4(StoringKernels):
         def computes(self, format: Format) -> bool:
             return format.name != "Q4_0"
 
-    with pytest.raises(DeviceError, match=r'"int4" runs on the CPU with the C\+\+ kernels so far'):
+    with pytest.raises(DeviceError, match=r'"int4" does not run on cpu with the .* kernels: int8 and int4 do on a'):
         plan_weights(open_model(folder), NoInt4(), torch.float32, CPU, "int4")
 
 
@@ -293,5 +291,7 @@ def test_the_start_up_message_names_the_formats(folder: Path, tmp_path: Path) ->
 
 
 def test_an_unknown_quantisation_lists_the_known_ones() -> None:
-    with pytest.raises(InvalidRequestError, match="quantization: must be one of auto, none, int8, int4, not 'int3'"):
+    with pytest.raises(
+        InvalidRequestError, match="quantization: must be one of auto, none, int8, int4, fp8, not 'int3'"
+    ):
         EngineConfig(quantization="int3")

@@ -10,7 +10,7 @@ from typer import Option
 import quire.cli.bench.options as shared
 from quire.cli import options
 
-_FORMS = "auto|none|int8|int4|bfloat16|float32"
+_FORMS = "auto|none|int8|int4|fp8|bfloat16|float32"
 
 
 def quality(

@@ -27,7 +27,7 @@ from quire.kernels.ops import (
 )
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.triton import attention as paged_attention
-from quire.kernels.triton import filters, heads, inputs, repeats, rowwise, sampling, scores
+from quire.kernels.triton import filters, heads, inputs, quantized, repeats, rowwise, sampling, scores
 from quire.kernels.triton import moe as experts_kernels
 from quire.kernels.triton.attention_work import SPLIT, attention_work, decode_lists, shorten_attention_work_
 from quire.kernels.triton.launch import HAS_GLUON
@@ -53,8 +53,8 @@ def forbid_split_sums() -> None:
 
 
 class TritonKernels(ReferenceKernels):
-    """Kernels for one GPU process. What is not replaced here is the reference's: products in float32, and all that
-    concerns weights that are not plain numbers."""
+    """Kernels for one GPU process and a model's dtype. What is not replaced here is the reference's: products in
+    float32."""
 
     name = "triton"
     rms_norm = staticmethod(rowwise.rms_norm)
@@ -74,16 +74,21 @@ class TritonKernels(ReferenceKernels):
     match_lengths = staticmethod(repeats.match_lengths)
     score_tokens = staticmethod(scores.score_tokens)
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         forbid_split_sums()
+        self._dtype = dtype
+        self._quantized = quantized.QuantizedProducts(self.linear)
         self._is_exact: dict[tuple[torch.Size, torch.dtype], bool] = {}
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._num_multiprocessors = paged_attention.num_multiprocessors(device)
 
     def computes(self, format: Format) -> bool:
-        return False
+        return self._dtype != torch.float32 and quantized.computes(format)
 
     def pack(self, weight: Weight) -> Weight:
+        if len(weight.shape) == 2 and any(self.computes(part.format) for part in weight.parts):
+            weight = quantized.pack(weight, self._dtype)
+            self._quantized.check(weight)
         is_product = weight.is_dense and len(weight.shape) == 2  # experts have kernels of their own
         if is_product and weight.tensor.is_cuda and weight.tensor.dtype != torch.float32:
             self._check(weight.tensor)
@@ -91,8 +96,10 @@ class TritonKernels(ReferenceKernels):
         return weight
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        if x.dtype == torch.float32 or not weight.is_dense:
+        if x.dtype == torch.float32 or weight.format is None:
             return super().linear(x, weight, bias, out)
+        if not weight.is_dense:
+            return self._quantized.linear(x, weight, bias, out, silu_mul=False)
         rows, matrix = x.shape[0], weight.tensor
         if is_quicker_than_cublas(rows, matrix) or not self._check(matrix):
             return self._own_linear(x, matrix, bias, out)
@@ -105,6 +112,8 @@ class TritonKernels(ReferenceKernels):
         is_fused = activation is Activation.SILU and x.dtype != torch.float32 and weight.is_dense
         if is_fused and is_quicker_than_cublas(x.shape[0], weight.tensor):
             return self._own_linear(x, weight.tensor, bias, silu_mul=True)
+        if activation is Activation.SILU and self._quantized.fuses(x.shape[0], weight):
+            return self._quantized.linear(x, weight, bias, None, silu_mul=True)
         return self.gate(self.linear(x, weight, bias), activation)
 
     def _own_linear(

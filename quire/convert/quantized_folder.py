@@ -41,7 +41,7 @@ from quire.temporary_folders import temporary_folder
 MAX_SHARD_BYTES = 2 * 10**9
 _COPIED = {".json", ".jinja", ".txt", ".model"}
 """Settings, tokenizers and chat templates."""
-_INTEGER_NAMES = {torch.int8: "I8", torch.int32: "I32", torch.int64: "I64"}
+_INTEGER_NAMES = {torch.int8: "I8", torch.int32: "I32", torch.int64: "I64", torch.float8_e4m3fn: "F8_E4M3"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +114,9 @@ def quantize_model(
     progress: Progress | None = None,
     write_tokenizer: Callable[[Mapping[str, Any], Path], None] | None = None,
 ) -> Written:
-    """Writes the model in `path` quantised `to` int8 or int4 as the folder `out`. With `force` it may replace a folder
-    that was written like this before. A GGUF file's tokenizer is written by `write_tokenizer`, which gets the file's
-    metadata and the folder."""
+    """Writes the model in `path` quantised `to` int8, int4 or fp8 as the folder `out`. With `force` it may replace a
+    folder that was written like this before. A GGUF file's tokenizer is written by `write_tokenizer`, which gets the
+    file's metadata and the folder."""
     files = open_model(path)
     spec, checkpoint, is_folder = files.spec, files.checkpoint, files.checkpoint.kind != "gguf"
     check_not_quantized(files, to)

@@ -1,0 +1,1 @@
+"""Writes models in other formats."""
