@@ -15,7 +15,7 @@ _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, 
 _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "quantization": ("auto", "none", "int8", "int4", "fp8"),
-    "kv_cache_dtype": ("auto", "int8"),
+    "kv_cache_dtype": ("auto", "int8", "fp8"),
     "kernels": ("auto", "reference", "cpu", "triton"),
     "policy": ("fcfs", "priority"),
     "acceptance": ("exact", "rejection"),
@@ -63,8 +63,8 @@ class EngineConfig:
     """Memory for keys and values: bytes (`2**30`, "2GiB") or a fraction of what weights and activations leave free
     (0.25); None: 0.25 on a CPU, 0.9 on a GPU."""
     kv_cache_dtype: str = "auto"
-    """How keys and values are stored: auto (in the model's dtype) or int8 (on a CPU: a byte each and a scale per token
-    and head, so about a quarter of float32; answers may change a little)."""
+    """How keys and values are stored: auto (in the model's dtype), int8 (on a CPU: a byte each and a scale per token
+    and head, so about a quarter of float32) or fp8 (on a GPU: half of bfloat16). Answers may change a little."""
     host_cache_memory: int | str = 0
     """Memory of the host tier below the prefix cache, in bytes; 0 turns it off."""
     prefix_caching: bool = True

@@ -61,8 +61,8 @@ class PagedBatch:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's keys and values: [num_blocks, num_kv_heads, block_size, head_dim] each, in the model's dtype, or in
-    int8 with scales. In memory each lies as its shape says, or the keys' last two dimensions are exchanged."""
+    """One layer's keys and values: [num_blocks, num_kv_heads, block_size, head_dim] each, in the model's dtype, in FP8,
+    or in int8 with scales. In memory each lies as its shape says, or the keys' last two dimensions are exchanged."""
 
     keys: Tensor
     values: Tensor

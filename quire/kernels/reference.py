@@ -32,6 +32,7 @@ from quire.kernels.ops import (
     PagedBatch,
     SampleRows,
 )
+from quire.kernels.quantize import LARGEST_FP8
 from quire.kernels.repeats import match_lengths
 from quire.kernels.scores import score_tokens
 from quire.kernels.weights import Weight
@@ -151,6 +152,11 @@ class ReferenceKernels:
         for new, side, scales in zip((keys, values), (cache.keys, cache.values), cache.scales, strict=True):
             if scales is not None:
                 new, scales[block, :, offset] = quantize_heads(new)
+            elif side.dtype == torch.float8_e4m3fn:  # what is too large becomes the largest; bytes can be indexed
+                new, side = (
+                    new.clamp(-LARGEST_FP8, LARGEST_FP8).to(side.dtype).view(torch.uint8),
+                    side.view(torch.uint8),
+                )
             side[block, :, offset] = new
 
     def keys_by_dimension(self, cache_dtype: torch.dtype, block_size: int) -> bool:
@@ -306,7 +312,9 @@ def _gather_tiles(cache: LayerCache, block_table: Tensor, context_len: int) -> t
 
     def gather(side: Tensor, scales: Tensor | None) -> Tensor:
         heads, head_dim = side.shape[1], side.shape[3]
-        numbers = side[blocks].float() if scales is None else side[blocks] * scales[blocks].unsqueeze(-1)
+        bits = side.view(torch.uint8) if side.dtype == torch.float8_e4m3fn else side
+        found = bits[blocks].view(side.dtype).float()
+        numbers = found if scales is None else found * scales[blocks].unsqueeze(-1)
         flat = numbers.transpose(0, 1).reshape(heads, -1, head_dim)[:, :context_len]
         return F.pad(flat, (0, 0, 0, num_slots - context_len)).view(heads, -1, KEY_TILE, head_dim)
 

@@ -46,8 +46,10 @@ def pick_dtype(name: str, device: torch.device, is_quantized: bool = False) -> t
 def pick_cache_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """How keys and values are stored; `auto`: as the model computes them."""
     if name == "int8" and device.type != "cpu":
-        raise DeviceError("kv_cache_dtype int8 is for the CPU. Use auto on a GPU.")
-    return torch.int8 if name == "int8" else dtype
+        raise DeviceError("kv_cache_dtype int8 is for the CPU. Use fp8 or auto on a GPU.")
+    if name == "fp8" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9)):
+        raise DeviceError("kv_cache_dtype fp8 is for NVIDIA GPUs from Ada and Hopper on. Use int8 on a CPU, else auto.")
+    return {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(name, dtype)
 
 
 def wake(device: torch.device) -> None:

@@ -38,7 +38,7 @@ class CachePlan:
     def describe(self) -> str:
         """For the start-up message: what fits."""
         full = self.num_tokens / self.max_model_len
-        kind = "int8 " if self.dtype == torch.int8 else ""
+        kind = {torch.int8: "int8 ", torch.float8_e4m3fn: "fp8 "}.get(self.dtype, "")
         text = (
             f"{kind}cache of {self.num_tokens:,} tokens ({format_bytes(self.num_blocks * self.bytes_per_block)}): "
             f"{full:,.1f} requests of the full length of {self.max_model_len:,}"

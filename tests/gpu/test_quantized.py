@@ -12,6 +12,7 @@ from quire.kernels.ops import Activation
 from quire.kernels.select import select_kernels
 from quire.kernels.weights import Weight
 from quire.models.weight_plan import QUANTIZED
+from quire.runner.kv_cache import bytes_per_block
 from tests.gpu.support import DEVICE, assert_same, decoder_of, mixed_jobs, plain_jobs, run_jobs, shape_of
 from tests.kernels.triton.support import ROW_COUNTS, assert_rows_alone, in_graph
 
@@ -127,6 +128,23 @@ def test_engines_are_exact(formats: list[str]) -> None:
     assert_same(run_jobs(decoder, jobs, cuda_graphs=False, depth=1, max_num_seqs=50), expected, everyone)
     for number in everyone[::20]:
         assert_same(run_jobs(decoder, jobs, [number], prefix_caching=False), expected, [number])
+
+
+def test_a_cache_of_fp8_is_exact_and_holds_twice_the_tokens() -> None:
+    decoder = decoder_of(shape_of("qwen3-0.6b", num_layers=3))
+    jobs = [*plain_jobs(60, decoder.spec.vocab_size, seed=1), *mixed_jobs(24, decoder.spec.vocab_size, seed=2)]
+    everyone, order = range(len(jobs)), sample(len(jobs))
+    fp8 = {"kv_cache_dtype": "fp8"}
+    expected = run_jobs(decoder, jobs, **fp8)
+    assert not expected.errors
+    got = run_jobs(decoder, jobs, order, arrivals_per_step=3, max_batched_tokens=300, preempt_every=4, **fp8)
+    assert_same(got, expected, everyone)
+    options = {"cache_tokens": 6000, "host_cache_memory": "1GiB", "preempt_every": 5} | fp8
+    assert_same(run_jobs(decoder, jobs, order, **options), expected, everyone)
+    assert_same(run_jobs(decoder, jobs, cuda_graphs=False, depth=1, max_num_seqs=50, **fp8), expected, everyone)
+    assert run_jobs(decoder, jobs).tokens != expected.tokens  # another model, if a close one
+    sizes = [bytes_per_block(decoder.spec, 16, dtype) for dtype in (torch.bfloat16, torch.float8_e4m3fn)]
+    assert sizes[0] == 2 * sizes[1]
 
 
 def sample(count: int) -> list[int]:

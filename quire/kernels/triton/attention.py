@@ -69,7 +69,7 @@ def _attend_tile(
     column = tl.arange(0, D_PAD)
     mask = exists[:, None] & (column < D)[None, :]
     # What lies past the sequence's end is nobody's and may be NaN: it is not read.
-    k = tl.load(keys + place[:, None] + column[None, :], mask=mask, other=0.0)
+    k = tl.load(keys + place[:, None] + column[None, :], mask=mask, other=0.0).to(query.dtype)
     scores = tl.dot(query, tl.trans(k), input_precision="ieee")
     if CAP:  # the scaled scores are capped, so there is nothing left to scale
         scores, scale = soft_capped(scores * scale, cap), 1.0
@@ -81,11 +81,11 @@ def _attend_tile(
     # Where nothing is visible yet the maximum is -inf, and -inf - -inf would be NaN.
     reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
     # Scaled and reduced with one rounding, as in the other kernels.
-    weights = tl.exp2(tl.fma(scores, scale, -reference[:, None])).to(values.dtype.element_ty)
+    weights = tl.exp2(tl.fma(scores, scale, -reference[:, None])).to(query.dtype)
     decay = tl.exp2(highest - reference)
-    v = tl.load(values + place[:, None] + column[None, :], mask=mask, other=0.0)
+    v = tl.load(values + place[:, None] + column[None, :], mask=mask, other=0.0).to(query.dtype)
     # The sum of the weights is a product too: the order of a reduction would depend on the tile's layout.
-    ones = tl.full((KEYS, ONES), 1.0, values.dtype.element_ty)
+    ones = tl.full((KEYS, ONES), 1.0, query.dtype)
     total = tl.dot(weights, ones, total * decay[:, None], input_precision="ieee")
     output = tl.dot(weights, v, output * decay[:, None], input_precision="ieee")
     return new_highest, total, output

@@ -44,6 +44,7 @@ _REGISTERS = 168
 def takes(query: Tensor, cache: LayerCache) -> bool:
     return (
         query.itemsize == 2
+        and cache.keys.dtype == query.dtype
         and query.shape[2] == 128
         and cache.block_size in _BLOCK_SIZES
         and cache.keys.is_contiguous()

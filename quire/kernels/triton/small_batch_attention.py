@@ -39,7 +39,8 @@ _HEAD_DIMS = (64, 128)
 
 def takes(query: Tensor, cache: LayerCache) -> bool:
     """Whether this kernel can compute these heads; the list of work says whether it is the quickest for them."""
-    return query.itemsize == 2 and query.shape[2] in _HEAD_DIMS and query.shape[1] // cache.keys.shape[1] <= DECODE_ROWS
+    has_kind = query.itemsize == 2 and cache.keys.dtype == query.dtype
+    return has_kind and query.shape[2] in _HEAD_DIMS and query.shape[1] // cache.keys.shape[1] <= DECODE_ROWS
 
 
 def small_batch_attention(
