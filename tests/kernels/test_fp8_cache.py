@@ -50,5 +50,5 @@ def test_what_is_no_number_stays_none() -> None:
 
 
 def test_a_cpu_says_what_it_has_instead() -> None:
-    with pytest.raises(DeviceError, match="kv_cache_dtype fp8 is for NVIDIA GPUs .* Use int8 on a CPU"):
+    with pytest.raises(DeviceError, match=r"kv_cache_dtype fp8 is for NVIDIA GPUs .* Use int8 on a CPU"):
         pick_cache_dtype("fp8", torch.float32, torch.device("cpu"))
