@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.server.harness import SMALL_ENGINE, Server, error_of, resident
@@ -329,7 +328,7 @@ def test_bodies_that_are_too_large_and_others_meanwhile(server: Server) -> None:
     served = [0]
 
     def watch() -> None:
-        with httpx.Client(base_url=server.url) as client:
+        with server.client() as client:
             while not stop.is_set():
                 assert client.get("/health").status_code == 200
                 served[0] += 1
