@@ -35,13 +35,13 @@ CANARY = {"prompt": "The capital of France is", "max_tokens": 8, "ignore_eos": T
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 20.0, what: str = "it") -> Any:
-    """The condition's first true value."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+    """The condition's first true value. Who waits longer asks less often: asking takes time from what is waited for."""
+    start = time.monotonic()
+    while (waited := time.monotonic() - start) < seconds:
         value = condition()
         if value:
             return value
-        time.sleep(0.02)
+        time.sleep(min(0.02 + waited / 10, 0.25))
     raise AssertionError(f"waited {seconds} s for {what}")
 
 
