@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.harness import SMALL_ENGINE, Server, error_of, resident
+from tests.server.harness import Server, error_of, resident
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -59,10 +59,9 @@ NULLABLE = {
 
 
 @pytest.fixture(scope="module")
-def server(small_model: str) -> Iterator[Server]:
-    with Server(model=small_model, engine=SMALL_ENGINE) as server:
-        server.assert_sound()
-        yield server
+def server(shared_small_server: Server) -> Server:
+    shared_small_server.assert_sound()
+    return shared_small_server
 
 
 @pytest.fixture(autouse=True)
