@@ -3,8 +3,6 @@ time goes into importing torch) runs in this one."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import re
@@ -17,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from bench.startup import write_checkpoint
-from quire.cli.main import main
+from tests.cli.in_process import quire_here
 
 
 def quire(*arguments: str | Path, stdin: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -31,24 +29,6 @@ def quire(*arguments: str | Path, stdin: str | None = None, **environment: str) 
         env=os.environ | environment,
         check=False,
     )
-
-
-def quire_here(*arguments: str | Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """The same in this process."""
-    command = ["quire", *map(str, arguments)]
-    code = 0
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(io.StringIO()) as output,
-        contextlib.redirect_stderr(io.StringIO()) as errors,
-    ):
-        patch.setattr(sys, "argv", command)
-        patch.setattr(sys, "stdin", io.StringIO(stdin))
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    return subprocess.CompletedProcess(command, code, output.getvalue(), errors.getvalue())
 
 
 def test_run_answers_a_prompt_with_the_chat_template(smollm2_gguf: Path) -> None:
