@@ -13,6 +13,8 @@ PROMPT ?= Explain in two sentences why the sky is blue.
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 export PROMPT
+# Tests start hundreds of processes of Quire: compiled once, it starts sooner.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: run serve test check bench clients soak clean
 
@@ -22,8 +24,10 @@ run: .venv/run-installed
 serve: .venv/serve-installed
 	@$(BIN)/quire serve $(SERVE_ARGS)
 
+# Only the plugins that the tests use: each of pytest's processes would import those of schemathesis and langsmith, too.
 test: check
-	$(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST_ARGS)
+	PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest -p xdist.plugin -p _hypothesis_pytestplugin \
+		-n 3 --dist worksteal $(PYTEST_ARGS)
 
 check: .venv/test-installed
 	$(BIN)/ruff check .

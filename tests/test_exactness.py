@@ -21,7 +21,7 @@ from quire.kernels.select import select_kernels
 from quire.models.decoder import Decoder
 from quire.models.load import load_decoder, open_model
 from quire.sampling_params import SamplingParams
-from tests.long_runs import short_or_long
+from tests.long_runs import IS_LONG, short_or_long
 from tests.random_models import SPECS, Bench, Transcript, random_decoder
 
 CPU = torch.device("cpu")
@@ -75,6 +75,7 @@ def assert_same(got: Transcript, expected: Transcript) -> None:
 
 
 LENGTHS = [(0, 1), (40, 60), (40, 7), (16, 17), (0, 90), (32, 1), (0, 33), (40, 120)]
+SHORT_LENGTHS = [(0, 1), (16, 11), (16, 3)]
 """Of the real model's prompts: tokens shared, tokens of its own."""
 
 SCENARIOS: dict[str, dict[str, Any]] = {
@@ -93,16 +94,22 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "three in flight, preempted": {"depth": 3, "preempt_every": 3, "max_batched_tokens": 64, "max_num_seqs": 24},
     "hardly any memory and a host tier": {"num_blocks": 24, "num_host_blocks": 12, "max_batched_tokens": 96},
 }
+OF_EVERY_FAMILY = ("one batch", "chunks of 7", "blocks of 4", "nothing recorded", "swapped every third step")
+"""What shapes a layer's input: how many rows and tokens, where its cache lies, how a step is run."""
+OF_ALL_KINDS = ("llama", "smollm3", "qwen3_moe")
+"""Those that meet every scenario in the short form, too: dense, windows, experts."""
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", SPECS)
 def test_every_family_is_exact_in_every_scenario(family: str, dtype: str) -> None:
     decoder = random_decoder(SPECS[family], make_kernels("auto", DTYPES[dtype]), DTYPES[dtype])
-    prompts, params = workload(24, seed=len(family))
+    is_whole = IS_LONG or family in OF_ALL_KINDS
+    prompts, params = workload(24 if is_whole else 10, seed=len(family))
     expected = solo(decoder, prompts, params)
-    for name, options in SCENARIOS.items():
-        got = Bench(decoder, **options).run(prompts, params)
+    for name in SCENARIOS if is_whole else OF_EVERY_FAMILY:
+        got = Bench(decoder, **SCENARIOS[name]).run(prompts, params)
         assert_same(got, expected)
         if "every third" in name or "hardly" in name:
             assert got.preemptions > 0, name
@@ -113,7 +120,7 @@ def test_every_family_is_exact_in_every_scenario(family: str, dtype: str) -> Non
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_cache_in_int8_is_exact_too(dtype: str) -> None:
     decoder = random_decoder(SPECS["smollm3"], make_kernels("auto", DTYPES[dtype]), DTYPES[dtype])
-    prompts, params = workload(16, seed=3)
+    prompts, params = workload(12, seed=3)
     expected = solo(decoder, prompts, params, cache_dtype=torch.int8)
     for options in SCENARIOS.values():
         assert_same(Bench(decoder, cache_dtype=torch.int8, **options).run(prompts, params), expected)
@@ -125,7 +132,8 @@ def test_a_cache_in_int8_is_exact_too(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_reference_kernels_are_exact_too(dtype: str) -> None:
     decoder = random_decoder(SPECS["qwen3_moe"], ReferenceKernels(), DTYPES[dtype])
-    prompts, params = workload(8, seed=5, longest=70)
+    # Where a CPU has no instructions for it, torch's products in bfloat16 take a hundred times as long.
+    prompts, params = workload(8 if dtype == "float32" else 4, seed=5, longest=70 if dtype == "float32" else 40)
     expected = solo(decoder, prompts, params)
     for name in ("one batch", "chunks of 7", "preempted every third step", "hardly any memory and a host tier"):
         assert_same(Bench(decoder, **SCENARIOS[name]).run(prompts, params), expected)
@@ -243,7 +251,7 @@ def test_the_real_model_is_exact(dtype: str, weights: str, smollm2_gguf: Path) -
     shared = [source.randrange(3, 49_152) for _ in range(40)]
     prompts = [
         shared[:common] + [source.randrange(3, 49_152) for _ in range(length)]
-        for common, length in LENGTHS[: short_or_long(3, 8)]
+        for common, length in (LENGTHS if IS_LONG else SHORT_LENGTHS)
     ]
     new_tokens = short_or_long(3, 10)
     params = [SamplingParams(temperature=i % 3 * 0.5, seed=i, max_tokens=new_tokens) for i in range(len(prompts))]

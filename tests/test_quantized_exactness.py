@@ -17,6 +17,7 @@ from quire.models.spec import MlpSpec, ModelSpec
 from quire.sampling_params import SamplingParams
 from tests.kernels.cpu_support import VARIANTS
 from tests.kernels.test_cpu_quantized import NAMES, quantized
+from tests.long_runs import short_or_long
 from tests.random_models import SPECS, Bench, random_decoder
 from tests.test_exactness import SCENARIOS, assert_same, solo, workload
 
@@ -48,15 +49,17 @@ def in_format(name: str, value: Tensor) -> Weight:
     return Weight.of(FORMATS[name], tuple(value.shape), weight.tensor.view(*value.shape[:-1], -1))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_format_is_exact_in_every_scenario(name: str, family: str) -> None:
     spec = widened(family)
     decoder = random_decoder(spec, CpuKernels(), torch.float32, quantize=lambda value: in_format(name, value))
     assert not any(weight.is_dense for weight in decoder.weights.values() if len(weight.shape) == 3)
-    prompts, params = workload(12, seed=3, longest=70)
+    count = short_or_long(6, 12)
+    prompts, params = workload(count, seed=3, longest=70)
     expected = solo(decoder, prompts, params)
-    assert len({tuple(tokens) for tokens in expected.tokens.values()}) > 6  # or nothing is shown
+    assert len({tuple(tokens) for tokens in expected.tokens.values()}) > count // 2  # or nothing is shown
     for scenario in ("one batch", "chunks of 7", "nothing recorded", "swapped every third step", "hardly any memory"):
         assert_same(Bench(decoder, **SCENARIOS[scenario]).run(prompts, params), expected)
 
@@ -65,7 +68,7 @@ def test_every_format_is_exact_in_every_scenario(name: str, family: str) -> None
 @pytest.mark.parametrize("name", ["Q5_1", "INT8", "MXFP4"])
 def test_newer_families_are_exact_with_quantised_weights(name: str, family: str) -> None:
     decoder = random_decoder(widened(family), CpuKernels(), torch.float32, quantize=lambda v: in_format(name, v))
-    prompts, params = workload(6, seed=3, longest=70)
+    prompts, params = workload(6, seed=3, longest=40)
     expected = solo(decoder, prompts, params)
     assert len({tuple(tokens) for tokens in expected.tokens.values()}) > 2
     for scenario in ("one batch", "chunks of 7", "swapped every third step"):

@@ -1,4 +1,5 @@
-"""The commands as a user runs them: in a process of their own, output piped, with the real model."""
+"""The commands as a user runs them: output piped, with the real model. What needs no process of its own (most of whose
+time goes into importing torch) runs in this one."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from bench.startup import write_checkpoint
+from tests.cli.in_process import quire_here
 
 
 def quire(*arguments: str | Path, stdin: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -58,7 +60,7 @@ def test_run_raw_continues_the_text_and_json_tells_everything(smollm2_gguf: Path
 def test_run_takes_prompts_from_a_file_and_from_stdin_and_repeats_itself(smollm2_gguf: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("Say hello.\n\nSay goodbye.\n")
     arguments = ("run", "--json", "--max-tokens", "8", "--seed", "5", "--model", smollm2_gguf)
-    from_file = quire(*arguments, "--file", tmp_path / "prompts.txt")
+    from_file = quire_here(*arguments, "--file", tmp_path / "prompts.txt")
     from_stdin = quire(*arguments, stdin="Say goodbye.")
     lines = [json.loads(line) for line in from_file.stdout.splitlines()]
     assert [line["prompt"] for line in lines] == ["Say hello.", "Say goodbye."]
@@ -66,7 +68,7 @@ def test_run_takes_prompts_from_a_file_and_from_stdin_and_repeats_itself(smollm2
 
 
 def test_several_prompts_are_printed_below_each_other_in_order(smollm2_gguf: Path) -> None:
-    done = quire(
+    done = quire_here(
         "run", "First?", "Second?", "--max-tokens", "4", "--priority", "1", "--priority", "0", "-m", smollm2_gguf
     )
     assert done.returncode == 0, done.stderr
@@ -96,7 +98,7 @@ def test_several_prompts_are_printed_below_each_other_in_order(smollm2_gguf: Pat
     ],
 )
 def test_wrong_input_is_one_line_that_says_what_to_do(arguments: tuple[str, ...], message: str) -> None:
-    done = quire(*arguments)
+    done = quire_here(*arguments)
     assert done.returncode == 1
     assert message in done.stderr
     assert done.stderr.startswith("error: ")
@@ -104,25 +106,32 @@ def test_wrong_input_is_one_line_that_says_what_to_do(arguments: tuple[str, ...]
     assert done.stdout == ""
 
 
+def test_wrong_input_ends_a_process_of_its_own_too() -> None:
+    done = quire("run", "x", "--model", "smolm2")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+
+
 def test_quantize_writes_a_folder_that_run_takes(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     write_checkpoint("tiny", tmp_path / "model")
-    done = quire("quantize", tmp_path / "model", tmp_path / "small", "--to", "int4")
+    done = quire_here("quantize", tmp_path / "model", tmp_path / "small", "--to", "int4")
     assert done.returncode == 0, done.stderr
     assert re.search(r"small: [0-9.]+ [KM]iB of weights became [0-9.]+ [KM]iB \(int4\)", done.stdout)
     arguments = ("run", "hello", "--raw", "-n", "4", "--device", "cpu", "--model", tmp_path / "small")
     answered = quire(*arguments)
     assert answered.returncode == 0, answered.stderr
     assert "Q4_0" in answered.stderr
-    assert quire(*arguments, "--quantization", "none").stdout
-    again = quire("quantize", tmp_path / "model", tmp_path / "small", "--to", "int8")
+    assert quire_here(*arguments, "--quantization", "none").stdout
+    again = quire_here("quantize", tmp_path / "model", tmp_path / "small", "--to", "int8")
     assert again.returncode == 1
     assert "--force" in again.stderr
-    assert quire("quantize", tmp_path / "model", tmp_path / "small", "--to", "int8", "--force").returncode == 0
+    assert quire_here("quantize", tmp_path / "model", tmp_path / "small", "--to", "int8", "--force").returncode == 0
 
 
 def test_a_prompt_longer_than_the_context_says_both_numbers(smollm2_gguf: Path) -> None:
-    done = quire("run", "word " * 9000, "--raw", "--model", smollm2_gguf)
+    done = quire_here("run", "word " * 9000, "--raw", "--model", smollm2_gguf)
     assert done.returncode == 1
     assert "8192" in done.stderr.replace(",", "")
     assert "900" in done.stderr.replace(",", "")
@@ -152,8 +161,8 @@ def test_a_reader_that_leaves_early_is_no_error(smollm2_gguf: Path) -> None:
 
 
 def test_models_and_pull_show_what_is_here(smollm2_gguf: Path) -> None:
-    assert str(smollm2_gguf) in quire("pull", "smollm2").stdout
-    listed = quire("models").stdout
+    assert str(smollm2_gguf) in quire_here("pull", "smollm2").stdout
+    listed = quire_here("models").stdout
     assert "smollm2" in listed
     assert "gguf" in listed.lower()
     assert "93.8 MiB" in listed
@@ -168,7 +177,7 @@ def test_models_says_how_to_get_one_where_there_is_none(tmp_path: Path) -> None:
 def test_help_has_examples_and_version_is_the_packages() -> None:
     from quire import __version__
 
-    assert 'quire run "Why is the sky blue?"' in quire("run", "--help").stdout
+    assert 'quire run "Why is the sky blue?"' in quire_here("run", "--help").stdout
     assert quire("--version").stdout == f"quire {__version__}\n"
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from quire.checkpoints.gguf_file import read_gguf
 from quire.frontend.tokenizer import Tokenizer
 from tests.frontend.helpers import (
     byte_level_metadata,
-    read_metadata,
     sentencepiece_metadata,
     train_byte_level,
 )
@@ -18,7 +18,8 @@ from tests.frontend.helpers import (
 
 @pytest.fixture(scope="session")
 def smollm2_metadata(smollm2_gguf: Path) -> dict[str, Any]:
-    return read_metadata(smollm2_gguf)
+    """As the gguf package reads it, too (tests/models/test_gguf_file.py), which takes seconds for it."""
+    return read_gguf(smollm2_gguf).metadata
 
 
 @pytest.fixture(scope="session")

@@ -148,12 +148,6 @@ def transformers_from_gguf(metadata: Mapping[str, Any], folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder, gguf_file="tokenizer.gguf")
 
 
-def read_metadata(file: Path) -> dict[str, Any]:
-    """Every key of a GGUF file through the gguf package."""
-    fields = gguf.GGUFReader(file).fields.items()
-    return {key: field.contents() for key, field in fields if key.startswith(("general.", "tokenizer."))}
-
-
 def special_ids_in(ids: Iterable[int], tokenizer: Any) -> list[int]:
     return [token_id for token_id in ids if token_id in tokenizer.special_token_ids]
 

@@ -65,6 +65,8 @@ def test_linear_of_no_rows_is_empty() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("size", "out"), [(576, 960), (1536, 576), (33, 50), (96, 7)])
 def test_linear_rows_do_not_depend_on_their_company(dtype: torch.dtype, size: int, out: int) -> None:
+    if dtype == torch.bfloat16:  # slow where a CPU has no instructions for it, and the same for any number of columns
+        out = min(out, 40)
     x, weight = random(100, size).to(dtype), Weight.dense(random(out, size, seed=1).to(dtype))
     whole = kernels.linear(x, weight)
     for rows in (1, 3, 16, 17, 33, 70):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from quire.bench.jobs import Lengths
+from quire.bench.ladder import settings as ladder_settings
 from quire.bench.ladder.climb import climb
 from quire.bench.ladder.engines import Engines
 from quire.bench.ladder.settings import FULL, QUICK
@@ -115,6 +116,13 @@ def test_nothing_but_what_was_written_is_said_where_nobody_looks(quick: tuple[Pa
     assert said.splitlines() == [f"wrote {folder / name}" for name in names]
 
 
+TINY = replace(
+    QUICK, num_jobs=2, repeats=1, answer=Lengths(2, 3), hello_lengths=(2,), batch_jobs=2, prompt_lengths=(8,),
+    prompt_new_tokens=2, attention_lengths=(16,), chat_requests=2, system_tokens=32, weights_new_tokens=2,
+)  # fmt: skip
+"""Where the figures do not matter."""
+
+
 class TickingClock:
     """Every look at it takes a second."""
 
@@ -163,6 +171,7 @@ def test_a_rung_that_says_something_else_is_found_out(
         return [token ^ 1 for token in real(*arguments, **options)]
 
     monkeypatch.setattr(rungs, "generate_with_kv_cache", forgetful)
+    monkeypatch.setattr(ladder_settings, "QUICK", TINY)
     with pytest.raises(EngineError, match="2 contiguous KV cache"):
         ladder(str(tiny_model), "cpu", "float32", True, tmp_path, "png")
     assert "same tokens on all rungs: no: 2 contiguous KV cache" in (tmp_path / "results.md").read_text()
@@ -183,12 +192,8 @@ def test_quantised_weights_are_held_against_the_naive_loop_with_the_same_weights
         return [token ^ ("cpu_packed_INT8" in formats) for token in real(decoder, *arguments)]
 
     monkeypatch.setattr(rungs, "generate_naive", forgetful)
-    settings = replace(
-        QUICK, num_jobs=2, repeats=1, answer=Lengths(2, 3), hello_lengths=(2,), batch_jobs=2, prompt_lengths=(8,),
-        prompt_new_tokens=2, attention_lengths=(16,), chat_requests=2, system_tokens=32,
-    )  # fmt: skip
     with Engines(str(tiny_model), "cpu", "float32", max_model_len=256) as engines:
-        assert climb(engines, settings, TickingClock()).differing == ("7 quantised weights",)
+        assert climb(engines, TINY, TickingClock()).differing == ("7 quantised weights",)
     assert len(loops) == 2 + 2  # rung 1's, and those of rung 7
 
 
@@ -215,15 +220,17 @@ def test_formats_of_weights_stand_side_by_side(quick: tuple[Path, str, str]) -> 
     assert weights == [*[sizes[0]] * 6, sizes[2], None, None, sizes[0]]
 
 
-def test_without_matplotlib_the_plot_is_left_out_and_said_so(tiny_model: Path, tmp_path: Path) -> None:
-    code = (
-        "import sys; sys.modules['matplotlib'] = None; sys.argv = ['quire', 'bench', 'ladder', '--quick', '--model', "
-        f"{str(tiny_model)!r}, '--device', 'cpu', '--output', {str(tmp_path)!r}]\n"
-        "from quire.cli.main import main; main()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "pip install 'quire[plot]'" in done.stderr
+def test_without_matplotlib_the_plot_is_left_out_and_said_so(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from quire.cli.bench.ladder import ladder
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(ladder_settings, "QUICK", TINY)
+    ladder(str(tiny_model), "cpu", "float32", True, tmp_path, "svg")
+    assert "pip install 'quire[plot]'" in capsys.readouterr().err
     assert (tmp_path / "results.md").exists()
     assert not (tmp_path / "ladder.svg").exists()
 

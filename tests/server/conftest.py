@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.frontend.templates import QWEN
-from tests.server.harness import KEY, Server
+from tests.server.harness import KEY, SMALL_ENGINE, Server
 from tests.server.random_model import write_model
 from tests.server.scripted_model import write_scripted_model
 
@@ -33,6 +33,13 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder: Path = tmp_path_factory.mktemp("small-model")
     write_model(folder, QWEN)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def shared_small_server(small_model: str) -> Iterator[Server]:
+    """A server of that model, for modules that leave it as they found it."""
+    with Server(model=small_model, engine=SMALL_ENGINE, served_model_names=["small", "m"]) as server:
+        yield server
 
 
 SCRIPTS = {

@@ -7,10 +7,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.server.harness import SMALL_ENGINE, Server, error_of, resident
+from tests.server.harness import Server, error_of, resident
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -60,10 +59,9 @@ NULLABLE = {
 
 
 @pytest.fixture(scope="module")
-def server(small_model: str) -> Iterator[Server]:
-    with Server(model=small_model, engine=SMALL_ENGINE) as server:
-        server.assert_sound()
-        yield server
+def server(shared_small_server: Server) -> Server:
+    shared_small_server.assert_sound()
+    return shared_small_server
 
 
 @pytest.fixture(autouse=True)
@@ -329,7 +327,7 @@ def test_bodies_that_are_too_large_and_others_meanwhile(server: Server) -> None:
     served = [0]
 
     def watch() -> None:
-        with httpx.Client(base_url=server.url) as client:
+        with server.client() as client:
             while not stop.is_set():
                 assert client.get("/health").status_code == 200
                 served[0] += 1

@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any, Literal
 
-import anthropic
-import openai
 import pytest
 from pydantic import BaseModel
 
+from tests.late_import import LateModule
 from tests.server.harness import KEY, Server
 
+anthropic: Any = LateModule("anthropic")
+openai: Any = LateModule("openai")
 ASK: Any = [{"role": "user", "content": "Name three colours."}]
 
 
@@ -23,18 +24,21 @@ class Weather(BaseModel):
     days: Literal[1, 2, 3]
 
 
-TOOL: Any = openai.pydantic_function_tool(Weather, name="weather")
 NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 
 
+def tool() -> Any:
+    return openai.pydantic_function_tool(Weather, name="weather")
+
+
 @pytest.fixture(scope="module")
-def client(keyed: Server) -> Iterator[openai.OpenAI]:
+def client(keyed: Server) -> Iterator[Any]:
     with openai.OpenAI(base_url=f"{keyed.url}/v1", api_key=KEY, max_retries=0) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def claude(keyed: Server) -> Iterator[anthropic.Anthropic]:
+def claude(keyed: Server) -> Iterator[Any]:
     with anthropic.Anthropic(base_url=keyed.url, api_key=KEY, max_retries=0) as client:
         yield client
 
@@ -42,14 +46,14 @@ def claude(keyed: Server) -> Iterator[anthropic.Anthropic]:
 # OpenAI
 
 
-def test_models(client: openai.OpenAI) -> None:
+def test_models(client: Any) -> None:
     assert [model.id for model in client.models.list()] == ["smollm2"]
     assert client.models.retrieve("smollm2").object == "model"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-9")
 
 
-def test_chat(client: openai.OpenAI) -> None:
+def test_chat(client: Any) -> None:
     made = client.chat.completions.create(
         model="smollm2",
         messages=ASK,
@@ -87,7 +91,7 @@ def test_chat(client: openai.OpenAI) -> None:
     assert again.choices[0].message.content == third.choices[0].message.content
 
 
-def test_chat_streams(client: openai.OpenAI) -> None:
+def test_chat_streams(client: Any) -> None:
     whole = client.chat.completions.create(model="smollm2", messages=ASK, temperature=0, max_tokens=12)
     chunks = list(
         client.chat.completions.create(
@@ -113,7 +117,7 @@ def test_chat_streams(client: openai.OpenAI) -> None:
     assert "".join(deltas) == final.choices[0].message.content == "Red, green and blue."
 
 
-def test_chat_parses_what_a_schema_shaped(client: openai.OpenAI) -> None:
+def test_chat_parses_what_a_schema_shaped(client: Any) -> None:
     parsed = client.chat.completions.parse(model="smollm2", messages=ASK, response_format=Weather, temperature=0)
     assert isinstance(parsed.choices[0].message.parsed, Weather)
     loose = client.chat.completions.create(
@@ -123,11 +127,11 @@ def test_chat_parses_what_a_schema_shaped(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
-def test_chat_tools(client: openai.OpenAI, choice: Any) -> None:
+def test_chat_tools(client: Any, choice: Any) -> None:
     arguments: dict[str, Any] = {
         "model": "smollm2",
         "messages": ASK,
-        "tools": [TOOL],
+        "tools": [tool()],
         "tool_choice": choice,
         "parallel_tool_calls": False,
         "temperature": 0,
@@ -147,15 +151,15 @@ def test_chat_tools(client: openai.OpenAI, choice: Any) -> None:
         parsed.choices[0].message.to_dict(),
         {"role": "tool", "tool_call_id": call.id, "content": "sunny"},
     ]
-    answer = client.chat.completions.create(model="smollm2", messages=history, tools=[TOOL], max_tokens=5)
+    answer = client.chat.completions.create(model="smollm2", messages=history, tools=[tool()], max_tokens=5)
     assert answer.usage is not None
     plain = client.chat.completions.create(
-        model="smollm2", messages=ASK, tools=[TOOL], tool_choice="none", max_tokens=5
+        model="smollm2", messages=ASK, tools=[tool()], tool_choice="none", max_tokens=5
     )
     assert plain.choices[0].message.tool_calls is None
 
 
-def test_completions(client: openai.OpenAI) -> None:
+def test_completions(client: Any) -> None:
     made = client.completions.create(
         model="smollm2", prompt=["One, two,", "A, B,"], max_tokens=4, temperature=0, echo=True, logprobs=2
     )
@@ -171,7 +175,7 @@ def test_completions(client: openai.OpenAI) -> None:
         client.completions.create(model="smollm2", prompt="One,", suffix="three")
 
 
-def test_embeddings(client: openai.OpenAI) -> None:
+def test_embeddings(client: Any) -> None:
     made = client.embeddings.create(model="smollm2", input=["red", "blue"])  # in base64, as this client likes it
     plain = client.embeddings.create(model="smollm2", input="red", encoding_format="float")
     assert len(made.data) == 2
@@ -179,7 +183,7 @@ def test_embeddings(client: openai.OpenAI) -> None:
     assert len(client.embeddings.create(model="smollm2", input="red", dimensions=16).data[0].embedding) == 16
 
 
-def test_responses(client: openai.OpenAI) -> None:
+def test_responses(client: Any) -> None:
     question = "What is the capital of France? Answer in one word."
     arguments: dict[str, Any] = {"model": "smollm2", "input": question, "temperature": 0}
     made = client.responses.create(**arguments, max_output_tokens=100, instructions="Be short.")
@@ -199,8 +203,8 @@ def test_responses(client: openai.OpenAI) -> None:
     assert follow_up.type == "message"
 
 
-def test_responses_tools(client: openai.OpenAI) -> None:
-    function = {"type": "function", **TOOL["function"]}
+def test_responses_tools(client: Any) -> None:
+    function = {"type": "function", **tool()["function"]}
     arguments: dict[str, Any] = {
         "model": "smollm2",
         "input": [{"role": "user", "content": "Weather?"}],
@@ -220,7 +224,7 @@ def test_responses_tools(client: openai.OpenAI) -> None:
     assert answer.usage is not None
 
 
-def test_errors_are_the_clients_own(keyed: Server, client: openai.OpenAI) -> None:
+def test_errors_are_the_clients_own(keyed: Server, client: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature") as caught:
         client.chat.completions.create(model="smollm2", messages=ASK, temperature=-1)
     assert caught.value.param == "temperature"
@@ -268,7 +272,7 @@ def test_openai_async(keyed: Server) -> None:
             parsed = await client.chat.completions.parse(messages=ASK, response_format=Weather, **many_tokens)
             assert isinstance(parsed.choices[0].message.parsed, Weather)
             called = await client.chat.completions.create(
-                messages=ASK, tools=[TOOL], tool_choice=NAMED, stream=True, **many_tokens
+                messages=ASK, tools=[tool()], tool_choice=NAMED, stream=True, **many_tokens
             )
             deltas = [call async for chunk in called for call in chunk.choices[0].delta.tool_calls or ()]
             arguments = "".join(call.function.arguments or "" for call in deltas if call.function)
@@ -280,13 +284,13 @@ def test_openai_async(keyed: Server) -> None:
 # Anthropic
 
 
-def test_models_as_anthropic_lists_them(claude: anthropic.Anthropic) -> None:
+def test_models_as_anthropic_lists_them(claude: Any) -> None:
     (model,) = claude.models.list()
     assert (model.id, model.type, model.display_name) == ("smollm2", "model", "smollm2")
     assert claude.models.retrieve("smollm2").created_at == model.created_at
 
 
-def test_messages(claude: anthropic.Anthropic) -> None:
+def test_messages(claude: Any) -> None:
     arguments: dict[str, Any] = {
         "model": "smollm2",
         "max_tokens": 40,
@@ -313,7 +317,7 @@ def test_messages(claude: anthropic.Anthropic) -> None:
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
-def test_messages_tools(claude: anthropic.Anthropic, choice: Any) -> None:
+def test_messages_tools(claude: Any, choice: Any) -> None:
     function: Any = {"name": "weather", "description": "d", "input_schema": Weather.model_json_schema()}
     arguments: dict[str, Any] = {
         "model": "smollm2",
@@ -340,7 +344,7 @@ def test_messages_tools(claude: anthropic.Anthropic, choice: Any) -> None:
     assert answer.content
 
 
-def test_anthropic_errors(keyed: Server, claude: anthropic.Anthropic) -> None:
+def test_anthropic_errors(keyed: Server, claude: Any) -> None:
     with pytest.raises(anthropic.BadRequestError, match="stop_sequences"):
         claude.messages.create(model="smollm2", max_tokens=4, messages=ASK, stop_sequences=["  "])
     with pytest.raises(anthropic.NotFoundError):

@@ -11,7 +11,7 @@ import pytest
 
 from quire.errors import InvalidRequestError
 from quire.server.protocol.structure import ConstraintFields
-from tests.server.harness import SMALL_ENGINE, Server
+from tests.server.harness import Server
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 GBNF = 'root ::= "go" | stay\nstay ::= "st" [a] "y" # rules\n'
@@ -41,11 +41,10 @@ FORMS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.fixture(scope="module")
-def small(small_model: str) -> Iterator[Server]:
-    with Server(model=small_model, engine=SMALL_ENGINE, served_model_names=["small"]) as server:
-        server.assert_sound()
-        yield server
-        server.assert_sound()
+def small(shared_small_server: Server) -> Iterator[Server]:
+    shared_small_server.assert_sound()
+    yield shared_small_server
+    shared_small_server.assert_sound()
 
 
 def ask(server: Server, api: str, **fields: Any) -> str:

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import httpx
 import pytest
 
+from tests.long_runs import IS_LONG
 from tests.server.harness import Server, wait_for
 
 COMPLETIONS = "/v1/completions"
@@ -81,7 +82,7 @@ class ScriptedServer(Server):
         super().__init__(model=model, engine={}, engine_module="tests.server.scripted_engine", **limits)
         self.temporary = folder
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.server.run_server"])
+        self._context.set_forkserver_preload(["tests.server.run_server", "pytest"])
 
     def begin(self) -> None:
         """Starts it, and waits for nothing."""
@@ -328,7 +329,20 @@ def expected_code(ending: Ending, phase: Phase, name: str) -> int:
     return 0
 
 
-@pytest.mark.parametrize("phase", ["loading", "loading again", "idle", "prompt", "streaming", "draining"])
+PHASES: list[Phase] = ["loading", "loading again", "idle", "prompt", "streaming", "draining"]
+
+
+def is_tried(name: str, phase: Phase) -> bool:
+    """In the short form each fault meets every other phase, those that all others resemble every one."""
+    if IS_LONG or name in ("engine killed", "engine hangs", "SIGTERM"):
+        return True
+    if phase == "draining" and FAULTS[name].ending == "drained":  # the second signal
+        return True
+    return (list(FAULTS).index(name) + PHASES.index(phase)) % 2 == 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("phase", PHASES)
 def test_every_fault(phase: Phase, small_model: str, tmp_path: Path) -> None:
     def attempt(name: str) -> str | None:
         try:
@@ -337,6 +351,7 @@ def test_every_fault(phase: Phase, small_model: str, tmp_path: Path) -> None:
             return f"{type(error).__name__}: {error}"
         return None
 
+    tried = [name for name in FAULTS if is_tried(name, phase)]
     with ThreadPoolExecutor(AT_ONCE) as attempts:
-        found = dict(zip(FAULTS, attempts.map(attempt, FAULTS), strict=True))
+        found = dict(zip(tried, attempts.map(attempt, tried), strict=True))
     assert {name: error for name, error in found.items() if error} == {}

@@ -18,7 +18,7 @@ from quire.server.protocol.chat import ChatCompletionRequest
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.embeddings import EmbeddingsRequest
 from quire.server.protocol.responses import ResponsesRequest
-from tests.server.harness import SMALL_ENGINE, Server, error_of
+from tests.server.harness import Server, error_of
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 ENDPOINTS: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
@@ -67,10 +67,9 @@ def number_fields() -> Iterator[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def server(small_model: str) -> Iterator[Server]:
-    with Server(model=small_model, engine=SMALL_ENGINE, served_model_names=["m"]) as server:
-        server.assert_sound()
-        yield server
+def server(shared_small_server: Server) -> Server:
+    shared_small_server.assert_sound()
+    return shared_small_server
 
 
 @pytest.fixture(scope="module")

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import instructor
-import openai
 import pytest
-from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
-from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from pydantic import BaseModel, SecretStr
 
+from tests.late_import import LateModule
 from tests.server.harness import KEY, Server
+
+if TYPE_CHECKING:
+    import instructor
+    import openai
+    from langchain_core import messages
+    from langchain_openai import ChatOpenAI
+else:
+    instructor, messages, openai = map(LateModule, ("instructor", "langchain_core.messages", "openai"))
 
 
 class Weather(BaseModel):
@@ -23,7 +27,6 @@ class Weather(BaseModel):
     days: Literal[1, 2, 3]
 
 
-@tool
 def weather(city: Literal["Rome", "Oslo"]) -> str:
     """The weather in a city."""
     return f"sunny in {city}"
@@ -31,6 +34,8 @@ def weather(city: Literal["Rome", "Oslo"]) -> str:
 
 @pytest.fixture(scope="module")
 def chain(keyed: Server) -> ChatOpenAI:
+    from langchain_openai import ChatOpenAI
+
     return ChatOpenAI(
         model="smollm2", base_url=f"{keyed.url}/v1", api_key=SecretStr(KEY), temperature=0, max_retries=0, timeout=60
     )
@@ -38,7 +43,7 @@ def chain(keyed: Server) -> ChatOpenAI:
 
 def test_langchain(chain: ChatOpenAI) -> None:
     made = chain.bind(max_tokens=10).invoke("Name three colours.")
-    assert isinstance(made, AIMessage)
+    assert isinstance(made, messages.AIMessage)
     pieces = [chunk.content for chunk in chain.bind(max_tokens=10).stream("Name three colours.")]
     assert "".join(map(str, pieces)) == made.content
     assert made.usage_metadata is not None
@@ -59,32 +64,37 @@ def test_langchain_structured_output(chain: ChatOpenAI, method: Any) -> None:
 
 
 def test_langchain_tools(chain: ChatOpenAI) -> None:
-    bound = chain.bind_tools([weather], tool_choice="weather")
-    question = HumanMessage("Weather?")
+    from langchain_core.tools import tool
+
+    made_tool = tool(weather)
+    bound = chain.bind_tools([made_tool], tool_choice="weather")
+    question = messages.HumanMessage("Weather?")
     made = bound.invoke([question])
-    assert isinstance(made, AIMessage)
+    assert isinstance(made, messages.AIMessage)
     (call,) = made.tool_calls
     assert call["args"]["city"] in ("Rome", "Oslo")
     whole: Any = None
     for chunk in bound.stream([question]):
         whole = chunk if whole is None else whole + chunk
     assert whole.tool_calls[0]["args"] == call["args"]
-    result = ToolMessage(weather.invoke(call["args"]), tool_call_id=call["id"])
+    result = messages.ToolMessage(made_tool.invoke(call["args"]), tool_call_id=call["id"])
     assert chain.bind(max_tokens=5).invoke([question, made, result]).content is not None
 
 
 def test_langchain_embeddings(keyed: Server) -> None:
+    from langchain_openai import OpenAIEmbeddings
+
     vectors = OpenAIEmbeddings(
         model="smollm2", base_url=f"{keyed.url}/v1", api_key=SecretStr(KEY), check_embedding_ctx_length=False
     ).embed_documents(["red", "blue"])
     assert [len(vector) for vector in vectors] == [576, 576]
 
 
-@pytest.mark.parametrize("mode", [instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA])
+@pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA"])
 @pytest.mark.filterwarnings("ignore:FUNCTIONS is deprecated")
-def test_instructor(keyed: Server, mode: instructor.Mode) -> None:
+def test_instructor(keyed: Server, mode: str) -> None:
     client = openai.OpenAI(base_url=f"{keyed.url}/v1", api_key=KEY, max_retries=0)
-    patched = instructor.from_openai(client, mode=mode)
+    patched = instructor.from_openai(client, mode=instructor.Mode[mode])
     found = patched.chat.completions.create(
         model="smollm2",
         messages=[{"role": "user", "content": "The weather in Rome?"}],

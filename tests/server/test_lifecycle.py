@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.cli.in_process import quire_here
 from tests.server.harness import ROOT, SMALL_ENGINE, Server, free_port, wait_for
 
 LONG = {"prompt": "Count: 1, 2, 3,", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
@@ -126,13 +127,26 @@ def test_a_port_in_use_is_known_before_the_model_is_loaded() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model": "no/such/folder"}, "no/such/folder"),
-        ({"kv-cache-memory": "100KiB"}, "Raise kv_cache_memory"),
         ({"tls-cert": "/nonexistent.pem"}, "there is no file"),
         ({"log-format": "xml"}, "log_format"),
         ({"api-key-file": "/nonexistent"}, "can't be read"),
         ({"max-num-seqs": 0}, "max_num_seqs"),
         ({"port": 70000}, "port"),
+    ],
+)
+def test_options_that_cannot_be_say_why(fields: dict[str, Any], message: str) -> None:
+    arguments = [text for name, value in {"port": free_port(), **fields}.items() for text in (f"--{name}", str(value))]
+    done = quire_here("serve", *arguments)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model": "no/such/folder"}, "no/such/folder"),
+        ({"kv-cache-memory": "100KiB"}, "Raise kv_cache_memory"),
     ],
 )
 def test_what_cannot_be_served_says_why(fields: dict[str, Any], message: str) -> None:
@@ -158,7 +172,7 @@ def test_the_command_line_serves(tmp_path: Path, small_model: str) -> None:
         )
     try:
         wait_for(lambda: "serving small at" in log.read_text() or process.poll() is not None, 60, "the server")
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", verify=False) as client:
             for key, status in {"from-flag": 200, "from-file": 200, "from-env": 200, "two": 200, "other": 401}.items():
                 response = client.get("/v1/models", headers={"authorization": f"Bearer {key}"})
                 assert response.status_code == status, key

@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import openai
 import pytest
 
 from quire.errors import QuireError
 from quire.server.response_files import ResponseFiles
 from quire.server.response_store import OwnResponses, ResponseStore, StoredResponse, StoreLimits
+from tests.late_import import LateModule
 from tests.server.conftest import SCRIPTED_ENGINE
 from tests.server.harness import Server, error_of, wait_for
 
 RESPONSES = "/v1/responses"
+openai: Any = LateModule("openai")
 
 
 def make(store: ResponseStore, name: str, owner: str = "me", previous: str | None = None, size: int = 10) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from quire.speculate.adaptive import StepCosts
 from tests.long_runs import short_or_long
 from tests.speculate.every_kind import answers, essence, make_requests, num_accepted
 
-COUNT = short_or_long(16, 1000)
+COUNT = short_or_long(10, 1000)
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +25,15 @@ def plain(smollm2_gguf: Path) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.fixture(scope="module")
+def expected(plain: LLM) -> list[Any]:
+    return essence(answers(plain, 7, COUNT, 24))
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("speculation", ["ngram", "draft"])
 def test_every_kind_of_request(
-    plain: LLM, smollm2_gguf: Path, speculation: str, monkeypatch: pytest.MonkeyPatch
+    expected: list[Any], smollm2_gguf: Path, speculation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Not what this machine's noise makes of it.
     monkeypatch.setattr(StepCosts, "observe", lambda self, entry: setattr(self, "least_chance", 0.3))
@@ -37,15 +43,15 @@ def test_every_kind_of_request(
     drafted, accepted = num_accepted(outputs)
     assert accepted > COUNT
     assert drafted > accepted
-    for index, (got, expected) in enumerate(zip(essence(outputs), essence(answers(plain, 7, COUNT, 24)), strict=True)):
-        assert got == expected, index
+    for index, (got, wanted) in enumerate(zip(essence(outputs), expected, strict=True)):
+        assert got == wanted, index
 
 
 @pytest.mark.soak
 def test_the_same_model_in_fewer_bits_drafts(smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It writes its own keys and values where the model's will be: none of them may be left when it counts."""
     monkeypatch.setattr(StepCosts, "observe", lambda self, entry: setattr(self, "least_chance", 0.3))
-    count = short_or_long(6, 300)
+    count = short_or_long(4, 300)
     found = []
     for speculation in ("self", "off"):
         with LLM(
@@ -68,7 +74,7 @@ def test_who_cannot_draft_is_refused(smollm2_gguf: Path, tiny_model: Path) -> No
 def test_scarcity_chunks_streams_and_aborts(plain: LLM, smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few blocks, few tokens a step, a host tier, preemptions by hand, a stream that is left and one that is read."""
     monkeypatch.setattr(StepCosts, "observe", lambda self, entry: setattr(self, "least_chance", 0.3))
-    prompts, params = make_requests(3, 10, 20)
+    prompts, params = make_requests(3, 8, 16)
     params = [replace(one, deadline=None) for one in params]
     expected = essence(plain.generate(prompts, params, progress=False))
     options = {"max_batched_tokens": 24, "max_num_seqs": 6, "kv_cache_memory": "14MiB", "host_cache_memory": "4MiB"}

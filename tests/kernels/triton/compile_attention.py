@@ -1,12 +1,7 @@
-"""Compiles attention for several kinds of GPU, which needs none; prints what shared memory it takes of what there is.
-
-A process of its own, as Triton must not be in its interpreter's mode.
-"""
+"""Compiles attention for several kinds of GPU, which needs none. Called by `compile_kernels`."""
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
 import triton
@@ -36,9 +31,10 @@ def shared_memory(kernel: Any, constants: dict[str, Any], capability: int, num_w
     return int(compiled.metadata.shared)
 
 
-def main() -> None:
+def attention_kernels() -> dict[str, tuple[int, int]]:
+    """The shared memory each takes, and what there is."""
     found = {}
-    cases = [(capability, 256) for capability in (LIMITS if IS_LONG else (86, 90))] + [(86, 128)]
+    cases = [*((capability, 256) for capability in LIMITS), (86, 128)] if IS_LONG else [(86, 256)]
     for capability, head_dim in cases:
         keys, rows = fitting_tiles(2 * head_dim, LIMITS[capability])
         constants = {"GROUP": 4, "D": head_dim, "D_PAD": head_dim, "BLOCK_SIZE": 16, "ROWS": 16, "KEYS": keys}
@@ -57,8 +53,4 @@ def main() -> None:
         constants |= {"ROWS": rows, "PARTS": 128 // rows}
         used = shared_memory(_prefill_kernel, constants, capability, 4 if head_dim <= 128 else 8)
         found[f"prefill {capability} {head_dim}"] = used, LIMITS[capability]
-    json.dump(found, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()
+    return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -13,8 +15,12 @@ from quire.kernels.triton.scores import likeliest, score_tokens  # isort: skip
 pytestmark = MARKS
 
 
-@pytest.mark.parametrize("vocab_size", [1, 7, 4096, 8193, *([49152, 151936] if ON_GPU else [])])
-@pytest.mark.parametrize("num_top", [0, 1, 20])
+@pytest.mark.parametrize(
+    ("vocab_size", "num_top"),
+    list(itertools.product([1, 7, 4096, 8193, 49152, 151936], [0, 1, 20]))
+    if ON_GPU
+    else [(1, 20), (7, 0), (7, 1), (4096, 1), (8193, 0), (8193, 20)],
+)
 def test_scores_are_those_of_the_definition(vocab_size: int, num_top: int) -> None:
     logits = random(6, vocab_size, dtype=torch.float32, seed=vocab_size) * 4
     logits[1] = logits[1].round()
@@ -32,7 +38,7 @@ def test_scores_are_those_of_the_definition(vocab_size: int, num_top: int) -> No
 
 
 def test_a_token_and_the_same_among_the_likeliest_have_the_same_bits() -> None:
-    logits = random(9, 5001, dtype=torch.float32)
+    logits = random(9 if ON_GPU else 3, 5001, dtype=torch.float32)
     ids = likeliest(logits, 3)
     for place in range(3):
         got = score_tokens(logits, ids[:, place], 3)
@@ -51,7 +57,7 @@ def test_not_numbers_are_told() -> None:
 
 
 def test_a_row_is_alone() -> None:
-    rows = 300 if ON_GPU else 9
+    rows = 300 if ON_GPU else 3
     logits, tokens = random(rows, 4103, dtype=torch.float32), torch.arange(rows, device=DEVICE)
-    counts = (1, 2, 3, 64, 255) if ON_GPU else (1, 2, 3)
+    counts = (1, 2, 3, 64, 255) if ON_GPU else (1, 2)
     assert_rows_alone(lambda x, ids: tuple(score_tokens(x[:, :4101], ids, 4)), [logits, tokens], counts)

@@ -175,33 +175,22 @@ def test_other_devices_and_dtypes_do_without() -> None:
     assert not small_batches.are_exact(DEVICE, torch.float32)
 
 
-@pytest.mark.skipif(ON_GPU, reason="where there is a GPU they are run")
-def test_they_compile_for_an_h200() -> None:
-    """And fit: no register is spilled (hardly one by the kernel for prompts), and the shared memory is what a program
-    can have."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.triton.compile_small_batches"]
-    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
-    assert len(found) == 6
-    for name, used in found.items():
-        assert used["stack"] <= (64 if name.startswith("prompt") else 0), name
-        assert used["shared"] <= 227 * 1024, name
-
-
 @pytest.mark.soak
 @pytest.mark.skipif(ON_GPU, reason="where there is a GPU they are run")
-def test_kernels_for_all_devices_fit_into_what_each_has() -> None:
-    """Compiled for a card with 100 KB and an H200, and in the long form for an A100 and another card with 100 KB, with
-    the tiles each of them gets."""
+def test_kernels_for_all_devices_compile_and_fit_into_what_each_has() -> None:
+    """Those of small batches and prompts for an H200: no register is spilled (hardly one by the kernel for prompts).
+    Attention with the tiles each device gets: for a card with 100 KB, and in the long form for others."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.triton.compile_attention"]
+    command = [sys.executable, "-m", "tests.kernels.triton.compile_kernels"]
     done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
-    assert len(found) == short_or_long(6, 10)
-    for name, (shared, limit) in found.items():
+    assert len(found["small batches"]) == short_or_long(3, 6)
+    for name, used in found["small batches"].items():
+        assert used["stack"] <= (64 if name.startswith("prompt") else 0), name
+        assert used["shared"] <= 227 * 1024, name
+    assert len(found["attention"]) == short_or_long(2, 10)
+    for name, (shared, limit) in found["attention"].items():
         assert shared <= limit, name
 
 

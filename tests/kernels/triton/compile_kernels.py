@@ -1,0 +1,15 @@
+"""Compiles Triton kernels for GPUs that need not be here; prints what each takes, as JSON.
+
+A process of its own, as Triton must not be in its interpreter's mode.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from tests.kernels.triton.compile_attention import attention_kernels
+from tests.kernels.triton.compile_small_batches import small_batch_kernels
+
+if __name__ == "__main__":
+    json.dump({"small batches": small_batch_kernels(), "attention": attention_kernels()}, sys.stdout)

@@ -1,0 +1,17 @@
+"""Libraries that only some tests need: every worker of pytest-xdist imports all test files, but runs a part of them."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+
+class LateModule:
+    """Stands for a module, which is imported when something of it is first used. Importing openai, anthropic,
+    langchain and schemathesis takes six seconds."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module(self._name), name)
