@@ -131,11 +131,12 @@ def assemble(
     listeners: Sequence[Callable[[StepLogEntry], None]] = (),
     formats: str = "",
     draft: Draft | None = None,
+    grammars: GrammarCompiler | None = None,
 ) -> Engine:
     """An engine around a decoder whose weights are in place; without a tokenizer, tokens are bytes. `listeners` hear of
-    every step that is over; `formats` says which ones the weights are in."""
+    every step that is over; `formats` says which ones the weights are in; `grammars` may be those of another engine."""
     tokenizer = Tokenizer.of_bytes() if tokenizer is None else tokenizer
-    grammars = GrammarCompiler(tokenizer, decoder.spec.vocab_size, eos_token_ids)
+    grammars = grammars or GrammarCompiler(tokenizer, decoder.spec.vocab_size, eos_token_ids)
     worker = start_worker(decoder, config, grammars, formats, draft)
     device = decoder.device
     speculator = Speculator(

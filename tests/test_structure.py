@@ -32,6 +32,7 @@ LAYERS = (
     ("assemble", "llm", "__init__"),
     ("ladder",),
     ("bench",),
+    ("verify",),
     ("server",),
     ("cli", "__main__"),
 )
