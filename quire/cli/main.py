@@ -9,6 +9,7 @@ import typer
 
 from quire.cli import bench
 from quire.cli.chat import chat
+from quire.cli.explain import explain
 from quire.cli.models import models, pull
 from quire.cli.quantize import quantize
 from quire.cli.run import run
@@ -26,7 +27,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for command in (run, chat, serve, pull, models, quantize, verify):
+for command in (run, chat, serve, pull, models, quantize, verify, explain):
     app.command()(command)
 app.add_typer(bench.app, name="bench")
 
