@@ -32,7 +32,7 @@ LAYERS = (
     ("assemble", "llm", "__init__"),
     ("ladder",),
     ("bench",),
-    ("verify",),
+    ("verify", "plan"),
     ("server",),
     ("cli", "__main__"),
 )

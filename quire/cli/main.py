@@ -11,6 +11,7 @@ from quire.cli import bench
 from quire.cli.chat import chat
 from quire.cli.explain import explain
 from quire.cli.models import models, pull
+from quire.cli.plan import plan
 from quire.cli.quantize import quantize
 from quire.cli.run import run
 from quire.cli.serve import serve
@@ -27,7 +28,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for command in (run, chat, serve, pull, models, quantize, verify, explain):
+for command in (run, chat, serve, pull, models, quantize, verify, explain, plan):
     app.command()(command)
 app.add_typer(bench.app, name="bench")
 
