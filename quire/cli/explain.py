@@ -65,10 +65,10 @@ def explain(
 
 def _read(path: Path, request: str) -> dict[str, Any]:
     from quire.observe.explain import explain_request, request_names
-    from quire.observe.step_log import read_step_log
+    from quire.observe.step_log import last_run
 
-    entries = read_step_log(path)
-    explanation = explain_request(entries, request)
+    entries, engine = last_run(path)
+    explanation = explain_request(entries, request, None if engine is None else engine.config)
     if explanation is None:
         names = request_names(entries)
         known = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
@@ -78,9 +78,9 @@ def _read(path: Path, request: str) -> dict[str, Any]:
 
 def _list_requests(path: Path) -> None:
     from quire.observe.engine_metrics import derive_metrics
-    from quire.observe.step_log import read_step_log
+    from quire.observe.step_log import last_run
 
-    metrics = derive_metrics(read_step_log(path))
+    metrics = derive_metrics(last_run(path)[0])
     finished = sorted(metrics.finished, key=lambda one: one.arrival - one.finished)
     if not finished:
         raise InvalidRequestError("LOG", f"{path} has no request that came to its end")

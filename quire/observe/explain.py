@@ -223,7 +223,8 @@ class _Explanation:
         seconds = self._advance(part, entry.committed, step.step_id)
         self._num_steps += 1
         self._num_computed += own.num_tokens
-        again = max(0, min(own.start + own.num_tokens, self._computed_before) - own.start)
+        real = own.start + own.num_tokens - len(own.guesses)
+        again = max(0, min(real, self._computed_before) - own.start)
         self._num_recomputed += again
         self._failure = entry.error or self._failure
         got = 0 if entry.result is None else len(entry.result.tokens.get(own.request_id, ()))
