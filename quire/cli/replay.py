@@ -91,8 +91,8 @@ def replay(
         times.restart()
         played, refused = play(requests, setting, times)
         runs.append((title, Summary.of(played), refused))
-        if times.num_beyond:
-            share = times.num_beyond / times.num_drawn
+        share = times.num_beyond / max(1, times.num_drawn)
+        if share > 0.01:
             notes.append(f"{title}: {share:.0%} of its steps are larger than any in the log, their times a guess.")
     quality = times.quality
     if any(one.guesses for entry in entries for one in entry.step.scheduled):
