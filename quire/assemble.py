@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from quire.checkpoints.checkpoint import Checkpoint
@@ -131,27 +131,31 @@ def assemble(
     listeners: Sequence[Callable[[StepLogEntry], None]] = (),
     formats: str = "",
     draft: Draft | None = None,
+    grammars: GrammarCompiler | None = None,
 ) -> Engine:
     """An engine around a decoder whose weights are in place; without a tokenizer, tokens are bytes. `listeners` hear of
-    every step that is over; `formats` says which ones the weights are in."""
+    every step that is over; `formats` says which ones the weights are in; `grammars` may be those of another engine."""
     tokenizer = Tokenizer.of_bytes() if tokenizer is None else tokenizer
-    grammars = GrammarCompiler(tokenizer, decoder.spec.vocab_size, eos_token_ids)
+    grammars = grammars or GrammarCompiler(tokenizer, decoder.spec.vocab_size, eos_token_ids)
     worker = start_worker(decoder, config, grammars, formats, draft)
     device = decoder.device
     speculator = Speculator(
         decoder.spec.vocab_size, ngrams=config.speculation == "ngram", runner_drafts=draft is not None
     )
     path = Path(config.step_log) if config.step_log is not None else None
-    step_log = StepLog(path=path, listeners=(*listeners, speculator.observe))
+    scheduling = _scheduler_config(config, worker.plan, config.limits(device.type))
+    # The host prepares a step while the device computes another, unless there is drafting in between.
+    depth = 2 if device.type == "cuda" and draft is None else 1
+    about = {"depth": depth, **asdict(scheduling)}
+    step_log = StepLog(path=path, listeners=(*listeners, speculator.observe), engine=about)
     core = EngineCore(
         Scheduler(
-            _scheduler_config(config, worker.plan, config.limits(device.type)),
+            scheduling,
             guess=speculator.guess,
             num_drafts=None if config.speculation == "off" else speculator.num_drafts,
         ),
         worker.runner,
-        # The host prepares a step while the device computes another, unless there is drafting in between.
-        depth=2 if device.type == "cuda" and draft is None else 1,
+        depth=depth,
         on_step=step_log.append,
         clock=time.monotonic,
     )

@@ -33,6 +33,7 @@ LAYERS = (
     ("assemble", "llm", "__init__"),
     ("ladder",),
     ("bench",),
+    ("verify", "plan"),
     ("server",),
     ("cli", "__main__"),
 )

@@ -9,10 +9,14 @@ import typer
 
 from quire.cli import bench
 from quire.cli.chat import chat
+from quire.cli.explain import explain
 from quire.cli.models import models, pull
+from quire.cli.plan import plan
 from quire.cli.quantize import quantize
+from quire.cli.replay import replay
 from quire.cli.run import run
 from quire.cli.serve import serve
+from quire.cli.verify import verify
 from quire.engine.gc_pauses import full_collections_put_off
 from quire.errors import QuireError
 from quire.preload import load_torch_libraries
@@ -25,7 +29,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for command in (run, chat, serve, pull, models, quantize):
+for command in (run, chat, serve, pull, models, quantize, verify, explain, plan, replay):
     app.command()(command)
 app.add_typer(bench.app, name="bench")
 

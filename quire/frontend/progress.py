@@ -90,3 +90,14 @@ class BenchmarkBar(_Bars):
     def advance(self) -> None:
         """One part is done."""
         self._progress.advance(self._task)
+
+
+class TimeBar(_Bars):
+    """How much of a time is over, and what is being done in it."""
+
+    def __init__(self, title: str, seconds: float) -> None:
+        super().__init__(TextColumn("{task.fields[part]}"))
+        self._task = self._progress.add_task(title, total=seconds, part="")
+
+    def show(self, part: str, spent: float) -> None:
+        self._progress.update(self._task, completed=spent, part=part)

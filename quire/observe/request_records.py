@@ -23,7 +23,7 @@ def describe_request(log: Sequence[StepLogEntry], request_id: str, config: Sched
     for entry in log:
         step = entry.step
         for admission in step.admitted:
-            if _belongs(admission.request_id, request_id):
+            if belongs_to(admission.request_id, request_id):
                 trail = trails.setdefault(admission.request_id, _Trail(admission.arrival, admission.num_prompt_tokens))
                 trail.admissions.append(
                     {
@@ -103,7 +103,7 @@ class _Trail:
         }
 
 
-def _belongs(name: str, request_id: str) -> bool:
+def belongs_to(name: str, request_id: str) -> bool:
     """Whether an answer is one of the request's: names are `id`, `id/0` and, for batches, `id.1/0`."""
     return name == request_id or (name.startswith(request_id) and name[len(request_id)] in "./")
 

@@ -11,9 +11,11 @@ import json
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO, TypeVar
 
+from quire.engine import SchedulerConfig
 from quire.errors import InvalidRequestError
 from quire.sampling_params import ResolvedTokens, SamplingParams, StructuredOutput
 from quire.step import Admission, BlockCopy, Finished, Preemption, ScheduledRequest, Step, StepLogEntry, StepResult
@@ -33,6 +35,13 @@ _DEFAULT_PARAMS = SamplingParams()
 _T = TypeVar("_T")
 
 
+class LoggedEngine(NamedTuple):
+    """The settings of the engine that wrote a log."""
+
+    depth: int
+    config: SchedulerConfig
+
+
 class StepLog:
     """The last `capacity` entries, or fewer if the prompts in them have more than `max_tokens` tokens. `listeners`
     are called with each one (metrics, a live page).
@@ -50,12 +59,15 @@ class StepLog:
         path: Path | None = None,
         listeners: Sequence[Callable[[StepLogEntry], None]] = (),
         max_tokens: int = 2**20,
+        engine: Mapping[str, Any] | None = None,
     ) -> None:
+        """`engine`: its settings, which the first line of the file has beside its step."""
         self._ring: deque[StepLogEntry] = deque()
         self._capacity = capacity
         self._max_tokens = max_tokens
         self._num_tokens = 0
         self._listeners = tuple(listeners)
+        self._engine = engine
         self.file_error: str | None = None
         try:
             self._file: TextIO | None = None if path is None else path.open("a", encoding="utf-8")
@@ -81,7 +93,8 @@ class StepLog:
             listener(entry)
         if self._file is not None:
             try:
-                self._file.write(encode_entry(entry) + "\n")
+                self._file.write(encode_entry(entry, self._engine) + "\n")
+                self._engine = None
                 self._file.flush()
             except OSError as error:
                 self.file_error = f"step log stopped at step {entry.step.step_id}: {error}"
@@ -118,7 +131,20 @@ def read_step_log(path: Path) -> list[StepLogEntry]:
     return entries
 
 
-def encode_entry(entry: StepLogEntry) -> str:
+def last_run(path: Path) -> tuple[list[StepLogEntry], LoggedEngine | None]:
+    """The entries of the engine that wrote to a file last (others may have done so before), and its settings."""
+    entries = read_step_log(path)
+    first = max((index for index, entry in enumerate(entries) if entry.step.step_id == 0), default=0)
+    with path.open("rb") as file:
+        line = next(islice(file, first, None), b"{}")
+    found = json.loads(line).get("engine")
+    if found is None:
+        return entries[first:], None
+    settings = dict(found)
+    return entries[first:], LoggedEngine(settings.pop("depth"), SchedulerConfig(**settings))
+
+
+def encode_entry(entry: StepLogEntry, engine: Mapping[str, Any] | None = None) -> str:
     """One line of the file, without its end."""
     step = _fields(entry.step) | {name: [_fields(one) for one in getattr(entry.step, name)] for name in _RECORDS}
     for item in step["admitted"]:
@@ -131,6 +157,8 @@ def encode_entry(entry: StepLogEntry) -> str:
         result["ended"] = sorted(done.ended)
         result["drafts"] = dict(done.drafts)
     line = {"version": VERSION, "step": step, "result": result, "error": entry.error, "committed": entry.committed}
+    if engine is not None:
+        line["engine"] = dict(engine)
     return json.dumps(line, separators=(",", ":"))
 
 

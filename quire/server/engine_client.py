@@ -140,14 +140,14 @@ class EngineClient:
         """An answer has come to a stop string. Its metrics come as a last update."""
         self._live_link().send(messages.End(name))
 
-    async def describe(self, request_id: str) -> dict[str, Any] | None:
+    async def describe(self, request_id: str, explain: bool = False) -> dict[str, Any] | None:
         """What the engine's log says about a request; None if it says nothing (any more)."""
         if self._link is None or self.state != "ready":
             return None
         self._num_tickets += 1
         ticket = self._num_tickets
         future = self._tickets[ticket] = asyncio.get_running_loop().create_future()
-        self._link.send(messages.Describe(ticket, request_id))
+        self._link.send(messages.Describe(ticket, request_id, explain))
         try:
             return await asyncio.wait_for(future, _DESCRIBE_SECONDS)
         except TimeoutError:

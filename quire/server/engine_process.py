@@ -34,6 +34,7 @@ from quire.engine.gc_pauses import IdleCollector, full_collections_put_off
 from quire.errors import EngineError, QuireError
 from quire.frontend.progress import ModelBars
 from quire.models.load import Progress
+from quire.observe.explain import explain_request
 from quire.observe.request_records import describe_request
 from quire.observe.step_log import StepSummary, describe_steps, summarize
 from quire.runner.device import pick_device
@@ -154,7 +155,8 @@ class EngineLoop:
                 requests.end(command.name, command.reason, now)
             case messages.Describe():
                 entries = list(engine.step_log)
-                record = describe_request(entries, command.request_id, engine.core.scheduler.config)
+                tell = explain_request if command.explain else describe_request
+                record = tell(entries, command.request_id, engine.core.scheduler.config)
                 self.send(messages.Described(command.ticket, record))
 
     def _send_updates(self, requests: EngineRequests, updates: list[RequestUpdate], engine: Engine) -> None:

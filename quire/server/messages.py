@@ -51,6 +51,8 @@ class Describe(msgspec.Struct, tag="describe"):
 
     ticket: int
     request_id: str
+    explain: bool = False
+    """In full: where every moment of its time went."""
 
 
 class Shutdown(msgspec.Struct, tag="shutdown"):

@@ -119,11 +119,11 @@ class GenerationService:
         """Runs what may take long beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
-    async def describe(self, response_id: str) -> dict[str, Any] | None:
+    async def describe(self, response_id: str, explain: bool = False) -> dict[str, Any] | None:
         """What the engine's log says about a request. It has to leave its steps for that, so not too often."""
         async with self._describing:
             try:
-                return await self.client.describe(response_id)
+                return await self.client.describe(response_id, explain)
             finally:
                 await asyncio.sleep(_DESCRIBE_PAUSE)
 

@@ -15,7 +15,17 @@ from quire.server.guard.auth import ApiKeys
 from tests.server.harness import SMALL_ENGINE, Server, wait_for
 
 ORIGIN = "https://app.example"
-PATHS = ("/v1/models", "/metrics", "/docs", "/openapi.json", "/version", "/ready", "/v1/requests/x", "/nothing")
+PATHS = (
+    "/v1/models",
+    "/metrics",
+    "/docs",
+    "/openapi.json",
+    "/version",
+    "/ready",
+    "/v1/requests/x",
+    "/v1/requests/x/explain",
+    "/nothing",
+)
 
 
 @pytest.fixture(scope="module")

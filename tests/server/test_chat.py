@@ -210,6 +210,21 @@ def test_request_ids_go_in_and_come_out(server: Server) -> None:
     error_of(server.get("/v1/requests/unknown"), 404)
 
 
+def test_a_request_is_explained_in_parts_that_add_up(server: Server) -> None:
+    headers = {"x-request-id": "why-so.slow"}
+    response = server.post(CHAT, {"messages": MESSAGES, "max_tokens": 5, "ignore_eos": True}, headers=headers)
+    for name in (response.json()["id"], "why-so.slow"):
+        told = server.get(f"/v1/requests/{name}/explain").json()
+        (answer,) = told["answers"]
+        assert sum(answer["parts"].values()) == pytest.approx(told["timings"]["total"], abs=1e-3)
+        assert answer["parts"]["decode"] > 0
+        assert answer["output_tokens"] == 5
+        assert answer["finish_reason"] == "length"
+        assert "outside the engine" in told["text"]
+        assert "It ended with 'length'" in told["text"]
+    error_of(server.get("/v1/requests/unknown/explain"), 404)
+
+
 def test_models(server: Server) -> None:
     listed = server.get("/v1/models").json()["data"]
     assert [model["id"] for model in listed] == ["smollm2"]

@@ -1,5 +1,5 @@
 """What can be asked about the server: GET /health, /ready, /version, /metrics, /v1/models, /tokenizer_info, and
-/v1/requests/{id}: what happened to a request."""
+/v1/requests/{id} and /v1/requests/{id}/explain: what happened to a request."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from quire import __version__
+from quire.observe.explain_text import add_outside, explanation_text
 from quire.server.errors import ApiError
 from quire.server.http_responses import JsonResponse
 from quire.server.service import GenerationService, get_service
@@ -47,6 +48,19 @@ async def version() -> Response:
 async def metrics(request: Request) -> Response:
     """Prometheus' text format; names are vLLM's where it has one."""
     return Response(get_service(request).metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+@router.get("/v1/requests/{request_id:path}/explain", tags=["operation"])
+async def explain_request(request: Request, request_id: str) -> Response:
+    """By the id of the response or by x-request-id: what the request waited for and because of whom, what it found in
+    the cache, its chunks and preemptions, and its time in parts that add up to the whole; in words, too (`text`)."""
+    service = get_service(request)
+    record = service.records.find(request_id)
+    explanation = None if record is None else await service.describe(record.response_id, explain=True)
+    if record is None or explanation is None:
+        raise ApiError(404, "there is no request of this id, or the step log has forgotten it", code="not_found")
+    add_outside(explanation, record)
+    return JsonResponse({**record.describe(), **explanation, "text": explanation_text(explanation)})
 
 
 @router.get("/v1/requests/{request_id:path}", tags=["operation"])

@@ -1,0 +1,107 @@
+"""`quire explain`: what happened to a request, and where its time went."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import quote
+
+from typer import Argument, Option
+
+from quire.cli.terminal import say
+from quire.errors import InvalidRequestError, QuireError
+
+_MOST_LISTED = 20
+
+
+def explain(
+    source: Annotated[
+        str, Argument(metavar="LOG|URL", help="A step log (step_log=FILE), or the address of a server that runs.")
+    ],
+    request: Annotated[
+        str | None,
+        Argument(metavar="[REQUEST]", help="Its id; of a server's, that of the response or x-request-id."),
+    ] = None,
+    api_key: Annotated[
+        str | None, Option(metavar="KEY", help="Of the server; default: the variable OPENAI_API_KEY.")
+    ] = None,
+    json_output: Annotated[bool, Option("--json", help="Print everything as JSON.")] = False,
+    svg: Annotated[Path | None, Option(metavar="FILE", help="Draw it, too.")] = None,
+) -> None:
+    """Tell what happened to a request: what it waited for and because of whom, what it found in the cache, every chunk,
+    every preemption and what that cost, and where its time went, in parts that add up to the whole.
+
+    Without REQUEST, the requests of a log are listed, the slowest first.
+
+    \b
+    quire explain steps.jsonl
+    quire explain steps.jsonl request-7 --svg slow.svg
+    quire explain http://127.0.0.1:8000 chatcmpl-0123abcd
+    quire explain http://127.0.0.1:8000 my-id --json
+    """
+    from quire.observe.explain_text import explanation_svg, explanation_text
+
+    is_server = source.startswith(("http://", "https://"))
+    if request is None:
+        if is_server:
+            raise InvalidRequestError("REQUEST", "is needed: the id of a response, or what its x-request-id was")
+        _list_requests(Path(source))
+        return
+    if is_server:
+        explanation = asyncio.run(_ask(source, api_key or os.environ.get("OPENAI_API_KEY"), request))
+    else:
+        explanation = _read(Path(source), request)
+    if svg is not None:
+        try:
+            svg.write_text(explanation_svg(explanation), encoding="utf-8")
+        except OSError as error:
+            raise InvalidRequestError("--svg", f"{svg} can't be written: {error}") from error
+        say(f"wrote {svg}")
+    print(json.dumps(explanation, indent=1) if json_output else explanation_text(explanation))
+
+
+def _read(path: Path, request: str) -> dict[str, Any]:
+    from quire.observe.explain import explain_request, request_names
+    from quire.observe.step_log import last_run
+
+    entries, engine = last_run(path)
+    explanation = explain_request(entries, request, None if engine is None else engine.config)
+    if explanation is None:
+        names = request_names(entries)
+        known = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        raise InvalidRequestError("REQUEST", f"{request!r} is not in {path}; there are {known or 'none'}")
+    return explanation
+
+
+def _list_requests(path: Path) -> None:
+    from quire.observe.engine_metrics import derive_metrics
+    from quire.observe.step_log import last_run
+
+    metrics = derive_metrics(last_run(path)[0])
+    finished = sorted(metrics.finished, key=lambda one: one.arrival - one.finished)
+    if not finished:
+        raise InvalidRequestError("LOG", f"{path} has no request that came to its end")
+    width = max(len(one.request_id) for one in finished[:_MOST_LISTED])
+    print(f"{'request':<{width}}  {'seconds':>9}  {'queue':>9}  prompt  answer  cached  preempted")
+    for one in finished[:_MOST_LISTED]:
+        print(
+            f"{one.request_id:<{width}}  {one.finished - one.arrival:9.3f}  {one.queue_time or 0.0:9.3f}  "
+            f"{one.num_prompt_tokens:6}  {one.num_output_tokens:6}  {one.cached_tokens + one.host_tokens:6}  "
+            f"{one.preemptions:9}"
+        )
+    if len(finished) > _MOST_LISTED:
+        print(f"… and {len(finished) - _MOST_LISTED} more")
+    say(f"quire explain {path} {finished[0].request_id}")
+
+
+async def _ask(url: str, api_key: str | None, request: str) -> dict[str, Any]:
+    from quire.bench.http_client import HttpClient
+
+    async with HttpClient(url.removesuffix("/").removesuffix("/v1"), api_key) as client:
+        found = await client.get_json(f"/v1/requests/{quote(request, safe='')}/explain")
+    if not isinstance(found, dict) or "answers" not in found:
+        raise QuireError(f"{url} does not know how to explain requests: is it a Quire server?")
+    return found

@@ -1,0 +1,54 @@
+"""`quire plan`: does it fit, and how fast will it be?"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from quire.cli import options
+
+
+def plan(
+    model: Annotated[
+        str,
+        Option(
+            "--model", "-m", metavar="M", help="A config.json, a folder with one, a .gguf file or a model that is here."
+        ),
+    ] = options.DEFAULT_MODEL,
+    gpu: Annotated[
+        str | None, Option(metavar="NAME", help="h200, h100, b200, a100, l40s, l4, rtx4090, rtx3090; default: here.")
+    ] = None,
+    gpus: Annotated[int, Option(metavar="N", min=1, max=1024, help="How many of them.")] = 1,
+    input_tokens: Annotated[int, Option("--input", metavar="N", min=1, help="Tokens of a prompt.")] = 1000,
+    output_tokens: Annotated[int, Option("--output", metavar="N", min=1, help="Tokens of an answer.")] = 250,
+    rate: Annotated[float | None, Option(metavar="R", min=1e-6, help="Requests a second that come.")] = None,
+    ttft: Annotated[float | None, Option(metavar="S", min=0.0, help="Seconds to the first token, as wanted.")] = None,
+    json_output: Annotated[bool, Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Tell whether a model fits a device, in which formats, how many requests at once, and how fast; before it is
+    there: a config.json is enough. The exit status is 1 if it does not fit, or the rate is too high.
+
+    \b
+    quire plan --model smollm2
+    quire plan --model Qwen3-8B/config.json --gpu h200 --input 2000 --output 500 --rate 5 --ttft 0.5
+    quire plan --model config.json --gpu l4 --gpus 4 --json
+    """
+    from quire.plan.devices import named_device, this_device
+    from quire.plan.estimate import Load, estimate, forms_of, open_planned, serve
+    from quire.plan.report import as_json, print_plan
+
+    planned = open_planned(model)
+    device = this_device() if gpu is None else named_device(gpu)
+    load = Load(input_tokens, output_tokens, rate, ttft)
+    found = [estimate(planned, device, form, load) for form in forms_of(planned, device)]
+    fitting = next((one for one in found if one.fits), None)
+    serving = serve(planned, device, fitting, load, gpus) if fitting is not None and rate is not None else None
+    if json_output:
+        print(json.dumps(as_json(planned, device, gpus, load, found, serving), indent=1))
+    else:
+        print_plan(planned, device, gpus, load, found, serving)
+    if fitting is None or (serving is not None and not serving.is_possible):
+        raise typer.Exit(1)

@@ -1,0 +1,57 @@
+"""Who had computed the cached tokens a request found: its blocks are followed back to whoever last took them fresh."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from quire.step import Admission, Step, StepLogEntry
+
+UNKNOWN = "someone before this log begins"
+_MOST_STEPS = 2000
+"""Steps looked back: an engine waits while one of its requests is explained."""
+
+
+def cached_from(log: Sequence[StepLogEntry], step: Step, admission: Admission) -> dict[str, int]:
+    """Tokens by the request that computed them; most first."""
+    found = admission.num_cached_tokens + admission.num_host_tokens
+    if not found or not admission.block_ids:
+        return {}
+    size = _block_size(found, len(admission.block_ids))
+    tokens = {block: min(size, found - place * size) for place, block in enumerate(admission.block_ids)}
+    counts: Counter[str] = Counter()
+    for block, name in _origins(log, step, admission).items():
+        counts[name] += max(0, tokens[block])
+    return dict(counts.most_common())
+
+
+def _block_size(num_tokens: int, num_blocks: int) -> int:
+    """A log does not say it: the usual one if it fits, else the least power of two that does."""
+    for size in (16, 1, 2, 4, 8, 32, 64, 128, 256):
+        if (num_blocks - 1) * size < num_tokens <= num_blocks * size:
+            return size
+    return -(-num_tokens // num_blocks)
+
+
+def _origins(log: Sequence[StepLogEntry], step: Step, admission: Admission) -> dict[int, str]:
+    """Goes back through the log. A block that was filled by a copy is looked for where the copy came from."""
+    wanted: dict[tuple[str, int], list[int]] = {("device", block): [block] for block in admission.block_ids}
+    origins: dict[int, str] = dict.fromkeys(admission.block_ids, UNKNOWN)
+    last = next((index for index in range(len(log) - 1, -1, -1) if log[index].step is step), len(log) - 1)
+    for entry in log[max(0, last - _MOST_STEPS + 1) : last + 1][::-1]:
+        earlier = entry.step
+        if earlier is not step:
+            # Whoever took a block fresh in a step wrote to it then or later, before others found it.
+            for one in earlier.scheduled:
+                for block in one.new_block_ids:
+                    for origin in wanted.pop(("device", block), ()):
+                        origins[origin] = one.request_id
+        for copy in reversed(earlier.copies):
+            target = "host" if copy.kind == "device_to_host" else "device"
+            source = "host" if copy.kind == "host_to_device" else "device"
+            waiting = wanted.pop((target, copy.target), None)
+            if waiting is not None:
+                wanted.setdefault((source, copy.source), []).extend(waiting)
+        if not wanted:
+            break
+    return origins

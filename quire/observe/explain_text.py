@@ -1,0 +1,172 @@
+"""An explanation in words, and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from xml.sax.saxutils import escape
+
+from quire.observe.explain import PARTS
+from quire.observe.request_records import RequestRecord
+
+TITLES = {
+    "queue": "waiting to be admitted",
+    "prompt": "computing the prompt",
+    "decode": "computing the answer",
+    "preempted": "preempted, waiting to come back",
+    "recompute": "computing again what it had",
+    "turn": "running, but in no step",
+    "between": "between two steps",
+    "ending": "after its last step",
+    "outside": "outside the engine (HTTP, text to tokens and back)",
+}
+_COLOURS = {
+    "queue": "#9aa5b1", "prompt": "#4c78a8", "decode": "#54a24b", "preempted": "#e45756", "recompute": "#f58518",
+    "turn": "#b279a2", "between": "#d8d2c4", "ending": "#72b7b2", "outside": "#eeca3b",
+}  # fmt: skip
+_ENDS = {
+    "stop": "the model ended it, or a stop string or a grammar did",
+    "length": "it came to its max_tokens or to the end of the context",
+    "abort": "its client left or ended it",
+    "deadline": "its deadline passed",
+    "error": "it failed",
+}
+_MOST_CHUNKS = 12
+
+
+def explanation_text(explanation: Mapping[str, Any]) -> str:
+    """All answers of a request, in sentences."""
+    return "\n\n".join("\n".join(_sentences(answer)) for answer in explanation["answers"])
+
+
+def add_outside(explanation: dict[str, Any], record: RequestRecord) -> None:
+    """Of a single answer: what the server spent on it besides the engine becomes a part of its time."""
+    total = record.timings.get("total")
+    if total is None or len(explanation["answers"]) != 1:
+        return
+    (answer,) = explanation["answers"]
+    answer["parts"]["outside"] = max(0.0, total - answer["total_seconds"])
+    answer["total_seconds"] += answer["parts"]["outside"]
+
+
+def _sentences(answer: Mapping[str, Any]) -> Iterator[str]:
+    total, first = answer["total_seconds"], answer["first_token_seconds"]
+    output = answer["output_tokens"]
+    yield (
+        f"{answer['name']}: {answer['prompt_tokens']} prompt tokens, "
+        f"{'?' if output is None else output} answer tokens, {_time(total)} in all"
+        f"{'' if first is None else f', the first token after {_time(first)}'}."
+    )
+    yield "Where the time went:"
+    parts = [(part, seconds) for part, seconds in answer["parts"].items() if seconds > 0]
+    for part, seconds in parts:
+        share = 100 * seconds / total if total else 0.0
+        yield f"  {_time(seconds):>10}  {share:5.1f}%  {TITLES[part]}"
+    yield f"  {_time(sum(seconds for _, seconds in parts)):>10}  100.0%  in all"
+    for why, wait in answer["waited_for"].items():
+        whom = ", ".join(wait["because_of"])
+        yield f"It waited {_time(wait['seconds'])} for {why}{f' ({whom})' if whom else ''}."
+    for admission in answer["admissions"]:
+        yield _admission(admission)
+    yield from _chunks(answer["chunks"])
+    for preemption in answer["preemptions"]:
+        yield _preemption(preemption)
+    yield from _decodes(answer)
+    if answer["drafted_tokens"]:
+        yield f"Of {answer['drafted_tokens']} guessed tokens {answer['accepted_tokens']} were right."
+    company = list(answer["shared_steps_with"].items())
+    if company:
+        names = ", ".join(f"{name} ({one['steps']})" for name, one in company[:5])
+        more = f" and {len(company) - 5} more" if len(company) > 5 else ""
+        yield f"It shared its {answer['steps']} steps with {names}{more}."
+    reason = answer["finish_reason"]
+    if reason is None:
+        yield "The log does not have its end."
+    else:
+        failed = "; a step it was in failed" if answer["failed_step"] else ""
+        yield f"It ended with {reason!r}: {_ENDS[reason]}{failed}."
+
+
+def _admission(admission: Mapping[str, Any]) -> str:
+    text = f"At {_time(admission['seconds'])} it was admitted (step {admission['step']}, row {admission['row']})"
+    found = admission["cached_tokens"] + admission["host_tokens"]
+    if not found:
+        return text + "; nothing of it was cached."
+    host = f" ({admission['host_tokens']} of them on the host)" if admission["host_tokens"] else ""
+    origins = ", ".join(f"{count} by {name}" for name, count in admission["computed_by"].items())
+    return text + f"; {found} of its tokens were cached{host}, computed {origins or 'before'}."
+
+
+def _chunks(chunks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for number, chunk in enumerate(chunks):
+        if number == _MOST_CHUNKS:
+            rest = chunks[_MOST_CHUNKS:]
+            seconds = _time(sum(one["seconds"] for one in rest))
+            yield f"  … and {len(rest)} more chunks of {sum(one['tokens'] for one in rest)} tokens, {seconds}."
+            return
+        what = "computed again" if chunk["part"] == "recompute" else "computed"
+        others = chunk["step_tokens"] - chunk["tokens"]
+        beside = f" beside {others} of others" if others else ""
+        last = chunk["start"] + chunk["tokens"] - 1
+        seconds = _time(chunk["seconds"])
+        yield f"  step {chunk['step']}: tokens {chunk['start']} to {last} {what}{beside}, {seconds}"
+
+
+def _preemption(preemption: Mapping[str, Any]) -> str:
+    waited = preemption["waited_seconds"]
+    back = "never came back" if waited is None else f"was back after {_time(waited)}"
+    again = preemption["recompute_seconds"]
+    cost = f", and computed again for {_time(again)}" if again else ""
+    kept = "its blocks went to the host" if preemption["kind"] == "swap" else "its blocks were given up"
+    return (
+        f"At {_time(preemption['seconds'])} it was preempted (step {preemption['step']}): {preemption['why']}. It had "
+        f"{preemption['computed_tokens']} tokens computed, {kept}; it {back}{cost}."
+    )
+
+
+def _decodes(answer: Mapping[str, Any]) -> Iterator[str]:
+    decodes = answer["decodes"]
+    if decodes["steps"]:
+        each = answer["parts"]["decode"] / decodes["steps"]
+        slowest, tokens = _time(decodes["slowest_seconds"]), decodes["slowest_tokens"]
+        yield (
+            f"Its answer took {decodes['steps']} steps of {_time(each)} on average; the slowest, step "
+            f"{decodes['slowest_step']}, took {slowest} for {tokens} tokens of all requests in it."
+        )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms" if abs(seconds) < 1 else f"{seconds:.3f} s"
+
+
+def explanation_svg(explanation: Mapping[str, Any], width: int = 960) -> str:
+    """Each answer as a bar from its arrival to its end, with a legend."""
+    answers = explanation["answers"]
+    longest = max((answer["total_seconds"] for answer in answers), default=0.0) or 1.0
+    scale = (width - 40) / longest
+    rows: list[str] = []
+    top = 36
+    for answer in answers:
+        title = f"{answer['name']}: {_time(answer['total_seconds'])}, ended by {answer['finish_reason']}"
+        rows.append(f'<text x="20" y="{top}">{escape(title)}</text>')
+        for segment in answer["segments"]:
+            seconds = segment["end"] - segment["start"]
+            rows.append(
+                f'<rect x="{20 + segment["start"] * scale:.2f}" y="{top + 8}" width="{max(seconds * scale, 0.2):.2f}" '
+                f'height="26" fill="{_COLOURS[segment["part"]]}"><title>{TITLES[segment["part"]]}: {_time(seconds)}'
+                "</title></rect>"
+            )
+        for kind, sign in (("admissions", "▲"), ("preemptions", "▼")):
+            places = (20 + event["seconds"] * scale - 4 for event in answer[kind])
+            rows += [f'<text x="{x:.2f}" y="{top + 48}">{sign}</text>' for x in places]
+        top += 76
+    for number, part in enumerate(PARTS):
+        x, y = 20 + number % 4 * (width - 40) / 4, top + number // 4 * 22
+        rows.append(f'<rect x="{x:.0f}" y="{y - 11}" width="12" height="12" fill="{_COLOURS[part]}"/>')
+        rows.append(f'<text x="{x + 18:.0f}" y="{y}">{TITLES[part]}</text>')
+    height = top + 44
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        f'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
+        f"{''.join(rows)}</svg>\n"
+    )

@@ -1,0 +1,134 @@
+"""What devices can do: memory, and how fast they read and multiply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from time import perf_counter
+
+import torch
+
+from quire.errors import InvalidRequestError
+from quire.kernels.formats import Format
+from quire.kernels.quantize import quantize
+from quire.kernels.select import select_kernels
+from quire.kernels.weights import Weight
+from quire.plan.work import Rates
+from quire.runner.device import free_memory, pick_device
+
+_READ_SHARE, _MULTIPLY_SHARE = 4.5 / 4.8, 790 / 989
+"""What an H200 was measured to reach of its data sheet: taken for cards that nobody has measured."""
+_RESERVED = 2**30
+"""Of a GPU's memory: its driver's and torch's own."""
+_OUT, _IN, _COPIES = 4096, 1024, 8
+"""Of the matrices that are measured on a CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What our steps take beyond the bound, as measured on a card: seconds = bound / share + what each layer costs."""
+
+    decode: float = 1.0
+    prompt: float = 1.0
+    layer_seconds: float = 0.0
+    """Of each layer in a step of answers: kernels that wait for each other."""
+    row_seconds: float = 0.0
+    """Of each layer, row of a step of answers and 1024 of the hidden size: activations."""
+    token_seconds: tuple[float, float] = (0.0, 0.0)
+    """Of each layer and token of a prompt; and of each 1024 of the hidden size besides."""
+
+
+H200_SHARES = Shares(0.9, 0.85, 22e-6, 0.12e-6, (30e-9, 7e-9))
+"""Fitted to the decode and prompt lines of the table in docs/performance.md; its throughput lines were not used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device."""
+
+    name: str
+    kind: str
+    """cuda or cpu."""
+    memory: int
+    """Bytes that weights, activations and cache can take."""
+    rates: Rates | None
+    """None on a CPU, where they depend on the format of the weights: `rates_for` measures them."""
+    shares: Shares
+    origin: str
+    """Where these figures are from."""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether times are estimates; else they are bounds."""
+        return self.shares != Shares()
+
+    def rates_for(self, format: Format, dtype: torch.dtype) -> Rates:
+        return self.rates if self.rates is not None else measure_cpu(format, dtype)
+
+
+_SHEETS: dict[str, tuple[str, float, float, float]] = {
+    "h100": ("NVIDIA H100 SXM 80 GB", 80e9, 3.35e12, 989e12),
+    "b200": ("NVIDIA B200", 180e9, 8.0e12, 2250e12),
+    "a100": ("NVIDIA A100 80 GB", 80e9, 2.04e12, 312e12),
+    "l40s": ("NVIDIA L40S", 48e9, 0.864e12, 362e12),
+    "l4": ("NVIDIA L4", 24e9, 0.3e12, 121e12),
+    "rtx4090": ("NVIDIA RTX 4090", 24e9, 1.008e12, 165e12),
+    "rtx3090": ("NVIDIA RTX 3090", 24e9, 0.936e12, 71e12),
+}
+"""Name, bytes, bytes read a second and bfloat16 products a second, as data sheets have them."""
+
+
+def named_device(name: str) -> Device:
+    """A card by its short name."""
+    key = name.lower().replace(" ", "").replace("-", "")
+    if key == "h200":
+        return Device(
+            "NVIDIA H200", "cuda", int(139.8 * 2**30) - _RESERVED, Rates(4.5e12, 790e12), H200_SHARES, "measured"
+        )
+    if key not in _SHEETS:
+        raise InvalidRequestError("--gpu", f"must be one of h200, {', '.join(_SHEETS)}, not {name!r}")
+    title, memory, read, multiply = _SHEETS[key]
+    rates = Rates(read * _READ_SHARE, multiply * _MULTIPLY_SHARE)
+    origin = "data sheet, with the shares that were measured on an H200"
+    return Device(title, "cuda", int(memory) - _RESERVED, rates, H200_SHARES, origin)
+
+
+def this_device(name: str = "auto") -> Device:
+    """The device an engine would take here."""
+    device = pick_device(name)
+    if device.type == "cuda":
+        title = torch.cuda.get_device_name(device)
+        for short in ("h200", *_SHEETS):
+            if short.removeprefix("rtx") in title.lower().replace(" ", ""):
+                known = named_device(short)
+                memory = free_memory(device)
+                return Device(title, "cuda", memory, known.rates, known.shares, f"free memory now; {known.origin}")
+        raise InvalidRequestError("--gpu", f"{title} is not known here: name one that is like it, such as --gpu a100")
+    name = f"this CPU ({torch.get_num_threads()} threads)"
+    return Device(name, "cpu", free_memory(device), None, Shares(), "our matrix products, measured just now")
+
+
+@cache
+def measure_cpu(format: Format, dtype: torch.dtype) -> Rates:
+    """What products of our own kernels reach here with weights in a format: one row reads them, many multiply. The best
+    of a few tries each; takes about a second."""
+    kernels = select_kernels(torch.device("cpu"), dtype)
+    numbers = torch.randn(_OUT, _IN)
+    stored = (numbers.to(format.dtype),) if format.dtype is not None else quantize(format, numbers)
+    assert stored is not None
+    # Several, so that they are read from memory and not from a cache.
+    weights = [
+        kernels.pack(Weight.of(format, (_OUT, _IN), *(tensor.clone() for tensor in stored))) for _ in range(_COPIES)
+    ]
+    size = format.nbytes((_OUT, _IN))
+    row, rows = torch.randn(1, _IN).to(dtype), torch.randn(256, _IN).to(dtype)
+    reading = min(_seconds(lambda: [kernels.linear(row, weight) for weight in weights]) for _ in range(4))
+    multiplying = min(_seconds(lambda: kernels.linear(rows, weights[0])) for _ in range(4))
+    return Rates(_COPIES * size / reading, 2.0 * len(rows) * _OUT * _IN / multiplying)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    began = perf_counter()
+    run()
+    return perf_counter() - began

@@ -1,0 +1,257 @@
+"""Does it fit, how many at once, how fast: with the allocator's own rules and the bounds of bytes and products."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from quire.checkpoints.sources import resolve
+from quire.config import EngineConfig, format_bytes
+from quire.errors import CapacityError, InvalidRequestError
+from quire.kernels.formats import PLAIN, Format
+from quire.kernels.quantize import INT8, Q4_0
+from quire.models.load import open_model
+from quire.models.model_config import read_config
+from quire.models.spec import MlpSpec, ModelSpec
+from quire.models.weight_plan import QUANTIZED, quantized_format
+from quire.plan.devices import Device
+from quire.plan.work import decode_work, prompt_work
+from quire.runner.memory import CachePlan, Needs, plan_cache
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """A model of which the configuration is known, and perhaps the files."""
+
+    name: str
+    spec: ModelSpec
+    stored: str | None = None
+    """The formats its files are in, where they are quantised."""
+    stored_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is expected of it."""
+
+    input_tokens: int
+    output_tokens: int
+    rate: float | None = None
+    """Requests a second."""
+    ttft: float | None = None
+    """Seconds to the first token that are wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The model in one format."""
+
+    name: str
+    option: str
+    """How to ask for it."""
+    weight_bytes: int
+    format: Format
+    """Of most matrices, or one that is as large and can be made here."""
+    dtype: torch.dtype
+    key_dtype: torch.dtype
+
+    def itemsize(self, spec: ModelSpec) -> float:
+        return self.weight_bytes / spec.num_parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What to expect of one form on one device."""
+
+    form: Form
+    fits: bool
+    why_not: str = ""
+    plan: CachePlan | None = None
+    at_once: int = 0
+    """Requests of the load's length that the cache holds, and rows."""
+    step_seconds: float = 0.0
+    """Of a step with so many answers."""
+    alone_seconds: float = 0.0
+    """Of a step with one answer."""
+    prompt_seconds: float = 0.0
+    """Of one prompt of the load."""
+    tokens_per_second: float = 0.0
+    """Of answers, with so many at once."""
+    bound: str = ""
+    """What the steps of answers wait for."""
+
+
+def open_planned(model: str) -> PlannedModel:
+    """From a config.json, a folder that has one, a .gguf file, or whatever is on this machine under a name."""
+    path = Path(model).expanduser()
+    if path.name.endswith(".json") and path.is_file():
+        return PlannedModel(model, read_config(path))
+    has_weights = any(any(path.glob(f"*.{kind}")) for kind in ("safetensors", "npy", "gguf"))
+    if (path / "config.json").is_file() and not has_weights:
+        return PlannedModel(model, read_config(path / "config.json"))
+    files = open_model(resolve(model, offline=True).path)
+    try:
+        blocks = files.block_formats()
+        stored = sum(files.checkpoint.tensors[piece.name].num_bytes for piece in files.pieces)
+        return PlannedModel(model, files.spec, ", ".join(blocks) or None, stored if blocks else 0)
+    finally:
+        files.checkpoint.close()
+
+
+def forms_of(model: PlannedModel, device: Device) -> Iterator[Form]:
+    """The formats that the engine offers on such a device, the usual one first."""
+    spec = model.spec
+    plain = torch.bfloat16 if device.kind == "cuda" else torch.float32
+    if device.kind == "cpu" and model.stored is not None:
+        like = Q4_0 if model.stored_bytes < 0.85 * spec.num_parameters else INT8
+        yield Form(f"as stored ({model.stored})", "quantization=auto", model.stored_bytes, like, plain, plain)
+    note = " (expanded)" if model.stored is not None else ""
+    option = "quantization=none" if model.stored is not None and device.kind == "cpu" else "dtype=auto"
+    yield Form(f"{_name(plain)}{note}", option, _weight_bytes(spec, plain, "none"), PLAIN[plain], plain, plain)
+    if device.kind == "cpu":
+        half = torch.bfloat16
+        yield Form("bfloat16", "dtype=bfloat16", _weight_bytes(spec, half, "none"), PLAIN[half], half, half)
+        if model.stored is None:
+            for name, format in QUANTIZED.items():
+                size = _weight_bytes(spec, plain, name)
+                yield Form(name, f"quantization={name}", size, format, plain, plain)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _weight_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: str) -> int:
+    """As `plan_weights` would choose it, without files."""
+    total = 0
+    for name, parameter in spec.parameters().items():
+        plain = PLAIN[torch.float32 if parameter.wide else dtype]
+        format = quantized_format(name, parameter.shape, quantization) or plain
+        total += format.nbytes(parameter.shape)
+    return total
+
+
+def estimate(model: PlannedModel, device: Device, form: Form, load: Load) -> Estimate:
+    """One form, in an engine with the usual limits and sequences as long as the load's."""
+    spec = model.spec
+    length = load.input_tokens + load.output_tokens
+    if length > spec.max_position:
+        message = f"input and output are {length:,} tokens, but the model was made for {spec.max_position:,}"
+        raise InvalidRequestError("--input", message)
+    config = EngineConfig(max_model_len=length)
+    limits = config.limits(device.kind)
+    free = device.memory - form.weight_bytes
+    if free <= 0:
+        return Estimate(form, False, f"weights of {format_bytes(form.weight_bytes)} in {format_bytes(device.memory)}")
+    needs = Needs(weights=form.weight_bytes)
+    if device.kind == "cuda":
+        item = form.dtype.itemsize
+        activations = _activations(spec, limits.max_batched_tokens, limits.max_num_seqs, item)
+        graphs = _activations(spec, limits.max_num_seqs, limits.max_num_seqs, item)
+        needs = replace(needs, activations=activations, graphs=graphs)
+    try:
+        plan = plan_cache(spec, config, limits, form.key_dtype, free, needs)
+    except CapacityError as error:
+        return Estimate(form, False, str(error).split(":")[0])
+    at_once = min(limits.max_num_seqs, (plan.num_blocks - 1) // -(-length // plan.block_size))
+    times = StepTimes(spec, device, form)
+    context = load.input_tokens + load.output_tokens // 2
+    step, prompt = times.step(at_once, context), times.prompt(load.input_tokens)
+    # Each request takes the engine for its prompt, and shares the steps of its answer.
+    per_request = load.output_tokens * step / at_once + prompt
+    return Estimate(
+        form, True, "", plan, at_once, step, times.step(1, context), prompt, load.output_tokens / per_request,
+        times.bound(at_once, context),
+    )  # fmt: skip
+
+
+def _activations(spec: ModelSpec, num_tokens: int, num_scored: int, itemsize: int) -> int:
+    """About what `measure_needs` finds on a card: hidden states, the widest matrix's output, and three copies of the
+    scores in float32."""
+    layer = spec.layers[0]
+    size = layer.mlp.intermediate_size * (1 if isinstance(layer.mlp, MlpSpec) else layer.mlp.top_k)
+    heads = spec.heads
+    width = max(3 * size, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim * 2)
+    return num_tokens * (4 * spec.hidden_size + width) * itemsize + 3 * num_scored * spec.vocab_size * 4
+
+
+class StepTimes:
+    """How long steps take."""
+
+    def __init__(self, spec: ModelSpec, device: Device, form: Form) -> None:
+        self._spec, self._device, self._form = spec, device, form
+        self._itemsize = form.itemsize(spec)
+        self._rates = device.rates_for(form.format, form.dtype)
+
+    def step(self, rows: int, context: int) -> float:
+        """One token for each of so many answers."""
+        spec, shares = self._spec, self._device.shares
+        work = decode_work(spec, [context] * rows, self._itemsize, self._form.key_dtype.itemsize)
+        row = shares.row_seconds * rows * spec.hidden_size / 1024
+        return self._rates.seconds(work) / shares.decode + spec.num_layers * (shares.layer_seconds + row)
+
+    def prompt(self, *lengths: int) -> float:
+        """Prompts of these lengths."""
+        spec, shares = self._spec, self._device.shares
+        seconds = self._rates.seconds(prompt_work(spec, lengths, self._itemsize)) / shares.prompt
+        base, more = shares.token_seconds
+        return seconds + sum(lengths) * spec.num_layers * (base + more * spec.hidden_size / 1024)
+
+    def bound(self, rows: int, context: int) -> str:
+        work = decode_work(self._spec, [context] * rows, self._itemsize, self._form.key_dtype.itemsize)
+        rates = self._rates
+        reads, multiplies = work.bytes_read / rates.read_bandwidth, work.flops / rates.flops
+        what = "bytes" if reads >= multiplies else "products"
+        share = max(reads, multiplies) / self.step(rows, context)
+        return f"{what} ({share:.0%} of a step)"
+
+
+def workload_seconds(model: PlannedModel, device: Device, form: Form, jobs: Sequence[tuple[int, int]]) -> float:
+    """Requests of (prompt, answer) tokens, all at once: prompts first, then one token each a step."""
+    times = StepTimes(model.spec, device, form)
+    total = times.prompt(*[prompt for prompt, _ in jobs])
+    for step in range(1, max(new for _, new in jobs)):
+        contexts = [prompt + step for prompt, new in jobs if new > step]
+        total += times.step(len(contexts), sum(contexts) // len(contexts))
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What a rate of requests comes to."""
+
+    is_possible: bool
+    at_once: float
+    """Requests in the engine, on average."""
+    ttft: float
+    """About: its own prompt, those of others that are in the way, and half a step."""
+    per_token: float
+    utilisation: float
+    """Of the engine's time, by prompts alone."""
+    most: float
+    """Requests a second it could take."""
+
+
+def serve(model: PlannedModel, device: Device, found: Estimate, load: Load, num_devices: int) -> Serving:
+    """With the rate spread over the devices, each with the whole model."""
+    assert load.rate is not None
+    times = StepTimes(model.spec, device, found.form)
+    rate = load.rate / num_devices
+    context = load.input_tokens + load.output_tokens // 2
+    most = found.tokens_per_second / load.output_tokens * num_devices
+    busy = rate * found.prompt_seconds
+    at_once = 1.0
+    for _ in range(200):
+        if busy >= 1:
+            break
+        step = times.step(max(1, math.ceil(at_once)), context) / (1 - busy)
+        latency = found.prompt_seconds + load.output_tokens * step
+        at_once = min(0.5 * at_once + 0.5 * rate * latency, 10.0 * found.at_once)
+    possible = busy < 1 and at_once <= found.at_once and load.rate <= most
+    step = times.step(max(1, math.ceil(at_once)), context) / max(1 - busy, 1e-3)
+    waiting = busy / max(1 - busy, 1e-3) * found.prompt_seconds / 2
+    return Serving(possible, at_once, found.prompt_seconds + waiting + step / 2, step, busy, most)

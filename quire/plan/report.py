@@ -1,0 +1,166 @@
+"""A plan in words and as a table."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from quire.config import format_bytes
+from quire.plan.devices import Device
+from quire.plan.estimate import Estimate, Load, PlannedModel, Serving
+
+_PIPE_WIDTH = 150
+
+
+def print_plan(
+    model: PlannedModel,
+    device: Device,
+    num_devices: int,
+    load: Load,
+    found: Sequence[Estimate],
+    serving: Serving | None,
+) -> None:
+    """For people."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    count = f"{num_devices} x " if num_devices > 1 else ""
+    rates = "" if device.rates is None else f"{device.rates}; "
+    console.print(
+        f"{model.name}: {model.spec.family}, {model.spec.num_parameters / 1e6:,.0f}M parameters, on {count}"
+        f"{device.name} ({format_bytes(device.memory)} free; {rates}{device.origin})",
+        markup=False,
+        soft_wrap=True,
+    )
+    console.print(f"requests of {load.input_tokens:,} prompt and {load.output_tokens:,} answer tokens\n", markup=False)
+    table = Table("weights in", "take", "cache, tokens", "at once", "prompt, ms", box=None, pad_edge=False)
+    at_most = "" if device.is_measured else " at most"
+    for column in (f"alone, tokens/s{at_most}", f"all, tokens/s{at_most}"):
+        table.add_column(column, justify="right")
+    table.add_column("steps wait for")
+    for one in found:
+        table.add_row(one.form.name, format_bytes(one.form.weight_bytes), *_cells(one, num_devices))
+    console.print(table)
+    console.print()
+    for line in advice(model, device, num_devices, load, found, serving):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _cells(one: Estimate, num_devices: int) -> tuple[str, ...]:
+    if one.plan is None:
+        return "–", "–", "–", "–", "–", f"does not fit: {one.why_not}"
+    return (
+        f"{one.plan.num_tokens * num_devices:,}",
+        f"{one.at_once * num_devices:,}",
+        f"{one.prompt_seconds * 1e3:,.1f}",
+        _speed(1 / one.alone_seconds),
+        _speed(one.tokens_per_second * num_devices),
+        one.bound,
+    )
+
+
+def _speed(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def advice(
+    model: PlannedModel,
+    device: Device,
+    num_devices: int,
+    load: Load,
+    found: Sequence[Estimate],
+    serving: Serving | None,
+) -> Iterator[str]:
+    """What follows from the table, and what to change."""
+    fitting = [one for one in found if one.fits]
+    if not fitting:
+        smallest = min(found, key=lambda one: one.form.weight_bytes)
+        yield (
+            f"It does not fit: the smallest form takes {format_bytes(smallest.form.weight_bytes)} and one device has "
+            f"{format_bytes(device.memory)}. Take a smaller model, a larger device, or on a CPU int8 or int4."
+        )
+        return
+    first = fitting[0]
+    yield f"It fits: {first.form.option} ({first.form.name}), {first.at_once * num_devices} such requests at once."
+    best = max(fitting, key=lambda one: one.tokens_per_second)
+    if best.tokens_per_second > 1.2 * first.tokens_per_second:
+        times = best.tokens_per_second / first.tokens_per_second
+        name = f"{best.form.option} ({best.form.name})"
+        yield f"{name} is {times:.1f} times as fast; `quire bench quality` tells its price."
+    if num_devices > 1:
+        yield f"(Each of the {num_devices} devices holds the whole model and a share of the requests.)"
+    assert first.plan is not None
+    limit = first.plan.num_tokens // (load.input_tokens + load.output_tokens)
+    if limit <= first.at_once and first.at_once < 8:
+        yield "The cache decides how many: shorter requests, smaller weights or more memory for it give more."
+    if not device.is_measured:
+        yield "Speeds are bounds here (what the weights' products alone take, attention left out), not estimates."
+    if serving is None or load.rate is None:
+        return
+    if not serving.is_possible:
+        yield (
+            f"{load.rate:g} requests a second are too many: about {serving.most:.2f} is the most. "
+            f"{_devices_needed(load.rate, serving.most, num_devices)}"
+        )
+        return
+    yield (
+        f"At {load.rate:g} requests a second about {serving.at_once * num_devices:.1f} run at once; the first token "
+        f"comes after about {serving.ttft * 1e3:,.0f} ms, then one every {serving.per_token * 1e3:,.1f} ms; prompts "
+        f"take {serving.utilisation:.0%} of the time; {serving.most:.1f} requests a second would be the most."
+    )
+    if load.ttft is not None:
+        if serving.ttft <= load.ttft:
+            yield f"A first token within {load.ttft:g} s is kept, on average: bursts of requests take longer."
+        else:
+            yield (
+                f"A first token within {load.ttft:g} s is not kept: more devices, a smaller model, shorter prompts, or "
+                "a common beginning of prompts (the prefix cache computes it once) would help."
+            )
+
+
+def _devices_needed(rate: float, most: float, num_devices: int) -> str:
+    if most <= 0:
+        return ""
+    return f"{int(rate / (most / num_devices)) + 1} such devices would do, or shorter answers, or a smaller model."
+
+
+def as_json(
+    model: PlannedModel,
+    device: Device,
+    num_devices: int,
+    load: Load,
+    found: Sequence[Estimate],
+    serving: Serving | None,
+) -> Mapping[str, Any]:
+    """For programs."""
+    return {
+        "model": model.name,
+        "family": model.spec.family,
+        "parameters": model.spec.num_parameters,
+        "device": {"name": device.name, "memory": device.memory, "count": num_devices, "origin": device.origin},
+        "times_are": "estimates" if device.is_measured else "bounds",
+        "input_tokens": load.input_tokens,
+        "output_tokens": load.output_tokens,
+        "forms": [_form_json(one, num_devices) for one in found],
+        "serving": None if serving is None else {name: getattr(serving, name) for name in serving.__slots__},
+        "advice": list(advice(model, device, num_devices, load, found, serving)),
+    }
+
+
+def _form_json(one: Estimate, num_devices: int) -> dict[str, Any]:
+    base = {"weights": one.form.name, "option": one.form.option, "weight_bytes": one.form.weight_bytes}
+    if one.plan is None:
+        return {**base, "fits": False, "why_not": one.why_not}
+    return {
+        **base,
+        "fits": True,
+        "cache_tokens": one.plan.num_tokens * num_devices,
+        "requests_at_once": one.at_once * num_devices,
+        "prompt_seconds": one.prompt_seconds,
+        "step_seconds": one.step_seconds,
+        "step_seconds_alone": one.alone_seconds,
+        "tokens_per_second": one.tokens_per_second * num_devices,
+        "bound": one.bound,
+    }

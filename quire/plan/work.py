@@ -1,0 +1,116 @@
+"""The bytes a workload must read and the products it must compute: what no engine can avoid."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.models.spec import MlpSpec, ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What can't be avoided. Writes, activations and everything that fits a cache are left out."""
+
+    bytes_read: float = 0.0
+    flops: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.bytes_read + other.bytes_read, self.flops + other.flops)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the device reaches on nothing but reading, and on nothing but multiplying."""
+
+    read_bandwidth: float
+    """Bytes per second."""
+    flops: float
+    """Per second, in products of large matrices in the model's dtype."""
+
+    def seconds(self, work: Work) -> float:
+        """The least time: reading and multiplying may overlap."""
+        return max(work.bytes_read / self.read_bandwidth, work.flops / self.flops)
+
+    def __str__(self) -> str:
+        return f"reads {self.read_bandwidth / 1e9:,.0f} GB/s, multiplies at {self.flops / 1e12:,.1f} TFLOP/s"
+
+
+def decode_work(spec: ModelSpec, contexts: Sequence[int], itemsize: float, key_itemsize: float | None = None) -> Work:
+    """One step in which sequences of these lengths (the new token included) compute one token each. `itemsize` is what
+    a weight takes, on average, and a key or value, unless `key_itemsize` says otherwise."""
+    rows = len(contexts)
+    keys = sum(_keys_seen(spec, context) for context in contexts)
+    key_bytes = 2 * spec.heads.num_kv_heads * spec.heads.head_dim * (key_itemsize or itemsize)
+    return Work(
+        bytes_read=_weight_bytes(spec, rows, itemsize) + keys * key_bytes,
+        flops=2.0 * rows * (_layer_parameters(spec) + spec.vocab_size * spec.hidden_size) + keys * _key_flops(spec),
+    )
+
+
+def prompt_work(spec: ModelSpec, lengths: Sequence[int], itemsize: float) -> Work:
+    """Prompts computed in one step, each with one token sampled. Their own keys need not leave the cache."""
+    rows = sum(lengths)
+    keys = sum(_keys_seen_by_all(spec, length) for length in lengths)
+    head = 2.0 * len(lengths) * spec.vocab_size * spec.hidden_size
+    return Work(
+        bytes_read=_weight_bytes(spec, rows, itemsize),
+        flops=2.0 * rows * _layer_parameters(spec) + head + keys * _key_flops(spec),
+    )
+
+
+def workload_work(spec: ModelSpec, jobs: Sequence[tuple[int, int]], itemsize: float) -> Work:
+    """Requests of (prompt length, new tokens), all at once: prompts in the first step, then one token each."""
+    total = prompt_work(spec, [prompt for prompt, _ in jobs], itemsize)
+    for step in range(1, max(new for _, new in jobs)):
+        total += decode_work(spec, [prompt + step for prompt, new in jobs if new > step], itemsize)
+    return total
+
+
+def _weight_bytes(spec: ModelSpec, rows: int, itemsize: float) -> float:
+    """All layers and the head, and of an embedding that is not the head the rows that are looked up."""
+    looked_up = 0 if spec.tie_embeddings else rows * spec.hidden_size
+    head = spec.vocab_size * spec.hidden_size
+    return itemsize * (_layer_parameters(spec, rows) + head + looked_up)
+
+
+def _layer_parameters(spec: ModelSpec, rows: int | None = None) -> float:
+    """Parameters of all layers that one row is multiplied with, or that any of so many rows is.
+
+    Rows choose experts evenly: of E experts, n rows that take k each leave out E * (1 - k / E) ** n on average.
+    """
+    heads = spec.heads
+    attention = spec.hidden_size * 2 * (heads.num_heads + heads.num_kv_heads) * heads.head_dim
+    total = 0.0
+    for layer in spec.layers:
+        total += attention
+        moe = layer.mlp
+        if isinstance(moe, MlpSpec):
+            total += 3 * moe.intermediate_size * spec.hidden_size
+            continue
+        experts = moe.num_experts
+        read = moe.top_k if rows is None else experts * (1 - (1 - moe.top_k / experts) ** rows)
+        total += (experts + 3 * moe.intermediate_size * read) * spec.hidden_size
+        total += (3 * moe.shared_intermediate_size + bool(moe.shared_intermediate_size)) * spec.hidden_size
+    return total
+
+
+def _keys_seen(spec: ModelSpec, context: int) -> int:
+    """By the last token of a sequence, over all layers."""
+    windows = Counter(layer.attention.sliding_window for layer in spec.layers)
+    return sum(count * min(context, window or context) for window, count in windows.items())
+
+
+def _keys_seen_by_all(spec: ModelSpec, length: int) -> int:
+    """By all tokens of a sequence, over all layers: token i sees i keys, up to the window."""
+    total = 0
+    for window, count in Counter(layer.attention.sliding_window for layer in spec.layers).items():
+        growing = min(length, window or length)
+        total += count * (growing * (growing + 1) // 2 + (length - growing) * growing)
+    return total
+
+
+def _key_flops(spec: ModelSpec) -> float:
+    """Per query and key: a product with the key and one with the value, in every head."""
+    return 4.0 * spec.heads.num_heads * spec.heads.head_dim

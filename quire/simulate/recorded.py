@@ -1,0 +1,80 @@
+"""The requests of a step log, as they were sent, and the tokens they got."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from quire.engine.request import PromptProgress, Request
+from quire.sampling_params import SamplingParams
+from quire.step import Admission, StepLogEntry
+
+
+@dataclass(slots=True)
+class RecordedRequest:
+    """One answer."""
+
+    admission: Admission
+    """Its first."""
+    tokens: list[int] = field(default_factory=list)
+    """The answer, as far as the log has it."""
+    finish_reason: str | None = None
+    """None where the log has no end of it."""
+
+    @property
+    def name(self) -> str:
+        return self.admission.request_id
+
+    @property
+    def group_id(self) -> str | None:
+        """What the answers to one call share."""
+        base, _, index = self.name.rpartition("/")
+        return base if base and index.isdigit() else None
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        return self.admission.token_ids[: self.admission.num_prompt_tokens]
+
+    def request(self, params: SamplingParams, name: str, group_id: str | None) -> Request:
+        """The same request again."""
+        admission = self.admission
+        return Request(
+            request_id=name,
+            prompt_token_ids=self.prompt,
+            params=params,
+            seed=admission.seed,
+            eos_token_ids=admission.eos_token_ids,
+            group_id=group_id,
+            resolved=admission.resolved,
+            prompt_progress=PromptProgress(),
+            pooling=admission.pooling,
+        )
+
+    def fixed(self, name: str) -> Request:
+        """One that takes as many tokens as this one got, whatever they are."""
+        params = replace(
+            self.admission.params, max_tokens=max(1, len(self.tokens)), min_tokens=0, ignore_eos=True, stop=(),
+            stop_token_ids=(), deadline=None, structured=None,
+        )  # fmt: skip
+        return self.request(params, name, self.group_id)
+
+
+def recorded_requests(entries: Sequence[StepLogEntry]) -> list[RecordedRequest]:
+    """All answers whose beginning the log has, by arrival. A name that is used again is another request."""
+    live: dict[str, RecordedRequest] = {}
+    everyone: list[RecordedRequest] = []
+    for entry in entries:
+        for finished in entry.step.finished:
+            ended = live.pop(finished.request_id, None)
+            if ended is not None:
+                del ended.tokens[finished.num_output_tokens :]  # what came after its end was dropped
+                ended.finish_reason = finished.reason
+        for admission in entry.step.admitted:
+            if admission.request_id not in live and len(admission.token_ids) == admission.num_prompt_tokens:
+                live[admission.request_id] = RecordedRequest(admission)
+                everyone.append(live[admission.request_id])
+        if entry.result is not None:
+            for name, tokens in entry.result.tokens.items():
+                if name in live:
+                    live[name].tokens.extend(tokens)
+    return sorted(everyone, key=lambda one: one.admission.arrival)

@@ -1,0 +1,173 @@
+"""The requests of a log again, on a virtual clock: the real scheduler with other settings, steps as long as fitted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from quire.engine import EngineCore, Scheduler, SchedulerConfig
+from quire.errors import CapacityError, InvalidRequestError
+from quire.observe.engine_metrics import EngineMetrics
+from quire.simulate.recorded import RecordedRequest
+from quire.simulate.step_times import StepTimes
+from quire.step import RequestMetrics, Step, StepResult
+
+_CHANGES = ("max_num_seqs", "max_batched_tokens", "max_model_len", "num_blocks", "num_host_blocks")
+_MOST_STEPS = 5_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """An engine's settings, and how quickly requests come."""
+
+    config: SchedulerConfig
+    depth: int = 1
+    rate: float = 1.0
+    """Of arrivals: 2 is twice as many a second as were recorded."""
+
+
+def parse_changes(text: str, base: Setting) -> Setting:
+    """`max_num_seqs=128,policy=priority,rate=2` and so on, on top of what was recorded."""
+    config: dict[str, Any] = {}
+    rate, depth = base.rate, base.depth
+    for part in filter(None, (one.strip() for one in text.split(","))):
+        name, is_given, value = part.partition("=")
+        try:
+            if name in _CHANGES:
+                config[name] = int(value)
+            elif name == "depth":
+                depth = int(value)
+            elif name == "rate":
+                rate = float(value)
+            elif name == "policy" and is_given:
+                config[name] = value
+            elif name == "prefix_caching" and value in ("true", "false"):
+                config[name] = value == "true"
+            else:
+                raise ValueError
+        except ValueError:
+            known = ", ".join((*_CHANGES, "policy", "prefix_caching=true|false", "depth", "rate"))
+            raise InvalidRequestError("--what-if", f"{part!r}: give NAME=VALUE with one of {known}") from None
+    if not 0 < rate < float("inf") or depth < 1:
+        raise InvalidRequestError("--what-if", "rate must be above 0 and depth at least 1")
+    old = base.config
+    is_full = old.num_usable_blocks == old.max_num_seqs * old.blocks_for(old.max_model_len)
+    if is_full and "num_blocks" not in config:
+        # The cache had all that its rows could use, and would have more for more of them.
+        rows, length = config.get("max_num_seqs", old.max_num_seqs), config.get("max_model_len", old.max_model_len)
+        config["num_blocks"] = 1 + rows * old.blocks_for(length)
+    return Setting(replace(old, **config), depth, rate)
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class _Pending:
+    def __init__(self, clock: _Clock, ready: float, result: StepResult) -> None:
+        self._clock, self._ready, self._result = clock, ready, result
+
+    def result(self) -> StepResult:
+        self._clock.now = max(self._clock.now, self._ready)
+        return self._result
+
+
+class _TimedRunner:
+    """Computes nothing: tokens are any tokens, and a step takes its time, one after the other."""
+
+    def __init__(self, clock: _Clock, times: StepTimes) -> None:
+        self._clock, self._times = clock, times
+        self._free_at = 0.0
+
+    def submit(self, step: Step) -> _Pending:
+        self._free_at = max(self._free_at, self._clock.now) + (self._times.draw(step) if step.scheduled else 0.0)
+        tokens = {one.request_id: (0,) for one in step.scheduled if one.samples}
+        pooled = {one.request_id: b"" for one in step.scheduled if one.samples}
+        return _Pending(self._clock, self._free_at, StepResult(step.step_id, tokens, pooled=pooled))
+
+
+def play(requests: Sequence[RecordedRequest], setting: Setting, times: StepTimes) -> tuple[EngineMetrics, int]:
+    """What would have happened; and how many requests could never have run with these settings."""
+    clock = _Clock()
+    metrics = EngineMetrics(keep=10**9)
+    scheduler = Scheduler(setting.config)
+    core = EngineCore(scheduler, _TimedRunner(clock, times), setting.depth, metrics.observe, clock)
+    start = requests[0].admission.arrival if requests else 0.0
+    waiting = [((one.admission.arrival - start) / setting.rate, number, one) for number, one in enumerate(requests)]
+    waiting.reverse()
+    refused = 0
+    for _ in range(_MOST_STEPS):
+        if not core.has_work:
+            if not waiting:
+                break
+            clock.now = max(clock.now, waiting[-1][0])
+        while waiting and waiting[-1][0] <= clock.now:
+            arrival, number, one = waiting.pop()
+            # Names are used again, and may still be in use when things take longer.
+            request = one.fixed(f"{number}:{one.name}")
+            request.group_id = None if request.group_id is None else f"{request.group_id}@{one.admission.arrival}"
+            try:
+                core.add_request(request, arrival)
+            except (CapacityError, InvalidRequestError):
+                refused += 1
+        core.step(clock.now)
+        clock.now += times.pause
+    return metrics, refused
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A run in the figures people look at. Times are in seconds."""
+
+    requests: int
+    seconds: float
+    """From the first arrival to the last end."""
+    ttft: tuple[float, float]
+    """Median and 95th percentile."""
+    per_token: tuple[float, float]
+    latency: tuple[float, float]
+    tokens_per_second: float
+    steps: int
+    preemptions: int
+    hit_rate: float
+    """Of the prompt tokens of all admissions, those that were found in a cache."""
+
+    @classmethod
+    def of(cls, metrics: EngineMetrics) -> Summary:
+        finished = list(metrics.finished)
+        counters = metrics.counters
+        begin = min((one.arrival for one in finished), default=0.0)
+        seconds = max((one.finished for one in finished), default=0.0) - begin
+        found = counters.cached_tokens + counters.host_tokens
+        return cls(
+            len(finished),
+            seconds,
+            _two([one.time_to_first_token for one in finished]),
+            _two([one.time_per_output_token for one in finished]),
+            _two([_latency(one) for one in finished]),
+            counters.output_tokens / seconds if seconds else 0.0,
+            counters.steps,
+            sum(counters.preemptions.values()),
+            found / max(1, found + counters.computed_tokens - counters.sampled_tokens),
+        )
+
+    def as_json(self) -> Mapping[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def _latency(one: RequestMetrics) -> float:
+    return one.finished - one.arrival
+
+
+def _two(values: Sequence[float | None]) -> tuple[float, float]:
+    known = [value for value in values if value is not None]
+    if not known:
+        return 0.0, 0.0
+    return float(np.quantile(known, 0.5)), float(np.quantile(known, 0.95))

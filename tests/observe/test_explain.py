@@ -1,0 +1,198 @@
+"""Explanations from steps alone: their parts add up to what the engine measured, whatever happened on the way."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from quire.engine import EngineCore, RequestMetrics, Scheduler, SchedulerConfig, make_requests
+from quire.observe.explain import PARTS, explain_request, request_names
+from quire.observe.explain_text import explanation_svg, explanation_text
+from quire.observe.step_log import StepLog, read_step_log
+from quire.sampling_params import SamplingParams
+from quire.simulate.fake_runner import FakeRunner
+from quire.step import StepLogEntry
+from tests.long_runs import short_or_long
+
+CONFIG = SchedulerConfig(num_blocks=40, max_num_seqs=6, max_batched_tokens=24, max_model_len=96, block_size=4)
+
+
+class Clock:
+    """Every result takes a while, by chance."""
+
+    def __init__(self, source: random.Random) -> None:
+        self.now = 100.0
+        self._source = source
+
+    def __call__(self) -> float:
+        self.now += self._source.uniform(0.001, 0.05)
+        return self.now
+
+
+def load(seed: int, count: int, config: SchedulerConfig, depth: int, log: StepLog) -> dict[str, RequestMetrics]:
+    """Requests that come at random, share prompts, are aborted and preempted; what the engine measured of each."""
+    source = random.Random(seed)
+    clock = Clock(source)
+    core = EngineCore(Scheduler(config), FakeRunner(config, vocab_size=50), depth, log.append, clock)
+    shared = [source.randrange(50) for _ in range(40)]
+    measured: dict[str, RequestMetrics] = {}
+    added = 0
+    while added < count or core.has_work:
+        while added < count and source.random() < 0.4:
+            prompt = shared[: source.choice((0, 8, 20))] + [source.randrange(50) for _ in range(source.randint(1, 40))]
+            params = SamplingParams(max_tokens=source.randint(1, 30), n=source.choice((1, 1, 1, 2)))
+            for request in make_requests(f"r{added}", prompt, params, seed + added):
+                core.add_request(request, clock.now)
+            added += 1
+        clock.now += source.choice((0.0, 0.0005))
+        if source.random() < 0.02 and core.scheduler.table.requests:
+            core.abort([source.choice(list(core.scheduler.table.requests))], clock.now)
+        for update in core.step(clock.now):
+            if update.metrics is not None:
+                measured[update.request_id] = update.metrics
+        clock.now += source.choice((0.0, 0.0005))
+    return measured
+
+
+def check(entries: list[StepLogEntry], measured: dict[str, RequestMetrics], config: SchedulerConfig | None) -> None:
+    for name, metrics in measured.items():
+        explanation = explain_request(entries, name, config)
+        assert explanation is not None, name
+        answer = next(one for one in explanation["answers"] if one["name"] == name)
+        total = metrics.finished - metrics.arrival
+        assert abs(sum(answer["parts"].values()) - total) < 1e-6, name
+        assert abs(answer["total_seconds"] - total) < 1e-6
+        assert answer["output_tokens"] == metrics.num_output_tokens
+        assert len(answer["preemptions"]) == metrics.preemptions
+        assert answer["recomputed_tokens"] == metrics.recomputed_tokens
+        assert sum(one["cached_tokens"] for one in answer["admissions"]) == metrics.cached_tokens
+        assert sum(one["host_tokens"] for one in answer["admissions"]) == metrics.host_tokens
+        for one in answer["admissions"]:
+            assert sum(one["computed_by"].values()) == one["cached_tokens"] + one["host_tokens"]
+        waits = sum(wait["seconds"] for wait in answer["waited_for"].values())
+        waiting = answer["parts"]["queue"] + answer["parts"]["preempted"]
+        assert waits <= waiting + 1e-6
+        if metrics.first_token is not None:
+            assert abs(answer["first_token_seconds"] - (metrics.first_token - metrics.arrival)) < 1e-6
+        if metrics.queue_time is not None:
+            assert abs(answer["parts"]["queue"] - metrics.queue_time) < 1e-6
+        ends = [segment["end"] for segment in answer["segments"]]
+        starts = [segment["start"] for segment in answer["segments"]]
+        assert starts[1:] == ends[:-1]  # no moment is missing and none counts twice
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_host_blocks", [0, 30])
+def test_parts_add_up_to_what_was_measured(depth: int, num_host_blocks: int) -> None:
+    config = SchedulerConfig(
+        num_blocks=40, max_num_seqs=6, max_batched_tokens=24, max_model_len=96, block_size=4,
+        num_host_blocks=num_host_blocks,
+    )  # fmt: skip
+    log = StepLog(capacity=10**6)
+    measured = load(depth, short_or_long(60, 1000), config, depth, log)
+    assert sum(metrics.preemptions for metrics in measured.values()) > 10
+    assert sum(metrics.cached_tokens for metrics in measured.values()) > 50
+    check(list(log), measured, config)
+
+
+def test_a_file_tells_as_much(tmp_path: Path) -> None:
+    log = StepLog(capacity=10**6, path=tmp_path / "steps.jsonl")
+    measured = load(5, 25, CONFIG, 1, log)
+    log.close()
+    entries = read_step_log(tmp_path / "steps.jsonl")
+    check(entries, measured, None)
+    assert set(request_names(entries)) <= measured.keys()
+    for name in request_names(entries):
+        assert explain_request(entries, name) == explain_request(list(log), name)
+
+
+def run_three(log: StepLog) -> None:
+    """`a` fills the steps, `b` waits for a row, `c` finds what `a` computed."""
+    config = SchedulerConfig(num_blocks=40, max_num_seqs=1, max_batched_tokens=8, max_model_len=64, block_size=4)
+    clock = Clock(random.Random(0))
+    core = EngineCore(Scheduler(config), FakeRunner(config, vocab_size=50), 1, log.append, clock)
+    for name, length in (("a", 20), ("b", 3), ("c", 21)):
+        prompt = range(length) if name != "b" else range(40, 40 + length)
+        for request in make_requests(name, prompt, SamplingParams(max_tokens=3), 0):
+            core.add_request(request, clock.now)
+    while core.has_work:
+        core.step(clock.now)
+
+
+def test_it_says_who_was_waited_for_and_who_had_computed_what() -> None:
+    log = StepLog()
+    run_three(log)
+    entries = list(log)
+    first, second, third = (explain_request(entries, name) for name in "abc")
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    (answer,) = first["answers"]
+    assert [(chunk["start"], chunk["tokens"]) for chunk in answer["chunks"]] == [(0, 8), (8, 8), (16, 4)]
+    assert answer["parts"]["queue"] == 0
+    (answer,) = second["answers"]
+    (wait,) = answer["waited_for"].values()
+    assert wait["because_of"] == ["a"]
+    assert wait["steps"] == 5
+    assert abs(wait["seconds"] - answer["parts"]["queue"]) < 1e-9
+    (answer,) = third["answers"]
+    assert answer["admissions"][0]["computed_by"] == {"a": 20}
+    text = explanation_text(third)
+    assert "20 of its tokens were cached, computed 20 by a." in text
+    assert "for a row: all were taken (a, b)" in text
+    assert "It ended with 'length'" in text
+    assert explain_request(entries, "d") is None
+
+
+def test_words_and_picture_of_everything_that_happens() -> None:
+    log = StepLog(capacity=10**6)
+    measured = load(2, 30, CONFIG, 2, log)
+    entries = list(log)
+    name = max(measured, key=lambda one: measured[one].preemptions)
+    explanation = explain_request(entries, name.split("/")[0], CONFIG)
+    assert explanation is not None
+    json.dumps(explanation)  # plain values only
+    text = explanation_text(explanation)
+    assert "it was preempted" in text
+    assert "needed a block and none was free" in text
+    picture = ElementTree.fromstring(explanation_svg(explanation))
+    bars = picture.findall(".//{http://www.w3.org/2000/svg}rect")
+    assert len(bars) > len(PARTS)
+
+
+def test_names_are_escaped_in_the_picture() -> None:
+    log = StepLog()
+    config = SchedulerConfig(num_blocks=40, max_num_seqs=1, max_batched_tokens=8, max_model_len=64, block_size=4)
+    core = EngineCore(Scheduler(config), FakeRunner(config, vocab_size=50), 1, log.append)
+    (request,) = make_requests("<script>&", range(3), SamplingParams(max_tokens=2), 0)
+    core.add_request(request, 0.0)
+    for now in range(1, 6):
+        core.step(float(now))
+    explanation = explain_request(list(log), "<script>&")
+    assert explanation is not None
+    svg = explanation_svg(explanation)
+    assert "<script>" not in svg
+    ElementTree.fromstring(svg)
+
+
+def test_a_request_that_never_ran_waited_all_the_time() -> None:
+    log = StepLog()
+    config = SchedulerConfig(num_blocks=40, max_num_seqs=1, max_batched_tokens=8, max_model_len=64, block_size=4)
+    clock = Clock(random.Random(1))
+    core = EngineCore(Scheduler(config), FakeRunner(config, vocab_size=50), 1, log.append, clock)
+    for name in "ab":
+        (request,) = make_requests(name, range(5), SamplingParams(max_tokens=6), 0)
+        core.add_request(request, clock.now)
+    core.step(clock.now)
+    core.abort(["b"], clock.now)
+    while core.has_work:
+        core.step(clock.now)
+    explanation = explain_request(list(log), "b")
+    assert explanation is not None
+    (answer,) = explanation["answers"]
+    assert answer["parts"]["queue"] == pytest.approx(answer["total_seconds"])
+    assert answer["finish_reason"] == "abort"

@@ -1,0 +1,170 @@
+"""Plans against what was measured on an H200, against the allocator, and the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from bench.shapes import CONFIGS, spec_of
+from bench.throughput import nano_workload
+from quire.cli.main import app
+from quire.config import EngineConfig
+from quire.errors import InvalidRequestError, ModelNotFoundError
+from quire.plan.devices import Device, Shares, named_device
+from quire.plan.estimate import (
+    Estimate,
+    Load,
+    PlannedModel,
+    StepTimes,
+    estimate,
+    forms_of,
+    open_planned,
+    serve,
+    workload_seconds,
+)
+from quire.plan.report import advice
+from quire.plan.work import Rates
+from quire.runner.memory import Needs, plan_cache
+
+H200 = named_device("h200")
+CPU = Device("a CPU", "cpu", 16 * 2**30, Rates(50e9, 1e12), Shares(), "made up")
+
+
+def planned(name: str) -> PlannedModel:
+    return PlannedModel(name, spec_of(name))
+
+
+def first(model: PlannedModel, device: Device, load: Load) -> Estimate:
+    return estimate(model, device, next(iter(forms_of(model, device))), load)
+
+
+def times_of(name: str) -> StepTimes:
+    model = planned(name)
+    return StepTimes(model.spec, H200, next(iter(forms_of(model, H200))))
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "milliseconds"),
+    [
+        ("qwen3-0.6b", 1, 0.914),
+        ("qwen3-0.6b", 32, 1.300),
+        ("qwen3-0.6b", 256, 3.519),
+        ("qwen3-8b", 1, 4.317),
+        ("llama-3.2-1b", 1, 1.032),
+        ("qwen3-30b-a3b", 1, 2.904),
+    ],
+)
+def test_steps_of_answers_take_what_was_measured(name: str, rows: int, milliseconds: float) -> None:
+    """docs/performance.md; prompts of 128 tokens and 256 new ones, so 256 on average."""
+    assert 1e3 * times_of(name).step(rows, 256) == pytest.approx(milliseconds, rel=0.15)
+
+
+@pytest.mark.parametrize(("name", "tokens_per_second"), [("qwen3-0.6b", 393_296), ("qwen3-8b", 42_286)])
+def test_prompts_take_what_was_measured(name: str, tokens_per_second: float) -> None:
+    assert 32 * 2048 / times_of(name).prompt(*[2048] * 32) == pytest.approx(tokens_per_second, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens_per_second"), [("qwen3-0.6b", 24_968), ("qwen3-8b", 9_870), ("qwen3-30b-a3b", 5_951)]
+)
+def test_whole_workloads_take_what_was_measured(name: str, tokens_per_second: float) -> None:
+    """Nothing was fitted to these lines."""
+    prompts, new_tokens = nano_workload()
+    jobs = list(zip(map(len, prompts), new_tokens, strict=True))
+    model = planned(name)
+    seconds = workload_seconds(model, H200, next(iter(forms_of(model, H200))), jobs)
+    assert sum(new_tokens) / seconds == pytest.approx(tokens_per_second, rel=0.15)
+
+
+def test_what_fits_is_what_the_allocator_says() -> None:
+    model, load = planned("qwen3-8b"), Load(2000, 500)
+    found = first(model, CPU, load)
+    assert not found.fits  # 30 GiB of float32
+    forms = {form.name: form for form in forms_of(model, CPU)}
+    assert list(forms) == ["float32", "bfloat16", "int8", "int4"]
+    small = estimate(model, CPU, forms["int4"], load)
+    assert small.plan is not None
+    config = EngineConfig(max_model_len=2500)
+    free = CPU.memory - forms["int4"].weight_bytes
+    needs = Needs(weights=forms["int4"].weight_bytes)
+    assert small.plan == plan_cache(model.spec, config, config.limits("cpu"), torch.float32, free, needs)
+    assert small.at_once == (small.plan.num_blocks - 1) // 157
+    # As the loader would find it: 4.5 bits for each number of a matrix.
+    assert forms["int4"].weight_bytes == pytest.approx(model.spec.num_parameters * 18 / 32, rel=0.01)
+    assert forms["int8"].weight_bytes == pytest.approx(model.spec.num_parameters, rel=0.01)
+
+
+def test_the_real_files_weights_are_counted_as_they_are(smollm2_gguf: Path) -> None:
+    from quire.models.load import open_model
+    from quire.runner.worker import choose_weights
+
+    model = open_planned(str(smollm2_gguf))
+    forms = list(forms_of(model, CPU))
+    assert [form.option for form in forms] == ["quantization=auto", "quantization=none", "dtype=bfloat16"]
+    files = open_model(smollm2_gguf)
+    for form, quantization in zip(forms[:2], ("auto", "none"), strict=True):
+        loaded = choose_weights(
+            files, EngineConfig(device="cpu", quantization=quantization, dtype="float32"), torch.device("cpu")
+        )
+        assert form.weight_bytes == pytest.approx(loaded.nbytes, rel=0.01)
+    files.checkpoint.close()
+
+
+def test_a_rate_that_is_too_high_is_said_with_what_would_do() -> None:
+    model, load = planned("qwen3-8b"), Load(2000, 500, rate=5.0, ttft=0.5)
+    found = first(model, H200, load)
+    serving = serve(model, H200, found, load, 1)
+    assert serving.is_possible
+    assert serving.ttft < 0.5
+    assert 5 < serving.most < 20
+    much = Load(2000, 500, rate=40.0, ttft=0.5)
+    serving = serve(model, H200, found, much, 1)
+    assert not serving.is_possible
+    (line,) = [line for line in advice(model, H200, 1, much, [found], serving) if "too many" in line]
+    assert "such devices would do" in line
+    spread = serve(model, H200, found, much, 8)
+    assert spread.is_possible
+    strict = Load(2000, 500, rate=5.0, ttft=0.01)
+    assert any(
+        "is not kept" in line for line in advice(model, H200, 1, strict, [found], serve(model, H200, found, strict, 1))
+    )
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["plan", *arguments])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.stdout
+
+
+def test_the_command_with_nothing_but_a_config(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIGS["qwen3-8b"]))
+    code, text = run("--model", str(config), "--gpu", "h200", "--input", "2000", "--output", "500", "--rate", "5")
+    assert code == 0
+    assert "It fits: dtype=auto (bfloat16), 256 such requests at once." in text
+    assert "At 5 requests a second about" in text
+    code, text = run("--model", str(tmp_path), "--gpu", "h200", "--gpus", "2", "--json")
+    assert code == 0
+    told: dict[str, Any] = json.loads(text)
+    assert told["forms"][0]["requests_at_once"] == 512
+    assert told["times_are"] == "estimates"
+    code, text = run("--model", str(config), "--gpu", "l4", "--input", "30000", "--output", "1000")
+    assert code == 1
+    assert "does not fit" in text
+
+
+def test_wrong_input_says_what_to_do(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIGS["qwen3-8b"]))
+    with pytest.raises(InvalidRequestError, match="--gpu: must be one of h200, h100"):
+        run("--model", str(config), "--gpu", "voodoo2")
+    with pytest.raises(InvalidRequestError, match="the model was made for 40,960"):
+        run("--model", str(config), "--gpu", "h200", "--input", "50000")
+    with pytest.raises(ModelNotFoundError):
+        run("--model", "./nothing", "--gpu", "h200")

@@ -1,0 +1,185 @@
+"""Replays on a virtual clock: the fit, the same again, other settings, and a second run that is 'measured'."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from quire.cli.main import app
+from quire.engine import EngineCore, Scheduler, SchedulerConfig, make_requests
+from quire.errors import InvalidRequestError
+from quire.observe.engine_metrics import derive_metrics
+from quire.observe.step_log import StepLog, last_run
+from quire.sampling_params import SamplingParams
+from quire.simulate.recorded import recorded_requests
+from quire.simulate.step_times import fit_step_times
+from quire.simulate.what_if import Setting, Summary, parse_changes, play
+from quire.step import Step, StepLogEntry, StepResult
+
+CONFIG = SchedulerConfig(num_blocks=129, max_num_seqs=4, max_batched_tokens=64, max_model_len=512)
+
+
+class Machine:
+    """An engine whose steps take what steps take: weights are read once, tokens multiplied, keys read; with noise."""
+
+    def __init__(self, config: SchedulerConfig, log: StepLog, seed: int) -> None:
+        self.now = 50.0
+        self._noise = random.Random(seed)
+        self.core = EngineCore(Scheduler(config), self, 1, log.append, lambda: self.now)
+
+    def submit(self, step: Step) -> Machine:
+        keys = sum(one.start + one.num_tokens for one in step.scheduled)
+        seconds = 0.010 + 0.0004 * step.num_tokens + 2e-6 * keys
+        self.now += seconds * self._noise.uniform(0.95, 1.08)
+        self._result = StepResult(step.step_id, {one.request_id: (7,) for one in step.scheduled if one.samples})
+        return self
+
+    def result(self) -> StepResult:
+        return self._result
+
+
+def run(config: SchedulerConfig, log: StepLog, count: int = 80, seed: int = 1, noise: int = 0) -> list[StepLogEntry]:
+    """Requests that come at random, for `seed`; the machine's noise is another's."""
+    source = random.Random(seed)
+    machine = Machine(config, log, noise)
+    due = machine.now
+    jobs = []
+    for number in range(count):
+        due += source.expovariate(6.0)
+        prompt = [source.randrange(50) for _ in range(source.choice((10, 60, 200)))]
+        jobs.append((due, number, prompt, SamplingParams(max_tokens=source.choice((5, 20, 60)))))
+    jobs.reverse()
+    while jobs or machine.core.has_work:
+        if not machine.core.has_work:
+            machine.now = max(machine.now, jobs[-1][0])
+        while jobs and jobs[-1][0] <= machine.now:
+            arrival, number, prompt, params = jobs.pop()
+            for request in make_requests(f"r{number}", prompt, params, number):
+                machine.core.add_request(request, arrival)
+        machine.core.step(machine.now)
+        machine.now += 0.0002
+    return list(log)
+
+
+@pytest.fixture(scope="module")
+def entries() -> list[StepLogEntry]:
+    return run(CONFIG, StepLog(capacity=10**6))
+
+
+def test_the_fit_predicts_steps_it_has_not_seen(entries: list[StepLogEntry]) -> None:
+    times = fit_step_times(entries)
+    assert times.quality.num_steps > 50
+    assert times.quality.median_error < 0.05
+    assert times.quality.p95_error < 0.10
+    assert abs(times.quality.total_error) < 0.03
+    assert times.pause == pytest.approx(0.0002, rel=0.01)
+
+
+def close(summary: Summary, measured: Summary, tolerance: float) -> None:
+    for name in ("ttft", "per_token", "latency"):
+        for got, wanted in zip(getattr(summary, name), getattr(measured, name), strict=True):
+            assert got == pytest.approx(wanted, rel=tolerance), name
+    assert summary.tokens_per_second == pytest.approx(measured.tokens_per_second, rel=tolerance)
+    assert summary.requests == measured.requests
+
+
+def test_the_same_settings_give_what_was_recorded(entries: list[StepLogEntry]) -> None:
+    played, refused = play(recorded_requests(entries), Setting(CONFIG), fit_step_times(entries))
+    assert refused == 0
+    close(Summary.of(played), Summary.of(derive_metrics(entries)), 0.10)
+
+
+@pytest.mark.parametrize("changes", ["max_num_seqs=16", "max_batched_tokens=24", "num_blocks=40", "max_num_seqs=2"])
+def test_other_settings_give_what_a_second_run_measures(entries: list[StepLogEntry], changes: str) -> None:
+    """The goal is 10% on median and 95th percentile."""
+    setting = parse_changes(changes, Setting(CONFIG))
+    played, _ = play(recorded_requests(entries), setting, fit_step_times(entries))
+    measured = Summary.of(derive_metrics(run(setting.config, StepLog(capacity=10**6), noise=99)))
+    close(Summary.of(played), measured, 0.10)
+    if changes.startswith("num_blocks"):
+        assert Summary.of(played).preemptions > 0
+
+
+def test_recorded_requests_are_the_ones_that_were_sent(entries: list[StepLogEntry]) -> None:
+    requests = recorded_requests(entries)
+    assert len(requests) == 80
+    assert all(one.finish_reason == "length" for one in requests)
+    assert all(len(one.tokens) == one.admission.params.max_tokens for one in requests)
+    assert [one.admission.arrival for one in requests] == sorted(one.admission.arrival for one in requests)
+
+
+def test_a_log_that_begins_or_ends_in_the_middle(entries: list[StepLogEntry]) -> None:
+    middle = entries[100:400]
+    requests = recorded_requests(middle)
+    assert 0 < len(requests) < 80
+    played, _ = play(requests, Setting(CONFIG), fit_step_times(middle))
+    assert len(played.finished) == len(requests)
+
+
+def test_requests_that_could_never_run_are_counted(entries: list[StepLogEntry]) -> None:
+    setting = parse_changes("num_blocks=10", Setting(CONFIG))
+    played, refused = play(recorded_requests(entries), setting, fit_step_times(entries))
+    assert refused > 0
+    assert len(played.finished) + refused == 80
+
+
+def test_changes_are_checked_and_a_full_cache_grows_with_its_rows() -> None:
+    base = Setting(CONFIG)
+    assert parse_changes("max_num_seqs=8, policy=priority,rate=2,depth=2", base) == Setting(
+        replace(CONFIG, max_num_seqs=8, policy="priority", num_blocks=1 + 8 * 32), 2, 2.0
+    )
+    assert parse_changes("max_num_seqs=8,num_blocks=50", base).config.num_blocks == 50
+    scarce = Setting(replace(CONFIG, num_blocks=60))
+    assert parse_changes("max_num_seqs=8", scarce).config.num_blocks == 60
+    for wrong in ("max_num_seqs", "speed=3", "max_num_seqs=many", "rate=0", "prefix_caching=1", "depth=0", "policy"):
+        with pytest.raises(InvalidRequestError, match="--what-if"):
+            parse_changes(wrong, base)
+    with pytest.raises(InvalidRequestError, match="max_batched_tokens"):
+        parse_changes("max_num_seqs=100", base)
+
+
+def test_too_few_steps_are_no_fit(entries: list[StepLogEntry]) -> None:
+    with pytest.raises(InvalidRequestError, match="30 are needed"):
+        fit_step_times(entries[:10])
+
+
+def invoke(*arguments: str | Path) -> str:
+    done = CliRunner().invoke(app, ["replay", *map(str, arguments)])
+    if done.exception is not None:
+        raise done.exception
+    return done.stdout
+
+
+def test_the_command(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    about = {"depth": 1, **asdict(CONFIG)}
+    log = StepLog(path=path, engine=about)
+    run(CONFIG, log, count=5, seed=3)  # an earlier engine's, which does not count
+    log.close()
+    log = StepLog(path=path, engine=about)
+    run(CONFIG, log, count=20)
+    log.close()
+    entries, engine = last_run(path)
+    assert engine is not None
+    assert engine.config == CONFIG
+    assert len(recorded_requests(entries)) == 20
+    text = invoke(path, "--what-if", "max_num_seqs=8", "--what-if", "rate=2")
+    assert "held out" in text
+    assert "max_num_seqs=8: " in text  # nobody has measured steps that large
+    assert "max_num_seqs=8" in text
+    told = json.loads(invoke(path, "--json", "--what-if", "rate=2"))
+    assert [one["setting"] for one in told["runs"]] == ["recorded", "replayed", "rate=2"]
+    assert told["runs"][0]["requests"] == 20
+    old = tmp_path / "old.jsonl"
+    log = StepLog(path=old)
+    run(CONFIG, log, count=3)
+    log.close()
+    with pytest.raises(InvalidRequestError, match="does not say its engine's settings"):
+        invoke(old)
+    with pytest.raises(InvalidRequestError, match="leave --model out"):
+        invoke(path, "--model", "smollm2", "--what-if", "rate=2")

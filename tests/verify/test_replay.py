@@ -1,0 +1,73 @@
+"""`quire replay --model`: the requests of a log again on the real engine, and a log that was changed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from quire import LLM, SamplingParams
+from quire.cli.main import app
+from quire.errors import InvalidRequestError
+from tests.ladder.conftest import tiny_model as tiny_model
+
+
+@pytest.fixture(scope="module")
+def log(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("replay") / "steps.jsonl"
+    options = {"kv_cache_memory": "400KiB", "max_model_len": 128, "max_num_seqs": 4, "device": "cpu"}
+    params = [
+        SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
+        SamplingParams(seed=3, max_tokens=30, n=2, repetition_penalty=1.2),
+        SamplingParams(temperature=1.5, max_tokens=25, stop=("e",)),
+        SamplingParams(temperature=1.5, top_k=9, max_tokens=40, ignore_eos=True),
+    ]
+    with LLM(tiny_model, step_log=path, **options) as llm:  # type: ignore[arg-type]
+        llm.generate(["some text", "more of it " * 4, "learn", "from the text " * 3] * 2, params * 2, progress=False)
+        llm.generate("x", SamplingParams(max_tokens=1))
+    return path
+
+
+def invoke(*arguments: str | Path) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["replay", *map(str, arguments), "--device", "cpu"])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.stdout
+
+
+@pytest.mark.parametrize("how", [(), ("--no-wait",)])
+def test_the_same_requests_give_the_same_tokens(log: Path, tiny_model: Path, how: tuple[str, ...]) -> None:
+    code, text = invoke(log, "--model", tiny_model, "--json", *how)
+    told = json.loads(text)
+    assert code == 0
+    assert told["different"] == []
+    assert told["requests"] + told["skipped"] == 11
+    assert told["tokens"] > 100
+    assert "The same: " in invoke(log, "--model", tiny_model, *how)[1]
+
+
+def test_a_token_that_was_changed_is_found(log: Path, tiny_model: Path, tmp_path: Path) -> None:
+    lines = log.read_text().splitlines()
+    changed = json.loads(lines[4])
+    name = next(name for name, tokens in changed["result"]["tokens"].items() if tokens)
+    changed["result"]["tokens"][name] = [changed["result"]["tokens"][name][0] ^ 1]
+    lines[4] = json.dumps(changed)
+    other = tmp_path / "other.jsonl"
+    other.write_text("\n".join(lines) + "\n")
+    code, text = invoke(other, "--model", tiny_model, "--no-wait")
+    assert code == 1
+    assert "NOT the same: 1 of" in text
+    assert f"{name}: from token" in text
+
+
+def test_another_model_is_noticed(log: Path, tiny_model: Path, tmp_path: Path) -> None:
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    for line in lines:
+        for admission in line["step"]["admitted"]:
+            admission["token_ids"][0] = 10**6
+    other = tmp_path / "other.jsonl"
+    other.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    with pytest.raises(InvalidRequestError, match="is it the same model"):
+        invoke(other, "--model", tiny_model, "--no-wait")
