@@ -265,6 +265,8 @@ class LLM:
         params = check_params(params) or SamplingParams()
         engine = self.engine
         params.check_token_ids(engine.decoder.spec.vocab_size)
+        if params.priority and engine.core.scheduler.config.policy != "priority":
+            raise InvalidRequestError("priority", 'counts only in an LLM made with policy="priority"')
         resolved = resolve_tokens(params, engine.tokenizer)
         # Compiled here, so that a bad grammar fails this call alone; held, so that it is there at admission.
         grammar = None if params.structured is None else engine.grammars.compile(params.structured)

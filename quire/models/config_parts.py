@@ -25,6 +25,15 @@ def plain_attention(num_heads: int, num_kv_heads: int, head_dim: int, window: in
     return AttentionSpec(HeadShape(num_heads, num_kv_heads, head_dim), head_dim**-0.5, window)
 
 
+def divided(config: Fields, key: str, num_heads: int) -> int:
+    """The size of a head where the settings don't say it: that of all of them, shared out."""
+    if config.integer(key) % num_heads:
+        raise config.error(
+            key, f"a multiple of the {num_heads} attention heads, as head_dim is absent", config.raw(key)
+        )
+    return config.integer(key) // num_heads
+
+
 def read_activation(config: Fields, allowed: str) -> Activation:
     """The activation, which must be the one that the family is known with."""
     key = "hidden_activation" if "hidden_activation" in config else "hidden_act"

@@ -5,6 +5,7 @@ The metadata is read as config.json is, by the same functions, under the names i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from quire.checkpoints.checkpoint import Checkpoint
 from quire.checkpoints.fields import Fields
 from quire.errors import UnsupportedModelError
-from quire.models.config_parts import yarn_mscale
+from quire.models.config_parts import divided, yarn_mscale
 from quire.models.families import FAMILIES, Family
 from quire.models.model_config import MAX_LAYERS, spec_of
 from quire.models.spec import ModelSpec
@@ -65,7 +66,8 @@ def _settings(checkpoint: Checkpoint, file: str) -> tuple[Family, Fields]:
     family = _find_family(name, metadata, file)
     fields, general = Fields(metadata, file, prefix), Fields(metadata, file)
     heads = fields.integer("attention.head_count")
-    head_dim = fields.integer("attention.key_length", max(fields.integer("embedding_length") // heads, 1))
+    known = "attention.key_length" in fields
+    head_dim = fields.integer("attention.key_length") if known else divided(fields, "embedding_length", heads)
     if fields.integer("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModelError(f"{file}: keys and values of different sizes are not supported.")
     tokens = metadata.get("tokenizer.ggml.tokens")
@@ -111,9 +113,10 @@ def _rope(fields: Fields, head_dim: int, checkpoint: Checkpoint) -> dict[str, An
     rope: dict[str, Any] = {}
     if "rope.freq_base" in fields:
         rope["rope_theta"] = fields.number("rope.freq_base", low=1e-6)
-    rotated = fields.integer("rope.dimension_count", head_dim)
-    if rotated != head_dim:
-        rope["partial_rotary_factor"] = rotated / head_dim
+    if "rope.dimension_count" in fields:
+        rotated = fields.integer("rope.dimension_count")
+        share = rotated / head_dim  # of which the product's whole part is taken: 30 / 44 * 44 would be 29
+        rope["partial_rotary_factor"] = share if int(head_dim * share) == rotated else math.nextafter(share, 2)
     if "rope_freqs.weight" in tensor_names:
         return rope | {"rope_type": "factors", "factors": checkpoint.read("rope_freqs.weight").tolist()}
     original = fields.integer(
