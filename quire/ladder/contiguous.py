@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidRequestError
-from quire.kernels.ops import LayerCache, PagedBatch
+from quire.kernels.ops import HeadShape, Kernels, LayerCache, PagedBatch
 from quire.models.decoder import Decoder
 from quire.sampling.noise import noise_keys
 
@@ -57,25 +57,30 @@ class ContiguousCache:
         """What is stored of one sequence, [kv_heads, length, head_dim]; the rest of its room is empty."""
         return self.layers[layer].keys[sequence, :, : self.lengths[sequence]]
 
+    def batch(self, decoder: Decoder, spans: Sequence[tuple[int, int, int]]) -> PagedBatch:
+        """What the kernels need to compute these tokens."""
+        self.check(spans)
+        return contiguous_batch(spans, self.capacity, decoder.kernels, decoder.spec.heads, decoder.device)
+
     @property
     def num_bytes(self) -> int:
         """What was allocated, used or not."""
         return sum(side.numel() * side.element_size() for layer in self.layers for side in (layer.keys, layer.values))
 
 
-def contiguous_batch(decoder: Decoder, cache: ContiguousCache, spans: Sequence[tuple[int, int, int]]) -> PagedBatch:
+def contiguous_batch(
+    spans: Sequence[tuple[int, int, int]], capacity: int, kernels: Kernels, shape: HeadShape, device: torch.device
+) -> PagedBatch:
     """Tells the kernels which tokens are computed: of each span's sequence those from its start to its end."""
-    cache.check(spans)
-    device = decoder.device
     query_start = [0]
     slots: list[int] = []
     for sequence, start, end in spans:
-        slots += range(sequence * cache.capacity + start, sequence * cache.capacity + end)
+        slots += range(sequence * capacity + start, sequence * capacity + end)
         query_start.append(len(slots))
     lengths = [end for _, _, end in spans]
     # Shared out once for all layers: kernels that have to find out by themselves ask the device for the lengths.
     counts, ends = np.diff(query_start).astype(np.int32), np.array(lengths, np.int32)
-    work = decoder.kernels.attention_work(counts, ends, np.arange(len(spans), dtype=np.int32), decoder.spec.heads)
+    work = kernels.attention_work(counts, ends, np.arange(len(spans), dtype=np.int32), shape)
     return PagedBatch(
         query_start=torch.tensor(query_start, dtype=torch.int32, device=device),
         context_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
@@ -109,7 +114,7 @@ def next_tokens(
     if not new_tokens:
         return {}
     spans = [(i, cache.length(i), cache.length(i) + len(tokens)) for i, tokens in new_tokens.items()]
-    batch = contiguous_batch(decoder, cache, spans)
+    batch = cache.batch(decoder, spans)
     token_ids = as_token_tensor(decoder, [token for tokens in new_tokens.values() for token in tokens])
     positions = torch.tensor([place for _, start, end in spans for place in range(start, end)], device=decoder.device)
     hidden = decoder(token_ids, positions, batch, cache.layers)

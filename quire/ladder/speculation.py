@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from quire.ladder.contiguous import ContiguousCache, as_token_tensor, contiguous_batch
+from quire.ladder.contiguous import ContiguousCache, as_token_tensor
 from quire.models.decoder import Decoder
 
 
@@ -51,7 +51,7 @@ def generate_with_guesses(
 @torch.inference_mode()
 def _compute(decoder: Decoder, cache: ContiguousCache, new: Sequence[int], start: int) -> list[int]:
     """Computes tokens from a position on; the likeliest token after each of them."""
-    batch = contiguous_batch(decoder, cache, [(0, start, start + len(new))])
+    batch = cache.batch(decoder, [(0, start, start + len(new))])
     positions = torch.arange(start, start + len(new), device=decoder.device)
     hidden = decoder(as_token_tensor(decoder, new), positions, batch, cache.layers)
     following: list[int] = decoder.logits(hidden).float().argmax(-1).tolist()
