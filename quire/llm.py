@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,51 +22,53 @@ from quire.engine.gc_pauses import full_collections_put_off
 from quire.errors import EngineError, InvalidRequestError, QuireError
 from quire.frontend.beam_search import BeamSearchOutput, BeamSearchParams, LiveBeams, check_choices
 from quire.frontend.chat_template import ChatTemplate
-from quire.frontend.detokenizer import IncrementalDetokenizer
-from quire.frontend.inputs import Prompt, as_conversations, as_params, as_prompts, check_id, check_params, check_prompt
+from quire.frontend.inputs import (
+    EncodedPrompt,
+    Prompt,
+    as_conversations,
+    as_params,
+    as_prompts,
+    check_id,
+    check_params,
+    check_prompt,
+)
 from quire.frontend.live_request import LiveRequest
 from quire.frontend.progress import GenerationBar, ModelBars
 from quire.frontend.resolve import resolve_tokens
+from quire.frontend.settings_file import engine_settings
 from quire.outputs import RequestDelta, RequestOutput
 from quire.sampling_params import SamplingParams
 
 Message = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    """A prompt in token ids."""
-
-    text: str | None
-    token_ids: list[int]
-    continues: bool
-    """Whether the answer goes on with the prompt's text; in a chat it is a new turn."""
-
-
 class LLM:
     """A model in memory, with its engine.
 
     `model` is an alias (`smollm2`), a folder in Hugging Face layout, a `.gguf` file, a Hugging Face id or a
-    folder of `.npy` files. Engine options are keywords; see `quire.config.EngineConfig`.
+    folder of `.npy` files. Engine options are keywords; see `quire.config.EngineConfig`. `config` is a TOML file with
+    both, which `quire serve --print-config` writes; keywords go before it.
 
     One call at a time: calls from several threads wait for each other. A process that was forked can't use the LLM of
     its parent, whose threads and devices it has not got; one that was spawned makes its own.
     """
 
-    def __init__(self, model: str | Path = "smollm2", **options: Any) -> None:
+    def __init__(self, model: str | Path | None = None, *, config: str | Path | None = None, **options: Any) -> None:
+        found, settings = (None, {}) if config is None else engine_settings(config)
+        model, options = model if model is not None else found or "smollm2", settings | options
         known = EngineConfig.__dataclass_fields__
         for name in options:
             if name not in known:
                 raise InvalidRequestError(name, f"is no engine option; there are: {', '.join(known)}")
         if not isinstance(model, str | Path):
             raise InvalidRequestError("model", f"must be a name or a path, not {type(model).__name__}")
-        config = EngineConfig(**options)
+        engine_config = EngineConfig(**options)
         self._process = os.getpid()
         self._turn = threading.RLock()
         """Whoever drives the engine, or changes what it works on, holds it."""
         with ModelBars(str(model)) as bars:
             source = resolve(str(model), progress=bars("download"))
-            self._engine: Engine | None = build_engine(source, config, bars("load"))
+            self._engine: Engine | None = build_engine(source, engine_config, bars("load"))
         self._live: dict[str, LiveRequest] = {}
         self._owners: dict[str, tuple[LiveRequest, int]] = {}
         self._searches: list[LiveBeams] = []
@@ -159,10 +161,7 @@ class LLM:
                 search.close(time.monotonic())
         if search.error is not None:
             raise search.error
-        beams = [
-            replace(beam, text=self._text_after(start.token_ids, beam.token_ids, beam.stop_token_id is not None))
-            for beam in search.beams
-        ]
+        beams = [beam.with_text(engine.tokenizer, start.token_ids) for beam in search.beams]
         return BeamSearchOutput(start.text, tuple(start.token_ids), tuple(beams))
 
     # Answers as they come
@@ -252,16 +251,16 @@ class LLM:
         with self._turn:
             yield self.engine
 
-    def _text_prompt(self, prompt: Prompt) -> _Prompt:
+    def _text_prompt(self, prompt: Prompt) -> EncodedPrompt:
         token_ids = check_prompt(prompt, self.engine.decoder.spec.vocab_size)
         if token_ids is None:
-            return _Prompt(str(prompt), self.engine.tokenizer.encode(str(prompt)), continues=True)
-        return _Prompt(None, token_ids, continues=True)
+            return EncodedPrompt(str(prompt), self.engine.tokenizer.encode(str(prompt)), continues=True)
+        return EncodedPrompt(None, token_ids, continues=True)
 
-    def _chat_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> _Prompt:
-        return _Prompt(None, self.encode_chat(messages, tools=tools), continues=False)
+    def _chat_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> EncodedPrompt:
+        return EncodedPrompt(None, self.encode_chat(messages, tools=tools), continues=False)
 
-    def _add(self, prompt: _Prompt, params: SamplingParams | None, request_id: str | None = None) -> str:
+    def _add(self, prompt: EncodedPrompt, params: SamplingParams | None, request_id: str | None = None) -> str:
         params = check_params(params) or SamplingParams()
         engine = self.engine
         params.check_token_ids(engine.decoder.spec.vocab_size)
@@ -327,7 +326,7 @@ class LLM:
 
     def _run(
         self,
-        prompts: Sequence[_Prompt],
+        prompts: Sequence[EncodedPrompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         progress: bool | None,
     ) -> list[RequestOutput]:
@@ -354,12 +353,7 @@ class LLM:
                 self._abort_unfinished(request_ids)
         return [outputs[request_id] for request_id in request_ids]
 
-    def _text_after(self, prompt_ids: Sequence[int], token_ids: Sequence[int], drop_last: bool) -> str:
-        detokenizer = IncrementalDetokenizer(self.engine.tokenizer, prompt_ids=prompt_ids)
-        shown = token_ids[:-1] if drop_last else token_ids
-        return "".join([detokenizer.push(token_id) for token_id in shown]) + detokenizer.finish()
-
-    def _stream(self, prompt: _Prompt, params: SamplingParams | None) -> Iterator[str]:
+    def _stream(self, prompt: EncodedPrompt, params: SamplingParams | None) -> Iterator[str]:
         params = check_params(params) or SamplingParams()
         if params.n != 1:
             raise InvalidRequestError("n", "a stream carries one answer; use generate for more")

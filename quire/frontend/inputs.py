@@ -4,12 +4,23 @@ there and never reaches the engine."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from quire.errors import InvalidRequestError
 from quire.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A prompt in token ids."""
+
+    text: str | None
+    token_ids: list[int]
+    continues: bool
+    """Whether the answer goes on with the prompt's text; in a chat it is a new turn."""
 
 
 def as_prompts(prompts: object) -> list[Prompt]:
