@@ -31,6 +31,7 @@ LAYERS = (
     ("frontend",),
     ("assemble", "llm", "__init__"),
     ("ladder",),
+    ("inspect",),
     ("bench",),
     ("server",),
     ("cli", "__main__"),

@@ -9,6 +9,7 @@ import typer
 
 from quire.cli import bench
 from quire.cli.chat import chat
+from quire.cli.inspect import inspect
 from quire.cli.models import models, pull
 from quire.cli.quantize import quantize
 from quire.cli.run import run
@@ -25,7 +26,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for command in (run, chat, serve, pull, models, quantize):
+for command in (run, chat, serve, inspect, pull, models, quantize):
     app.command()(command)
 app.add_typer(bench.app, name="bench")
 

@@ -95,11 +95,7 @@ class EngineOptions(OptionGroup):
         return found
 
     def check(self) -> None:
-        for name in self.others:
-            if name not in EngineConfig.__dataclass_fields__:
-                known = ", ".join(EngineConfig.__dataclass_fields__)
-                raise InvalidRequestError(name, f"is no engine option; there are: {known}")
-        EngineConfig(**self.keywords())
+        EngineConfig.of(self.keywords())
 
 
 def _fraction_or_bytes(text: str) -> float | str:

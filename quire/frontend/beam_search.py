@@ -48,6 +48,10 @@ class BeamSearchParams:
                 f"and the number of end tokens ({len(self.end_token_ids)}) must be at most {MAX_LOGPROBS} together",
             )
 
+    def within(self, longest: int) -> BeamSearchParams:
+        """With beams of at most so many tokens: the model has no room for more."""
+        return replace(self, max_tokens=max(1, min(self.max_tokens, longest)))
+
     @property
     def num_continuations(self) -> int:
         """Of one beam, at most this many can matter: as many as go on, and every end token."""

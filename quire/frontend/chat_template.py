@@ -131,3 +131,19 @@ class ChatTemplate:
             raise TemplateError("the chat template was stopped: it calls itself too deeply") from None
         except Exception as error:  # a template can fail in any way its expressions can
             raise TemplateError(f"the chat template failed: {type(error).__name__}: {error}") from None
+
+
+class ChatTemplates:
+    """A tokenizer's chat templates, compiled when they are first used: models may have one of their own for tools."""
+
+    def __init__(self) -> None:
+        self._compiled: dict[bool, ChatTemplate] = {}
+
+    def encode_chat(
+        self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> list[int]:
+        """The prompt a conversation becomes."""
+        for_tools = tools is not None
+        if for_tools not in self._compiled:
+            self._compiled[for_tools] = ChatTemplate.from_tokenizer(tokenizer, for_tools)
+        return self._compiled[for_tools].encode_chat(tokenizer, messages, tools=tools)

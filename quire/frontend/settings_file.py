@@ -20,6 +20,8 @@ from typing import Any
 from quire.errors import InvalidRequestError
 
 SECTIONS = ("engine", "server")
+UNSET: Any = object()
+"""Of a model: the one that the file names, else smollm2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,12 @@ def read_settings(path: str | Path) -> SettingsFile:
     return SettingsFile(path, model, found)
 
 
-def engine_settings(path: str | Path) -> tuple[str | None, dict[str, Any]]:
-    """The model and the engine's options; the server's are for a server."""
-    file = read_settings(path)
-    return file.model, dict(file.sections.get("engine", {}))
+def with_settings(
+    config: str | Path | None, model: object, options: Mapping[str, Any], default: str = "smollm2"
+) -> tuple[str, dict[str, Any]]:
+    """The model and the engine's options: as given, else as a file says. The server's part of it is for a server."""
+    file = SettingsFile() if config is None else read_settings(config)
+    model = file.model or default if model is UNSET else model
+    if not isinstance(model, str | Path):
+        raise InvalidRequestError("model", f"must be a name or a path, not {type(model).__name__}")
+    return str(model), {**file.sections.get("engine", {}), **options}
