@@ -97,7 +97,7 @@ def _attend(x: Tensor, own: dict[str, Tensor], layer: LayerSpec, eps: float) -> 
     heads = layer.attention.heads
     projected = x @ own["attention.qkv.weight"].T + own.get("attention.qkv.bias", torch.zeros(()))
     sizes = [count * heads.head_dim for count in (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)]
-    query, key, value = (part.view(len(x), -1, heads.head_dim) for part in projected.split(sizes, -1))
+    query, key, value = (part.view(len(x), -1, heads.head_dim) for part in projected.split_with_sizes(sizes, -1))
     if layer.qk_norm:
         query, key = rms_norm(query, own["attention.query_norm"], eps), rms_norm(key, own["attention.key_norm"], eps)
     assert layer.rope is not None
