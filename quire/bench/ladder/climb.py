@@ -118,8 +118,8 @@ def _ladder_table(rungs: Sequence[Rung], settings: ClimbSettings) -> Table:
         factors = Factor.of(before, seconds), Factor.of(first, seconds)
         rate = seconds.per(rung.num_tokens)
         measured = seconds, rung.latency, rate, Bytes(held), *factors, Bytes(rung.weight_bytes)
-        measured += seconds.each(rung.num_tokens), Bytes(held + rung.weight_bytes)
-        rows.append((rung.number, rung.name, rung.kernels, *measured))
+        together = seconds.each(rung.num_tokens), Bytes(held + rung.weight_bytes)
+        rows.append((rung.number, rung.name, rung.kernels, *measured, *together))
         before = seconds
     note = (
         f"{settings.num_jobs} requests at once: {settings.shared_tokens} prompt tokens in common and "
