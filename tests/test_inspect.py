@@ -166,6 +166,10 @@ def test_a_nan_is_traced_to_the_layer_where_it_began(folder: Path, changed: Call
     code, shown = inspect(broken, "--trace", "Hello", "--dtype", "float32", "--device", "cpu")
     assert code == 1
     assert "the first NaN or infinity comes from layers.1.mlp, at token 0, value 7" in shown
+    with LLM(broken, **OPTIONS) as llm:
+        output = llm.generate("Hello", GREEDY)[0]
+    assert output.finish_reason == "error"
+    assert "quire inspect MODEL --trace" in (output.error or "")
     code, shown = inspect(folder, "--trace", "Hello", "--device", "cpu")
     assert code == 0
     assert "are numbers" in shown

@@ -52,7 +52,7 @@ def run(
     quire run "Why is the sky blue?"
     quire run "Once upon a time" --raw --temperature 0 --max-tokens 50
     quire run "Hello!" --model Qwen/Qwen3-0.6B --device cpu --quantization int8
-    quire run "Three colours:" --raw --stop . --stop '\\n\\n'
+    quire run "Three colours:" --raw --stop . --stop $'\\n'
     quire run "A person, as JSON." --json-schema person.json
     quire run --file prompts.txt --json > answers.jsonl
     quire run "Summarise this: $(cat book.txt)" --device cpu --kv-cache-dtype int8

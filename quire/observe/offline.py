@@ -18,7 +18,8 @@ class OfflineObserver:
 
     def __init__(self, model: str, traces: str | Tracing | None = None) -> None:
         self._model = model
-        self._tracing = Tracing.to_endpoint(traces) if isinstance(traces, str) else traces
+        self._own_tracing = Tracing.to_endpoint(traces) if isinstance(traces, str) else None
+        self._tracing = self._own_tracing if isinstance(traces, str) else traces
         self._metrics = EngineMetrics(keep=0)
         self._finished: Counter[str] = Counter()
         self._output_tokens = 0
@@ -50,6 +51,6 @@ class OfflineObserver:
         trace.ended("failed" if reason == "error" else "finished", usage, now=metrics.finished)
 
     def close(self) -> None:
-        """Sends what has not been sent."""
-        if self._tracing is not None:
-            self._tracing.close()
+        """Sends what has not been sent; a `Tracing` that was given is its giver's to close."""
+        if self._own_tracing is not None:
+            self._own_tracing.close()
