@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, ProgressColumn, TextColumn
 
 from quire.checkpoints.download import Progress as Report
-from quire.kernels.cpu import build
 from quire.outputs import RequestDelta
 
 _TITLES = {
@@ -54,10 +53,14 @@ class ModelBars(_Bars):
         self._compiling = self("compile")
 
     def __enter__(self) -> Self:
+        from quire.kernels.cpu import build  # a command that only shows its help does without
+
         build.progress.append(self._compiling)
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
+        from quire.kernels.cpu import build
+
         build.progress.remove(self._compiling)
         super().__exit__(*error)
 

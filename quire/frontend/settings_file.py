@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +34,8 @@ class SettingsFile:
 
 def read_settings(path: str | Path) -> SettingsFile:
     """Reads and checks the file's form; what its options may be, their owners know."""
+    import tomllib  # most commands start without a file, and sooner without this
+
     path = Path(path)
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
