@@ -131,7 +131,7 @@ def test_a_transpose_of_another_shape_is_recognised_too(folder: Path, changed: C
 
     code, shown = inspect(folder, "--against", changed(transpose))
     assert code == 1
-    assert f"[96, 64] here, [64, 96] there ({name})" in shown
+    assert f"[96, 64] here, [64, 96] there ({name}) has other sizes: " in shown
     assert "each other's transpose" in shown
 
 
@@ -156,6 +156,13 @@ def test_a_setting_that_differs_is_named_with_the_first_layer_that_feels_it(
     assert "setting layers.0.rope.theta: 10000.0 here, 500.0 there" in shown
     assert "stage layers.0.attention differs from" in shown
     assert "weight " not in shown
+
+
+def test_numbers_that_only_float32_changed_are_the_same_setting(folder: Path, changed: Callable[..., Path]) -> None:
+    eps = json.loads((folder / "config.json").read_text())["rms_norm_eps"]
+    as_float32 = float(torch.tensor(eps, dtype=torch.float32))
+    assert as_float32 != eps
+    assert inspect(folder, "--against", changed(lambda tensors: None, rms_norm_eps=as_float32))[0] == 0
 
 
 def test_a_nan_is_traced_to_the_layer_where_it_began(folder: Path, changed: Callable[..., Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -31,7 +32,7 @@ class Difference:
     largest: float
     """Between two values at the same place."""
     first: tuple[int, ...]
-    """The first place where they differ."""
+    """The first place where they differ; none where they have different sizes."""
     ours: tuple[float, ...]
     theirs: tuple[float, ...]
     """Values from there on."""
@@ -40,7 +41,8 @@ class Difference:
     def __str__(self) -> str:
         files = "" if not self.names[0] else f" ({' and '.join(dict.fromkeys(self.names))})"
         shown = [", ".join(f"{value:.6g}" for value in values) for values in (self.ours, self.theirs)]
-        text = f"{self.where}{files} differs from {list(self.first)} on, by {self.largest:.3g} at most: "
+        how = f"differs from {list(self.first)} on, by {self.largest:.3g} at most" if self.first else "has other sizes"
+        text = f"{self.where}{files} {how}: "
         return f"{text}{shown[0]} here, {shown[1]} there" + (f". {self.hint}" if self.hint else "")
 
 
@@ -49,15 +51,23 @@ def spec_differences(ours: ModelSpec, theirs: ModelSpec) -> list[str]:
     lines = [
         f"{one.name}: {getattr(ours, one.name)!r} here, {getattr(theirs, one.name)!r} there"
         for one in fields(ModelSpec)
-        if one.name != "layers" and getattr(ours, one.name) != getattr(theirs, one.name)
+        if one.name != "layers" and not _same(getattr(ours, one.name), getattr(theirs, one.name))
     ]
     if ours.num_layers != theirs.num_layers:
         lines.append(f"layers: {ours.num_layers} here, {theirs.num_layers} there")
     for i, (own, other) in enumerate(zip(ours.layers, theirs.layers, strict=False)):
-        if own != other:
-            lines += _layer_differences(i, own, other)
+        found = list(_layer_differences(i, own, other)) if own != other else []
+        if found:
+            lines += found
             break
     return lines
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    """Files may hold a number in float32: 1e-05 is 9.99999975e-06 there."""
+    if isinstance(ours, float) and isinstance(theirs, float):
+        return math.isclose(ours, theirs, rel_tol=1e-6)
+    return bool(ours == theirs)
 
 
 def _layer_differences(number: int, own: LayerSpec, other: LayerSpec) -> Iterator[str]:
@@ -70,7 +80,7 @@ def _layer_differences(number: int, own: LayerSpec, other: LayerSpec) -> Iterato
 
     theirs = dict(parts(other, f"layers.{number}"))
     for path, value in parts(own, f"layers.{number}"):
-        if theirs.get(path) != value:
+        if not _same(theirs.get(path), value):
             yield f"{path}: {value!r} here, {theirs.get(path)!r} there"
 
 
@@ -86,6 +96,9 @@ def first_weight_difference(ours: ModelFiles, theirs: ModelFiles, tolerance: flo
         if name not in plans[1].parameters:
             continue
         own, their = (_read(plan, name) for plan in plans)
+        if own.shape != their.shape:
+            where = f"{name} {list(own.shape)} here, {list(their.shape)} there"
+            return Difference(where, ("", ""), math.inf, (), (), ())
         for piece, other in _pairs(ours, theirs, name):
             index = piece.index(names[name])
             found = _difference(name, (piece.name, other.name), own[index], their[index], tolerance)
@@ -102,7 +115,7 @@ def first_stage_difference(
     for own, other in zip(trace(first, token_ids), trace(second, token_ids), strict=False):
         if own.values.shape != other.values.shape or own.name != other.name:
             where = f"{own.name} {list(own.values.shape)}"
-            return Difference(where, ("", ""), float("inf"), (), (), (), f"There it is {list(other.values.shape)}.")
+            return Difference(where, ("", ""), math.inf, (), (), (), f"There it is {list(other.values.shape)}.")
         found = _difference(own.name, ("", ""), own.values, other.values, tolerance)
         if found is not None:
             return found
@@ -149,8 +162,8 @@ def _shape_differences(ours: ModelFiles, theirs: ModelFiles) -> Iterator[Differe
                 yield Difference(
                     f"{name} {list(own.shape)} here, {list(their.shape)} there",
                     (piece.name, other.name),
-                    float("inf"),
-                    (0,) * len(own.shape),
+                    math.inf,
+                    (),
                     _first_values(ours, own),
                     _first_values(theirs, their),
                     hint if is_transposed else "",
@@ -165,7 +178,7 @@ def _difference(
     where: str, names: tuple[str, str], ours: Tensor, theirs: Tensor, tolerance: float
 ) -> Difference | None:
     gap = (ours.float() - theirs.float()).abs()
-    gap = torch.where(ours.isnan() & theirs.isnan(), 0.0, gap.nan_to_num(nan=float("inf")))
+    gap = torch.where(ours.isnan() & theirs.isnan(), 0.0, gap.nan_to_num(nan=math.inf))
     finite = ours[ours.isfinite()]
     limit = tolerance * max(float(finite.abs().max()) if finite.numel() else 0.0, 1e-30)
     if not bool((gap > limit).any()):
