@@ -5,6 +5,7 @@ python docs/draw.py    writes docs/pictures/*.svg
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -240,7 +241,25 @@ def life_of_a_request() -> Picture:
     return picture
 
 
+def rotation() -> Picture:
+    """RoPE: a pair of dimensions is a point, turned by the token's position."""
+    picture = Picture(600, 250)
+    picture.text(20, 20, "two coordinates of a query or key, turned by position × speed")
+    for row, (name, speed) in enumerate((("first pair: fast", 0.9), ("a late pair: slow", 0.08))):
+        top = 95 + row * 105
+        picture.text(20, top + 4, name)
+        for position in range(5):
+            left, angle = 180 + position * 80, speed * position
+            picture.box(left - 30, top - 30, 60, 60, COLOURS["empty"])
+            picture.arrow(left, top, left + 26 * math.cos(angle), top - 26 * math.sin(angle))
+            if not row:
+                picture.text(left, top - 42, f"token {position}", "middle", "#777777")
+    picture.text(20, 242, "Between two tokens the angle depends on their distance alone, so the product does, too.")
+    return picture
+
+
 PICTURES = {
+    "rotation": rotation,
     "naive_and_cache": naive_and_cache,
     "contiguous_and_paged": contiguous_and_paged,
     "static_and_continuous": static_and_continuous,

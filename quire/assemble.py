@@ -15,6 +15,7 @@ from quire.config import EngineConfig, Limits
 from quire.constrain import GrammarCompiler
 from quire.engine import EngineCore, Scheduler, SchedulerConfig
 from quire.errors import InvalidRequestError
+from quire.frontend.engine_info import EngineInfo, engine_info
 from quire.frontend.tokenizer import Tokenizer
 from quire.models.decoder import Decoder
 from quire.models.load import Progress, load_planned, open_model
@@ -45,6 +46,12 @@ class Engine:
     """For structured output; makes nothing before it is asked."""
     description: str
     """What was loaded, where, in which format, and what fits: for the start-up message."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """The same as fields."""
+        config = self.core.scheduler.config
+        return engine_info(self.decoder, self.tokenizer, self.plan, config, self.eos_token_ids)
 
 
 def build_engine(

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from quire.errors import InvalidRequestError
 
@@ -106,6 +107,15 @@ class EngineConfig:
         if self.kv_cache_memory is not None and not isinstance(self.kv_cache_memory, float):
             parse_bytes("kv_cache_memory", self.kv_cache_memory, low=1)
         parse_bytes("host_cache_memory", self.host_cache_memory, low=0)
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> EngineConfig:
+        """From options by name, of which an unknown one is an error that lists the known ones."""
+        known = cls.__dataclass_fields__
+        for name in options:
+            if name not in known:
+                raise InvalidRequestError(name, f"is no engine option; there are: {', '.join(known)}")
+        return cls(**options)
 
     def limits(self, device_type: str) -> Limits:
         """The limits for a kind of device ("cpu", "cuda"), with its defaults where none were given."""

@@ -9,7 +9,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,58 +19,57 @@ from quire.config import EngineConfig
 from quire.engine import RequestMetrics, RequestUpdate, make_requests
 from quire.engine.gc_pauses import full_collections_put_off
 from quire.errors import EngineError, InvalidRequestError, QuireError
+from quire.frontend import inputs
 from quire.frontend.beam_search import BeamSearchOutput, BeamSearchParams, LiveBeams, check_choices
-from quire.frontend.chat_template import ChatTemplate
-from quire.frontend.detokenizer import IncrementalDetokenizer
-from quire.frontend.inputs import Prompt, as_conversations, as_params, as_prompts, check_id, check_params, check_prompt
+from quire.frontend.chat_template import ChatTemplates
+from quire.frontend.engine_info import EngineInfo
+from quire.frontend.inputs import EncodedPrompt, Prompt
 from quire.frontend.live_request import LiveRequest
 from quire.frontend.progress import GenerationBar, ModelBars
 from quire.frontend.resolve import resolve_tokens
+from quire.frontend.settings_file import UNSET, with_settings
+from quire.observe.engine_metrics import EngineCounters
+from quire.observe.offline import OfflineObserver
+from quire.observe.tracing import Tracing
 from quire.outputs import RequestDelta, RequestOutput
 from quire.sampling_params import SamplingParams
 
 Message = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    """A prompt in token ids."""
-
-    text: str | None
-    token_ids: list[int]
-    continues: bool
-    """Whether the answer goes on with the prompt's text; in a chat it is a new turn."""
-
-
 class LLM:
     """A model in memory, with its engine.
 
     `model` is an alias (`smollm2`), a folder in Hugging Face layout, a `.gguf` file, a Hugging Face id or a
-    folder of `.npy` files. Engine options are keywords; see `quire.config.EngineConfig`.
+    folder of `.npy` files. Engine options are keywords; see `quire.config.EngineConfig`. `config` is a TOML file with
+    both, which `quire serve --print-config` writes; keywords go before it. `traces` is a collector's address for spans
+    of requests, such as http://localhost:4318/v1/traces.
 
     One call at a time: calls from several threads wait for each other. A process that was forked can't use the LLM of
     its parent, whose threads and devices it has not got; one that was spawned makes its own.
     """
 
-    def __init__(self, model: str | Path = "smollm2", **options: Any) -> None:
-        known = EngineConfig.__dataclass_fields__
-        for name in options:
-            if name not in known:
-                raise InvalidRequestError(name, f"is no engine option; there are: {', '.join(known)}")
-        if not isinstance(model, str | Path):
-            raise InvalidRequestError("model", f"must be a name or a path, not {type(model).__name__}")
-        config = EngineConfig(**options)
+    def __init__(
+        self,
+        model: str | Path = UNSET,
+        *,
+        config: str | Path | None = None,
+        traces: str | Tracing | None = None,
+        **options: Any,
+    ) -> None:
+        model, options = with_settings(config, model, options)
+        engine_config = EngineConfig.of(options)
         self._process = os.getpid()
         self._turn = threading.RLock()
         """Whoever drives the engine, or changes what it works on, holds it."""
-        with ModelBars(str(model)) as bars:
-            source = resolve(str(model), progress=bars("download"))
-            self._engine: Engine | None = build_engine(source, config, bars("load"))
+        self._observer = OfflineObserver(model, traces)
+        with ModelBars(model) as bars:
+            source, listeners = resolve(model, progress=bars("download")), (self._observer.observe,)
+            self._engine: Engine | None = build_engine(source, engine_config, bars("load"), listeners)
         self._live: dict[str, LiveRequest] = {}
         self._owners: dict[str, tuple[LiveRequest, int]] = {}
         self._searches: list[LiveBeams] = []
-        self._templates: dict[bool, ChatTemplate] = {}
-        """By whether tools are given."""
+        self._templates = ChatTemplates()
         self._counter = 0
 
     # What it is
@@ -94,6 +92,16 @@ class LLM:
         return self.engine.description
 
     @property
+    def info(self) -> EngineInfo:
+        """The same as fields, and more of it."""
+        return self.engine.info
+
+    @property
+    def metrics(self) -> EngineCounters:
+        """What the engine has done so far: steps, tokens, cache hits, preemptions, ends. A copy."""
+        return self._observer.counters
+
+    @property
     def has_chat_template(self) -> bool:
         return bool(self.engine.tokenizer.chat_templates)
 
@@ -112,7 +120,7 @@ class LLM:
         output says finish_reason "error" and why. `progress` is a bar on the terminal; None shows one for
         several prompts. There is none where stderr is no terminal.
         """
-        return self._run([self._text_prompt(prompt) for prompt in as_prompts(prompts)], params, progress)
+        return self._run([self._text_prompt(prompt) for prompt in inputs.as_prompts(prompts)], params, progress)
 
     def chat(
         self,
@@ -123,7 +131,7 @@ class LLM:
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Answers to one or many conversations, through the model's chat template."""
-        return self._run([self._chat_prompt(one, tools) for one in as_conversations(messages)], params, progress)
+        return self._run([self._chat_prompt(one, tools) for one in inputs.as_conversations(messages)], params, progress)
 
     def beam_search(
         self,
@@ -144,9 +152,9 @@ class LLM:
         engine = self.engine
         start = self._text_prompt(prompt)
         check_choices(ignore_eos, stop_token_ids, engine.decoder.spec.vocab_size)
-        ends = frozenset(stop_token_ids) if ignore_eos else frozenset((*engine.eos_token_ids, *stop_token_ids))
-        params = BeamSearchParams(beam_width, max_tokens, length_penalty, ends)
-        params = replace(params, max_tokens=max(1, min(max_tokens, engine.plan.max_model_len - len(start.token_ids))))
+        ends = (*(() if ignore_eos else engine.eos_token_ids), *stop_token_ids)
+        longest = engine.plan.max_model_len - len(start.token_ids)
+        params = BeamSearchParams(beam_width, max_tokens, length_penalty, frozenset(ends)).within(longest)
         with self._drive():
             self._counter += 1
             search = LiveBeams(engine.core, f"beams-{self._counter}", start.token_ids, params, time.monotonic())
@@ -159,10 +167,7 @@ class LLM:
                 search.close(time.monotonic())
         if search.error is not None:
             raise search.error
-        beams = [
-            replace(beam, text=self._text_after(start.token_ids, beam.token_ids, beam.stop_token_id is not None))
-            for beam in search.beams
-        ]
+        beams = [beam.with_text(engine.tokenizer, start.token_ids) for beam in search.beams]
         return BeamSearchOutput(start.text, tuple(start.token_ids), tuple(beams))
 
     # Answers as they come
@@ -179,7 +184,7 @@ class LLM:
 
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None) -> str:
         """Queues a request and returns its id; `step` computes."""
-        return self._add(self._text_prompt(prompt), params, None if request_id is None else check_id(request_id))
+        return self._add(self._text_prompt(prompt), params, request_id)
 
     def add_chat_request(
         self,
@@ -190,8 +195,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Queues a conversation to be answered and returns the request's id."""
-        prompt = self._chat_prompt(messages, tools)
-        return self._add(prompt, params, None if request_id is None else check_id(request_id))
+        return self._add(self._chat_prompt(messages, tools), params, request_id)
 
     def step(self) -> list[RequestDelta]:
         """One step of the engine: what each request gained. Empty when there is nothing to do."""
@@ -201,21 +205,26 @@ class LLM:
     def abort(self, request_id: str) -> None:
         """Ends a request; its last delta, with finish_reason "abort", comes with the next step."""
         with self._drive() as engine:
-            engine.core.abort([check_id(request_id)], time.monotonic())
+            engine.core.abort([inputs.check_id(request_id)], time.monotonic())
 
     @property
     def has_work(self) -> bool:
         return self.engine.core.has_work
 
+    def encode(self, text: str) -> list[int]:
+        """The token ids that a text becomes as a prompt."""
+        return self._text_prompt(inputs.check_text(text)).token_ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
+        inputs.check_token_ids(token_ids, self.engine.tokenizer.vocab_size)
+        return self.engine.tokenizer.decode(token_ids, skip_special_tokens)
+
     def encode_chat(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
         """The prompt a conversation becomes."""
-        tokenizer = self.engine.tokenizer
-        for_tools = tools is not None
-        if for_tools not in self._templates:
-            self._templates[for_tools] = ChatTemplate.from_tokenizer(tokenizer, for_tools)
-        return self._templates[for_tools].encode_chat(tokenizer, messages, tools=tools)
+        return self._templates.encode_chat(self.engine.tokenizer, messages, tools)
 
     # Its end
 
@@ -228,6 +237,7 @@ class LLM:
             engine, self._engine = self._engine, None
             if engine is not None:
                 engine.step_log.close()
+                self._observer.close()
                 engine.grammars.close()
                 engine.runner.release()
             self._live.clear()
@@ -252,19 +262,21 @@ class LLM:
         with self._turn:
             yield self.engine
 
-    def _text_prompt(self, prompt: Prompt) -> _Prompt:
-        token_ids = check_prompt(prompt, self.engine.decoder.spec.vocab_size)
+    def _text_prompt(self, prompt: Prompt) -> EncodedPrompt:
+        token_ids = inputs.check_prompt(prompt, self.engine.decoder.spec.vocab_size)
         if token_ids is None:
-            return _Prompt(str(prompt), self.engine.tokenizer.encode(str(prompt)), continues=True)
-        return _Prompt(None, token_ids, continues=True)
+            return EncodedPrompt(str(prompt), self.engine.tokenizer.encode(str(prompt)), continues=True)
+        return EncodedPrompt(None, token_ids, continues=True)
 
-    def _chat_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> _Prompt:
-        return _Prompt(None, self.encode_chat(messages, tools=tools), continues=False)
+    def _chat_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> EncodedPrompt:
+        return EncodedPrompt(None, self.encode_chat(messages, tools=tools), continues=False)
 
-    def _add(self, prompt: _Prompt, params: SamplingParams | None, request_id: str | None = None) -> str:
-        params = check_params(params) or SamplingParams()
+    def _add(self, prompt: EncodedPrompt, params: SamplingParams | None, request_id: str | None = None) -> str:
+        params = inputs.check_params(params) or SamplingParams()
         engine = self.engine
         params.check_token_ids(engine.decoder.spec.vocab_size)
+        if params.priority and engine.core.scheduler.config.policy != "priority":
+            raise InvalidRequestError("priority", 'counts only in an LLM made with policy="priority"')
         resolved = resolve_tokens(params, engine.tokenizer)
         # Compiled here, so that a bad grammar fails this call alone; held, so that it is there at admission.
         grammar = None if params.structured is None else engine.grammars.compile(params.structured)
@@ -272,7 +284,7 @@ class LLM:
             if request_id is None:
                 self._counter += 1
                 request_id = f"request-{self._counter}"
-            if request_id in self._live:
+            if inputs.check_id(request_id) in self._live:
                 raise InvalidRequestError("request_id", f"{request_id!r} is in use")
             seed = params.seed if params.seed is not None else secrets.randbits(64)
             requests = make_requests(request_id, prompt.token_ids, params, seed, engine.eos_token_ids, resolved)
@@ -314,6 +326,7 @@ class LLM:
             deltas.append(delta)
             if delta.finish_reason is not None:
                 del self._owners[update.request_id]
+                self._observer.ended(delta.finish_reason, live.metrics_of(index))
             if delta.output is not None:
                 del self._live[live.request_id]
         return deltas
@@ -325,11 +338,11 @@ class LLM:
 
     def _run(
         self,
-        prompts: Sequence[_Prompt],
+        prompts: Sequence[EncodedPrompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         progress: bool | None,
     ) -> list[RequestOutput]:
-        each = as_params(params, len(prompts))
+        each = inputs.as_params(params, len(prompts))
         request_ids: list[str] = []
         outputs: dict[str, RequestOutput] = {}
         with self._drive():  # for all of it: the steps of others would take our answers
@@ -352,19 +365,9 @@ class LLM:
                 self._abort_unfinished(request_ids)
         return [outputs[request_id] for request_id in request_ids]
 
-    def _text_after(self, prompt_ids: Sequence[int], token_ids: Sequence[int], drop_last: bool) -> str:
-        detokenizer = IncrementalDetokenizer(self.engine.tokenizer, prompt_ids=prompt_ids)
-        shown = token_ids[:-1] if drop_last else token_ids
-        return "".join([detokenizer.push(token_id) for token_id in shown]) + detokenizer.finish()
-
-    def _stream(self, prompt: _Prompt, params: SamplingParams | None) -> Iterator[str]:
-        params = check_params(params) or SamplingParams()
-        if params.n != 1:
-            raise InvalidRequestError("n", "a stream carries one answer; use generate for more")
-        if params.best_of not in (None, 1):
-            raise InvalidRequestError("best_of", "can't be streamed: the best is known at the end; use generate")
+    def _stream(self, prompt: EncodedPrompt, params: SamplingParams | None) -> Iterator[str]:
         with self._drive():
-            request_id = self._add(prompt, params)
+            request_id = self._add(prompt, inputs.check_streamed(params))
             # Others may drive the engine on: what it gives this stream meanwhile waits here.
             unread = self._live[request_id].unread = deque()
         return self._stream_of(request_id, unread)

@@ -2,7 +2,7 @@
 
 The logits come from the forward pass below, which is written straight from the definition of the
 architecture and shares no code with Quire: if Quire loads the folder and gets the same logits, both the
-loading and the decoder are right.
+loading and the decoder are right. Asked as text (its tokens are bytes), the model goes on with the alphabet.
 
     python scripts/export_npy.py --out tiny-llama
 """
@@ -66,8 +66,22 @@ def make_weights(seed: int) -> dict[str, Tensor]:
         weights[f"{prefix}.mlp.up_proj.weight"] = matrix(INTERMEDIATE, HIDDEN)
         weights[f"{prefix}.mlp.down_proj.weight"] = matrix(HIDDEN, INTERMEDIATE)
     weights["model.norm.weight"] = norm()
-    weights["lm_head.weight"] = matrix(VOCABULARY, HIDDEN)
+    weights["lm_head.weight"] = _readable(matrix(VOCABULARY, HIDDEN), weights["model.embed_tokens.weight"])
     return weights
+
+
+def _readable(head: Tensor, embedding: Tensor) -> Tensor:
+    """A head that makes random layers write what one can read, in a vocabulary whose first 256 tokens are bytes.
+
+    The residual stream still holds much of the last token's embedding when it reaches the head. Of each letter it is
+    added to the row of the next one, so "abc" goes on with "defg"; and printable characters score higher than the rest.
+    """
+    head[32:127] *= 3
+    for cycle in ("abcdefghijklmnopqrstuvwxyz ", "ABCDEFGHIJKLMNOPQRSTUVWXYZ", "0123456789,"):
+        for character, following in zip(cycle, cycle[1:] + cycle[0], strict=True):
+            vector = embedding[ord(character)]
+            head[ord(following)] += 3 * vector / vector.norm()
+    return head
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:

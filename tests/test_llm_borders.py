@@ -223,3 +223,22 @@ def test_after_all_that(llm: LLM) -> None:
     """The fixture looks whether it is whole."""
     assert llm.generate([], GREEDY) == []
     assert len(llm.generate(range(3, 9), GREEDY)) == 1
+
+
+# Priorities
+
+
+def test_a_priority_is_refused_where_nobody_would_look_at_it(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match='priority: counts only in an LLM made with policy="priority"'):
+        llm.generate("ab", SamplingParams(max_tokens=1, priority=1))
+
+
+def test_under_policy_priority_lower_numbers_go_first(folder: Path) -> None:
+    with LLM(folder, **OPTIONS | {"max_num_seqs": 1}, policy="priority") as llm:
+        for priority in (2, 0, 1, 0):
+            params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, priority=priority)
+            llm.add_request("ab", params)
+        ended: list[str] = []
+        while llm.has_work:
+            ended += [delta.request_id for delta in llm.step() if delta.finish_reason is not None]
+    assert ended == ["request-2", "request-4", "request-3", "request-1"]

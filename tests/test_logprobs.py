@@ -20,6 +20,7 @@ from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from quire.outputs import TokenLogprobs
 from quire.sampling.logprobs import ROWS_AT_ONCE, ScoreTensors, read_scores, score_on_device
+from quire.sampling.sampler import NOT_NUMBERS
 from quire.step import TokenScore
 from tests.decoding import all_logits
 from tests.random_models import SPECS, Bench, Transcript, random_decoder
@@ -167,7 +168,7 @@ def test_scores_that_are_not_numbers_fail_the_one_who_asked() -> None:
     while bench.core.has_work:
         for update in bench.core.step(0.0):
             updates[update.request_id].append(update)
-    assert [update.error for update in updates["bad"]] == ["the model's scores are not numbers (NaN)"]
+    assert [update.error for update in updates["bad"]] == [NOT_NUMBERS]
     assert [update.finish_reason for update in updates["good"]] == [None, None, "length"]
     assert updates["good"][0].prompt_scores is not None
 

@@ -32,6 +32,7 @@ LAYERS = (
     ("frontend",),
     ("assemble", "llm", "__init__"),
     ("ladder",),
+    ("inspect",),
     ("bench",),
     ("verify", "plan"),
     ("server",),

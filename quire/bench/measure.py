@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -73,14 +74,17 @@ def peak_memory(work: Callable[[], object], device: torch.device) -> int | None:
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak of resident memory
     except OSError:
         return None
-    start = _peak_resident()
+    start = peak_resident()
     work()
-    end = _peak_resident()
+    end = peak_resident()
     return None if start is None or end is None else end - start
 
 
-def _peak_resident() -> int | None:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return None
+def peak_resident() -> int | None:
+    """The most memory this process has held; None where the system does not say."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    found = re.search(r"^VmHWM:\s*(\d+)", status, re.MULTILINE)
+    return None if found is None else int(found[1]) * 1024

@@ -35,6 +35,10 @@ class Spread:
         """`amount` over each value: tokens over seconds gives tokens per second."""
         return Spread(tuple(amount / value for value in self.values), unit)
 
+    def each(self, amount: float) -> Spread:
+        """Milliseconds for one of `amount`, from seconds for all."""
+        return Spread(tuple(1000 * value / amount for value in self.values), "ms")
+
 
 def percentile_of(ordered: Sequence[float], percentile: float) -> float:
     """Between two values, on the line from one to the other."""

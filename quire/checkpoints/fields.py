@@ -47,6 +47,13 @@ class Fields:
             raise self.error(key, f"a whole number from {low} to {high}", value)
         return value
 
+    def head_size(self, key: str, num_heads: int) -> int:
+        """The size of a head where the settings don't say it: that of all of them, shared out."""
+        if self.integer(key) % num_heads:
+            expected = f"a multiple of the {num_heads} attention heads, as head_dim is absent"
+            raise self.error(key, expected, self.raw(key))
+        return self.integer(key) // num_heads
+
     def number(self, key: str, default: float = _MISSING, *, low: float = 0.0) -> float:
         value = self._take(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < low:

@@ -37,7 +37,8 @@ def gguf_settings(checkpoint: Checkpoint, file: str, of_family: Mapping[str, Any
     prefix = f"{name}."
     fields, general = Fields(metadata, file, prefix), Fields(metadata, file)
     heads = fields.integer("attention.head_count")
-    head_dim = fields.integer("attention.key_length", max(fields.integer("embedding_length") // heads, 1))
+    known = "attention.key_length" in fields
+    head_dim = fields.integer("attention.key_length") if known else fields.head_size("embedding_length", heads)
     if fields.integer("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModelError(f"{file}: keys and values of different sizes are not supported.")
     tokens = metadata.get("tokenizer.ggml.tokens")
@@ -75,9 +76,10 @@ def _rope(fields: Fields, head_dim: int, checkpoint: Checkpoint) -> dict[str, An
     rope: dict[str, Any] = {}
     if "rope.freq_base" in fields:
         rope["rope_theta"] = fields.number("rope.freq_base", low=1e-6)
-    rotated = fields.integer("rope.dimension_count", head_dim)
-    if rotated != head_dim:
-        rope["partial_rotary_factor"] = rotated / head_dim
+    if "rope.dimension_count" in fields:
+        rotated = fields.integer("rope.dimension_count")
+        share = rotated / head_dim  # of which the product's whole part is taken: 30 / 44 * 44 would be 29
+        rope["partial_rotary_factor"] = share if int(head_dim * share) == rotated else math.nextafter(share, 2)
     if "rope_freqs.weight" in tensor_names:
         return rope | {"rope_type": "factors", "factors": checkpoint.read("rope_freqs.weight").tolist()}
     original = fields.integer(

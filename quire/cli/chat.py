@@ -9,10 +9,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Option
 
 from quire.cli import options
-from quire.cli.start import open_llm
+from quire.cli.option_groups import FileOptions, with_groups
+from quire.cli.run import details
+from quire.cli.start import check_can_chat, open_llm
 from quire.cli.terminal import say
 from quire.errors import InvalidRequestError, QuireError
 from quire.outputs import RequestOutput
@@ -41,43 +45,45 @@ _SETTABLE = {
 }
 
 
+@with_groups
 def chat(
     model: options.Model = options.DEFAULT_MODEL,
-    max_tokens: options.MaxTokens = 512,
-    temperature: options.Temperature = 0.7,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 0.95,
-    seed: options.Seed = 0,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    quantization: options.Quantization = "auto",
-    kv_cache_dtype: options.KVCacheDtype = "auto",
-    speculation: options.Speculation = "off",
+    prompt: Annotated[
+        str | None, Option("--prompt", "-p", metavar="TEXT", help="The first message; then it is your turn.")
+    ] = None,
+    sampling: options.SamplingOptions = options.SamplingOptions(max_tokens=512),  # noqa: B008
+    engine: options.EngineOptions = options.EngineOptions(),  # noqa: B008
+    settings: FileOptions = FileOptions(),  # noqa: B008
     system: options.System = None,
+    verbose: options.Verbose = False,
 ) -> None:
     """Talk with a model. /help lists what you can type besides messages.
 
     \b
     quire chat
     quire chat --model Qwen/Qwen3-0.6B --system "Answer in one sentence."
+    quire chat --prompt "Tell me a story." --temperature 1 --stop "The end"
     """
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens)
-    engine = {"device": device, "dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
-    with open_llm(model, speculation=speculation, **engine) as llm:
+    params = sampling.params()
+    check_can_chat(model)
+    with open_llm(model, **engine.keywords()) as llm:
         say(llm.description)
-        if not llm.has_chat_template:
-            raise QuireError(f"{model} has no chat template, so it can't chat. Continue text with: quire run --raw")
         say("/help for commands, /quit to leave")
-        Conversation(llm, params, system).loop()
+        conversation = Conversation(llm, params, system, verbose)
+        if prompt is not None:
+            say(f"> {prompt}")
+            conversation.answer(prompt)
+        conversation.loop()
 
 
 class Conversation:
     """The messages so far and how to go on from them."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, verbose: bool = False) -> None:
         self._llm = llm
         self._params = params
         self._system = system
+        self._verbose = verbose
         self._messages: list[dict[str, str]] = []
         self._last: RequestOutput | None = None
         self.reset()
@@ -124,6 +130,8 @@ class Conversation:
         print()
         if self._last is not None and self._last.finish_reason == "error":
             say(f"error: {self._last.error}")
+        if self._verbose and self._last is not None:
+            say(details([self._last]))
         self._messages.append({"role": "assistant", "content": "".join(pieces)})
 
     def command(self, line: str) -> str | None:

@@ -10,6 +10,7 @@ import typer
 from quire.cli import bench
 from quire.cli.chat import chat
 from quire.cli.explain import explain
+from quire.cli.inspect import inspect
 from quire.cli.models import models, pull
 from quire.cli.plan import plan
 from quire.cli.quantize import quantize
@@ -29,7 +30,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for command in (run, chat, serve, pull, models, quantize, verify, explain, plan, replay):
+for command in (run, chat, serve, inspect, pull, models, quantize, verify, explain, plan, replay):
     app.command()(command)
 app.add_typer(bench.app, name="bench")
 

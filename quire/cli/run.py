@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from quire.cli import options
+from quire.cli.option_groups import FileOptions, with_groups
 from quire.cli.start import open_llm
 from quire.cli.terminal import AnswerPrinter, say
 from quire.errors import InvalidRequestError, QuireError
@@ -25,19 +26,16 @@ if TYPE_CHECKING:
     from quire.llm import LLM
 
 
+@with_groups
 def run(
     prompts: Annotated[list[str] | None, Argument(metavar="[PROMPT]...", help="What to answer.")] = None,
     model: options.Model = options.DEFAULT_MODEL,
-    max_tokens: options.MaxTokens = 256,
-    temperature: options.Temperature = 0.7,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 0.95,
-    seed: options.Seed = 0,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    quantization: options.Quantization = "auto",
-    kv_cache_dtype: options.KVCacheDtype = "auto",
-    speculation: options.Speculation = "off",
+    prompt: Annotated[
+        list[str] | None, Option("--prompt", "-p", metavar="TEXT", help="Another way to give one. Repeat for several.")
+    ] = None,
+    sampling: options.SamplingOptions = options.SamplingOptions(max_tokens=256),  # noqa: B008
+    engine: options.EngineOptions = options.EngineOptions(),  # noqa: B008
+    settings: FileOptions = FileOptions(),  # noqa: B008
     system: options.System = None,
     raw: Annotated[bool, Option("--raw", help="Continue the text as it is, without a chat template.")] = False,
     file: Annotated[Path | None, Option(metavar="FILE", help="Take further prompts from a file, one per line.")] = None,
@@ -46,7 +44,7 @@ def run(
         Option(metavar="P", help="Lower goes first. Once for all prompts, or once per prompt in their order."),
     ] = None,
     json_lines: Annotated[bool, Option("--json", help="Print one JSON object per prompt.")] = False,
-    verbose: Annotated[bool, Option("--verbose", "-v", help="Tell what came of guesses and of the cache.")] = False,
+    verbose: options.Verbose = False,
 ) -> None:
     """Answer one or more prompts. Several are computed as one batch.
 
@@ -54,23 +52,24 @@ def run(
     quire run "Why is the sky blue?"
     quire run "Once upon a time" --raw --temperature 0 --max-tokens 50
     quire run "Hello!" --model Qwen/Qwen3-0.6B --device cpu --quantization int8
+    quire run "Three colours:" --raw --stop . --stop $'\\n'
+    quire run "A person, as JSON." --json-schema person.json
     quire run --file prompts.txt --json > answers.jsonl
     quire run "Summarise this: $(cat book.txt)" --device cpu --kv-cache-dtype int8
     echo "Summarise this: ..." | quire run
     """
-    texts = _collect_prompts(prompts or [], file)
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens)
-    each = _with_priorities(params, priority or [], len(texts))
+    texts = _collect_prompts([*(prompts or []), *(prompt or [])], file)
+    each = _with_priorities(sampling.params(), priority or [], len(texts))
     if raw and system is not None:
         raise InvalidRequestError("--system", "needs a chat template, which --raw turns off")
+    if priority:  # there is no other reason to give one
+        engine = replace(engine, policy="priority")
     started = time.monotonic()
-    policy = "priority" if priority else "fcfs"
-    engine = {"device": device, "dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
-    with open_llm(model, policy=policy, speculation=speculation, **engine) as llm:
+    with open_llm(model, **engine.keywords()) as llm:
         say(f"{llm.description} ({time.monotonic() - started:.1f} s)")
         outputs = _answer(llm, texts, each, system, raw or not llm.has_chat_template, json_lines)
         if verbose:
-            say(_details(outputs))
+            say(details(outputs))
         failed = [output for output in outputs if output.finish_reason == "error"]
         if failed:
             raise QuireError(f"{len(failed)} of {len(outputs)} requests failed: {failed[0].error}")
@@ -164,7 +163,8 @@ def _summary(outputs: Sequence[RequestOutput], seconds: float) -> str:
     return text if first is None else f"{text}, first token after {first:.2f} s"
 
 
-def _details(outputs: Sequence[RequestOutput]) -> str:
+def details(outputs: Sequence[RequestOutput]) -> str:
+    """What came of guesses and of the cache."""
     metrics = [output.metrics for output in outputs]
     drafted, accepted = sum(one.drafted_tokens for one in metrics), sum(one.accepted_tokens for one in metrics)
     new, cached = sum(one.num_output_tokens for one in metrics), sum(one.cached_tokens for one in metrics)

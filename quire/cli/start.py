@@ -5,9 +5,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from quire.engine.gc_pauses import no_collections
+from quire.errors import QuireError
 
 if TYPE_CHECKING:
     from quire.llm import LLM
+
+
+def check_can_chat(model: str) -> None:
+    """Says that a model has no chat template before its weights are loaded, which may take minutes."""
+    from quire.checkpoints.sources import resolve
+    from quire.frontend.hf_tokenizer import read_chat_templates
+    from quire.frontend.progress import ModelBars
+    from quire.models.load import open_checkpoint
+
+    with ModelBars(model) as bars:
+        path = resolve(model, progress=bars("download")).path
+    if path.is_dir():
+        found = bool(read_chat_templates(path))
+    else:
+        checkpoint = open_checkpoint(path)
+        found = "tokenizer.chat_template" in checkpoint.metadata
+        checkpoint.close()
+    if not found:
+        raise QuireError(f"{model} has no chat template, so it can't chat. Continue text with: quire run --raw")
 
 
 def open_llm(model: str, **options: Any) -> LLM:

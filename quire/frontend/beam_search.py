@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from quire.engine import EngineCore, RequestUpdate, make_requests
 from quire.errors import InvalidRequestError, QuireError
 from quire.field_checks import check_bool, check_int, check_real, checked_ids
+from quire.frontend.detokenizer import IncrementalDetokenizer
+from quire.frontend.tokenizer import Tokenizer
 from quire.sampling_params import MAX_LOGPROBS, SamplingParams
 
 Continuations = Sequence[tuple[int, float]]
@@ -45,6 +47,10 @@ class BeamSearchParams:
                 "beam_width",
                 f"and the number of end tokens ({len(self.end_token_ids)}) must be at most {MAX_LOGPROBS} together",
             )
+
+    def within(self, longest: int) -> BeamSearchParams:
+        """With beams of at most so many tokens: the model has no room for more."""
+        return replace(self, max_tokens=max(1, min(self.max_tokens, longest)))
 
     @property
     def num_continuations(self) -> int:
@@ -73,6 +79,12 @@ class Beam:
     def stop_token_id(self) -> int | None:
         """The token that ended it; it is the last of `token_ids` and not part of `text`."""
         return self.token_ids[-1] if self.finish_reason == "stop" else None
+
+    def with_text(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> Beam:
+        """With the text of its tokens, which continue those of the prompt."""
+        detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids=prompt_ids)
+        shown = self.token_ids if self.stop_token_id is None else self.token_ids[:-1]
+        return replace(self, text="".join(map(detokenizer.push, shown)) + detokenizer.finish())
 
 
 @dataclass(frozen=True, slots=True)

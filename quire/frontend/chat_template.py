@@ -10,6 +10,7 @@ import jinja2
 
 from quire.errors import InvalidRequestError, TemplateError
 from quire.frontend import template_sandbox as sandbox
+from quire.frontend.call_form import CallForm, find_call_form
 from quire.frontend.control_tokens import ControlTokens, Placeholders, holds
 from quire.frontend.messages import check_list, check_messages, plain_data
 from quire.frontend.template_limits import TemplateLimitError, limited
@@ -47,6 +48,7 @@ class ChatTemplate:
         self._named_tokens = dict(named_tokens or {})
         self._knows_developer = "developer" in source
         self._kept: tuple[Tokenizer, ControlTokens] | None = None
+        self._call_form: CallForm | None = None
         try:
             self._template = sandbox.BoundedEnvironment(clock).from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -103,9 +105,19 @@ class ChatTemplate:
             kept = self._kept = (tokenizer, ControlTokens(tokenizer.added_tokens.values(), self.source))
         return kept[1]
 
+    def _form_of_calls(self) -> CallForm:
+        """Found when the first calls are to be shown."""
+        if self._call_form is None:
+            nothing = {"tools": None, "documents": None}
+            self._call_form = find_call_form(lambda trial: self._render({"messages": trial, **nothing}, {}))
+        return self._call_form
+
     def _check(self, messages: object, options: ChatOptions) -> dict[str, Any]:
+        checked = check_messages(messages, self._knows_developer)
+        if any("tool_calls" in message for message in checked):
+            checked = self._form_of_calls().suit(checked)
         request = {
-            "messages": check_messages(messages, self._knows_developer),
+            "messages": checked,
             "tools": check_list(options.get("tools"), "tools"),
             "documents": check_list(options.get("documents"), "documents"),
         }
@@ -131,3 +143,19 @@ class ChatTemplate:
             raise TemplateError("the chat template was stopped: it calls itself too deeply") from None
         except Exception as error:  # a template can fail in any way its expressions can
             raise TemplateError(f"the chat template failed: {type(error).__name__}: {error}") from None
+
+
+class ChatTemplates:
+    """A tokenizer's chat templates, compiled when they are first used: models may have one of their own for tools."""
+
+    def __init__(self) -> None:
+        self._compiled: dict[bool, ChatTemplate] = {}
+
+    def encode_chat(
+        self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> list[int]:
+        """The prompt a conversation becomes."""
+        for_tools = tools is not None
+        if for_tools not in self._compiled:
+            self._compiled[for_tools] = ChatTemplate.from_tokenizer(tokenizer, for_tools)
+        return self._compiled[for_tools].encode_chat(tokenizer, messages, tools=tools)

@@ -52,6 +52,11 @@ def read_hf_tokenizer(folder: Path) -> TokenizerParts:
     )
 
 
+def read_chat_templates(folder: Path) -> dict[str, str]:
+    """A folder's chat templates by name, without the tokenizer they belong to."""
+    return _chat_templates(folder, _read_json(folder / "tokenizer_config.json"))
+
+
 def write_hf_tokenizer(parts: TokenizerParts, folder: Path) -> None:
     """Writes the files that `read_hf_tokenizer` makes the same tokenizer of. (The ends of an answer go into
     generation_config.json.)"""

@@ -4,12 +4,23 @@ there and never reaches the engine."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from quire.errors import InvalidRequestError
 from quire.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A prompt in token ids."""
+
+    text: str | None
+    token_ids: list[int]
+    continues: bool
+    """Whether the answer goes on with the prompt's text; in a chat it is a new turn."""
 
 
 def as_prompts(prompts: object) -> list[Prompt]:
@@ -27,14 +38,25 @@ def check_prompt(prompt: object, vocab_size: int) -> list[int] | None:
     """The token ids of a prompt; None for text, which is yet to be encoded."""
     if isinstance(prompt, str):
         return None
-    if not _is_list(prompt):
-        raise _wrong("prompt", "text or a list of token ids", prompt)
-    for token_id in prompt:
+    return check_token_ids(prompt, vocab_size, "prompt", "text or ")
+
+
+def check_text(text: object) -> str:
+    if not isinstance(text, str):
+        raise _wrong("text", "text", text)
+    return text
+
+
+def check_token_ids(given: object, vocab_size: int, field: str = "token_ids", other: str = "") -> list[int]:
+    """Token ids that a vocabulary has; `other` is what else might have been given."""
+    if not _is_list(given):
+        raise _wrong(field, f"{other}a list of token ids", given)
+    for token_id in given:
         if isinstance(token_id, bool) or not isinstance(token_id, int):
-            raise InvalidRequestError("prompt", f"must be text or token ids, not {token_id!r}")
+            raise InvalidRequestError(field, f"must be {other}token ids, not {token_id!r}")
         if not 0 <= token_id < vocab_size:
-            raise InvalidRequestError("prompt", f"token id {token_id} is outside the vocabulary of {vocab_size}")
-    return list(prompt)
+            raise InvalidRequestError(field, f"token id {token_id} is outside the vocabulary of {vocab_size}")
+    return list(given)
 
 
 def as_conversations(messages: object) -> list[Any]:
@@ -58,6 +80,16 @@ def check_params(params: object) -> SamplingParams | None:
     if params is None or isinstance(params, SamplingParams):
         return params
     raise _wrong("params", "SamplingParams, as in SamplingParams(temperature=0)", params)
+
+
+def check_streamed(params: object) -> SamplingParams:
+    """The parameters of an answer that is given in pieces."""
+    params = check_params(params) or SamplingParams()
+    if params.n != 1:
+        raise InvalidRequestError("n", "a stream carries one answer; use generate for more")
+    if params.best_of not in (None, 1):
+        raise InvalidRequestError("best_of", "can't be streamed: the best is known at the end; use generate")
+    return params
 
 
 def check_id(request_id: object) -> str:

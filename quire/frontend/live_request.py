@@ -122,6 +122,12 @@ class LiveRequest:
         completion = self._completions[index]
         return None if completion is None else completion.stop_reason
 
+    def metrics_of(self, index: int) -> RequestMetrics:
+        """Of an answer that is complete."""
+        completion = self._completions[index]
+        assert completion is not None
+        return completion.metrics
+
     def _complete(self, index: int, answer: _Answer, update: RequestUpdate) -> Completion:
         assert update.finish_reason is not None
         assert update.metrics is not None

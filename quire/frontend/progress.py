@@ -14,7 +14,12 @@ from rich.progress import MofNCompleteColumn, ProgressColumn, TextColumn
 from quire.checkpoints.download import Progress as Report
 from quire.outputs import RequestDelta
 
-_TITLES = {"download": "Downloading", "load": "Loading weights", "quantize": "Quantising"}
+_TITLES = {
+    "download": "Downloading",
+    "load": "Loading weights",
+    "quantize": "Quantising",
+    "compile": "Compiling kernels (once) for",
+}
 
 
 class _Bars:
@@ -38,12 +43,26 @@ class _Bars:
 
 
 class ModelBars(_Bars):
-    """Bars for models; calling it with `download`, `load` or `quantize` gives the function to report to."""
+    """Bars for models; calling it with `download`, `load` or `quantize` gives the function to report to. When the CPU
+    kernels have to be compiled meanwhile, that has a bar too."""
 
     def __init__(self, name: str) -> None:
         kinds = rich_progress.TaskProgressColumn, rich_progress.DownloadColumn, rich_progress.TransferSpeedColumn
         super().__init__(*(kind() for kind in kinds))
         self._name = name
+        self._compiling = self("compile")
+
+    def __enter__(self) -> Self:
+        from quire.kernels.cpu import build  # a command that only shows its help does without
+
+        build.progress.append(self._compiling)
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        from quire.kernels.cpu import build
+
+        build.progress.remove(self._compiling)
+        super().__exit__(*error)
 
     def __call__(self, activity: str) -> Report:
         task: rich_progress.TaskID | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from quire.ladder.contiguous import ContiguousCache, next_tokens
 from quire.models.decoder import Decoder
@@ -14,8 +14,12 @@ def generate_with_kv_cache(
     max_new_tokens: int,
     on_token: Callable[[int], None] | None = None,
     on_cache: Callable[[ContiguousCache], None] | None = None,
+    *,
+    eos_token_ids: Collection[int] = (),
+    temperature: float = 0.0,
+    seed: int = 0,
 ) -> list[int]:
-    """A greedy answer of `max_new_tokens` tokens; `on_token` gets each as it comes, `on_cache` the cache it came from.
+    """The naive loop's answer; `on_token` gets each token as it comes, `on_cache` the cache it came from.
 
     A token looks back at all before it but changes none of them: their keys and values are what they were.
     """
@@ -23,13 +27,15 @@ def generate_with_kv_cache(
     answer: list[int] = []
     new = list(prompt)
     for _ in range(max_new_tokens):
-        token = next_tokens(decoder, cache, {0: new})[0]
+        token = next_tokens(decoder, cache, {0: new}, temperature, seed)[0]
         answer.append(token)
         new = [token]
         if on_token is not None:
             on_token(token)
         if on_cache is not None:
             on_cache(cache)
+        if token in eos_token_ids:
+            break
     return answer
 
 

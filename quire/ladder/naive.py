@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from quire.ladder.contiguous import ContiguousCache, next_tokens
 from quire.models.decoder import Decoder
 
 
 def generate_naive(
-    decoder: Decoder, prompt: Sequence[int], max_new_tokens: int, on_token: Callable[[int], None] | None = None
+    decoder: Decoder,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    on_token: Callable[[int], None] | None = None,
+    *,
+    eos_token_ids: Collection[int] = (),
+    temperature: float = 0.0,
+    seed: int = 0,
 ) -> list[int]:
-    """A greedy answer of `max_new_tokens` tokens; `on_token` gets each as it comes.
+    """An answer of at most `max_new_tokens` tokens; `on_token` gets each as it comes. One of `eos_token_ids` ends it
+    (and is its last). At temperature 0 it is greedy; above, the same seed draws the same answer.
 
     Token n costs n tokens of work, so an answer costs the square of its length.
     """
@@ -19,8 +27,10 @@ def generate_naive(
     for _ in range(max_new_tokens):
         # Attention needs the keys and values of this pass somewhere; they are thrown away after it.
         scratch = ContiguousCache(decoder, num_sequences=1, capacity=len(prompt) + max_new_tokens)
-        token = next_tokens(decoder, scratch, {0: tokens})[0]
+        token = next_tokens(decoder, scratch, {0: tokens}, temperature, seed)[0]
         tokens.append(token)
         if on_token is not None:
             on_token(token)
+        if token in eos_token_ids:
+            break
     return tokens[len(prompt) :]

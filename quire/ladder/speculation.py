@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from quire.ladder.contiguous import ContiguousCache, contiguous_batch
+from quire.ladder.contiguous import ContiguousCache, as_token_tensor
 from quire.models.decoder import Decoder
 
 
@@ -51,9 +51,8 @@ def generate_with_guesses(
 @torch.inference_mode()
 def _compute(decoder: Decoder, cache: ContiguousCache, new: Sequence[int], start: int) -> list[int]:
     """Computes tokens from a position on; the likeliest token after each of them."""
-    spans = [(0, start, start + len(new))]
-    batch = contiguous_batch(spans, cache.capacity, decoder.kernels, decoder.spec.heads, decoder.device)
+    batch = cache.batch(decoder, [(0, start, start + len(new))])
     positions = torch.arange(start, start + len(new), device=decoder.device)
-    hidden = decoder(torch.tensor(list(new), device=decoder.device), positions, batch, cache.layers)
+    hidden = decoder(as_token_tensor(decoder, new), positions, batch, cache.layers)
     following: list[int] = decoder.logits(hidden).float().argmax(-1).tolist()
     return following

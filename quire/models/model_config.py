@@ -29,7 +29,8 @@ def spec_of(family: Family, config: Fields, generation_config: Path | None = Non
     num_heads = config.integer("num_attention_heads")
     num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
-    head_dim = config.integer("head_dim", family.head_dim or max(hidden_size // num_heads, 1))
+    known = "head_dim" in config
+    head_dim = config.integer("head_dim") if known else family.head_dim or config.head_size("hidden_size", num_heads)
     rope = read_rope(config, head_dim, family.rope_theta, family.partial_rotary, family.rope_types, "full_attention")
     max_position = config.integer("max_position_embeddings", 2048, high=2**31)
     if rope.kind == "yarn":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
@@ -20,6 +20,12 @@ _GAUGES = {
     "vllm:num_requests_running": "Requests in the running batch.",
     "vllm:num_requests_waiting": "Requests that wait.",
     "vllm:kv_cache_usage_perc": "Part of the cache's blocks in use; 1 is all.",
+}
+_MEMORY = {
+    "engine_resident_memory": "Memory the engine process holds.",
+    "gpu_memory_used": "Memory in use on the engine's GPU, by whomever.",
+    "gpu_memory_total": "Memory of the engine's GPU.",
+    "gpu_memory_allocated": "Memory on its GPU that the engine uses: weights, cache, activations.",
 }
 _COUNTERS = {
     "vllm:num_preemptions": "Times a request gave way to another.",
@@ -63,6 +69,9 @@ class ServerMetrics:
         names = list(labels)
         common: dict[str, Any] = {"labelnames": names, "registry": registry}
         self._gauges = {name: Gauge(name, text, **common).labels(**labels) for name, text in _GAUGES.items()}
+        self._memory = {
+            name: Gauge(f"quire_{name}_bytes", text, **common).labels(**labels) for name, text in _MEMORY.items()
+        }
         self._counters = {name: Counter(name, text, **common).labels(**labels) for name, text in _COUNTERS.items()}
         self._histograms = {
             name: Histogram(name, text, buckets=buckets, **common).labels(**labels)
@@ -114,6 +123,11 @@ class ServerMetrics:
         self._gauges["vllm:num_requests_running"].set(steps[-1].num_running)
         self._gauges["vllm:num_requests_waiting"].set(steps[-1].num_waiting)
         self._gauges["vllm:kv_cache_usage_perc"].set(1 - num_free_blocks / self._num_blocks)
+
+    def memory(self, found: Mapping[str, int]) -> None:
+        """What the engine process takes, by the names of `_MEMORY`; those of a GPU stay 0 where there is none."""
+        for name, size in found.items():
+            self._memory[name].set(size)
 
     def restarted(self) -> None:
         self._counters["quire_engine_restarts"].inc()

@@ -8,7 +8,7 @@ A request is one span, `llm_request`, under the span of whoever sent it. Each of
     decode        from the first token until the last
     detokenize    from the first text to the last; `quire.busy_seconds` of it were spent on making text
 
-A text to embed has the first two.
+A text to embed has the first two, and an answer of an offline `LLM` those of the engine: queue, prompt and decode.
 
 No text of prompts or answers goes into a span. Needs the extra `otel`.
 """
@@ -43,8 +43,8 @@ class Trace:
     def answered(self, name: str, metrics: RequestMetrics) -> None:
         """What the engine says about an answer that is complete."""
 
-    def ended(self, state: str, attributes: Attributes, error: str | None = None) -> None:
-        """The request is over. Only the first call counts."""
+    def ended(self, state: str, attributes: Attributes, error: str | None = None, now: float | None = None) -> None:
+        """The request is over, now or then. Only the first call counts."""
 
 
 class Tracing:
@@ -116,7 +116,9 @@ class _AnswerTimes:
             spans.append(("prompt", scheduled, finished if made is None else made))
         if made is not None and self.first_text is not None:
             spans.append(("first_token", made, self.first_text))
+        if made is not None and (self.first_text is not None or self.metrics is not None):
             spans.append(("decode", made, finished))
+        if made is not None and self.first_text is not None:
             spans.append(("detokenize", self.first_text_began or made, self.last_text))
         return spans
 
@@ -145,12 +147,12 @@ class _RequestTrace(Trace):
     def answered(self, name: str, metrics: RequestMetrics) -> None:
         self._answer(name).metrics = metrics
 
-    def ended(self, state: str, attributes: Attributes, error: str | None = None) -> None:
+    def ended(self, state: str, attributes: Attributes, error: str | None = None, now: float | None = None) -> None:
         from opentelemetry.trace import Status, StatusCode, set_span_in_context
 
         if not self._span.is_recording():
             return
-        now = time.monotonic()
+        now = time.monotonic() if now is None else now
         context = set_span_in_context(self._span)
         for name, answer in self._answers.items():
             for part, start, end in answer.spans(self._arrival, now):

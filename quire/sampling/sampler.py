@@ -52,7 +52,7 @@ BAD_PROCESSOR = 4
 UNDEFINED = 8
 """Another: the draw follows a guess after which nothing can be drawn; it is no failure."""
 
-NOT_NUMBERS = "the model's scores are not numbers (NaN)"
+NOT_NUMBERS = "the model's scores are not numbers (NaN); quire inspect MODEL --trace TEXT says where that begins"
 _MESSAGES = {  # the weightiest first
     HAS_NAN: NOT_NUMBERS,
     BAD_PROCESSOR: "a logits processor failed: the logits hold NaN or infinity",

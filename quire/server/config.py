@@ -81,10 +81,7 @@ class ServerConfig:
     """What the engine process runs; tests run one that breaks on demand."""
 
     def __post_init__(self) -> None:
-        for name in self.engine:
-            if name not in EngineConfig.__dataclass_fields__:
-                raise InvalidRequestError(name, "is no engine option")
-        EngineConfig(**self.engine)
+        EngineConfig.of(self.engine)
         if not 0 <= self.port <= 65535:
             raise InvalidRequestError("port", f"must be from 0 to 65535, not {self.port}")
         if (self.tls_certificate is None) != (self.tls_key is None):

@@ -167,6 +167,7 @@ class EngineClient:
 
     def _became_ready(self, ready: messages.Ready) -> None:
         self.ready = ready
+        self._metrics.memory(ready.memory)
         self.state = "ready"
         self._last_heard = self._clock.now
 
@@ -282,6 +283,7 @@ class EngineClient:
         if event.steps:
             self._last_steps.extend(event.steps)
             self._metrics.steps(event.steps, event.num_free_blocks)
+        self._metrics.memory(event.memory)
 
     def _lose_all(self, error: ApiError) -> None:
         listeners = list(self._listeners.values())

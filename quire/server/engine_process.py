@@ -39,6 +39,7 @@ from quire.observe.request_records import describe_request
 from quire.observe.step_log import StepSummary, describe_steps, summarize
 from quire.runner.device import pick_device
 from quire.server import messages
+from quire.server.engine_memory import EngineMemory
 from quire.server.engine_requests import EngineRequests
 from quire.server.logs import set_up_logging
 from quire.step import RequestUpdate, StepLogEntry
@@ -73,6 +74,7 @@ class EngineLoop:
         self._last_steps: deque[StepSummary] = deque(maxlen=_LAST_STEPS)
         self._failed_names: set[str] = set()
         self._failures = 0
+        self._memory: EngineMemory | None = None
         self._idle_collector = IdleCollector(time.monotonic())
 
     def observe(self, entry: StepLogEntry) -> None:
@@ -93,6 +95,7 @@ class EngineLoop:
     def run(self, engine: Engine) -> None:
         """Returns when told to shut down."""
         requests = EngineRequests(engine)
+        self._memory = EngineMemory(engine.decoder.device)
         self._poller.register(requests.wake_fd, zmq.POLLIN)
         core = engine.core
         try:
@@ -169,6 +172,8 @@ class EngineLoop:
         if not (out.updates or out.accepted or out.refused or out.steps or requests.is_compiling):
             return
         out.num_free_blocks = engine.core.scheduler.blocks.pool.num_free
+        if self._memory is not None:
+            out.memory = self._memory.look(time.monotonic())
         self.send(out)
         self._out = messages.Updates()
         self._failed_names.clear()
@@ -240,6 +245,7 @@ def _ready(name: str, engine: Engine) -> messages.Ready:
         block_size=scheduler.block_size,
         policy=scheduler.policy,
         fingerprint="fp_" + hashlib.sha256(identity.encode()).hexdigest()[:12],
+        memory=EngineMemory(decoder.device).look(time.monotonic()),
     )
 
 

@@ -80,6 +80,8 @@ class Ready(msgspec.Struct, tag="ready", omit_defaults=True):
     policy: str
     fingerprint: str
     """Changes when the tokens of an answer might."""
+    memory: dict[str, int] = {}
+    """Bytes the engine process takes, by name."""
 
 
 class Refused(msgspec.Struct, array_like=True):
@@ -106,6 +108,8 @@ class Updates(msgspec.Struct, tag="updates", omit_defaults=True):
     steps: list[StepSummary] = []
     num_free_blocks: int = 0
     """Now, cached ones included."""
+    memory: dict[str, int] = {}
+    """Bytes the engine process takes, by name; from time to time."""
 
 
 class Described(msgspec.Struct, tag="described"):

@@ -201,3 +201,42 @@ def test_what_is_wrong_is_named_by_its_place_in_the_request(template: str) -> No
     with pytest.raises(InvalidRequestError) as caught:
         shown(template, [ASK, BOTH, SUNNY, NOON, broken])
     assert caught.value.field == "messages[4].tool_calls[0].function.arguments"
+
+
+# As Qwen3's first template and DeepSeek-V3's do.
+LOOKS_INTO_CONTENT = (
+    "{% for m in messages %}{% if '</think>' in m.content %}thought{% endif %}[{{ m.role }}]{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }} {{ call.function.arguments | tojson }}{% endfor %}"
+    "{% endfor %}"
+)
+ADDS_ARGUMENTS = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.content is none %}{% for call in m.tool_calls %}"
+    "{{ call.function.name + ' ' + call.function.arguments }}{% endfor %}{% else %}{{ m.content }}{% endif %}"
+    "{% endfor %}"
+)
+PRINTS_WHATEVER = (
+    "{% for m in messages %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.arguments }}{% endfor %}{% endfor %}"
+)
+CALLED = {"role": "assistant", "content": None, "tool_calls": [ROME]}
+
+
+def test_content_that_is_null_becomes_empty_where_a_template_looks_into_it() -> None:
+    """Every client sends null beside calls; Qwen3's template failed with it."""
+    text = ChatTemplate(LOOKS_INTO_CONTENT).render([ASK, CALLED, SUNNY])
+    assert '[assistant]weather {"city": "Rome"}[tool]sunny' in text
+
+
+def test_arguments_become_text_where_a_template_adds_them_to_text() -> None:
+    text = ChatTemplate(ADDS_ARGUMENTS).render([ASK, CALLED, SUNNY])
+    assert '[assistant]weather {"city": "Rome"}[tool]sunny' in text
+
+
+def test_nothing_of_pythons_own_is_shown() -> None:
+    text = ChatTemplate(PRINTS_WHATEVER).render([ASK, CALLED, SUNNY])
+    assert text == 'How is the weather?{"city": "Rome"}sunny'
+
+
+def test_text_beside_calls_is_kept() -> None:
+    text = ChatTemplate(LOOKS_INTO_CONTENT).render([ASK, {**CALLED, "content": "Let me see."}, SUNNY])
+    assert "[assistant]Let me see.weather" in text

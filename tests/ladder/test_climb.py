@@ -108,6 +108,21 @@ def test_factors_follow_from_the_times(quick: tuple[Path, str, str]) -> None:
         assert rows[i][8]["value"] == pytest.approx(times[0] / times[i])
         tokens = [t * rate for t, rate in zip(rows[i][3]["values"], rows[i][5]["values"], strict=True)]
         assert tokens == pytest.approx([round(tokens[0])] * len(tokens))
+        each = [1000 / rate for rate in rows[i][5]["values"]]
+        assert rows[i][10]["values"] == pytest.approx(each)
+        assert rows[i][10]["unit"] == "ms"
+        assert rows[i][11]["value"] == rows[i][6]["value"] + rows[i][9]["value"]
+
+
+def test_the_memory_of_caches_is_what_they_really_take(quick: tuple[Path, str, str]) -> None:
+    folder, _, _ = quick
+    raw = json.loads((folder / "results.json").read_text())
+    assert "process memory" in raw["facts"]
+    table = next(table for table in raw["tables"] if table["title"].startswith("Memory of"))
+    contiguous, large, small = (row[1]["value"] for row in table["rows"])
+    used = table["rows"][0][2]["value"]
+    assert contiguous > large > small > used
+    assert used / small > 0.9
 
 
 def test_nothing_but_what_was_written_is_said_where_nobody_looks(quick: tuple[Path, str, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,14 +18,15 @@ from quire.errors import InvalidRequestError
 from quire.kernels.cpu.kernels import CpuKernels
 from quire.kernels.ops import AttentionSpec, HeadShape, Int32Array, LayerCache, PagedBatch
 from quire.kernels.reference import ReferenceKernels
-from quire.ladder.contiguous import ContiguousCache
+from quire.ladder.contiguous import ContiguousCache, next_tokens
 from quire.ladder.kv_cache import generate_with_kv_cache, print_cache_growth
 from quire.ladder.naive import generate_naive
 from quire.ladder.speculation import generate_with_guesses, guess_from_repetition
 from quire.ladder.static_batching import batch_start, generate_static_batch, serve_static_batches
 from quire.models.decoder import Decoder
+from quire.sampling_params import SamplingParams
 from tests.decoding import greedy
-from tests.random_models import SPECS, random_decoder
+from tests.random_models import SPECS, Bench, random_decoder
 
 PROMPT = [5, 17, 3, 90, 41, 8, 22]
 
@@ -186,3 +188,71 @@ def test_guesses_give_the_same_answer_in_fewer_steps(decoder: Decoder) -> None:
 def test_guesses_are_what_followed_the_last_time() -> None:
     assert guess_from_repetition([1, 2, 3, 4, 5, 1, 2, 3, 6, 7, 1, 2, 3], 2) == [6, 7]
     assert guess_from_repetition([1, 2, 3, 4], 2) == []
+
+
+def test_a_sequence_that_outgrows_its_room_is_refused_and_its_neighbour_untouched(decoder: Decoder) -> None:
+    """It was written over with the reference kernels, and with the C++ ones a segmentation fault."""
+    cache = ContiguousCache(decoder, num_sequences=2, capacity=8)
+    next_tokens(decoder, cache, {0: PROMPT, 1: PROMPT})
+    before = [cache.keys(layer, 1).clone() for layer in range(2)]
+    next_tokens(decoder, cache, {0: [4]})
+    with pytest.raises(InvalidRequestError, match="9 of sequence 0 don't fit: the cache has room for 8"):
+        next_tokens(decoder, cache, {0: [4]})
+    assert cache.lengths == [8, 7]
+    assert all(torch.equal(cache.keys(layer, 1), before[layer]) for layer in range(2))
+
+
+@pytest.mark.parametrize(
+    ("new_tokens", "message"),
+    [
+        ({2: [1]}, "sequence: 2 is none of the 2"),
+        ({-1: [1]}, "sequence: -1 is none of the 2"),
+        ({0: []}, "are none at all"),
+        ({0: [97]}, "97 is outside the vocabulary of 97"),
+        ({0: [-1]}, "-1 is outside the vocabulary of 97"),
+        ({0: range(9)}, "9 of sequence 0 don't fit"),
+    ],
+)
+def test_what_would_read_or_write_elsewhere_is_refused(
+    decoder: Decoder, new_tokens: dict[int, list[int]], message: str
+) -> None:
+    cache = ContiguousCache(decoder, num_sequences=2, capacity=8)
+    with pytest.raises(InvalidRequestError, match=message):
+        next_tokens(decoder, cache, new_tokens)
+    assert cache.lengths == [0, 0]
+
+
+def test_a_loop_never_goes_past_the_models_last_position() -> None:
+    """Behind it there are no angles to rotate by."""
+    decoder = random_decoder(replace(SPECS["llama"], max_position=10), CpuKernels(), torch.float32)
+    for generate in (generate_naive, generate_with_kv_cache, generate_with_guesses):
+        with pytest.raises(InvalidRequestError, match="room for 10"):
+            generate(decoder, PROMPT, 5)
+        assert len(generate(decoder, PROMPT, 4)) == 4
+
+
+def test_guesses_that_no_vocabulary_has_are_refused(decoder: Decoder) -> None:
+    with pytest.raises(InvalidRequestError, match="outside the vocabulary"):
+        generate_with_guesses(decoder, PROMPT, 4, guess=lambda tokens, count: [10**6])
+
+
+def test_an_end_token_ends_the_loop_and_is_its_last(decoder: Decoder) -> None:
+    whole = generate_naive(decoder, PROMPT, 40)
+    end = whole[5]
+    expected = whole[: whole.index(end) + 1]
+    for generate in (generate_naive, generate_with_kv_cache):
+        told: list[int] = []
+        assert generate(decoder, PROMPT, 40, told.append, eos_token_ids=(96, end)) == expected == told
+
+
+def test_a_temperature_draws_what_the_engine_draws(decoder: Decoder) -> None:
+    prompt = tuple(PROMPT)
+    for seed in (0, 7):
+        params = SamplingParams(temperature=0.9, seed=seed, max_tokens=12)
+        expected = Bench(decoder).run([prompt], [params]).tokens["0"]
+        naive = generate_naive(decoder, prompt, 12, temperature=0.9, seed=seed)
+        assert naive == expected
+        assert generate_with_kv_cache(decoder, prompt, 12, temperature=0.9, seed=seed) == expected
+    assert naive != generate_naive(decoder, prompt, 12)
+    with pytest.raises(InvalidRequestError, match="temperature"):
+        generate_naive(decoder, prompt, 1, temperature=-1)

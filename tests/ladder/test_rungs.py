@@ -149,7 +149,7 @@ def test_with_two_steps_in_flight_the_table_says_why_who_leaves_is_seen_late(llm
 
 def test_memory_is_counted_in_whole_blocks(tiny_model: Path) -> None:
     with Engines(str(tiny_model), "cpu", "float32") as engines:
-        table = experiments.memory_of_allocations(engines, QUICK)
+        table = experiments.memory_of_allocations(engines.get(max_num_seqs=2).engine.decoder, QUICK)
     contiguous, large, small = (row[1].value for row in table.rows)  # type: ignore[union-attr]
     used = table.rows[0][2].value  # type: ignore[union-attr]
     per_token = 2 * 2 * 2 * 16 * 4  # both sides, layers, heads, head size, bytes

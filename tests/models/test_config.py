@@ -140,6 +140,8 @@ def test_the_limit_chooses_the_long_or_the_short_factors() -> None:
         ({"rms_norm_eps": float("nan")}, "NaN"),
         ({"num_key_value_heads": 3}, "4 attention heads can't share 3"),
         ({"head_dim": 7}, "head_dim is 7"),
+        ({"hidden_size": 66}, "hidden_size should be a multiple of the 4 attention heads"),
+        ({"hidden_size": 2}, "hidden_size should be a multiple of the 4 attention heads"),
         ({"rope_scaling": [1]}, "rope_scaling should be an object"),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),

@@ -15,11 +15,13 @@ import torch
 import transformers
 from torch import Tensor
 
+from quire.checkpoints.checkpoint import Checkpoint
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.reference import ReferenceKernels
+from quire.models.gguf_spec import read_gguf_spec
 from quire.models.load import load_decoder, open_model
 from quire.models.rope import cos_sin_table
-from quire.models.spec import RopeSpec
+from quire.models.spec import ModelSpec, RopeSpec
 from tests.decoding import all_logits
 from tests.models.test_families import random_model, reference_logits
 
@@ -347,3 +349,26 @@ def test_rope_factors_and_llama3_parameters_give_the_same_table() -> None:
     factors = tuple(llama3_factors(LLAMA3_ROPE, 16).tolist())
     by_factors = RopeSpec(10_000.0, "factors", freq_factors=factors)
     torch.testing.assert_close(cos_sin_table(llama3, 16, 300), cos_sin_table(by_factors, 16, 300), atol=1e-4, rtol=0)
+
+
+def metadata_spec(architecture: str, **settings: Any) -> ModelSpec:
+    sizes = {
+        "embedding_length": 176, "block_count": 1, "feed_forward_length": 8, "attention.head_count": 4,
+        "context_length": 64, "vocab_size": 8, "attention.layer_norm_rms_epsilon": 1e-5,
+    }  # fmt: skip
+    named = {f"{architecture}.{key}": value for key, value in (sizes | settings).items()}
+    return read_gguf_spec(Checkpoint("gguf", {}, {}, {"general.architecture": architecture, **named}), "model.gguf")
+
+
+def test_a_head_of_unknown_size_is_a_whole_share_of_the_hidden_size() -> None:
+    assert metadata_spec("llama").heads.head_dim == 44
+    with pytest.raises(ModelFormatError, match=r"embedding_length should be a multiple of the 4 attention heads"):
+        metadata_spec("llama", embedding_length=178)
+
+
+@pytest.mark.parametrize("rotated", range(2, 45, 2))
+def test_so_many_dimensions_are_rotated_as_the_file_says(rotated: int) -> None:
+    """30 of 44 came out as 29 by way of a share, and was refused."""
+    rope = metadata_spec("glm4", **{"rope.dimension_count": rotated}).layers[0].rope
+    assert rope is not None
+    assert (rope.rotated or 44) == rotated

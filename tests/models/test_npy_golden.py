@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from quire.kernels.cpu.kernels import CpuKernels
+from quire.kernels.ops import Kernels
 from quire.kernels.reference import ReferenceKernels
+from quire.kernels.select import select_kernels
 from quire.models.load import load_decoder, open_model
 from tests.decoding import all_logits
 
@@ -25,12 +29,23 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_decoder_matches_the_scripts_own_logits(exported: Path) -> None:
+@pytest.mark.parametrize("kernels", [ReferenceKernels, CpuKernels], ids=["reference", "cpu"])
+def test_the_decoder_matches_the_scripts_own_logits(exported: Path, kernels: Callable[[], Kernels]) -> None:
+    """The C++ kernels, which users get, at the same bound as the definition."""
     files = open_model(exported)
-    decoder = load_decoder(files, ReferenceKernels(), torch.float32, torch.device("cpu"))
+    decoder = load_decoder(files, kernels(), torch.float32, torch.device("cpu"))
     tokens = np.load(exported / "test_tokens.npy").tolist()
     expected = torch.from_numpy(np.load(exported / "test_logits.npy"))
     torch.testing.assert_close(all_logits(decoder, tokens), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.gpu
+def test_a_gpu_matches_them_at_the_same_bound(exported: Path) -> None:
+    device = torch.device("cuda")
+    decoder = load_decoder(open_model(exported), select_kernels(device, torch.float32), torch.float32, device)
+    tokens = np.load(exported / "test_tokens.npy").tolist()
+    expected = torch.from_numpy(np.load(exported / "test_logits.npy"))
+    torch.testing.assert_close(all_logits(decoder, tokens).cpu(), expected, atol=1e-4, rtol=0)
 
 
 def test_the_exported_model_has_the_promised_sizes(exported: Path) -> None:

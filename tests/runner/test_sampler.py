@@ -15,7 +15,7 @@ from quire.kernels.filters import sum_rows
 from quire.kernels.noise import gumbel_noise
 from quire.kernels.reference import ReferenceKernels
 from quire.sampling.noise import chances, noise_keys
-from quire.sampling.sampler import SampledTokens
+from quire.sampling.sampler import NOT_NUMBERS, SampledTokens
 from quire.sampling_params import ResolvedTokens, SamplingParams, StructuredOutput
 from tests.runner.sampling_definition import before_temperature, kept, probabilities
 from tests.runner.sampling_support import Job, RecordingKernels, make_batch, run
@@ -311,7 +311,7 @@ def test_a_nan_fails_its_row_though_it_is_masked(kernels: RecordingKernels) -> N
     logits = torch.zeros(3, 5)
     logits[0, 4] = logits[1, 2] = float("nan")
     sampled, _ = run(logits, jobs, kernels)
-    assert sampled.failures() == dict.fromkeys((0, 1), "the model's scores are not numbers (NaN)")
+    assert sampled.failures() == dict.fromkeys((0, 1), NOT_NUMBERS)
     assert sampled.tensor[1].tolist() == [1, 1, 0]
 
 

@@ -117,3 +117,10 @@ def test_the_numbers_are_right(server: Server) -> None:
     assert int(engine_blocks[1]) > 10
     memory = Path(f"/proc/{server.process.pid}/statm").read_text().split() if server.process else []
     assert server.metric("process_resident_memory_bytes") == pytest.approx(int(memory[1]) * 4096, rel=0.2)
+
+
+def test_the_engines_memory_is_there(server: Server) -> None:
+    families = {one.name: one for one in text_string_to_metric_families(server.get("/metrics").text)}
+    resident = families["quire_engine_resident_memory_bytes"].samples[0].value
+    assert resident > 50 * 2**20  # torch alone takes more
+    assert families["quire_gpu_memory_used_bytes"].samples[0].value >= 0

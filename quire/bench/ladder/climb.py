@@ -15,9 +15,10 @@ from quire.bench.ladder.rungs import Rung, find_rungs
 from quire.bench.ladder.settings import FULL, ClimbSettings
 from quire.bench.ladder.weights import compare_rounding, compare_weights
 from quire.bench.machine import report_facts
-from quire.bench.measure import Clock, warm_up
+from quire.bench.measure import Clock, peak_resident, warm_up
 from quire.bench.report import EMPTY, Bytes, Factor, Report, Row, Table
 from quire.bench.spread import Spread
+from quire.config import format_bytes
 from quire.frontend.progress import BenchmarkBar
 
 _NUM_EXPERIMENTS = 9
@@ -57,10 +58,13 @@ def climb(engines: Engines, settings: ClimbSettings = FULL, clock: Clock = time.
                 rung.runs.append(run(f"rung {rung.number}, pass {repeat}"))
                 bar.advance()
         differing = tuple(str(rung) for rung, _ in runs if not _says_what_it_must(rung, rungs[0]))
+        peak = peak_resident()
         engines.close()
         tables = _experiments(engines, settings, clock, bar)
     engines.close()
     facts["took"] = f"{time.perf_counter() - began:.0f} s"
+    if peak is not None:
+        facts["process memory"] = f"{format_bytes(peak)} at most, with the engines of all rungs in it at once"
     facts["same tokens on all rungs"] = "yes" if not differing else f"no: {', '.join(differing)}"
     tables = [_ladder_table(rungs, settings), *_missing_table(rungs), *tables]
     bars = [(str(rung), rung.seconds.per(rung.num_tokens, "output tokens per second")) for rung, _ in runs]
@@ -78,7 +82,7 @@ def _experiments(engines: Engines, settings: ClimbSettings, clock: Clock, bar: B
     parts: dict[str, Callable[[], Table]] = {
         "naive loop and KV cache": lambda: experiments.naive_against_cache(llm, settings, clock),
         "prompt lengths": lambda: experiments.cache_by_prompt_length(llm, settings, clock),
-        "memory": lambda: experiments.memory_of_allocations(engines, settings),
+        "memory": lambda: experiments.memory_of_allocations(llm.engine.decoder, settings),
         "batching": lambda: experiments.batching(llm, settings, clock),
         "early leavers": lambda: experiments.leaving_early(small, settings),
         "shared system prompt": lambda: experiments.shared_system_prompt(llm, settings),
@@ -107,26 +111,28 @@ def _ladder_table(rungs: Sequence[Rung], settings: ClimbSettings) -> Table:
     first = before = rungs[0].seconds
     for rung in rungs:
         if not rung.runs:
-            rows.append((rung.number, rung.name, "not run", *[EMPTY] * 7))
+            rows.append((rung.number, rung.name, "not run", *[EMPTY] * 9))
             continue
         seconds = rung.seconds
-        memory = Bytes(max(run.cache_bytes for run in rung.runs))
+        held = max(run.cache_bytes for run in rung.runs)
         factors = Factor.of(before, seconds), Factor.of(first, seconds)
         rate = seconds.per(rung.num_tokens)
-        measured = seconds, rung.latency, rate, memory, *factors, Bytes(rung.weight_bytes)
-        rows.append((rung.number, rung.name, rung.kernels, *measured))
+        measured = seconds, rung.latency, rate, Bytes(held), *factors, Bytes(rung.weight_bytes)
+        together = seconds.each(rung.num_tokens), Bytes(held + rung.weight_bytes)
+        rows.append((rung.number, rung.name, rung.kernels, *measured, *together))
         before = seconds
     note = (
         f"{settings.num_jobs} requests at once: {settings.shared_tokens} prompt tokens in common and "
         f"{settings.question} of their own, answers of {settings.answer} tokens, {rungs[0].num_tokens} in all, greedy; "
         f"from rung 4 on {settings.max_num_seqs} run at once. Each rung adds one technique to the one before. Medians "
         f"of {settings.repeats} interleaved passes, the lowest and highest in brackets. Latency is the mean over the "
-        "requests of the time until the whole answer is there; KV memory is the most that was held between two tokens."
+        "requests of the time until the whole answer is there; per token is the time divided by all new tokens; KV "
+        "memory is the most that was held between two tokens."
     )
     if any(rung.expected is not None for rung in rungs):
         note += f" {OTHER_WEIGHTS}"
     columns = (
         "rung", "adds", "kernels", "time", "latency", "throughput", "KV memory", "over the one before", "over rung 1",
-        "weights",
+        "weights", "per token", "model and cache",
     )  # fmt: skip
     return Table("The ladder", note, columns, tuple(rows))

@@ -8,13 +8,14 @@ from functools import partial
 from itertools import count
 
 from quire.bench.jobs import Job, Lengths, random_jobs
-from quire.bench.ladder.engines import Engines
 from quire.bench.ladder.settings import ClimbSettings
 from quire.bench.measure import Clock, in_turn, warm_up
 from quire.bench.offline import device_of, run_one_by_one, run_together, time_to_first_token, token_source
 from quire.bench.report import Bytes, Factor, Row, Table
 from quire.bench.spread import Spread
+from quire.engine import Scheduler, SchedulerConfig, make_requests
 from quire.errors import EngineError
+from quire.ladder.contiguous import ContiguousCache
 from quire.ladder.kv_cache import generate_with_kv_cache
 from quire.ladder.naive import generate_naive
 from quire.ladder.static_batching import serve_static_batches
@@ -22,6 +23,7 @@ from quire.llm import LLM
 from quire.models.decoder import Decoder
 from quire.outputs import RequestOutput
 from quire.runner.kv_cache import bytes_per_block
+from quire.sampling_params import SamplingParams
 
 Generate = Callable[..., list[int]]
 HELLO = "Hello, I am a language model"
@@ -45,9 +47,12 @@ def naive_against_cache(llm: LLM, settings: ClimbSettings, clock: Clock) -> Tabl
     rows: list[Row] = []
     for i, length in enumerate(lengths):
         naive, cached = (Spread.of(marks[i] for marks in each) for each in times.values())
-        rows.append((length, naive, cached, cached.per(length), Factor.of(naive, cached)))
+        each = naive.each(length), cached.each(length)
+        rows.append((length, naive, cached, cached.per(length), Factor.of(naive, cached), *each))
     note = f'"{HELLO}" ({len(prompt)} tokens), greedy, {settings.repeats} repeats, {_kernels(llm)}.'
-    columns = ("new tokens", "naive", "KV cache", "KV cache rate", "factor")
+    columns = (
+        "new tokens", "naive", "KV cache", "KV cache rate", "factor", "naive per token", "KV cache per token"
+    )  # fmt: skip
     return Table("Naive loop and KV cache", note, columns, tuple(rows))
 
 
@@ -69,24 +74,44 @@ def cache_by_prompt_length(llm: LLM, settings: ClimbSettings, clock: Clock) -> T
     return Table("Cache speed-up by prompt length", note, columns, tuple(rows))
 
 
-def memory_of_allocations(engines: Engines, settings: ClimbSettings) -> Table:
-    """What is allocated against what is used when nobody knows how long an answer will be."""
+def memory_of_allocations(decoder: Decoder, settings: ClimbSettings) -> Table:
+    """What is allocated against what is used when nobody knows how long an answer will be: a contiguous cache is made,
+    and the engine's scheduler gives blocks to the same sequences."""
     source = random.Random(0)
     longest = settings.max_model_len
     lengths = [source.randint(longest // 16, longest) for _ in range(settings.memory_sequences)]
-    allocated = {"contiguous, the longest for each": len(lengths) * longest}
+    per_token = bytes_per_block(decoder.spec, 1, decoder.dtype)
+    used = sum(lengths) * per_token
+    allocated = {"contiguous, the longest for each": ContiguousCache(decoder, len(lengths), longest).num_bytes}
     for size in (64, 16):
-        allocated[f"paged, blocks of {size}"] = sum(-(-length // size) * size for length in lengths)
-    used, per_token = sum(lengths), bytes_per_block(engines.spec, 1, engines.dtype)
-    rows = tuple(
-        (name, Bytes(tokens * per_token), Bytes(used * per_token), f"{used / tokens:.0%}")
-        for name, tokens in allocated.items()
-    )
+        allocated[f"paged, blocks of {size}"] = _blocks_taken(lengths, longest, size) * size * per_token
+    rows = tuple((name, Bytes(taken), Bytes(used), f"{used / taken:.0%}") for name, taken in allocated.items())
+    dtype = str(decoder.dtype).removeprefix("torch.")
     note = (
         f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)} tokens; the longest allowed is {longest}. "
-        f"A token takes {per_token:,} bytes in {engines.dtype_name}."
+        f"A token takes {per_token:,} bytes in {dtype}. Allocated: by a contiguous cache, and by the block pool."
     )
     return Table("Memory of contiguous and paged caches", note, ("allocation", "allocated", "used", "share used"), rows)
+
+
+def _blocks_taken(lengths: Sequence[int], longest: int, block_size: int) -> int:
+    """Blocks that the scheduler gives to prompts of these lengths when all run at once."""
+    most = len(lengths) * -(-longest // block_size)
+    config = SchedulerConfig(
+        num_blocks=1 + most,
+        max_num_seqs=len(lengths),
+        max_batched_tokens=sum(lengths),
+        max_model_len=longest + 1,
+        block_size=block_size,
+        prefix_caching=False,
+    )
+    scheduler = Scheduler(config)
+    for number, length in enumerate(lengths):
+        for request in make_requests(str(number), [number] * length, SamplingParams(max_tokens=1), 0):
+            scheduler.add(request, 0.0)
+    step = scheduler.schedule(0.0)
+    assert len(step.scheduled) == len(lengths)
+    return most - step.num_free_blocks
 
 
 def batching(llm: LLM, settings: ClimbSettings, clock: Clock) -> Table:

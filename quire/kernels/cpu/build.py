@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import fcntl
 import hashlib
+import itertools
 import logging
 import os
 import platform
@@ -17,7 +18,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -38,6 +39,9 @@ _FLAGS = (
 )  # fmt: skip
 _BUILD_SECONDS = 600  # much else may go on
 _DIGEST_BYTES = hashlib.sha256().digest_size
+
+progress: list[Callable[[int, int], None]] = []
+"""Whoever shows how a build goes on: told the bytes of source compiled and in all, first with none."""
 
 
 @cache
@@ -150,7 +154,12 @@ def _compile(command: list[str], sources: list[Path], path: Path) -> None:
             library = folder / path.name
             # The longest first, so that nobody waits for it at the end.
             pairs = sorted(zip(sources, objects, strict=True), key=lambda pair: -pair[0].stat().st_size)
-            list(compilers.map(lambda pair: run("-c", str(pair[0]), "-o", pair[1]), pairs))
+            logger.info("compiling the CPU kernels (once for this CPU and compiler, about half a minute)")
+            sizes = [pair[0].stat().st_size for pair in pairs]
+            jobs = compilers.map(lambda pair: run("-c", str(pair[0]), "-o", pair[1]), pairs)
+            for done, _ in enumerate(itertools.chain([None], jobs)):
+                for report in progress:
+                    report(sum(sizes[:done]), sum(sizes))
             run("-shared", *objects, "-o", str(library))
             os.chmod(library, 0o700)
             digest = hashlib.sha256(library.read_bytes()).digest()

@@ -1,0 +1,142 @@
+"""Groups of options: a dataclass that several commands take as one parameter, and that a file may set.
+
+A command declares `engine: EngineOptions = EngineOptions()`; on the command line these are the dataclass's fields, one
+option each, and the command gets the object. A new option for all of them is a new field in `options.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
+
+import typer
+from typer import Option
+from typer.models import OptionInfo
+
+from quire.cli.toml import check_value, format_value
+from quire.errors import InvalidRequestError
+from quire.frontend.settings_file import SettingsFile, read_settings
+
+
+@dataclass(frozen=True)
+class OptionGroup:
+    """Options that belong together. `section` is the part of a settings file that sets them, if one does."""
+
+    section: ClassVar[str] = ""
+    others: dict[str, Any] = field(default_factory=dict, kw_only=True)
+    """What the file's section sets besides: for options that have no place on the command line."""
+
+    @classmethod
+    def options(cls) -> dict[str, inspect.Parameter]:
+        """By name, as typer wants to see them."""
+        hints = get_type_hints(cls, include_extras=True)
+        found = {}
+        for one in fields(cls):
+            if one.name != "others":
+                default = None if one.default is MISSING else one.default
+                kind = inspect.Parameter.KEYWORD_ONLY
+                found[one.name] = inspect.Parameter(one.name, kind, default=default, annotation=hints[one.name])
+        return found
+
+    def check(self) -> None:
+        """Refuses values that can't be; for groups that can tell without loading anything."""
+
+
+@dataclass(frozen=True)
+class FileOptions(OptionGroup):
+    """Where settings come from and go to."""
+
+    config: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="Take settings from a TOML file; what is given here goes before it."),
+    ] = None
+    print_config: Annotated[bool, Option("--print-config", help="Write all settings out as such a file, and exit.")] = (
+        False
+    )
+
+
+def with_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """A command for typer out of one that takes groups: their options become its own."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, type[OptionGroup]] = {}
+    parameters = {
+        "context": inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context),
+    }
+    for name, parameter in inspect.signature(command).parameters.items():
+        kind = hints[name]
+        if isinstance(kind, type) and issubclass(kind, OptionGroup):
+            groups[name] = kind
+            for option, one in kind.options().items():
+                own = one.default if parameter.default is parameter.empty else getattr(parameter.default, option)
+                parameters[option] = one.replace(default=own)
+        else:
+            parameters[name] = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=kind)
+
+    @functools.wraps(command)
+    def run(context: typer.Context, **values: Any) -> None:
+        given = {name for name in values if _is_given(context, name)}
+        path: Path | None = values.get("config")
+        file = SettingsFile() if path is None else read_settings(path)
+        if file.model is not None and "model" in values and "model" not in given:
+            values["model"] = file.model
+        for name, kind in groups.items():
+            own = {option: values.pop(option) for option in kind.options()}
+            values[name] = _from_file(kind, own, given, file)
+        made = [values[name] for name in groups]
+        for group in made:
+            group.check()
+        if any(isinstance(group, FileOptions) and group.print_config for group in made):
+            print(as_toml(values.get("model"), made), end="")
+            raise typer.Exit()
+        command(**values)
+
+    run.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+    run.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
+    return run
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")
+
+
+def _from_file(kind: type[OptionGroup], own: dict[str, Any], given: set[str], file: SettingsFile) -> OptionGroup:
+    section = file.sections.get(kind.section, {})
+    others = {key: value for key, value in section.items() if key not in own}
+    for key in own.keys() & section.keys() - given:
+        annotation = kind.options()[key].annotation
+        own[key] = check_value(f"{file.path}: {key} in [{kind.section}]", section[key], _plain_type(annotation))
+    group = kind(**own, others=others)
+    if others and kind.section != "engine":  # the engine's are checked with all its options
+        what = f"{next(iter(others))} in [{kind.section}] is unknown; there are: {', '.join(kind.options())}"
+        raise InvalidRequestError("config", f"{file.path}: {what}")
+    return group
+
+
+def _plain_type(annotation: Any) -> Any:
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def as_toml(model: str | None, groups: list[OptionGroup]) -> str:
+    """A settings file that says the same, each line under what `--help` says of it."""
+    lines = ["# Settings for `quire run`, `chat` and `serve` (--config FILE) and for LLM(config=FILE)."]
+    if model is not None:
+        lines.append(f"model = {format_value(str(model))}")
+    for group in groups:
+        if not group.section:
+            continue
+        lines += ["", f"[{group.section}]"]
+        for name, parameter in type(group).options().items():
+            info = next(one for one in get_args(parameter.annotation)[1:] if isinstance(one, OptionInfo))
+            value = getattr(group, name)
+            lines.append(f"# {info.help}")
+            if name == "api_key":
+                lines.append("# api_key is not written out: keep keys in a file of their own (api_key_file)")
+            else:
+                lines.append(f"# {name} is not set" if value is None else f"{name} = {format_value(value)}")
+        lines += [f"{name} = {format_value(value)}" for name, value in group.others.items()]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,41 @@
+"""What the engine process takes of memory, for /metrics."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+_PAUSE = 1.0
+"""Seconds between two looks: asking a driver takes a while."""
+
+
+class EngineMemory:
+    """Looks from time to time. Names are those of `quire_..._bytes` gauges."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._next = 0.0
+
+    def look(self, now: float) -> dict[str, int]:
+        """Bytes by name; nothing where the last look was just now."""
+        if now < self._next:
+            return {}
+        self._next = now + _PAUSE
+        found = {"engine_resident_memory": _resident()}
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            found["gpu_memory_used"] = total - free
+            found["gpu_memory_total"] = total
+            found["gpu_memory_allocated"] = torch.cuda.memory_allocated(self._device)
+        return found
+
+
+def _resident() -> int:
+    """Of this process; 0 where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")

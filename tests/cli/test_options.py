@@ -1,0 +1,236 @@
+"""Options that commands share, files that set them, and what `run` and `chat` take."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import quire.cli.run as run_module
+from quire import LLM
+from quire.cli import options
+from quire.cli.main import app
+from quire.config import EngineConfig
+from quire.errors import InvalidRequestError, QuireError
+from quire.kernels.cpu import build
+from tests.frontend.templates import QWEN
+from tests.server.random_model import write_model
+
+SHARED = set(options.EngineOptions.options())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    write_model(made, QWEN)
+    return made
+
+
+@pytest.fixture
+def invoke(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
+    """Runs a command in this process; what it wrote to stdout and stderr."""
+
+    def call(*arguments: object, stdin: str | None = None) -> tuple[str, str]:
+        done = CliRunner().invoke(app, [str(one) for one in arguments], input=stdin)
+        if done.exception is not None and not isinstance(done.exception, SystemExit):
+            raise done.exception
+        assert done.exit_code == 0, done.output
+        return done.stdout, done.stderr
+
+    return call
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """With which options `run` opens its engine: it goes no further."""
+    calls: list[dict[str, Any]] = []
+
+    def note(model: str, **given: Any) -> None:
+        calls.append({"model": model, **given})
+        raise QuireError("far enough")
+
+    monkeypatch.setattr(run_module, "open_llm", note)
+    return calls
+
+
+def test_run_chat_and_serve_have_the_same_engine_options_and_all_of_them_are_the_engines() -> None:
+    assert set(EngineConfig.__dataclass_fields__) >= SHARED
+    for command in ("run", "chat", "serve"):
+        listed = CliRunner().invoke(app, [command, "--help"], terminal_width=200).stdout
+        for name in SHARED | {"config", "print_config"}:
+            assert f"--{name.replace('_', '-')}" in listed, (command, name)
+
+
+def test_options_reach_the_engine(opened: list[dict[str, Any]], invoke: Callable[..., Any], tmp_path: Path) -> None:
+    with pytest.raises(QuireError, match="far enough"):
+        invoke("run", "x", "--max-num-seqs", 3, "--kv-cache-memory", "0.5", "--policy", "priority",
+               "--step-log", tmp_path / "log", "-m", "somewhere")  # fmt: skip
+    assert opened[0]["model"] == "somewhere"
+    assert opened[0]["max_num_seqs"] == 3
+    assert opened[0]["kv_cache_memory"] == 0.5
+    assert opened[0]["policy"] == "priority"
+    assert opened[0]["step_log"] == str(tmp_path / "log")
+
+
+def test_a_priority_turns_the_policy_on(opened: list[dict[str, Any]], invoke: Callable[..., Any]) -> None:
+    with pytest.raises(QuireError, match="far enough"):
+        invoke("run", "x", "--priority", 2)
+    assert opened[0]["policy"] == "priority"
+
+
+def test_run_takes_stop_prompt_schema_and_the_rest(
+    folder: Path, invoke: Callable[..., tuple[str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "schema.json").write_text('{"type": "object", "properties": {"age": {"type": "integer"}}, '
+                                          '"required": ["age"], "additionalProperties": false}')  # fmt: skip
+    common = ("-m", folder, "--kv-cache-memory", "8MiB", "--max-num-seqs", 2, "--json")
+    out, _ = invoke("run", "-p", "one", "--prompt", "two", "--json-schema", tmp_path / "schema.json", *common)
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["prompt"] for line in lines] == ["one", "two"]
+    for line in lines:
+        assert line["finish_reason"] != "stop" or isinstance(json.loads(line["text"])["age"], int)
+        assert line["text"].lstrip().startswith("{")
+    whole = json.loads(invoke("run", "one", "--raw", "-n", 16, *common)[0])["text"]
+    stop = whole[len(whole) // 2 :][:2]
+    cut, _ = invoke("run", "one", "--raw", "-n", 16, "--stop", "never", "--stop", stop, "--step-log",
+                    tmp_path / "steps.jsonl", "--verbose", *common)  # fmt: skip
+    assert json.loads(cut)["text"] == whole[: whole.index(stop)]
+    assert (tmp_path / "steps.jsonl").read_text().count("\n") > 3
+
+
+def test_chat_takes_a_first_message_and_tells_more_when_asked(folder: Path, invoke: Callable[..., Any]) -> None:
+    out, err = invoke("chat", "-m", folder, "--kv-cache-memory", "8MiB", "-p", "hello", "-n", 4, "-v", stdin="/quit\n")
+    assert out.strip()
+    assert "> hello" in err
+    assert "prompt tokens from the cache" in err
+
+
+def test_chat_with_a_base_model_says_so_before_it_loads_anything(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, invoke: Callable[..., Any]
+) -> None:
+    for file in folder.iterdir():
+        if "template" not in file.name:
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("quire.cli.chat.open_llm", lambda *a, **k: pytest.fail("it was loaded"))
+    with pytest.raises(QuireError, match=r"no chat template.*quire run --raw"):
+        invoke("chat", "-m", tmp_path)
+
+
+def test_what_print_config_writes_is_read_back_the_same(invoke: Callable[..., tuple[str, str]], tmp_path: Path) -> None:
+    given = ("serve", "-m", "some where", "--port", 81, "--max-num-seqs", 7, "--kv-cache-memory", "0.5",
+             "--no-prefix-caching", "--allowed-host", "a", "--allowed-host", 'b"c')  # fmt: skip
+    first, _ = invoke(*given, "--api-key", "secret", "--print-config")
+    assert "secret" not in first
+    found = tomllib.loads(first)
+    assert found["model"] == "some where"
+    assert found["server"]["port"] == 81
+    assert found["server"]["allowed_host"] == ["a", 'b"c']
+    assert found["engine"]["max_num_seqs"] == 7
+    assert found["engine"]["prefix_caching"] is False
+    (tmp_path / "quire.toml").write_text(first)
+    again, _ = invoke("serve", "--config", tmp_path / "quire.toml", "--print-config")
+    assert again == first
+    changed, _ = invoke("serve", "--config", tmp_path / "quire.toml", "--port", 8000, "--print-config")
+    assert changed == first.replace("port = 81", "port = 8000")  # even where it is the default that is given
+
+
+def test_a_file_sets_what_the_command_line_leaves_open(
+    opened: list[dict[str, Any]], invoke: Callable[..., Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "quire.toml"
+    file.write_text('model = "m"\n[engine]\nmax_num_seqs = 5\nblock_size = 32\nkv_cache_memory = 1073741824\n'
+                    'step_log = "log"\n[server]\nport = 9\n')  # fmt: skip
+    with pytest.raises(QuireError, match="far enough"):
+        invoke("run", "x", "--config", file, "--max-num-seqs", 6)
+    assert opened[0]["model"] == "m"
+    assert opened[0]["max_num_seqs"] == 6
+    assert opened[0]["block_size"] == 32
+    assert opened[0]["kv_cache_memory"] == "1073741824"
+    EngineConfig(**{name: value for name, value in opened[0].items() if name != "model"})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[engine]\nmax_num_seqs = true", "max_num_seqs in .engine.: must be a whole number, not True"),
+        ("[engine]\nmax_seqs = 3", "max_seqs: is no engine option"),
+        ("[engine]\ndtype = 'int3'", "dtype: must be one of"),
+        ("[server]\nportt = 3", "portt in .server. is unknown"),
+        ("[server]\nport = 'x'", "port in .server.: must be a whole number"),
+        ("[server]\nallowed_host = 'x'", "allowed_host in .server.: must be a list of texts"),
+        ("[server]\nport = 70000", "port: must be from 0 to 65535"),
+        ("[sampling]\nseed = 3", "sampling is unknown; there are model, .engine. and .server."),
+        ("model = 3", "model must be text"),
+        ("[engine", "is not TOML"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(text: str, message: str, invoke: Callable[..., Any], tmp_path: Path) -> None:
+    file = tmp_path / "quire.toml"
+    file.write_text(text)
+    with pytest.raises(InvalidRequestError, match=message):
+        invoke("serve", "--config", file, "--print-config")
+
+
+def test_a_file_that_is_not_there(tmp_path: Path, invoke: Callable[..., Any]) -> None:
+    with pytest.raises(InvalidRequestError, match="can't be read"):
+        invoke("run", "x", "--config", tmp_path / "none.toml")
+
+
+def test_an_llm_takes_the_same_file(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "quire.toml"
+    file.write_text(f'model = "{folder}"\n[engine]\nmax_num_seqs = 5\nkv_cache_memory = "8MiB"\n[server]\nport = 9\n')
+    with LLM(config=file, block_size=32) as llm:
+        config = llm.engine.core.scheduler.config
+        assert (config.max_num_seqs, config.block_size) == (5, 32)
+        assert llm.engine.plan.num_blocks > 1
+    with pytest.raises(InvalidRequestError, match="max_num_seqs"):
+        LLM(config=file, max_num_seqs=0)
+    file.write_text("[engine]\nbits = 4\n")
+    with pytest.raises(InvalidRequestError, match="bits: is no engine option"):
+        LLM(config=file)
+
+
+def test_every_group_knows_all_of_its_fields() -> None:
+    for kind in (options.EngineOptions, options.SamplingOptions):
+        assert set(kind.options()) == {one.name for one in fields(kind)} - {"others"}
+
+
+def test_compiling_kernels_is_shown_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first run on a machine takes half a minute for it, without a word it looked like a hang."""
+    for name in ("long.cpp", "short.cpp"):
+        (tmp_path / name).write_text('extern "C" int f() { return 1; }\n' if name[0] == "l" else "\n")
+    script = (
+        "import sys, pathlib, quire.kernels.cpu.build as build; from quire.frontend.progress import ModelBars\n"
+        "with ModelBars('some model'):\n"
+        "    folder = pathlib.Path(sys.argv[1])\n"
+        "    build._compile(build._find_compiler(), sorted(folder.glob('*.cpp')), folder / 'made' / 'x.so')\n"
+    )
+    master, slave = pty.openpty()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "150"}
+    done = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stderr=slave, env=environment)
+    os.close(slave)
+    seen = b""
+    try:
+        while piece := os.read(master, 4096):
+            seen += piece
+    except OSError:  # the other end is closed
+        pass
+    finally:
+        os.close(master)
+    assert done.wait(60) == 0
+    assert b"Compiling kernels (once) for some model" in seen
+    assert b"100%" in seen
+    assert not build.progress

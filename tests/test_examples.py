@@ -1,0 +1,129 @@
+"""The scripts in examples/ and the code in README.md run as they stand, on a tiny model where the answer is not the
+point."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.frontend.templates import QWEN
+from tests.server.random_model import write_model
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    made = tmp_path_factory.mktemp("model")
+    write_model(made, QWEN)
+    return str(made)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines whose cache is no quarter of the machine's memory."""
+    import quire.config as config
+
+    monkeypatch.setattr(config, "_CPU_LIMITS", config.Limits(8, 512, "64MiB"))
+
+
+def run(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+    return capsys.readouterr().out
+
+
+def test_every_example_is_listed_and_tested() -> None:
+    listed = (ROOT / "examples" / "README.md").read_text()
+    tested = Path(__file__).read_text()
+    names = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
+    assert len(names) == 8
+    for name in names:
+        assert f"[{name}.py]({name}.py)" in listed
+        assert f'run("{name}"' in tested
+
+
+@pytest.mark.usefixtures("small")
+def test_first_answer(smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    out = run("first_answer", monkeypatch, capsys, str(smollm2_gguf))
+    assert "The capital of France is Paris" in out
+    assert "12 tokens, ended by length" in out
+
+
+@pytest.mark.usefixtures("small")
+def test_batch(tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    out = run("batch", monkeypatch, capsys, tiny)
+    assert out.count(" -> ") == 4
+    assert "alone the same: True" in out
+
+
+@pytest.mark.usefixtures("small")
+def test_stream(tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(run("stream", monkeypatch, capsys, tiny)) > 10
+
+
+@pytest.mark.usefixtures("small")
+def test_chat(tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    out = run("chat", monkeypatch, capsys, tiny)
+    counts = re.findall(r"(\d+) prompt tokens, (\d+) of them", out)
+    assert len(counts) == 2
+    assert int(counts[1][1]) > 0
+
+
+@pytest.mark.usefixtures("small")
+def test_structured(tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert re.search(r"\{'colour': '(red|green|blue)', 'price': \d+\}", run("structured", monkeypatch, capsys, tiny))
+
+
+def test_openai_client(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "steps.jsonl"
+    options = ("--kv-cache-memory", "8MiB", "--step-log", str(log))
+    assert run("openai_client", monkeypatch, capsys, tiny, *options).endswith("\n")
+    assert log.read_text().count("\n") > 10  # the answer was computed there
+
+
+def test_tiny_model_is_right_and_readable(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    out = run("tiny_model", monkeypatch, capfd)
+    assert float(re.findall(r"logprob: (\S+)", out)[0]) < 1e-4
+    assert "abcdefghijklmnopqrstuvwxyz abc" in out
+
+
+@pytest.mark.usefixtures("small")
+def test_measure(tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    out = run("measure", monkeypatch, capsys, tiny, "1")
+    assert "same answers: True" in out
+    assert re.search(r"after is \d+\.\d\d x as fast", out)
+
+
+@pytest.mark.usefixtures("small")
+def test_the_readmes_code_runs(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(block.replace('"smollm2"', repr(tiny)), {})  # noqa: S102
+    assert "Hello" in capsys.readouterr().out
+
+
+def test_the_readmes_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every `quire …` line's command and options are ones that the command line knows."""
+    from typer.main import get_command
+
+    from quire.cli.main import app
+
+    command = get_command(app)
+    text = (ROOT / "README.md").read_text()
+    lines = re.findall(r"^quire (\w+)((?: \w+)?)(.*?)(?:#.*)?$", text, re.MULTILINE)
+    assert len(lines) > 8
+    for name, second, rest in lines:
+        found = command.commands[name]  # type: ignore[attr-defined]
+        if hasattr(found, "commands"):
+            found = found.commands[second.strip()]
+        known = {one for parameter in found.params for one in (*parameter.opts, *parameter.secondary_opts)}
+        for option in re.findall(r"(?<=\s)--[\w-]+", f"{second} {rest}"):
+            assert option in known, f"quire {name} {option}"
