@@ -41,6 +41,9 @@ class EngineConfig:
 
     device: str = "auto"
     """auto (a GPU if there is one), cpu, cuda or cuda:N."""
+    tensor_parallel_size: int = 1
+    """On how many devices the model is divided: GPUs from the first on (with cuda:N all on that one, which is for
+    tests), or with the device cpu so many processes that share the cores. Answers don't depend on it."""
     dtype: str = "auto"
     """auto (what is fastest on the device; float32 for quantised weights on a CPU, so that every CPU gives the same
     answers), float32, bfloat16 or float16."""
@@ -61,7 +64,7 @@ class EngineConfig:
     """Tokens per block of the cache."""
     kv_cache_memory: int | float | str | None = None
     """Memory for keys and values: bytes (`2**30`, "2GiB") or a fraction of what weights and activations leave free
-    (0.25); None: 0.25 on a CPU, 0.9 on a GPU."""
+    (0.25); None: 0.25 on a CPU, 0.9 on a GPU. Bytes are those of all devices together, a fraction is of each one's."""
     kv_cache_dtype: str = "auto"
     """How keys and values are stored: auto (in the model's dtype) or int8 (on a CPU: a byte each and a scale per token
     and head, so about a quarter of float32; answers may change a little)."""
@@ -94,9 +97,9 @@ class EngineConfig:
         for field, choices in _CHOICES.items():
             if (value := getattr(self, field)) not in choices:
                 raise InvalidRequestError(field, f"must be one of {', '.join(choices)}, not {value!r}")
-        for field in ("max_num_seqs", "max_batched_tokens", "block_size", "max_model_len"):
+        for field in ("max_num_seqs", "max_batched_tokens", "max_model_len", "block_size", "tensor_parallel_size"):
             value = getattr(self, field)
-            if value is None and field != "block_size":
+            if value is None and field not in ("block_size", "tensor_parallel_size"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InvalidRequestError(field, f"must be a whole number of at least 1, not {value!r}")

@@ -29,6 +29,8 @@ LAYERS = (
     ("observe",),
     ("simulate",),
     ("frontend",),
+    ("load",),
+    ("parallel",),
     ("assemble", "llm", "__init__"),
     ("ladder",),
     ("bench",),

@@ -34,6 +34,12 @@ class ModelFiles:
     spec: ModelSpec
     checkpoint: Checkpoint
     pieces: tuple[Piece, ...]
+    divided: dict[str, Parameter] | None = None
+    """What is kept of each parameter, where these are the files of one of several devices."""
+
+    @property
+    def parameters(self) -> dict[str, Parameter]:
+        return self.spec.parameters() if self.divided is None else self.divided
 
     def block_formats(self) -> list[str]:
         """The names of the formats, other than plain numbers, that its weights are stored in."""
@@ -136,7 +142,7 @@ def plan_weights(
 ) -> WeightPlan:
     """Checks names and shapes and chooses formats: what the kernels compute with stays as it is stored ("auto"), all
     becomes plain numbers of `dtype` ("none"), or plain matrices are quantised ("int8", "int4")."""
-    parameters = files.spec.parameters()
+    parameters = files.parameters
     check_names_and_shapes(files, parameters)
     if quantization in QUANTIZED:
         _check_can_quantize(files, kernels, device, quantization)

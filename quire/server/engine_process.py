@@ -226,7 +226,7 @@ def main(build: Callable[..., Engine] = build_engine) -> int:
 
 
 def _ready(name: str, engine: Engine) -> messages.Ready:
-    spec, plan, decoder = engine.decoder.spec, engine.plan, engine.decoder
+    spec, plan, decoder = engine.spec, engine.plan, engine.decoder
     scheduler = engine.core.scheduler.config
     identity = f"{quire.__version__} {name} {spec} {decoder.dtype} {decoder.kernels.name} {decoder.device.type}"
     return messages.Ready(

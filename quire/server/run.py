@@ -174,7 +174,7 @@ def _open_tokenizer(source: ModelSource) -> Tokenizer:
     if (source.path / "tokenizer.json").is_file():
         return Tokenizer.from_hf_folder(source.path)
     # Other kinds of models are opened by code that needs torch, which takes seconds and memory to import.
-    from quire.assemble import open_tokenizer
+    from quire.load import open_tokenizer
 
     return open_tokenizer(source)
 
