@@ -53,6 +53,7 @@ def chat(
     quantization: options.Quantization = "auto",
     kv_cache_dtype: options.KVCacheDtype = "auto",
     speculation: options.Speculation = "off",
+    tensor_parallel_size: options.TensorParallelSize = 1,
     system: options.System = None,
 ) -> None:
     """Talk with a model. /help lists what you can type besides messages.
@@ -63,7 +64,8 @@ def chat(
     """
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens)
     engine = {"device": device, "dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
-    with open_llm(model, speculation=speculation, **engine) as llm:
+    parallel = {"tensor_parallel_size": tensor_parallel_size}
+    with open_llm(model, speculation=speculation, **parallel, **engine) as llm:
         say(llm.description)
         if not llm.has_chat_template:
             raise QuireError(f"{model} has no chat template, so it can't chat. Continue text with: quire run --raw")

@@ -41,4 +41,13 @@ Speculation = Annotated[
         help="Guess tokens and check several at once: from repetitions, 4-bit weights or model M. Same answers.",
     ),
 ]
+TensorParallelSize = Annotated[
+    int,
+    Option(
+        "--tensor-parallel-size",
+        "-tp",
+        metavar="N",
+        help="Divide the model among N GPUs (on a CPU: N processes). Same answers.",
+    ),
+]
 System = Annotated[str | None, Option(metavar="TEXT", help="A system message for chat models.")]

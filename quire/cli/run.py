@@ -38,6 +38,7 @@ def run(
     quantization: options.Quantization = "auto",
     kv_cache_dtype: options.KVCacheDtype = "auto",
     speculation: options.Speculation = "off",
+    tensor_parallel_size: options.TensorParallelSize = 1,
     system: options.System = None,
     raw: Annotated[bool, Option("--raw", help="Continue the text as it is, without a chat template.")] = False,
     file: Annotated[Path | None, Option(metavar="FILE", help="Take further prompts from a file, one per line.")] = None,
@@ -56,6 +57,7 @@ def run(
     quire run "Hello!" --model Qwen/Qwen3-0.6B --device cpu --quantization int8
     quire run --file prompts.txt --json > answers.jsonl
     quire run "Summarise this: $(cat book.txt)" --device cpu --kv-cache-dtype int8
+    quire run "Hello!" --model Qwen/Qwen3-32B --tensor-parallel-size 4
     echo "Summarise this: ..." | quire run
     """
     texts = _collect_prompts(prompts or [], file)
@@ -66,7 +68,8 @@ def run(
     started = time.monotonic()
     policy = "priority" if priority else "fcfs"
     engine = {"device": device, "dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
-    with open_llm(model, policy=policy, speculation=speculation, **engine) as llm:
+    parallel = {"tensor_parallel_size": tensor_parallel_size}
+    with open_llm(model, policy=policy, speculation=speculation, **parallel, **engine) as llm:
         say(f"{llm.description} ({time.monotonic() - started:.1f} s)")
         outputs = _answer(llm, texts, each, system, raw or not llm.has_chat_template, json_lines)
         if verbose:

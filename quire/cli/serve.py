@@ -40,6 +40,7 @@ def serve(
     max_batched_tokens: Annotated[
         int | None, Option(metavar="N", help="Tokens computed in one step; default 512 on a CPU, 8192 on a GPU.")
     ] = None,
+    tensor_parallel_size: options.TensorParallelSize = 1,
     kv_cache_dtype: options.KVCacheDtype = "auto",
     speculation: options.Speculation = "off",
     kv_cache_memory: Annotated[str | None, Option(metavar="M", help=_CACHE_HELP)] = None,
@@ -92,6 +93,7 @@ def serve(
     quire serve
     quire serve --model Qwen/Qwen3-0.6B --port 8080 --api-key secret
     quire serve --model Qwen/Qwen3-0.6B --device cpu --quantization int4 --kv-cache-dtype int8
+    quire serve --model Qwen/Qwen3-32B --tensor-parallel-size 4
     curl localhost:8000/v1/chat/completions -H 'content-type: application/json' \\
          -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
     """
@@ -101,6 +103,7 @@ def serve(
 
     engine = {
         "device": device,
+        "tensor_parallel_size": tensor_parallel_size,
         "dtype": dtype,
         "quantization": quantization,
         "max_model_len": max_model_len,

@@ -71,6 +71,7 @@ class RankProcesses:
         self._on_failure = on_failure
         self._changed = threading.Condition()
         self._problem: str | None = None
+        self._broken, self._tell_broken = socket.socketpair()
         self._is_closing = False
         self._expected: dict[int, int] = {}
         self._reported: dict[int, dict[int, int]] = {}
@@ -89,6 +90,11 @@ class RankProcesses:
     def problem(self) -> str | None:
         """Why the group is broken, if it is."""
         return self._problem
+
+    @property
+    def broken_fd(self) -> int:
+        """Readable once there is one."""
+        return self._broken.fileno()
 
     def wait_until_up(self, seconds: float) -> None:
         """Until every process has imported what it needs."""
@@ -182,6 +188,7 @@ class RankProcesses:
                 return
             self._problem = problem
             self._changed.notify_all()
+            self._tell_broken.send(b"!")
         self._on_failure()
 
     def close(self, is_orderly: bool = False) -> None:
@@ -199,5 +206,5 @@ class RankProcesses:
                 one.process.wait()
         if self.processes and hasattr(self, "_listener") and self._listener is not threading.current_thread():
             self._listener.join(_EXIT_SECONDS)
-        for one in self.processes:
-            one.connection.close()
+        for connection in (*(one.connection for one in self.processes), self._broken, self._tell_broken):
+            connection.close()

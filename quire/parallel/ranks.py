@@ -6,12 +6,15 @@ import contextlib
 import os
 import weakref
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from quire.checkpoints.sources import ModelSource
 from quire.config import EngineConfig
 from quire.errors import QuireError
+from quire.models.load import open_model
+from quire.parallel.division import Division
 from quire.parallel.group import Group, GroupError
 from quire.parallel.messages import Task
 from quire.parallel.processes import RankProcesses
@@ -39,13 +42,13 @@ class Ranks:
         self._num_threads = torch.get_num_threads()
         threads = self._num_threads if "OMP_NUM_THREADS" in os.environ else max(1, self._num_threads // size)
         self._group: Group | None = None
+        _check_division(source, size)
         folder = self._resources.enter_context(temporary_folder("quire-ranks-"))
         tasks = [
             Task(rank, source, replace(config, step_log=None), str(folder), threads, START_SECONDS, STEP_SECONDS)
             for rank in range(1, size)
         ]
-        abort = weakref.WeakMethod(self._abort)  # the listener must not keep an engine alive that nobody has
-        self._processes = RankProcesses(tasks, lambda: (method := abort()) is not None and method())
+        self._processes = RankProcesses(tasks, partial(_abort, weakref.ref(self)))
         # Also where nobody closes the engine: nothing is left behind when this process ends.
         self._finalizer = weakref.finalize(self, RankProcesses.close, self._processes)
         try:
@@ -89,9 +92,19 @@ class Ranks:
         self._resources.close()
         torch.set_num_threads(self._num_threads)
 
-    def _abort(self) -> None:
-        if self._group is not None:
-            self._group.abort()
+
+def _check_division(source: ModelSource, size: int) -> None:
+    """Says what can't be divided before processes are started for it."""
+    files = open_model(source.path)
+    files.checkpoint.close()
+    for rank in range(size):
+        Division(files.spec, rank, size).heads()
+
+
+def _abort(ranks: weakref.ref[Ranks]) -> None:
+    """Ends the gathers of a group that is broken. (Whoever listens to ranks keeps no engine alive.)"""
+    if (found := ranks()) is not None and found._group is not None:
+        found._group.abort()
 
 
 def start_ranks(source: ModelSource, config: EngineConfig) -> Ranks:

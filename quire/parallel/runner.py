@@ -38,9 +38,13 @@ class ParallelRunner:
         self._runner.observe_logits = observer
 
     @property
-    def is_broken(self) -> bool:
-        """Whether it can compute nothing more."""
-        return self._broken is not None or self._processes.problem is not None
+    def broken(self) -> str | None:
+        """Why it can compute nothing more."""
+        return self._broken or self._processes.problem
+
+    @property
+    def broken_fd(self) -> int:
+        return self._processes.broken_fd
 
     def submit(self, step: Step) -> Pending:
         self._check()
@@ -69,7 +73,7 @@ class ParallelRunner:
         self._runner.release()
 
     def _check(self) -> None:
-        problem = self._broken or self._processes.problem
+        problem = self.broken
         if problem is not None:
             if self._broken is None:
                 self._broken = problem

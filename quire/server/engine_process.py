@@ -93,6 +93,8 @@ class EngineLoop:
         """Returns when told to shut down."""
         requests = EngineRequests(engine)
         self._poller.register(requests.wake_fd, zmq.POLLIN)
+        if engine.runner.broken_fd is not None:
+            self._poller.register(engine.runner.broken_fd, zmq.POLLIN)
         core = engine.core
         try:
             while True:
@@ -110,6 +112,8 @@ class EngineLoop:
                 updates = core.step(now)
                 requests.forget(updates)
                 self._send_updates(requests, updates, engine)
+                if engine.runner.broken is not None:
+                    raise EngineError(engine.runner.broken)
                 if self._failures >= _FAILURES_IN_A_ROW:
                     raise EngineError(f"{self._failures} steps failed one after the other")
         finally:
