@@ -8,6 +8,7 @@ import sys
 import typer
 
 from quire.cli import bench
+from quire.cli.batch import batch
 from quire.cli.chat import chat
 from quire.cli.models import models, pull
 from quire.cli.quantize import quantize
@@ -25,7 +26,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for command in (run, chat, serve, pull, models, quantize):
+for command in (run, chat, serve, batch, pull, models, quantize):
     app.command()(command)
 app.add_typer(bench.app, name="bench")
 

@@ -97,7 +97,7 @@ def serve(
     curl localhost:8000/v1/chat/completions -H 'content-type: application/json' \\
          -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
     """
-    _check_installed()
+    check_installed("the server")
     from quire.server.config import ServerConfig
     from quire.server.run import serve as run_server
 
@@ -111,7 +111,7 @@ def serve(
         "max_batched_tokens": max_batched_tokens,
         "kv_cache_dtype": kv_cache_dtype,
         "speculation": speculation,
-        "kv_cache_memory": None if kv_cache_memory is None else _fraction_or_bytes(kv_cache_memory),
+        "kv_cache_memory": None if kv_cache_memory is None else fraction_or_bytes(kv_cache_memory),
         "host_cache_memory": host_cache_memory,
         "prefix_caching": prefix_caching,
         "policy": policy,
@@ -147,12 +147,13 @@ def serve(
     raise typer.Exit(run_server(config))
 
 
-def _check_installed() -> None:
+def check_installed(who: str) -> None:
+    """What the server's code needs beside the engine's."""
     try:
         for name in ("fastapi", "httptools", "msgspec", "prometheus_client", "uvicorn", "zmq"):
             importlib.import_module(name)
     except ImportError as error:
-        raise QuireError(f"the server needs {error.name}: pip install 'quire[server]'") from None
+        raise QuireError(f"{who} needs {error.name}: pip install 'quire[server]'") from None
 
 
 def _keys(given: list[str], file: Path | None) -> tuple[str, ...]:
@@ -176,7 +177,7 @@ def _readable(field: str, file: Path | None) -> Path | None:
     return file
 
 
-def _fraction_or_bytes(text: str) -> float | str:
+def fraction_or_bytes(text: str) -> float | str:
     try:
         number = float(text)
     except ValueError:

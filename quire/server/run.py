@@ -90,7 +90,7 @@ class _Run:
 
     async def _start(self) -> tuple[Ready, Tokenizer] | None:
         """None if a signal came before the model was loaded."""
-        self._starting = asyncio.gather(self._client.start(), asyncio.to_thread(_open_tokenizer, self._source))
+        self._starting = asyncio.gather(self._client.start(), asyncio.to_thread(open_tokenizer, self._source))
         try:
             return await self._starting
         except asyncio.CancelledError:
@@ -170,13 +170,14 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _open_tokenizer(source: ModelSource) -> Tokenizer:
+def open_tokenizer(source: ModelSource) -> Tokenizer:
+    """A model's tokenizer, if possible without importing torch."""
     if (source.path / "tokenizer.json").is_file():
         return Tokenizer.from_hf_folder(source.path)
     # Other kinds of models are opened by code that needs torch, which takes seconds and memory to import.
-    from quire.load import open_tokenizer
+    from quire import load
 
-    return open_tokenizer(source)
+    return load.open_tokenizer(source)
 
 
 def _raise_file_limit() -> None:
