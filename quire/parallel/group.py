@@ -79,6 +79,11 @@ class Group:
         lowest: list[int] = self.all_gather(own).amin(0).tolist()
         return lowest
 
+    def close(self) -> None:
+        """Lets go of what GPUs keep for it."""
+        if self._is_nccl:
+            self.abort()
+
     def abort(self) -> None:
         """Ends gathers that wait for ranks which will not come."""
         with contextlib.suppress(Exception):  # it is broken anyhow

@@ -73,7 +73,7 @@ class ParallelKernels:
         size = division.spec.heads.head_dim
         self._head_widths = tuple(division.heads(rank).shape.num_heads * size for rank in range(division.size))
         starts = [division.rows(division.spec.vocab_size, rank).start for rank in range(1, division.size)]
-        self._first_tokens = torch.tensor(starts)
+        self._first_tokens = torch.tensor(starts, dtype=torch.int64)
         """Of the ranks after the first."""
 
     def __getattr__(self, name: str) -> Any:

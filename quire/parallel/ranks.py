@@ -88,6 +88,8 @@ class Ranks:
         """Ends the other ranks; this process has its threads back."""
         if self._finalizer.detach() is None:
             return
+        if self._group is not None:
+            self._group.close()
         self._processes.close(is_orderly)
         self._resources.close()
         torch.set_num_threads(self._num_threads)

@@ -69,8 +69,8 @@ class ParallelRunner:
     def release(self) -> None:
         """Ends the other ranks, and lets go of weights and cache."""
         self._broken = self._broken or "the engine was closed"
+        self._runner.release()  # graphs with gathers in them before what gathers
         self._close(True)
-        self._runner.release()
 
     def _check(self) -> None:
         problem = self.broken

@@ -18,6 +18,7 @@ from quire.parallel.division import Division
 from quire.parallel.files import divide_files
 from quire.parallel.group import Group
 from quire.parallel.kernels import DividedSource, parallel_kernels
+from quire.runner.device import pick_device
 from quire.runner.memory import CachePlan
 
 
@@ -51,7 +52,7 @@ def rank_device(name: str, rank: int, size: int) -> tuple[torch.device, bool]:
     if name == "cpu" or (name == "auto" and not num_gpus):
         return torch.device("cpu"), False
     if ":" in name:
-        return torch.device(name), True
+        return pick_device(name), True
     if num_gpus < size:
         raise DeviceError(
             f"tensor_parallel_size is {size}, but torch sees {num_gpus} GPUs here. Use fewer ranks, or --device cpu, "

@@ -68,7 +68,7 @@ def check(
 def test_every_family_gives_the_same_bits_on_any_number_of_ranks(
     ranks: Callable[[int], Ranks], family: str, dtype: torch.dtype
 ) -> None:
-    check(ranks, SPECS[family], dtype, (2, 4))
+    check(ranks, SPECS[family], dtype, (2, 4) if family != "llama" else (1, 2, 4))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "olmo2"])
