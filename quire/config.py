@@ -41,9 +41,6 @@ class EngineConfig:
 
     device: str = "auto"
     """auto (a GPU if there is one), cpu, cuda or cuda:N."""
-    tensor_parallel_size: int = 1
-    """On how many devices the model is divided: GPUs from the first on (with cuda:N all on that one, which is for
-    tests), or with the device cpu so many processes that share the cores. Answers don't depend on it."""
     dtype: str = "auto"
     """auto (what is fastest on the device; float32 for quantised weights on a CPU, so that every CPU gives the same
     answers), float32, bfloat16 or float16."""
@@ -75,6 +72,9 @@ class EngineConfig:
     cuda_graphs: bool = True
     """Whether decode steps are captured and launched as a whole; on a CPU, recorded and made again without Python. The
     same bits either way."""
+    tensor_parallel_size: int = 1
+    """On how many devices the model is divided: GPUs from the first on (with cuda:N all on that one, which is for
+    tests), or with the device cpu so many processes that share the cores. Answers don't depend on it."""
     speculation: str = "off"
     """Where guesses at the next tokens come from, which are checked several at a time: off, ngram (what followed the
     last time the same tokens stood there), self (the same weights in 4 bits) or draft:MODEL (a smaller model with the

@@ -79,6 +79,10 @@ def serve(
     allowed_host: Annotated[
         list[str] | None, Option(metavar="NAME", help="Serve only this Host header. Repeat for several.")
     ] = None,
+    batches: Annotated[
+        Path | None, Option(metavar="DIR", help="Serve /v1/files and /v1/batches, and keep them in this folder.")
+    ] = None,
+    max_batch_size: Annotated[str, Option(metavar="M", help="Bytes of all files in it.")] = "1GiB",
     tls_cert: Annotated[Path | None, Option(metavar="FILE", help="Certificate (PEM): serve HTTPS.")] = None,
     tls_key: Annotated[Path | None, Option(metavar="FILE", help="The certificate's key (PEM).")] = None,
     otlp_traces_endpoint: Annotated[
@@ -93,7 +97,7 @@ def serve(
     quire serve
     quire serve --model Qwen/Qwen3-0.6B --port 8080 --api-key secret
     quire serve --model Qwen/Qwen3-0.6B --device cpu --quantization int4 --kv-cache-dtype int8
-    quire serve --model Qwen/Qwen3-32B --tensor-parallel-size 4
+    quire serve --model Qwen/Qwen3-32B --tensor-parallel-size 4 --batches ./batches
     curl localhost:8000/v1/chat/completions -H 'content-type: application/json' \\
          -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
     """
@@ -139,6 +143,8 @@ def serve(
         store=None if store is None else store.absolute(),
         stored_responses=stored_responses,
         stored_seconds=stored_hours * 3600,
+        batches=None if batches is None else batches.absolute(),
+        max_batch_bytes=parse_bytes("--max-batch-size", max_batch_size, low=1),
         start_seconds=start_timeout,
         otlp_traces_endpoint=otlp_traces_endpoint,
         log_format=log_format,

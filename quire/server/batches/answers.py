@@ -33,6 +33,7 @@ _KINDS: dict[str, tuple[type[ApiRequest], type[Writer[Any]]]] = {
     CompletionRequest.ENDPOINT: (CompletionRequest, CompletionWriter),
     EmbeddingsRequest.ENDPOINT: (EmbeddingsRequest, EmbeddingWriter),
 }
+ENDPOINTS = tuple(_KINDS)
 _TRIES = 3
 """For a request in whose steps the engine fails: it may be the one that makes it fail."""
 _RETRY_SECONDS = 0.2
@@ -61,8 +62,10 @@ class _Attempt:
 class BatchAnswers:
     """Answers requests with a service, as many at a time as they come."""
 
-    def __init__(self, service: GenerationService) -> None:
+    def __init__(self, service: GenerationService, priority: int = 0) -> None:
+        """`priority`: of all of them, where they don't say themselves."""
         self._service = service
+        self._priority = priority
         self._one_at_a_time = asyncio.Lock()
         """For requests that were there when the engine failed: one of them may be the reason."""
 
@@ -86,7 +89,7 @@ class BatchAnswers:
         while True:
             attempt = _Attempt()
             try:
-                body, num_tokens = await _answer(self._service, request, attempt)
+                body, num_tokens = await _answer(self._service, request, attempt, self._priority)
                 return BatchAnswer(_line(request, _response(request, 200, body)), False, num_tokens)
             except Exception as error:
                 found = to_api_error(error)
@@ -100,7 +103,9 @@ class BatchAnswers:
             return BatchAnswer(_line(request, _response(request, found.status, shown)), is_error=True)
 
 
-async def _answer(service: GenerationService, request: BatchRequest, attempt: _Attempt) -> tuple[dict[str, Any], int]:
+async def _answer(
+    service: GenerationService, request: BatchRequest, attempt: _Attempt, priority: int
+) -> tuple[dict[str, Any], int]:
     if request.url not in _KINDS:
         raise ApiError(404, f"url: must be one of {', '.join(_KINDS)}", field="url", code="invalid_url")
     kind, writer_kind = _KINDS[request.url]
@@ -109,7 +114,9 @@ async def _answer(service: GenerationService, request: BatchRequest, attempt: _A
     model = service.check_model(body.model)
     body.check_model_limits(service.ready.hidden_size)
     wanted = _wanted(request, body, kind)
-    attempt.has_begun = service.client.state == "ready"
+    if priority and not wanted.params.priority:
+        wanted = replace(wanted, params=replace(wanted.params, priority=priority))
+    attempt.has_begun = _is_open(service)
     call = await service.start(wanted, {})
     try:
         events = [event async for event in call]
@@ -160,8 +167,12 @@ def _line(request: BatchRequest, response: dict[str, Any] | None, error: dict[st
     return msgspec.json.encode(line) + b"\n"
 
 
+def _is_open(service: GenerationService) -> bool:
+    return service.client.state == "ready" and not service.is_draining
+
+
 async def _wait_for_engine(service: GenerationService) -> None:
-    while service.client.state != "ready":
+    while not _is_open(service):
         if service.client.state in ("failed", "stopped"):
             raise EngineGoneError
         await asyncio.sleep(_RETRY_SECONDS)
