@@ -55,8 +55,8 @@ def batch(
     \b
     quire batch requests.jsonl -o answers.jsonl
     quire batch requests.jsonl --model Qwen/Qwen3-32B --tensor-parallel-size 4 --served-model-name my-model
-    echo '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions",
-           "body": {"messages": [{"role": "user", "content": "Hello!"}]}}' | tr -d '\\n' > requests.jsonl
+    A line of REQUESTS (docs/batches.md has more):
+    {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}
     """
     check_installed("quire batch")
     from quire.server.batches.run import BatchJob, run_batch

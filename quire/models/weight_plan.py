@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -75,6 +76,10 @@ class WeightPlan:
     @property
     def nbytes(self) -> int:
         return sum(format.nbytes(shape) for name in self.formats for format, shape in self._stored(name))
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(one.shape) for one in self.parameters.values())
 
     def describe(self) -> str:
         """For the start-up message: the formats, the largest first, and what else became of the files' own."""

@@ -68,6 +68,7 @@ class RankProcesses:
     def __init__(self, tasks: Sequence[Task], on_failure: Callable[[], None]) -> None:
         """`on_failure` is called from a thread when the group is found to be broken."""
         self.processes: list[RankProcess] = []
+        self._owner = os.getpid()
         self._on_failure = on_failure
         self._changed = threading.Condition()
         self._problem: str | None = None
@@ -192,7 +193,10 @@ class RankProcesses:
         self._on_failure()
 
     def close(self, is_orderly: bool = False) -> None:
-        """Ends them: by the end of their connections where they listen, else by force."""
+        """Ends them: by the end of their connections where they listen, else by force. A fork of this process has none
+        of its own, and leaves those of its parent alone."""
+        if os.getpid() != self._owner:
+            return
         self._is_closing = True
         for one in self.processes:
             with contextlib.suppress(OSError):

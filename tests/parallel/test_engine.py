@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from quire.parallel.runner import ParallelRunner
 from quire.sampling.draws import Indices
 from quire.sampling_params import StructuredOutput
 from quire.step import ScheduledRequest
+from tests.long_runs import IS_LONG
 
 SMALL = {"device": "cpu", "kv_cache_memory": "1MiB", "max_num_seqs": 6, "max_batched_tokens": 64}
 PROMPTS = ["once upon a time there was", "once upon a time there was a house", "the", "abc " * 40]
@@ -112,6 +114,8 @@ def test_answers_do_not_depend_on_the_number_of_ranks(
         assert f"rank 0 of {size}" in llm.description
         assert workload(llm) == expected
         if options["speculation"] == "ngram":
+            check_interrupt(llm)
+            check_fork(llm)
             check_end(llm, signal.SIGKILL, "was killed by SIGKILL")
         elif options["speculation"] == "self":
             check_end(llm, signal.SIGSTOP, "hangs")
@@ -145,6 +149,32 @@ def test_a_real_model_in_blocks_with_heads_that_do_not_come_out_even(smollm2_ggu
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
+def check_interrupt(llm: LLM) -> None:
+    """Ctrl-C ends a call, not the group: all ranks finish the step they are in."""
+    params = SamplingParams(max_tokens=12, temperature=0)
+    (before,) = llm.generate(PROMPTS[0], params)
+    for delay in (0.05, 0.11, 0.2):
+        timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, SamplingParams(max_tokens=900, ignore_eos=True))
+        timer.join()
+        (after,) = llm.generate(PROMPTS[0], params)
+        assert after.error is None
+        assert after.token_ids == before.token_ids
+
+
+def check_fork(llm: LLM) -> None:
+    """At its end a process ends its ranks; one that was forked from it has none, and leaves its parent's alone."""
+    runner = llm.engine.runner
+    assert isinstance(runner, ParallelRunner)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)
+        runner._processes.close()
+    (output,) = llm.generate("a", SamplingParams(max_tokens=3))
+    assert output.error is None
+
+
 def check_end(llm: LLM, number: signal.Signals, words: str) -> None:
     """A signal to rank 1 ends the group, and its name is said."""
     pids = children(llm)
@@ -172,7 +202,8 @@ while True:
 """
 
 
-@pytest.mark.parametrize("end", [pytest.param("exits", marks=pytest.mark.soak), "is killed"])
+@pytest.mark.soak
+@pytest.mark.parametrize("end", ["is killed", "exits"] if IS_LONG else ["is killed"])
 def test_nothing_is_left_behind_when_rank_0_ends(end: str, random_model: Path) -> None:
     command = [sys.executable, "-c", _KILLED, str(random_model), end]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
