@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -114,4 +115,5 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return re.sub(r"^\[[^\]]*\]\s*", "", lines[0])  # where in gloo's source it was

@@ -22,7 +22,7 @@ import quire
 from quire.parallel.group import GroupError
 from quire.parallel.messages import Computed, Failed, Hello, Task, frame, receive
 
-_LAST_WORDS = 2.0
+_LAST_WORDS = 3.0
 """Seconds in which ranks that have given up, too, say so."""
 _EXIT_SECONDS = 5.0
 
