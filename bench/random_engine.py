@@ -16,7 +16,6 @@ from bench.shapes import CONFIGS, spec_of
 from quire.assemble import Engine, assemble
 from quire.config import EngineConfig
 from quire.engine import EngineCore, Request, make_requests
-from quire.engine.gc_pauses import full_collections_put_off
 from quire.kernels.formats import FORMATS, Format
 from quire.kernels.ops import Kernels
 from quire.kernels.quantize import quantize, to_fp8
@@ -24,6 +23,7 @@ from quire.kernels.select import select_kernels
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec
+from quire.process.gc_pauses import full_collections_put_off
 from quire.runner.device import pick_device, pick_dtype
 from quire.sampling_params import SamplingParams
 

@@ -23,8 +23,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
 
 from quire.engine import Scheduler, SchedulerConfig, Step, StepResult, make_requests
-from quire.engine.gc_pauses import full_collections_put_off
 from quire.observe.step_log import StepLog
+from quire.process.gc_pauses import full_collections_put_off
 from quire.sampling_params import SamplingParams
 from quire.step import StepLogEntry
 

@@ -50,8 +50,8 @@ def main(folder: str, device: str, dtype: str) -> None:
 
 
 if __name__ == "__main__":
-    from quire.engine.gc_pauses import no_collections
-    from quire.preload import load_torch_libraries
+    from quire.process.gc_pauses import no_collections
+    from quire.process.preload import load_torch_libraries
 
     load_torch_libraries()  # as the command line does
     with no_collections():

@@ -35,7 +35,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
     import importlib
 
-    from quire.engine.gc_pauses import full_collections_put_off
+    from quire.process.gc_pauses import full_collections_put_off
 
     with full_collections_put_off():  # nothing that is imported is garbage
         return getattr(importlib.import_module(_HOMES[name]), name)

@@ -62,7 +62,7 @@ class EngineConfig:
     """Tokens per block of the cache."""
     kv_cache_memory: int | float | str | None = None
     """Memory for keys and values: bytes (`2**30`, "2GiB") or a fraction of what weights and activations leave free
-    (0.25); None: 0.25 on a CPU, 0.9 on a GPU."""
+    (0.25); None: 0.25 on a CPU, 0.9 on a GPU. Bytes are those of all devices together, a fraction is of each one's."""
     kv_cache_dtype: str = "auto"
     """How keys and values are stored: auto (in the model's dtype), int8 (on a CPU: a byte each and a scale per token
     and head, so about a quarter of float32) or fp8 (on a GPU: half of bfloat16). Answers may change a little."""
@@ -73,6 +73,9 @@ class EngineConfig:
     cuda_graphs: bool = True
     """Whether decode steps are captured and launched as a whole; on a CPU, recorded and made again without Python. The
     same bits either way."""
+    tensor_parallel_size: int = 1
+    """On how many devices the model is divided: GPUs from the first on (with cuda:N all on that one, which is for
+    tests), or with the device cpu so many processes that share the cores. Answers don't depend on it."""
     speculation: str = "off"
     """Where guesses at the next tokens come from, which are checked several at a time: off, ngram (what followed the
     last time the same tokens stood there), self (the same weights in 4 bits) or draft:MODEL (a smaller model with the
@@ -95,9 +98,9 @@ class EngineConfig:
         for field, choices in _CHOICES.items():
             if (value := getattr(self, field)) not in choices:
                 raise InvalidRequestError(field, f"must be one of {', '.join(choices)}, not {value!r}")
-        for field in ("max_num_seqs", "max_batched_tokens", "block_size", "max_model_len"):
+        for field in ("max_num_seqs", "max_batched_tokens", "max_model_len", "block_size", "tensor_parallel_size"):
             value = getattr(self, field)
-            if value is None and field != "block_size":
+            if value is None and field not in ("block_size", "tensor_parallel_size"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InvalidRequestError(field, f"must be a whole number of at least 1, not {value!r}")

@@ -17,7 +17,6 @@ from quire.assemble import Engine, build_engine
 from quire.checkpoints.sources import resolve
 from quire.config import EngineConfig
 from quire.engine import RequestMetrics, RequestUpdate, make_requests
-from quire.engine.gc_pauses import full_collections_put_off
 from quire.errors import EngineError, InvalidRequestError, QuireError
 from quire.frontend import inputs
 from quire.frontend.beam_search import BeamSearchOutput, BeamSearchParams, LiveBeams, check_choices
@@ -32,6 +31,7 @@ from quire.observe.engine_metrics import EngineCounters
 from quire.observe.offline import OfflineObserver
 from quire.observe.tracing import Tracing
 from quire.outputs import RequestDelta, RequestOutput
+from quire.process.gc_pauses import full_collections_put_off
 from quire.sampling_params import SamplingParams
 
 Message = Mapping[str, Any]

@@ -17,7 +17,7 @@ from quire.models.families import FAMILIES
 PACKAGE = Path(__file__).parents[1] / "quire"
 
 LAYERS = (
-    ("errors", "config", "preload", "field_checks", "sampling_params", "outputs", "step", "temporary_folders"),
+    ("errors", "config", "field_checks", "sampling_params", "outputs", "step", "process"),
     ("kernels",),
     ("checkpoints",),
     ("models",),
@@ -30,6 +30,8 @@ LAYERS = (
     ("observe",),
     ("simulate",),
     ("frontend",),
+    ("load",),
+    ("parallel",),
     ("assemble", "llm", "__init__"),
     ("ladder",),
     ("inspect",),

@@ -122,8 +122,8 @@ def _open(order: dict[str, Any]) -> Peer:
     setting = PeerSetting(**order["setting"])
     if order["kind"] != "quire":
         return open_peer(order["kind"], setting)
-    from quire.engine.gc_pauses import no_collections
-    from quire.preload import load_torch_libraries
+    from quire.process.gc_pauses import no_collections
+    from quire.process.preload import load_torch_libraries
 
     load_torch_libraries()  # as the command line does
     with no_collections():

@@ -49,6 +49,9 @@ class TensorInfo:
     """Likewise of zero points."""
     layout: Layout | None = None
     """Where it is one of `packed_weights.py`."""
+    whole: TensorInfo | None = None
+    """With such a layout, of what this is some rows."""
+    first_row: int = 0
 
     @property
     def format(self) -> Format:
@@ -189,17 +192,19 @@ class Checkpoint:
 
     def _packed_chunks(self, info: TensorInfo, layout: Layout) -> Iterator[tuple[Chunk, tuple[Tensor, ...]]]:
         """FP8 in chunks of rows; what other tools pack across rows, all at once."""
-        assert info.scales is not None
-        scales = info.scales.format.expand(self._whole(info.scales)).float().view(info.scales.shape)
+        whole, own = info.whole or info, slice(info.first_row, info.first_row + info.shape[0])
+        assert whole.scales is not None
+        scales = whole.scales.format.expand(self._whole(whole.scales)).float().view(whole.scales.shape)
         if layout.name != "fp8":
-            zeros = None if info.zeros is None else self._whole(info.zeros).view(torch.int32).view(info.zeros.shape)
-            packed = self._whole(info).view(torch.int32).view(info.stored_shape)
-            yield Chunk((), 0, info.shape), int4_tensors(layout, packed, scales, zeros)
+            zeros = None if whole.zeros is None else self._whole(whole.zeros).view(torch.int32).view(whole.zeros.shape)
+            packed = self._whole(whole).view(torch.int32).view(whole.stored_shape)
+            found = int4_tensors(layout, packed, scales, zeros)
+            yield Chunk((), 0, info.shape), tuple(tensor[own] for tensor in found)
             return
-        scales, inner = fp8_scales(scales, info.shape), info.shape[1]
+        scales, inner = fp8_scales(scales, whole.shape)[own], info.shape[1]
         for chunk in chunks_of(info.shape, max(MAX_CHUNK_ELEMENTS, inner)):
             part = torch.empty(chunk.num_elements, dtype=torch.uint8)
-            self._read_bytes(info, part, chunk.start)
+            self._read_bytes(whole, part, own.start * inner + chunk.start)
             rows = slice(chunk.start // inner, chunk.start // inner + chunk.shape[0])
             yield chunk, (part.view(torch.float8_e4m3fn).view(chunk.shape), scales[rows])
 

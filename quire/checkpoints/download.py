@@ -23,7 +23,7 @@ from typing import Any
 
 from quire.config import cache_dir
 from quire.errors import ModelFormatError, ModelNotFoundError, QuireError
-from quire.temporary_folders import temporary_folder
+from quire.process.temporary_folders import temporary_folder
 
 Progress = Callable[[int, int | None], None]
 """Called with the bytes fetched so far and the bytes there are, or None where that is not known."""

@@ -8,6 +8,7 @@ import sys
 import typer
 
 from quire.cli import bench
+from quire.cli.batch import batch
 from quire.cli.chat import chat
 from quire.cli.explain import explain
 from quire.cli.inspect import inspect
@@ -18,9 +19,9 @@ from quire.cli.replay import replay
 from quire.cli.run import run
 from quire.cli.serve import serve
 from quire.cli.verify import verify
-from quire.engine.gc_pauses import full_collections_put_off
 from quire.errors import QuireError
-from quire.preload import load_torch_libraries
+from quire.process.gc_pauses import full_collections_put_off
+from quire.process.preload import load_torch_libraries
 
 app = typer.Typer(
     name="quire",
@@ -30,7 +31,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for command in (run, chat, serve, inspect, pull, models, quantize, verify, explain, plan, replay):
+for command in (run, chat, serve, batch, inspect, pull, models, quantize, verify, explain, plan, replay):
     app.command()(command)
 app.add_typer(bench.app, name="bench")
 

@@ -42,13 +42,26 @@ Quantization = Annotated[
 ]
 KVCacheDtype = Annotated[
     str,
-    Option("--kv-cache-dtype", metavar="auto|int8", help="Keys and values; int8: a quarter of the memory, on a CPU."),
+    Option(
+        "--kv-cache-dtype",
+        metavar="auto|int8|fp8",
+        help="Keys and values; int8: a quarter, on a CPU; fp8: half, on a GPU.",
+    ),
 ]
 Speculation = Annotated[
     str,
     Option(
         metavar="off|ngram|self|draft:M",
         help="Guess tokens and check several at once: from repetitions, 4-bit weights or model M. Same answers.",
+    ),
+]
+TensorParallelSize = Annotated[
+    int,
+    Option(
+        "--tensor-parallel-size",
+        "-tp",
+        metavar="N",
+        help="Divide the model among N GPUs (on a CPU: N processes). Same answers.",
     ),
 ]
 Verbose = Annotated[bool, Option("--verbose", "-v", help="Tell what came of guesses and of the cache.")]
@@ -77,6 +90,7 @@ class EngineOptions(OptionGroup):
     ] = None
     kv_cache_dtype: KVCacheDtype = "auto"
     speculation: Speculation = "off"
+    tensor_parallel_size: TensorParallelSize = 1
     kv_cache_memory: Annotated[str | None, Option(metavar="M", help=_CACHE_HELP)] = None
     host_cache_memory: Annotated[
         str, Option(metavar="M", help="Host memory below the prefix cache, such as 4GiB; 0: none.")

@@ -54,6 +54,7 @@ def run(
     quire run "Hello!" --model Qwen/Qwen3-0.6B --device cpu --quantization int8
     quire run "Three colours:" --raw --stop . --stop $'\\n'
     quire run "A person, as JSON." --json-schema person.json
+    quire run "Hello!" --model Qwen/Qwen3-32B --tensor-parallel-size 4
     quire run --file prompts.txt --json > answers.jsonl
     quire run "Summarise this: $(cat book.txt)" --device cpu --kv-cache-dtype int8
     echo "Summarise this: ..." | quire run

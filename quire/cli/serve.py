@@ -54,6 +54,10 @@ class ServerOptions(OptionGroup):
         1024
     )
     stored_hours: Annotated[float, Option(metavar="H", help="Hours each of them is kept.")] = 24.0
+    batches: Annotated[
+        Path | None, Option(metavar="DIR", help="Serve /v1/files and /v1/batches, and keep them in this folder.")
+    ] = None
+    max_batch_size: Annotated[str, Option(metavar="M", help="Bytes of all files in it.")] = "1GiB"
     start_timeout: Annotated[
         float, Option(metavar="S", help="Seconds without progress before an engine that starts is given up.")
     ] = 120.0
@@ -73,7 +77,7 @@ class ServerOptions(OptionGroup):
     log_level: Annotated[str, Option(metavar="debug|info|warning|error", help="What is logged.")] = "info"
 
     def check(self) -> None:
-        check_installed()
+        check_installed("the server")
         self.config("", {})
 
     def config(self, model: str, engine: dict[str, Any]) -> ServerConfig:
@@ -102,6 +106,8 @@ class ServerOptions(OptionGroup):
             store=None if self.store is None else self.store.absolute(),
             stored_responses=self.stored_responses,
             stored_seconds=self.stored_hours * 3600,
+            batches=None if self.batches is None else self.batches.absolute(),
+            max_batch_bytes=parse_bytes("--max-batch-size", self.max_batch_size, low=1),
             start_seconds=self.start_timeout,
             otlp_traces_endpoint=self.otlp_traces_endpoint,
             log_format=self.log_format,
@@ -123,6 +129,7 @@ def serve(
     quire serve --model Qwen/Qwen3-0.6B --port 8080 --api-key secret
     quire serve --print-config > quire.toml && quire serve --config quire.toml
     quire serve --model Qwen/Qwen3-0.6B --device cpu --quantization int4 --kv-cache-dtype int8
+    quire serve --model Qwen/Qwen3-32B --tensor-parallel-size 4 --batches ./batches
     curl localhost:8000/v1/chat/completions -H 'content-type: application/json' \\
          -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
     """
@@ -131,12 +138,13 @@ def serve(
     raise typer.Exit(run_server(server.config(model, engine.keywords())))
 
 
-def check_installed() -> None:
+def check_installed(who: str) -> None:
+    """What the server's code needs beside the engine's."""
     try:
         for name in ("fastapi", "httptools", "msgspec", "prometheus_client", "uvicorn", "zmq"):
             importlib.import_module(name)
     except ImportError as error:
-        raise QuireError(f"the server needs {error.name}: pip install 'quire[server]'") from None
+        raise QuireError(f"{who} needs {error.name}: pip install 'quire[server]'") from None
 
 
 def _keys(given: list[str], file: Path | None) -> tuple[str, ...]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from quire.engine.gc_pauses import no_collections
 from quire.errors import QuireError
+from quire.process.gc_pauses import no_collections
 
 if TYPE_CHECKING:
     from quire.llm import LLM

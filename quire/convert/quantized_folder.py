@@ -36,7 +36,7 @@ from quire.models.weight_plan import (
     check_not_quantized,
     quantized_format,
 )
-from quire.temporary_folders import temporary_folder
+from quire.process.temporary_folders import temporary_folder
 
 MAX_SHARD_BYTES = 2 * 10**9
 _COPIED = {".json", ".jinja", ".txt", ".model"}

@@ -95,6 +95,22 @@ class GenerationBar(_Bars):
         self._progress.update(self._task, advance=finished, rate=rate)
 
 
+class BatchBar(_Bars):
+    """How many requests of a batch are answered, how many tokens a second that takes, and the time left."""
+
+    def __init__(self) -> None:
+        super().__init__(MofNCompleteColumn(), TextColumn("requests, {task.fields[rate]:.1f} tokens/s"))
+        self._task: rich_progress.TaskID | None = None
+        self._started = 0.0
+
+    def report(self, done: int, total: int, num_tokens: int) -> None:
+        if self._task is None:
+            self._started = time.monotonic()
+            self._task = self._progress.add_task("Answering", total=total, completed=done, rate=0.0)
+        rate = num_tokens / max(time.monotonic() - self._started, 1e-9)
+        self._progress.update(self._task, completed=done, rate=rate)
+
+
 class BenchmarkBar(_Bars):
     """How many parts of a benchmark are done, and which one is running."""
 

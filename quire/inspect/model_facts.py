@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from quire.assemble import open_tokenizer
 from quire.checkpoints.sources import ModelSource
 from quire.config import EngineConfig, format_bytes
 from quire.errors import QuireError
 from quire.frontend.tokenizer import Tokenizer
 from quire.kernels.ops import MoeSpec
+from quire.load import open_tokenizer
 from quire.models.load import open_model
 from quire.models.spec import ModelSpec
 from quire.models.weight_plan import ModelFiles

@@ -205,6 +205,9 @@ class SampleRows(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+Between = Callable[[Tensor], Tensor]
+
+
 class Kernels(Protocol):
     """What a backend offers. Rows are always the first dimension; no method changes its inputs unless
     its name ends in an underscore."""
@@ -310,9 +313,12 @@ class Kernels(Protocol):
         this step are already written); grouped heads; a window counts the query's own position. Each head's softmax
         has one more score, of sinks [num_heads], which adds nothing to the output."""
 
-    def moe(self, x: Tensor, router_logits: Tensor, experts: ExpertWeights, spec: MoeSpec) -> Tensor:
+    def moe(
+        self, x: Tensor, router_logits: Tensor, experts: ExpertWeights, spec: MoeSpec, between: Between | None = None
+    ) -> Tensor:
         """Probabilities of router_logits [rows, experts] in float32, the top_k (lowest index first among
-        equals), weights renormalised on request, experts applied in ascending expert index."""
+        equals), weights renormalised on request, experts applied in ascending expert index. All that the first
+        products gave, [pairs of row and expert, intermediate], goes through `between` before the second ones."""
 
     def gumbel_argmax(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         """int64 [rows]: the argmax of float32 logits [rows, vocab] / temperature [rows] + Gumbel noise of the

@@ -23,6 +23,7 @@ from quire.kernels.ops import (
     NOTHING_LEFT,
     Activation,
     AttentionSpec,
+    Between,
     ExpertWeights,
     HeadNorms,
     HeadShape,
@@ -198,24 +199,28 @@ class ReferenceKernels:
                 output[tile_rows] = _attend(query[tile_rows], position, keys, values, spec, sinks)
         return output
 
-    def moe(self, x: Tensor, router_logits: Tensor, experts: ExpertWeights, spec: MoeSpec) -> Tensor:
+    def moe(
+        self, x: Tensor, router_logits: Tensor, experts: ExpertWeights, spec: MoeSpec, between: Between | None = None
+    ) -> Tensor:
         weights, chosen = route(router_logits, spec, experts.choice_bias)
         # One sort groups the rows by expert; stable, so an expert's rows stay in their order.
         by_expert = chosen.flatten().sort(stable=True)
         rows = by_expert.indices // spec.top_k
         weights = weights.flatten()[by_expert.indices].unsqueeze(1)
         counts = torch.bincount(by_expert.values, minlength=router_logits.shape[1]).tolist()
-        gathered = x[rows]
-        output = torch.zeros_like(x, dtype=torch.float32)
-        start = 0
-        for expert, count in enumerate(counts):  # ascending: the order of additions in every row
-            if count:
-                part = slice(start, start + count)
-                added = None if experts.gate_up_bias is None else experts.gate_up_bias[expert]
-                hidden = self.linear_gated(gathered[part], experts.gate_up.experts[expert], added, spec.activation)
-                added = None if experts.down_bias is None else experts.down_bias[expert]
-                output[rows[part]] += self.linear(hidden, experts.down.experts[expert], added).float() * weights[part]
-                start += count
+        used = [expert for expert, count in enumerate(counts) if count]  # ascending: the order of additions in a row
+        sizes = [counts[expert] for expert in used]
+        parts, scales = rows.split_with_sizes(sizes), weights.split_with_sizes(sizes)
+        hidden = []
+        for expert, part in zip(used, parts, strict=True):
+            added = _row(experts.gate_up_bias, expert)
+            hidden.append(self.linear_gated(x[part], experts.gate_up.experts[expert], added, spec.activation))
+        if between is not None:
+            hidden = list(between(torch.cat(hidden)).split_with_sizes(sizes))
+        output = torch.zeros(x.shape[0], experts.down.shape[1], dtype=torch.float32, device=x.device)
+        for expert, part, scale, own in zip(used, parts, scales, hidden, strict=True):
+            product = self.linear(own, experts.down.experts[expert], _row(experts.down_bias, expert))
+            output[part] += product.float() * scale
         return output.to(x.dtype)
 
     def gumbel_argmax(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -240,6 +245,10 @@ class ReferenceKernels:
 
     def keep_between_(self, x: Tensor, low: Tensor, high: Tensor) -> None:
         x.masked_fill_((x < low.unsqueeze(1)) | (x > high.unsqueeze(1)), float("-inf"))
+
+
+def _row(biases: Tensor | None, index: int) -> Tensor | None:
+    return None if biases is None else biases[index]
 
 
 def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

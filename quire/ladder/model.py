@@ -144,8 +144,8 @@ def compare(decoder: Decoder, tokens: Sequence[int]) -> tuple[float, int]:
 
 
 def main(model: str = "smollm2", text: str = "The capital of France is") -> None:
-    from quire.assemble import open_tokenizer
     from quire.checkpoints.sources import resolve
+    from quire.load import open_tokenizer
     from quire.models.load import load_decoder, open_model
 
     source = resolve(model)

@@ -7,6 +7,7 @@ them is the kernels' business.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -107,7 +108,6 @@ class Attention:
         self, parameters: Parameters, name: str, spec: ModelSpec, layer: LayerSpec, cos_sin: Tensor | None
     ) -> None:
         self.spec = layer.attention
-        self.query_size = self.spec.heads.num_heads * self.spec.heads.head_dim
         self.cos_sin = cos_sin
         self.norms: HeadNorms | None = None
         if layer.qk_norm:
@@ -124,7 +124,7 @@ class Attention:
             qkv, spec.heads, self.norms, batch.positions, self.cos_sin, cache, paged.slot_mapping
         )
         attended = kernels.attention(query, cache, paged, spec, self.sinks)
-        return self.output(batch, attended.view(x.shape[0], self.query_size))
+        return self.output(batch, attended.flatten(1))
 
 
 class Mlp:
@@ -268,6 +268,11 @@ class Decoder:
     def nbytes(self) -> int:
         """What the weights take."""
         return sum(weight.nbytes for weight in self.weights.values())
+
+    @property
+    def num_parameters(self) -> int:
+        """Of those that are here."""
+        return sum(math.prod(weight.shape) for weight in self.weights.values())
 
     def release(self) -> None:
         """Lets go of the weights; the decoder can't be used afterwards."""

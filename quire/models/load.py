@@ -23,7 +23,7 @@ from quire.kernels.formats import Format
 from quire.kernels.ops import Kernels
 from quire.kernels.quantize import quantize
 from quire.kernels.weights import Weight
-from quire.models.decoder import Decoder
+from quire.models.decoder import Decoder, WeightSource
 from quire.models.gguf_spec import read_gguf_spec
 from quire.models.model_config import read_config
 from quire.models.names import Piece, gguf_pieces, huggingface_pieces
@@ -83,12 +83,18 @@ def load_decoder(
     return load_planned(plan_weights(files, kernels, dtype, device, quantization), max_position, progress)
 
 
-def load_planned(plan: WeightPlan, max_position: int | None = None, progress: Progress | None = None) -> Decoder:
-    """A decoder with its weights on the device, in the formats of the plan."""
+def load_planned(
+    plan: WeightPlan,
+    max_position: int | None = None,
+    progress: Progress | None = None,
+    through: Callable[[WeightSource], WeightSource] = lambda source: source,
+) -> Decoder:
+    """A decoder with its weights on the device, in the formats of the plan, which it takes `through` what may say more
+    of them."""
     with ThreadPoolExecutor(_NUM_READERS, "weights") as readers:
         reading = _Reading(plan, readers, progress or (lambda done, total: None))
         try:
-            return Decoder(plan.files.spec, plan.kernels, reading, plan.dtype, max_position)
+            return Decoder(plan.files.spec, plan.kernels, through(reading), plan.dtype, max_position)
         finally:
             readers.shutdown(wait=False, cancel_futures=True)
 

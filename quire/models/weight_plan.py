@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,6 +36,12 @@ class ModelFiles:
     spec: ModelSpec
     checkpoint: Checkpoint
     pieces: tuple[Piece, ...]
+    divided: dict[str, Parameter] | None = None
+    """What is kept of each parameter, where these are the files of one of several devices."""
+
+    @property
+    def parameters(self) -> dict[str, Parameter]:
+        return self.spec.parameters() if self.divided is None else self.divided
 
     def block_formats(self) -> list[str]:
         """The names of the formats, other than plain numbers, that its weights are stored in."""
@@ -70,6 +77,10 @@ class WeightPlan:
     @property
     def nbytes(self) -> int:
         return sum(format.nbytes(shape) for name in self.formats for format, shape in self._stored(name))
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(one.shape) for one in self.parameters.values())
 
     def describe(self) -> str:
         """For the start-up message: the formats, the largest first, and what else became of the files' own."""
@@ -137,7 +148,7 @@ def plan_weights(
 ) -> WeightPlan:
     """Checks names and shapes and chooses formats: what the kernels compute with stays as it is stored ("auto"), all
     becomes plain numbers of `dtype` ("none"), or plain matrices are quantised ("int8", "int4")."""
-    parameters = files.spec.parameters()
+    parameters = files.parameters
     check_names_and_shapes(files, parameters)
     if quantization in QUANTIZED:
         _check_can_quantize(files, kernels, device, quantization)

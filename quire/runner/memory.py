@@ -54,7 +54,7 @@ def check_weights_fit(plan: WeightPlan, free: int) -> int:
     needed = plan.nbytes
     if needed > free:
         raise CapacityError(
-            f"the model does not fit: {plan.files.spec.num_parameters:,} parameters take {format_bytes(needed)} "
+            f"the model does not fit: {plan.num_parameters:,} parameters take {format_bytes(needed)} "
             f"({plan.describe()}), but {format_bytes(free)} are free. "
             "Use a smaller model, a dtype of fewer bytes, quantization int8 or int4, or another device."
         )

@@ -40,6 +40,10 @@ LogitsObserver = Callable[[Sequence[ScheduledRequest], Indices, Tensor], None]
 class Runner:
     """Owns the device state: the request rows and the memory of the cache."""
 
+    broken: str | None = None
+    broken_fd: int | None = None
+    """Why it can compute nothing more, and what becomes readable then: one of several ranks may come to that."""
+
     def __init__(
         self,
         decoder: Decoder,

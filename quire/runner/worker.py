@@ -5,6 +5,7 @@ What schedules the steps and understands text is put together in `quire.assemble
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -63,10 +64,15 @@ def expected_plan(weights: WeightPlan, config: EngineConfig) -> CachePlan:
 
 
 def start_worker(
-    decoder: Decoder, config: EngineConfig, grammars: GrammarCompiler, formats: str = "", draft: Draft | None = None
+    decoder: Decoder,
+    config: EngineConfig,
+    grammars: GrammarCompiler,
+    formats: str = "",
+    draft: Draft | None = None,
+    agree: Callable[[CachePlan], CachePlan] | None = None,
 ) -> Worker:
     """A worker around a decoder whose weights are in place; what memory is left becomes the cache. `formats` says which
-    ones the weights are in."""
+    ones the weights are in. Workers that compute the same steps `agree` on how much all of them can hold."""
     spec, dtype, device, kernels = decoder.spec, decoder.dtype, decoder.device, decoder.kernels
     limits = config.limits(device.type)
     needs = measure_needs(decoder, limits, config.block_size, config.cuda_graphs)
@@ -76,6 +82,7 @@ def start_worker(
         if draft.has_own_cache:
             needs = replace(needs, draft_block=bytes_per_block(draft.decoder.spec, config.block_size, cache_dtype))
     plan = plan_cache(spec, config, limits, cache_dtype, free_memory(device), needs)
+    plan = plan if agree is None else agree(plan)
     by_dimension = kernels.keys_by_dimension(cache_dtype, plan.block_size)
     cache = KVCache(spec, plan.num_blocks, plan.num_host_blocks, plan.block_size, cache_dtype, device, by_dimension)
     rows = RequestRows(limits.max_num_seqs, plan.max_model_len, plan.block_size, device)
@@ -93,7 +100,7 @@ def start_worker(
     runner = Runner(decoder, cache, rows, plan.block_size, constrainer, graphs, drafter, rejects)
     weights = f"{format_bytes(needs.weights)}: {formats}" if formats else format_bytes(needs.weights)
     description = (
-        f"{spec.family}, {spec.num_parameters / 1e6:,.0f}M parameters ({weights}) "
+        f"{spec.family}, {decoder.num_parameters / 1e6:,.0f}M parameters ({weights}) "
         f"on {describe(device, dtype)}, {kernels.name} kernels; {plan.describe()}"
     )
     return Worker(decoder, runner, plan, f"{description}; {draft.description}" if draft is not None else description)

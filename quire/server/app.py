@@ -11,9 +11,20 @@ from starlette.types import ASGIApp
 
 from quire import __version__
 from quire.server import errors
+from quire.server.batches.queue import BatchQueue
 from quire.server.guard.auth import AllowedHosts, Authentication
 from quire.server.guard.limits import BodyLimits, RequestContext
-from quire.server.routes import anthropic, chat, completions, embeddings, information, responses, stored, tokenize
+from quire.server.routes import (
+    anthropic,
+    batches,
+    chat,
+    completions,
+    embeddings,
+    information,
+    responses,
+    stored,
+    tokenize,
+)
 from quire.server.service import GenerationService
 
 ROUTERS = tuple(
@@ -25,13 +36,18 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def create_app(service: GenerationService) -> ASGIApp:
-    """The application around a service."""
+def create_app(service: GenerationService, queue: BatchQueue | None = None) -> ASGIApp:
+    """The application around a service, and a queue of batches if it has one."""
     config = service.config
     api = FastAPI(title="Quire", version=__version__, description="An exact LLM inference server.")
     api.state.service = service
     for router in ROUTERS:
         api.include_router(router, responses=_ERRORS)
+    uploads: dict[str, int] = {}
+    if queue is not None:
+        api.state.batches = queue
+        api.include_router(batches.router, responses=_ERRORS)
+        uploads["/v1/files"] = config.max_batch_bytes
     errors.install(api)
     api.openapi = lambda: _openapi(api)  # type: ignore[method-assign]
     # Only HTTP comes in: uvicorn runs without websockets and lifespan (`run`).
@@ -49,7 +65,7 @@ def create_app(service: GenerationService) -> ASGIApp:
         )
     if config.allowed_hosts:
         app = AllowedHosts(app, config.allowed_hosts)
-    app = BodyLimits(app, config.max_body_bytes, config.max_bodies_bytes, config.body_seconds)
+    app = BodyLimits(app, config.max_body_bytes, config.max_bodies_bytes, config.body_seconds, uploads)
     return RequestContext(app, service.metrics)
 
 

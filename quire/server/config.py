@@ -73,6 +73,10 @@ class ServerConfig:
     """Of all of them."""
     stored_seconds: float = 24 * 3600.0
     """How long each is kept."""
+    batches: Path | None = None
+    """Folder for uploaded files, batches and their answers; None: there is no /v1/files and no /v1/batches."""
+    max_batch_bytes: int = 1024 * MIB
+    """Of all files in it."""
     otlp_traces_endpoint: str | None = None
     """Where spans of requests are sent (OTLP over HTTP); None: there are none."""
     log_format: str = "human"

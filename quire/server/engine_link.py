@@ -17,6 +17,7 @@ import zmq.asyncio
 
 import quire
 from quire.errors import EngineError, QuireError
+from quire.process.temporary_folders import temporary_folder
 from quire.server.config import ServerConfig
 from quire.server.messages import (
     Command,
@@ -30,7 +31,6 @@ from quire.server.messages import (
     encode,
 )
 from quire.server.tasks import AttendedClock, running
-from quire.temporary_folders import temporary_folder
 
 logger = logging.getLogger(__name__)
 

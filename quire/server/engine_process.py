@@ -30,13 +30,13 @@ import quire
 from quire.assemble import Engine, build_engine
 from quire.checkpoints.sources import resolve
 from quire.config import EngineConfig
-from quire.engine.gc_pauses import IdleCollector, full_collections_put_off
 from quire.errors import EngineError, QuireError
 from quire.frontend.progress import ModelBars
 from quire.models.load import Progress
 from quire.observe.explain import explain_request
 from quire.observe.request_records import describe_request
 from quire.observe.step_log import StepSummary, describe_steps, summarize
+from quire.process.gc_pauses import IdleCollector, full_collections_put_off
 from quire.runner.device import pick_device
 from quire.server import messages
 from quire.server.engine_memory import EngineMemory
@@ -97,6 +97,8 @@ class EngineLoop:
         requests = EngineRequests(engine)
         self._memory = EngineMemory(engine.decoder.device)
         self._poller.register(requests.wake_fd, zmq.POLLIN)
+        if engine.runner.broken_fd is not None:
+            self._poller.register(engine.runner.broken_fd, zmq.POLLIN)
         core = engine.core
         try:
             while True:
@@ -114,6 +116,8 @@ class EngineLoop:
                 updates = core.step(now)
                 requests.forget(updates)
                 self._send_updates(requests, updates, engine)
+                if engine.runner.broken is not None:
+                    raise EngineError(engine.runner.broken)
                 if self._failures >= _FAILURES_IN_A_ROW:
                     raise EngineError(f"{self._failures} steps failed one after the other")
         finally:
@@ -233,7 +237,7 @@ def main(build: Callable[..., Engine] = build_engine) -> int:
 
 
 def _ready(name: str, engine: Engine) -> messages.Ready:
-    spec, plan, decoder = engine.decoder.spec, engine.plan, engine.decoder
+    spec, plan, decoder = engine.spec, engine.plan, engine.decoder
     scheduler = engine.core.scheduler.config
     identity = f"{quire.__version__} {name} {spec} {decoder.dtype} {decoder.kernels.name} {decoder.device.type}"
     return messages.Ready(

@@ -21,6 +21,8 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.observe.prometheus import ServerMetrics
 from quire.observe.tracing import Tracing
 from quire.server.app import create_app
+from quire.server.batches.queue import BatchQueue
+from quire.server.batches.store import BatchStore
 from quire.server.config import ServerConfig
 from quire.server.engine_client import EngineClient
 from quire.server.guard.http_protocol import limited_protocol
@@ -67,6 +69,8 @@ class _Run:
         self._tracing = None if endpoint is None else Tracing.to_endpoint(endpoint)
         self._client = EngineClient(config, self._metrics, self._give_up)
         self._service: GenerationService | None = None
+        self._store = None if config.batches is None else BatchStore(config.batches, config.max_batch_bytes)
+        self._queue: BatchQueue | None = None
         self._server: _Server | None = None
         self._starting: asyncio.Future[tuple[Ready, Tokenizer]] | None = None
         self._exit_code = 0
@@ -82,6 +86,8 @@ class _Run:
                 await self._serve(*started)
         finally:
             self._listener.close()
+            if self._queue is not None:
+                await self._queue.stop()
             await self._client.stop()
             await asyncio.to_thread(self._responses.close)
             if self._tracing is not None:
@@ -90,7 +96,7 @@ class _Run:
 
     async def _start(self) -> tuple[Ready, Tokenizer] | None:
         """None if a signal came before the model was loaded."""
-        self._starting = asyncio.gather(self._client.start(), asyncio.to_thread(_open_tokenizer, self._source))
+        self._starting = asyncio.gather(self._client.start(), asyncio.to_thread(open_tokenizer, self._source))
         try:
             return await self._starting
         except asyncio.CancelledError:
@@ -104,8 +110,11 @@ class _Run:
         self._service = GenerationService(
             config, tokenizer, self._client, ready, self._metrics, self._tracing, self._responses
         )
+        if self._store is not None:
+            self._queue = BatchQueue(self._store, self._service)
+            await self._queue.start()
         settings = uvicorn.Config(
-            create_app(self._service),
+            create_app(self._service, self._queue),
             http=limited_protocol(config),
             ws="none",
             lifespan="off",
@@ -170,13 +179,14 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _open_tokenizer(source: ModelSource) -> Tokenizer:
+def open_tokenizer(source: ModelSource) -> Tokenizer:
+    """A model's tokenizer, if possible without importing torch."""
     if (source.path / "tokenizer.json").is_file():
         return Tokenizer.from_hf_folder(source.path)
     # Other kinds of models are opened by code that needs torch, which takes seconds and memory to import.
-    from quire.assemble import open_tokenizer
+    from quire import load
 
-    return open_tokenizer(source)
+    return load.open_tokenizer(source)
 
 
 def _raise_file_limit() -> None:

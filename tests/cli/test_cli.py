@@ -230,7 +230,7 @@ def test_ctrl_c_in_a_chat_stops_the_answer_and_not_the_program(smollm2_gguf: Pat
 def test_torchs_libraries_are_loaded_beside_python() -> None:
     """What is loaded in the thread is what torch then runs on, and a program that ends at once ends well."""
     script = (
-        "import re, threading; from quire.preload import load_torch_libraries; load_torch_libraries()\n"
+        "import re, threading; from quire.process.preload import load_torch_libraries; load_torch_libraries()\n"
         "[thread.join() for thread in threading.enumerate() if thread is not threading.main_thread()]\n"
         "find = lambda: set(re.findall(r'\\S*/libtorch_\\w+\\.so', open('/proc/self/maps').read()))\n"
         "before = find(); import torch; assert torch.ones(2).sum() == 2\n"
@@ -239,6 +239,6 @@ def test_torchs_libraries_are_loaded_beside_python() -> None:
     if Path("/proc/self/maps").exists():
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
         assert done.stdout.split() == ["True", "True"]
-    at_once = "from quire.preload import load_torch_libraries; load_torch_libraries()"
+    at_once = "from quire.process.preload import load_torch_libraries; load_torch_libraries()"
     for _ in range(3):
         subprocess.run([sys.executable, "-c", at_once], timeout=60, check=True)

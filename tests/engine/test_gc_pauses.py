@@ -21,8 +21,8 @@ from quire import LLM, SamplingParams
 from quire.assemble import assemble
 from quire.cli.main import main
 from quire.config import EngineConfig
-from quire.engine.gc_pauses import IdleCollector, full_collections_put_off, no_collections
 from quire.kernels.reference import ReferenceKernels
+from quire.process.gc_pauses import IdleCollector, full_collections_put_off, no_collections
 from quire.server import engine_process
 from quire.server.engine_process import EngineLoop
 from quire.server.messages import Shutdown, encode
@@ -115,7 +115,7 @@ def test_garbage_goes_though_the_engine_is_entered_again_and_again() -> None:
 
 @pytest.mark.usefixtures("eager_collector")
 def test_garbage_goes_under_a_load_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.gc_pauses._PUT_OFF", 20)
+    monkeypatch.setattr("quire.process.gc_pauses._PUT_OFF", 20)
     before = Cycle.alive
     recent: deque[Cycle] = deque(maxlen=200)
     with full_collections_put_off():
@@ -190,7 +190,7 @@ def test_an_idle_engine_process_collects_garbage_once_a_minute(monkeypatch: pyte
 
     decoder = random_decoder(SPECS["llama"], ReferenceKernels(), torch.float32)
     engine = assemble(decoder, EngineConfig(device="cpu", kv_cache_memory="1MiB", max_model_len=64), name="test")
-    monkeypatch.setattr("quire.engine.gc_pauses._INTERVAL", 0.0)
+    monkeypatch.setattr("quire.process.gc_pauses._INTERVAL", 0.0)
     monkeypatch.setattr(engine_process, "_SILENCE", 1)
     collected = threading.Event()
     with zmq.Context() as context, context.socket(zmq.PUSH) as commands, context.socket(zmq.PULL) as events:

@@ -22,6 +22,7 @@ from quire.models.load import load_decoder, open_model
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 64}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+BY_64 = {"strategy": "group", "group_size": 64}
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """AutoAWQ: the nibble i of a number is the output with this offset."""
 PRODUCTS = ("_proj.weight",)
@@ -37,9 +38,13 @@ class StoringKernels(ReferenceKernels):
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plain")
+    write_plain(folder)
+    return folder
+
+
+def write_plain(folder: Path) -> None:
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **HEADS)).save_pretrained(folder)
-    return folder
 
 
 def rewrite(plain: Path, out: Path, quantization: dict[str, Any], change: Any) -> dict[str, Tensor]:

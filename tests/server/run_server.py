@@ -16,7 +16,7 @@ def main() -> int:
     for name in ("api_keys", "served_model_names", "cors_origins", "allowed_hosts"):
         if name in fields:
             fields[name] = tuple(fields[name])
-    for name in ("tls_certificate", "tls_key", "store"):
+    for name in ("tls_certificate", "tls_key", "store", "batches"):
         if name in fields:
             fields[name] = Path(fields[name])
     return serve(ServerConfig(**fields))

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import httpx
 import pytest
 
-from quire.assemble import open_tokenizer
 from quire.checkpoints.sources import resolve
+from quire.load import open_tokenizer
 from quire.observe.prometheus import ServerMetrics
 from quire.server.app import create_app
 from quire.server.config import ServerConfig

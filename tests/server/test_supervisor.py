@@ -22,13 +22,13 @@ import zmq
 
 from quire.errors import EngineError, QuireError
 from quire.observe.prometheus import ServerMetrics
+from quire.process.temporary_folders import temporary_folder
 from quire.server import engine_client
 from quire.server.config import ServerConfig
 from quire.server.engine_client import EngineClient
 from quire.server.engine_link import EngineLink
 from quire.server.messages import AddRequest, Event, Ready
 from quire.server.tasks import AttendedClock
-from quire.temporary_folders import temporary_folder
 
 READY = Ready(100, 8, 256, 64, 64, 16, "fcfs", "fp")
 FAULTS: list[Exception] = [
@@ -255,9 +255,7 @@ def test_time_in_which_nobody_ran_does_not_count() -> None:
 
 
 def test_what_a_killed_process_left_is_taken_away_by_the_next(tmp_path: Path) -> None:
-    code = (
-        "import sys, pathlib; from quire.temporary_folders import temporary_folder as t\np = pathlib.Path(sys.argv[1])"
-    )
+    code = "import sys, pathlib\nfrom quire.process.temporary_folders import temporary_folder as t\np = pathlib.Path(sys.argv[1])"
     code += "\nwith t('quire-', p) as folder: print(folder, flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", code, str(tmp_path)]
     streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

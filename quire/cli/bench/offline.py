@@ -13,6 +13,7 @@ def throughput(
     quantization: options.Quantization = "auto",
     kv_cache_dtype: options.KVCacheDtype = "auto",
     kernels: shared.Kernels = "auto",
+    tensor_parallel_size: options.TensorParallelSize = 1,
     num_requests: shared.Requests = 32,
     prompt_tokens: shared.PromptTokens = "100-300",
     new_tokens: shared.NewTokens = "64-128",
@@ -27,6 +28,7 @@ def throughput(
     quire bench throughput
     quire bench throughput --requests 8 --prompt-tokens 32 --new-tokens 16 --repeats 1
     quire bench throughput --model Qwen/Qwen3-0.6B --device cuda --requests 256 --max-num-seqs 256
+    quire bench throughput --model Qwen/Qwen3-32B --tensor-parallel-size 4 --requests 256
     """
     from quire.bench.jobs import Lengths
     from quire.bench.offline import measure_throughput, open_engine
@@ -34,8 +36,8 @@ def throughput(
 
     prompts, answers = Lengths.parse("--prompt-tokens", prompt_tokens), Lengths.parse("--new-tokens", new_tokens)
     engine = {"device": device, "dtype": dtype, "quantization": quantization, "kernels": kernels}
-    engine["kv_cache_dtype"] = kv_cache_dtype
-    with open_engine(model, num_requests, prompts, answers, max_num_seqs, **engine) as (llm, jobs, facts):
+    more = {"kv_cache_dtype": kv_cache_dtype, "tensor_parallel_size": tensor_parallel_size}
+    with open_engine(model, num_requests, prompts, answers, max_num_seqs, **engine, **more) as (llm, jobs, facts):
         report = Report("Throughput", facts, (measure_throughput(llm, jobs, repeats),))
     shared.deliver(report, markdown, json_file)
 
@@ -47,6 +49,7 @@ def latency(
     quantization: options.Quantization = "auto",
     kv_cache_dtype: options.KVCacheDtype = "auto",
     kernels: shared.Kernels = "auto",
+    tensor_parallel_size: options.TensorParallelSize = 1,
     num_requests: shared.Requests = 4,
     prompt_tokens: shared.PromptTokens = "128",
     new_tokens: shared.NewTokens = "64",
@@ -68,7 +71,7 @@ def latency(
 
     prompts, answers = Lengths.parse("--prompt-tokens", prompt_tokens), Lengths.parse("--new-tokens", new_tokens)
     engine = {"device": device, "dtype": dtype, "quantization": quantization, "kernels": kernels}
-    engine["kv_cache_dtype"] = kv_cache_dtype
-    with open_engine(model, num_requests, prompts, answers, max_num_seqs=1, **engine) as (llm, jobs, facts):
+    more = {"kv_cache_dtype": kv_cache_dtype, "tensor_parallel_size": tensor_parallel_size}
+    with open_engine(model, num_requests, prompts, answers, max_num_seqs=1, **engine, **more) as (llm, jobs, facts):
         report = Report("Latency", facts, (measure_latency(llm, jobs, repeats),))
     shared.deliver(report, markdown, json_file)

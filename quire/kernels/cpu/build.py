@@ -25,7 +25,7 @@ from pathlib import Path
 
 from quire.config import cache_dir
 from quire.errors import DeviceError
-from quire.temporary_folders import temporary_folder
+from quire.process.temporary_folders import temporary_folder
 
 logger = logging.getLogger(__name__)
 

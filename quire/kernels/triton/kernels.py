@@ -18,6 +18,7 @@ from quire.kernels.formats import Format
 from quire.kernels.ops import (
     Activation,
     AttentionSpec,
+    Between,
     ExpertWeights,
     HeadShape,
     Int32Array,
@@ -173,10 +174,12 @@ class TritonKernels(ReferenceKernels):
         else:
             paged_attention.decode_attention(*arguments, num_partials, spec, sinks)
 
-    def moe(self, x: Tensor, router_logits: Tensor, experts: ExpertWeights, spec: MoeSpec) -> Tensor:
+    def moe(
+        self, x: Tensor, router_logits: Tensor, experts: ExpertWeights, spec: MoeSpec, between: Between | None = None
+    ) -> Tensor:
         if not (experts.gate_up.is_dense and experts.down.is_dense):
-            return super().moe(x, router_logits, experts, spec)
-        return experts_kernels.moe(x, router_logits, experts, spec)
+            return super().moe(x, router_logits, experts, spec, between)
+        return experts_kernels.moe(x, router_logits, experts, spec, between)
 
     def _check(self, weight: Tensor) -> bool:
         """Whether cuBLAS gives a row the same bits in batches of any size, for weights of this shape."""

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from quire.kernels.ops import ExpertWeights, MoeSpec
+from quire.kernels.ops import Between, ExpertWeights, MoeSpec
 from quire.kernels.triton.grouping import Tiles, group_pairs
 from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
 from quire.kernels.triton.rowwise import NUMBERS, gated
@@ -172,13 +172,15 @@ def _combine_kernel(
     tl.store(out + row * SIZE + column, total.to(out.dtype.element_ty), mask=exists)
 
 
-def moe(x: Tensor, router_logits: Tensor, experts: ExpertWeights, spec: MoeSpec) -> Tensor:
+def moe(
+    x: Tensor, router_logits: Tensor, experts: ExpertWeights, spec: MoeSpec, between: Between | None = None
+) -> Tensor:
     """Each row of x [rows, hidden] through its top_k experts by router_logits [rows, experts] (in float32, the lowest
     index first among equals), their outputs weighted and added in ascending order of the experts."""
     gate_up, down, top_k = experts.gate_up.tensor, experts.down.tensor, spec.top_k
     source = as_rows(x)
-    rows, hidden = source.shape
-    num_experts = gate_up.shape[0]
+    rows = source.shape[0]
+    num_experts, hidden, _ = down.shape
     out = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
     if rows == 0:
         return out
@@ -186,6 +188,8 @@ def moe(x: Tensor, router_logits: Tensor, experts: ExpertWeights, spec: MoeSpec)
     width = tile_width(rows * top_k, num_experts, x.dtype)
     tiles = group_pairs(expert_ids, num_experts, rows, width)
     activated = _expert_product(source, gate_up, experts.gate_up_bias, tiles, spec, is_gated=True)
+    if between is not None:
+        activated = between(activated)
     products = _expert_product(activated, down, experts.down_bias, tiles, spec, is_gated=False)
     block = min(_COMBINE_BLOCK, next_power_of_2(hidden))
     _combine_kernel[(rows, triton.cdiv(hidden, block))](

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,6 +19,9 @@ from quire.server.errors import ApiError, error_response, to_api_error
 from quire.server.guard.connection import request_id_of
 
 logger = logging.getLogger("quire.server.access")
+
+_UPLOAD_TIMES = 20
+"""Times as long as other bodies uploads may take."""
 
 
 class RequestContext:
@@ -80,19 +84,31 @@ class RequestContext:
 class BodyLimits:
     """Bodies have to be small enough, alone and together, and arrive in time."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int, max_total_bytes: int, seconds: float) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        max_bytes: int,
+        max_total_bytes: int,
+        seconds: float,
+        uploads: Mapping[str, int] | None = None,
+    ) -> None:
+        """`uploads`: paths whose bodies may be larger, since they go to the disk as they come, and take longer."""
         self._app = app
+        self._uploads = uploads or {}
         self._max_bytes = max_bytes
         self._max_total = max_total_bytes
         self._seconds = seconds
         self._total = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        most = self._uploads.get(scope["path"], self._max_bytes)
+        is_upload = scope["path"] in self._uploads
         headers = dict(scope["headers"])
         length = headers.get(b"content-length", b"0")
         is_read = length == b"0" and b"transfer-encoding" not in headers
         received = 0
-        deadline = time.monotonic() + self._seconds
+        seconds = self._seconds * (_UPLOAD_TIMES if is_upload else 1)
+        deadline = time.monotonic() + seconds
 
         async def limited_receive() -> Message:
             nonlocal is_read, received
@@ -102,13 +118,13 @@ class BodyLimits:
                 async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
                     message = await receive()
             except TimeoutError:
-                raise ApiError(408, f"the body did not arrive within {self._seconds:g} s") from None
+                raise ApiError(408, f"the body did not arrive within {seconds:g} s") from None
             if message["type"] == "http.request":
                 size = len(message.get("body", b""))
                 received += size
-                self._total += size
-                if received > self._max_bytes:
-                    raise self._too_large(received)
+                self._total += 0 if is_upload else size
+                if received > most:
+                    raise self._too_large(received, most)
                 if self._total > self._max_total:
                     why = "too many large requests at a time; try again"
                     raise ApiError(503, why, code="too_busy", retry_after=1.0)
@@ -122,13 +138,13 @@ class BodyLimits:
             await send(message)
 
         try:
-            if length.isdigit() and int(length) > self._max_bytes:
-                await error_response(scope, self._too_large(int(length)))(scope, limited_receive, closing_send)
+            if length.isdigit() and int(length) > most:
+                await error_response(scope, self._too_large(int(length), most))(scope, limited_receive, closing_send)
             else:
                 await self._app(scope, limited_receive, closing_send)
         finally:
-            self._total -= received
+            self._total -= 0 if is_upload else received
 
-    def _too_large(self, size: int) -> ApiError:
-        most = f"at most {self._max_bytes} are accepted (--max-body-size)"
-        return ApiError(413, f"the body has {size} bytes or more; {most}")
+    def _too_large(self, size: int, most: int) -> ApiError:
+        option = "--max-body-size" if most == self._max_bytes else "--max-batch-size"
+        return ApiError(413, f"the body has {size} bytes or more; at most {most} are accepted ({option})")

@@ -1,0 +1,66 @@
+"""`quire batch`: answers a file of requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from quire.cli import options
+from quire.cli.option_groups import FileOptions, with_groups
+from quire.cli.serve import check_installed
+from quire.cli.terminal import say
+from quire.frontend.progress import BatchBar
+
+
+@with_groups
+def batch(
+    requests: Annotated[
+        Path, Argument(metavar="REQUESTS", help="Requests in OpenAI's batch format: .jsonl, or .parquet with pyarrow.")
+    ],
+    output: Annotated[
+        Path | None,
+        Option("--output", "-o", metavar="FILE", help="Answers, .jsonl or .parquet; default: REQUESTS.answers.jsonl."),
+    ] = None,
+    model: options.Model = options.DEFAULT_MODEL,
+    served_model_name: Annotated[
+        list[str] | None, Option(metavar="NAME", help="What requests call the model. Repeat for several.")
+    ] = None,
+    seed: options.Seed = 0,
+    concurrency: Annotated[
+        int | None, Option(min=1, metavar="N", help="Requests under way; default: twice --max-num-seqs.")
+    ] = None,
+    restart: Annotated[bool, Option("--restart", help="Begin anew, whatever an earlier run has done.")] = False,
+    engine: options.EngineOptions = options.EngineOptions(),  # noqa: B008
+    settings: FileOptions = FileOptions(),  # noqa: B008
+) -> None:
+    """Answer a file of requests: chats, completions and embeddings, one per line, answers in the same order.
+
+    A run that was interrupted, even killed, goes on where it was when the same command is given again, and the file
+    comes out as if nothing had happened. A request that fails has its error on its line.
+
+    \b
+    quire batch requests.jsonl -o answers.jsonl
+    quire batch requests.jsonl --model Qwen/Qwen3-32B --tensor-parallel-size 4 --served-model-name my-model
+    A line of REQUESTS (docs/batches.md has more):
+    {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}
+    """
+    check_installed("quire batch")
+    from quire.server.batches.run import BatchJob, run_batch
+
+    answers = output if output is not None else requests.with_name(f"{requests.stem}.answers.jsonl")
+    job = BatchJob(
+        requests, answers, model, engine.keywords(), tuple(served_model_name or ()), seed, concurrency, restart
+    )
+    try:
+        with BatchBar() as bar:
+            summary = run_batch(job, bar.report)
+    except KeyboardInterrupt:
+        say("interrupted; the same command goes on where this ended")
+        raise typer.Exit(130) from None
+    rate = f", {summary.num_tokens / max(summary.seconds, 1e-9):.1f} tokens/s" if summary.num_tokens else ""
+    resumed = f" ({summary.resumed} by an earlier run)" if summary.resumed else ""
+    failed = f", {summary.failed} of them with errors" if summary.failed else ""
+    say(f"{answers}: {summary.done} requests answered{resumed}{failed}{rate}")

@@ -1,0 +1,165 @@
+"""Loads what computes: a model's files, its tokenizer, its weights, and perhaps those of a draft model.
+
+Every process that computes does this; the engine around it is put together in `quire.assemble`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from quire.checkpoints.checkpoint import Checkpoint
+from quire.checkpoints.sources import ModelSource, resolve
+from quire.config import EngineConfig, Limits
+from quire.engine import SchedulerConfig
+from quire.errors import InvalidRequestError
+from quire.frontend.tokenizer import Tokenizer
+from quire.models.decoder import Decoder, WeightSource
+from quire.models.load import Progress, load_planned, open_model
+from quire.models.spec import ModelSpec
+from quire.models.weight_plan import ModelFiles, WeightPlan, plan_weights
+from quire.runner.device import pick_dtype, wake
+from quire.runner.memory import CachePlan
+from quire.runner.worker import Draft, choose_weights, expected_plan
+
+logger = logging.getLogger(__name__)
+
+
+class Share:
+    """What a process computes of a model: all of it. `quire.parallel` has one for a part."""
+
+    def files(self, files: ModelFiles) -> ModelFiles:
+        """What is read of them."""
+        return files
+
+    def plan(self, plan: WeightPlan, whole: ModelSpec) -> WeightPlan:
+        """With the kernels that are needed for it."""
+        return plan
+
+    def of(self, whole: ModelSpec) -> Callable[[WeightSource], WeightSource]:
+        """Through what a decoder takes its weights."""
+        return lambda source: source
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A decoder with its weights in place, and what belongs to it."""
+
+    spec: ModelSpec
+    """Of the whole model, whatever part of it is here."""
+    decoder: Decoder
+    tokenizer: Tokenizer
+    eos_token_ids: tuple[int, ...]
+    formats: str
+    """Which ones the weights are in, for the start-up message."""
+    draft: Draft | None
+
+
+def load_model(
+    source: ModelSource, config: EngineConfig, device: torch.device, share: Share, progress: Progress | None = None
+) -> LoadedModel:
+    """Opens a model and loads a share of its weights; `progress` follows them."""
+    pick_dtype(config.dtype, device)  # what can't be had is said before files are opened
+    with ThreadPoolExecutor(1, "device") as beside:
+        waking = beside.submit(wake, device)
+        files, tokenizer = _open(source)  # the tokenizer takes long, and keeps Python to itself
+    try:
+        waking.result()
+        weights = _choose(files, config, device, share)
+        scheduler_config(config, expected_plan(weights, config), config.limits(device.type))
+        decoder = load_planned(weights, config.max_model_len, progress, share.of(files.spec))
+        draft = _load_draft(config, files.spec, weights, decoder, tokenizer, share)
+    finally:
+        files.checkpoint.close()
+    ends = tuple(dict.fromkeys((*files.spec.eos_token_ids, *tokenizer.eos_token_ids)))
+    return LoadedModel(files.spec, decoder, tokenizer, ends, weights.describe(), draft)
+
+
+def _choose(files: ModelFiles, config: EngineConfig, device: torch.device, share: Share) -> WeightPlan:
+    return share.plan(choose_weights(share.files(files), config, device), files.spec)
+
+
+def _load_draft(
+    config: EngineConfig, whole: ModelSpec, weights: WeightPlan, decoder: Decoder, tokenizer: Tokenizer, share: Share
+) -> Draft | None:
+    """The decoder that makes guesses, if `speculation` wants one."""
+    device, spec = weights.device, decoder.spec
+    if config.speculation == "self":
+        stored = weights.files.block_formats()
+        if stored and not weights.expanded():
+            raise InvalidRequestError(
+                "speculation",
+                f"is self, but the weights are computed with as they are stored ({', '.join(stored)}), and there are "
+                'no quicker ones to draft with: use ngram, or quantization="none"',
+            )
+        plan = plan_weights(weights.files, weights.kernels, weights.dtype, device, "auto" if stored else "int4")
+        drafter = load_planned(plan, config.max_model_len, through=share.of(whole))
+        return Draft(drafter, False, f"drafts by itself in {plan.describe()}")
+    if not config.speculation.startswith("draft:"):
+        return None
+    source = resolve(config.speculation.removeprefix("draft:"))
+    files, own_tokenizer = _open(source)
+    try:
+        sizes = {own_tokenizer.vocab_size, tokenizer.vocab_size, spec.vocab_size, files.spec.vocab_size}
+        known = range(min(sizes))
+        differs = next((i for i in known if own_tokenizer.token_bytes(i) != tokenizer.token_bytes(i)), None)
+        if differs is not None or files.spec.vocab_size != spec.vocab_size:
+            where = ""
+            if differs is not None:
+                theirs, ours = own_tokenizer.token_bytes(differs), tokenizer.token_bytes(differs)
+                where = f", and the first that differs is {differs}: {theirs!r} there, {ours!r} here"
+            raise InvalidRequestError(
+                "speculation",
+                f"{source.name} can't draft for this model: its vocabulary has {files.spec.vocab_size} tokens, the "
+                f"model's {spec.vocab_size}{where}",
+            )
+        # Its weights may be in another format, but it reads what the model writes.
+        config = replace(config, dtype=str(decoder.dtype).removeprefix("torch."))
+        plan = _choose(files, config, device, share)
+        name = f"{source.name} drafts ({plan.describe()})"
+        return Draft(load_planned(plan, decoder.max_position, through=share.of(files.spec)), True, name)
+    finally:
+        files.checkpoint.close()
+
+
+def open_tokenizer(source: ModelSource) -> Tokenizer:
+    """A model's tokenizer alone, for a process that has no need of the weights."""
+    files, tokenizer = _open(source)
+    files.checkpoint.close()
+    return tokenizer
+
+
+def _open(source: ModelSource) -> tuple[ModelFiles, Tokenizer]:
+    files = open_model(source.path)
+    try:
+        return files, _open_tokenizer(files.checkpoint, source.path)
+    except BaseException:
+        files.checkpoint.close()
+        raise
+
+
+def scheduler_config(config: EngineConfig, plan: CachePlan, limits: Limits) -> SchedulerConfig:
+    return SchedulerConfig(
+        num_blocks=plan.num_blocks,
+        max_num_seqs=limits.max_num_seqs,
+        max_batched_tokens=limits.max_batched_tokens,
+        max_model_len=plan.max_model_len,
+        block_size=plan.block_size,
+        policy=config.policy,
+        num_host_blocks=plan.num_host_blocks,
+        prefix_caching=config.prefix_caching,
+    )
+
+
+def _open_tokenizer(checkpoint: Checkpoint, path: Path) -> Tokenizer:
+    if checkpoint.kind == "gguf":
+        return Tokenizer.from_gguf(checkpoint.metadata)
+    if checkpoint.kind == "npy" and not (path / "tokenizer.json").exists():
+        logger.warning("%s has no tokenizer.json: text is read and written as UTF-8 bytes, token i being byte i", path)
+        return Tokenizer.of_bytes()
+    return Tokenizer.from_hf_folder(path)

@@ -1,0 +1,177 @@
+"""A rank's kernels: those of its device, which compute its own outputs, and gather everybody's where all are needed.
+
+Four gathers per layer: of attention's heads, of the output projection, and of what stands between and behind the two
+products of the MLP. Queries, keys and values are never gathered (but for models that norm all heads together).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from quire.errors import UnsupportedModelError
+from quire.kernels.ops import (
+    Activation,
+    AttentionSpec,
+    ExpertWeights,
+    HeadNorms,
+    HeadShape,
+    Kernels,
+    LayerCache,
+    MoeSpec,
+    PagedBatch,
+)
+from quire.kernels.weights import Weight
+from quire.models.decoder import WeightSource
+from quire.parallel.division import Division
+from quire.parallel.group import Group
+
+
+@dataclass(frozen=True, eq=False)
+class DividedWeight(Weight):
+    """A rank's rows of a weight whose products are gathered."""
+
+    own: Weight
+    """The same as the rank's kernels see it."""
+    widths: tuple[int, ...]
+    """Of all ranks' parts of a product."""
+
+
+class DividedSource:
+    """Weights on their way into a rank's decoder: notes which of them give parts of products only."""
+
+    def __init__(self, loaded: WeightSource, division: Division) -> None:
+        self._loaded = loaded
+        parameters = division.spec.parameters()
+        self._widths = {name: division.gathered(name, parameter) for name, parameter in parameters.items()}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._loaded
+
+    def pop(self, name: str) -> Weight:
+        weight, widths = self._loaded.pop(name), self._widths[name]
+        return weight if widths is None else DividedWeight(weight.shape, weight.parts, weight, widths)
+
+
+def parallel_kernels(kernels: Kernels, group: Group, division: Division) -> Kernels:
+    return cast(Kernels, ParallelKernels(kernels, group, division))
+
+
+class ParallelKernels:
+    """Meets `quire.kernels.ops.Kernels`; what is not here is the device's own and the same on every rank."""
+
+    record = None
+    """Gathers can't be recorded."""
+
+    def __init__(self, kernels: Kernels, group: Group, division: Division) -> None:
+        self._own = kernels
+        self._group = group
+        self._division = division
+        size = division.spec.heads.head_dim
+        self._head_widths = tuple(division.heads(rank).shape.num_heads * size for rank in range(division.size))
+        starts = [division.rows(division.spec.vocab_size, rank).start for rank in range(1, division.size)]
+        self._first_tokens = torch.tensor(starts, dtype=torch.int64)
+        """Of the ranks after the first."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def pack(self, weight: Weight) -> Weight:
+        if not isinstance(weight, DividedWeight):
+            return self._own.pack(weight)
+        packed = self._own.pack(weight.own)
+        return DividedWeight(packed.shape, packed.parts, packed, weight.widths)
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        if not isinstance(weight, DividedWeight):
+            return self._own.linear(x, weight, bias, out)
+        return self._gather(self._own.linear(x, weight.own, bias), weight.widths, out)
+
+    def linear_gated(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation) -> Tensor:
+        assert isinstance(weight, DividedWeight)
+        return self._gather(self._own.linear_gated(x, weight.own, bias, activation), weight.widths)
+
+    def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
+        """Every rank looks all tokens up, those of others in a row of its own, and takes what their owners found."""
+        assert isinstance(weight, DividedWeight)
+        rows = self._division.rows(self._division.spec.vocab_size)
+        found = self._own.embedding((token_ids - rows.start).clamp(0, rows.stop - rows.start - 1), weight.own)
+        self._first_tokens = self._first_tokens.to(token_ids.device)
+        owners = torch.searchsorted(self._first_tokens, token_ids, right=True)
+        everybodys = self._group.all_gather(found)
+        return everybodys[owners, torch.arange(len(token_ids), device=token_ids.device)]
+
+    def qkv_to_cache_(
+        self,
+        qkv: Tensor,
+        shape: HeadShape,
+        norms: HeadNorms | None,
+        positions: Tensor,
+        cos_sin: Tensor | None,
+        cache: LayerCache,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        if norms is not None and len(norms.query) != shape.head_dim:
+            qkv, norms = self._normed_whole(qkv, norms), None
+        return self._own.qkv_to_cache_(qkv, shape, norms, positions, cos_sin, cache, slot_mapping)
+
+    def attention(
+        self, query: Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec, sinks: Tensor | None = None
+    ) -> Tensor:
+        attended = self._own.attention(query, cache, batch, spec, sinks)
+        return self._gather(attended.flatten(1), self._head_widths)
+
+    def moe(self, x: Tensor, router_logits: Tensor, experts: ExpertWeights, spec: MoeSpec) -> Tensor:
+        gate_up, down = experts.gate_up, experts.down
+        assert isinstance(gate_up, DividedWeight)
+        assert isinstance(down, DividedWeight)
+
+        def between(hidden: Tensor) -> Tensor:
+            return self._gather(hidden, gate_up.widths)
+
+        own = self._own.moe(x, router_logits, experts._replace(gate_up=gate_up.own, down=down.own), spec, between)
+        return self._gather(own, down.widths)
+
+    def decode_lists(self, fewest: int, most: int, max_context_len: int, shape: HeadShape) -> dict[str, int]:
+        """Only where gathers can be captured, and where every rank finds the same graphs large enough for a step."""
+        can_capture = self._group.can_capture and self._division.has_equal_heads
+        return self._own.decode_lists(fewest, most, max_context_len, shape) if can_capture else {}
+
+    def _gather(self, own: Tensor, widths: tuple[int, ...], out: Tensor | None = None) -> Tensor:
+        """Everybody's [rows, width] side by side, in the order of the ranks."""
+        rows, most = own.shape[0], max(widths)
+        if own.shape[1] < most:  # all send as much
+            own = torch.nn.functional.pad(own, (0, most - own.shape[1]))
+        parts = self._group.all_gather(own)
+        if min(widths) < most:
+            side_by_side = torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
+        else:
+            side_by_side = parts.transpose(0, 1).reshape(rows, -1)
+        return side_by_side if out is None else out.copy_(side_by_side)
+
+    def _normed_whole(self, qkv: Tensor, norms: HeadNorms) -> Tensor:
+        """A rank's projections with the heads of all ranks normed together: the one case in which they are gathered."""
+        if norms.after_rope:
+            raise UnsupportedModelError("a norm over all heads comes before rope")
+        division = self._division
+        share, size = division.heads(), division.spec.heads.head_dim
+        local = share.shape
+        query, key, value = qkv.split_with_sizes(
+            [heads * size for heads in (local.num_heads, local.num_kv_heads, local.num_kv_heads)], 1
+        )
+        queries = self._gather(query, self._head_widths)
+        others = [division.heads(rank) for rank in range(division.size)]
+        gathered = self._gather(key, tuple(one.shape.num_kv_heads * size for one in others))
+        # Ranks that share a key head have sent the same: one of them is enough.
+        places = {
+            head: place for place, head in enumerate(h for one in others for h in range(one.kv.start, one.kv.stop))
+        }
+        by_head = gathered.view(len(gathered), -1, size)
+        keys = by_head[:, [places[head] for head in sorted(places)]].flatten(1)
+        queries = self._own.rms_norm(queries, norms.query, norms.eps, norms.offset)
+        keys = self._own.rms_norm(keys, norms.key, norms.eps, norms.offset)
+        own = queries[:, share.query.start * size : share.query.stop * size]
+        return torch.cat((own, keys[:, share.kv.start * size : share.kv.stop * size], value), 1)

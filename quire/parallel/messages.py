@@ -1,0 +1,86 @@
+"""What rank 0 and the others say to each other beside what they gather, and how: pickled, over a pair of sockets.
+
+Both ends are processes of one program, started by it; nobody else can reach these sockets.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import struct
+import zlib
+from array import array
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+from quire.checkpoints.sources import ModelSource
+from quire.config import EngineConfig
+from quire.step import StepResult
+
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a rank is to do; the first message to it."""
+
+    rank: int
+    source: ModelSource
+    config: EngineConfig
+    """The whole engine's."""
+    folder: str
+    """Where the ranks meet."""
+    num_threads: int
+    start_seconds: float
+    """Within which everything must be loaded."""
+    step_seconds: float
+    """Within which each gather of a step must be over."""
+
+
+class Hello(NamedTuple):
+    """The process lives, and torch is imported."""
+
+
+class Computed(NamedTuple):
+    """A step's results are there; ranks that agree have the same checksum."""
+
+    step_id: int
+    checksum: int
+
+
+class Failed(NamedTuple):
+    """The last message of a rank."""
+
+    message: str
+    is_groups: bool
+    """Whether it only found out that others failed."""
+
+
+def checksum(result: StepResult) -> int:
+    """Of the tokens that were drawn, which all ranks must agree on."""
+    numbers = array("q", chain.from_iterable((*result.tokens.values(), *result.drafts.values())))
+    numbers.extend((len(result.tokens), len(result.errors), len(result.ended)))
+    return zlib.crc32(numbers)
+
+
+def frame(message: object) -> bytes:
+    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return _LENGTH.pack(len(data)) + data
+
+
+def receive(connection: socket.socket) -> Any:
+    """The next message; EOFError at the end."""
+    (length,) = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size))
+    return pickle.loads(_receive_exactly(connection, length))  # noqa: S301, from our own process
+
+
+def _receive_exactly(connection: socket.socket, length: int) -> bytearray:
+    data = bytearray(length)
+    view, done = memoryview(data), 0
+    while done < length:
+        count = connection.recv_into(view[done:])
+        if not count:
+            raise EOFError
+        done += count
+    return data

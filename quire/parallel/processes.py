@@ -1,0 +1,214 @@
+"""The processes of the ranks beside rank 0: started, watched, and ended.
+
+A thread hears what they say. It knows at once when one of them is gone; one that hangs is the one that has said nothing
+when the others, and rank 0, have given up waiting for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import quire
+from quire.parallel.group import GroupError
+from quire.parallel.messages import Computed, Failed, Hello, Task, frame, receive
+
+_LAST_WORDS = 3.0
+"""Seconds in which ranks that have given up, too, say so."""
+_EXIT_SECONDS = 5.0
+
+
+class RankProcess:
+    """One of them."""
+
+    def __init__(self, task: Task) -> None:
+        self.rank = task.rank
+        own, theirs = socket.socketpair()
+        folder = str(Path(quire.__file__).parents[1])
+        path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "quire.parallel.rank", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": path},
+            )
+        own.settimeout(task.step_seconds)  # one that does not take its messages hangs
+        self.connection = own
+        self.is_up = False
+        self.failed: Failed | None = None
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} (process {self.process.pid})"
+
+    def end_of_it(self) -> str:
+        """How the process ended, in words."""
+        try:
+            status = self.process.wait(_EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "closed its connection"
+        if status < 0:
+            return f"was killed by {signal.Signals(-status).name}"
+        return f"ended with status {status}"
+
+
+class RankProcesses:
+    """All of them, and the thread that listens."""
+
+    def __init__(self, tasks: Sequence[Task], on_failure: Callable[[], None]) -> None:
+        """`on_failure` is called from a thread when the group is found to be broken."""
+        self.processes: list[RankProcess] = []
+        self._owner = os.getpid()
+        self._on_failure = on_failure
+        self._changed = threading.Condition()
+        self._problem: str | None = None
+        self._broken, self._tell_broken = socket.socketpair()
+        self._is_closing = False
+        self._expected: dict[int, int] = {}
+        self._reported: dict[int, dict[int, int]] = {}
+        try:
+            for task in tasks:
+                self.processes.append(RankProcess(task))
+            for one, task in zip(self.processes, tasks, strict=True):
+                self.send_to(one, frame(task))
+        except BaseException:
+            self.close()
+            raise
+        self._listener = threading.Thread(target=self._listen, name="ranks", daemon=True)
+        self._listener.start()
+
+    @property
+    def problem(self) -> str | None:
+        """Why the group is broken, if it is."""
+        return self._problem
+
+    @property
+    def broken_fd(self) -> int:
+        """Readable once there is one."""
+        return self._broken.fileno()
+
+    def wait_until_up(self, seconds: float) -> None:
+        """Until every process has imported what it needs."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._problem or all(one.is_up for one in self.processes), seconds)
+        if self._problem is None and (late := [one.name for one in self.processes if not one.is_up]):
+            self._break(f"{', '.join(late)} did not start within {seconds:.0f} s")
+        if self._problem is not None:
+            raise GroupError(self._problem)
+
+    def send(self, message: object) -> None:
+        """To all of them."""
+        data = frame(message)
+        for one in self.processes:
+            self.send_to(one, data)
+
+    def send_to(self, one: RankProcess, data: bytes) -> None:
+        try:
+            one.connection.sendall(data)
+        except TimeoutError:
+            self._break(f"{one.name} hangs: it has not taken a message for {one.connection.gettimeout():.0f} s")
+        except OSError:
+            pass  # it is gone, and the listener says how
+
+    def expect(self, computed: Computed) -> None:
+        """What rank 0 found for a step, which must be what all find."""
+        with self._changed:
+            self._expected[computed.step_id] = computed.checksum
+            reports = list(self._reported.pop(computed.step_id, {}).items())
+        for rank, found in reports:
+            self._compare(rank, computed.step_id, computed.checksum, found)
+
+    def explain(self, error: BaseException) -> str:
+        """What went wrong, for an error that rank 0 met in the middle of a step: whose fault it is, if it is another
+        rank's. Ranks that gave up waiting say so within a moment; one that says nothing hangs."""
+        if not isinstance(error, GroupError):
+            return f"rank 0 failed: {type(error).__name__}: {error}"
+        deadline = time.monotonic() + _LAST_WORDS
+        with self._changed:
+            while self._problem is None and time.monotonic() < deadline:
+                if self.processes and all(one.failed is not None for one in self.processes):
+                    break
+                self._changed.wait(0.05)
+            silent = [one.name for one in self.processes if one.failed is None]
+        if self._problem is not None:
+            return self._problem
+        who = f"{' and '.join(silent)} hangs" if silent else "the ranks lost each other"
+        return f"{who}: {error}"
+
+    def _listen(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for one in self.processes:
+                selector.register(one.connection, selectors.EVENT_READ, one)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    process: RankProcess = key.data
+                    try:
+                        self._take(process, receive(process.connection))
+                    except (EOFError, OSError):
+                        selector.unregister(process.connection)
+                        if not self._is_closing and process.failed is None:
+                            self._break(f"{process.name} {process.end_of_it()}")
+
+    def _take(self, one: RankProcess, message: object) -> None:
+        if isinstance(message, Computed):
+            with self._changed:
+                expected = self._expected.get(message.step_id)
+                if expected is None:
+                    self._reported.setdefault(message.step_id, {})[one.rank] = message.checksum
+            if expected is not None:
+                self._compare(one.rank, message.step_id, expected, message.checksum)
+            return
+        with self._changed:
+            one.is_up = one.is_up or isinstance(message, Hello)
+            if isinstance(message, Failed):
+                one.failed = message
+            self._changed.notify_all()
+        if isinstance(message, Failed) and not message.is_groups:
+            self._break(f"{one.name} failed: {message.message}")
+
+    def _compare(self, rank: int, step_id: int, expected: int, found: int) -> None:
+        if found != expected:
+            self._break(f"rank {rank} drew other tokens than rank 0 in step {step_id}: this is a bug in Quire")
+        with self._changed:  # steps are reported in their order
+            for old in [one for one in self._expected if one < step_id - 16]:
+                del self._expected[old]
+
+    def _break(self, problem: str) -> None:
+        with self._changed:
+            if self._problem is not None or self._is_closing:
+                return
+            self._problem = problem
+            self._changed.notify_all()
+            self._tell_broken.send(b"!")
+        self._on_failure()
+
+    def close(self, is_orderly: bool = False) -> None:
+        """Ends them: by the end of their connections where they listen, else by force. A fork of this process has none
+        of its own, and leaves those of its parent alone."""
+        if os.getpid() != self._owner:
+            return
+        self._is_closing = True
+        for one in self.processes:
+            with contextlib.suppress(OSError):
+                one.connection.shutdown(socket.SHUT_RDWR)
+        deadline = time.monotonic() + (_EXIT_SECONDS if is_orderly else 0.0)
+        for one in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                one.process.wait(max(deadline - time.monotonic(), 0.0))
+            if one.process.poll() is None:
+                one.process.kill()
+                one.process.wait()
+        if self.processes and hasattr(self, "_listener") and self._listener is not threading.current_thread():
+            self._listener.join(_EXIT_SECONDS)
+        for connection in (*(one.connection for one in self.processes), self._broken, self._tell_broken):
+            connection.close()

@@ -1,0 +1,120 @@
+"""Rank 0's runner: hands each step to the other ranks, then computes it as they do.
+
+A step is the same value for all of them, and tokens are drawn from seed and position, so nothing needs to be sent back.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from quire.engine.core import Pending
+from quire.parallel.group import GroupError
+from quire.parallel.messages import Computed, checksum
+from quire.parallel.processes import RankProcesses
+from quire.runner.runner import LogitsObserver, Runner
+from quire.step import Step, StepResult
+
+
+class ParallelRunner:
+    """Once a step fails on any rank, ranks are out of step with each other: all later ones fail with the same words."""
+
+    def __init__(self, runner: Runner, processes: RankProcesses, close: Callable[[bool], None]) -> None:
+        """`close` ends the other ranks, in an orderly way if it is told so."""
+        self._runner = runner
+        self._processes = processes
+        self._close = close
+        self._broken: str | None = None
+
+    @property
+    def observe_logits(self) -> LogitsObserver | None:
+        return self._runner.observe_logits
+
+    @observe_logits.setter
+    def observe_logits(self, observer: LogitsObserver | None) -> None:
+        self._runner.observe_logits = observer
+
+    @property
+    def broken(self) -> str | None:
+        """Why it can compute nothing more."""
+        return self._broken or self._processes.problem
+
+    @property
+    def broken_fd(self) -> int:
+        return self._processes.broken_fd
+
+    def submit(self, step: Step) -> Pending:
+        self._check()
+        with _uninterrupted():  # a rank that leaves in the middle is missed by the others
+            try:
+                self._processes.send(step)
+                return _PendingStep(self._runner.submit(step), step.step_id, self)
+            except Exception as error:
+                raise self.fail(error) from error
+
+    def computed(self, step_id: int, result: StepResult) -> None:
+        self._processes.expect(Computed(step_id, checksum(result)))
+        self._check()
+
+    def fail(self, error: BaseException) -> GroupError:
+        """Ends the group; what to raise for it."""
+        if self._broken is None:
+            self._broken = self._processes.explain(error)
+            self._close(False)
+        return GroupError(self._message())
+
+    def release(self) -> None:
+        """Ends the other ranks, and lets go of weights and cache."""
+        self._broken = self._broken or "the engine was closed"
+        self._runner.release()  # graphs with gathers in them before what gathers
+        self._close(True)
+
+    def _check(self) -> None:
+        problem = self.broken
+        if problem is not None:
+            if self._broken is None:
+                self._broken = problem
+                self._close(False)
+            raise GroupError(self._message())
+
+    def _message(self) -> str:
+        return f"{self._broken}. All ranks were ended, and this engine computes nothing more: start a new one"
+
+
+class _PendingStep:
+    """A step on its way on rank 0, and on the others."""
+
+    def __init__(self, pending: Pending, step_id: int, runner: ParallelRunner) -> None:
+        self._pending = pending
+        self._step_id = step_id
+        self._runner = runner
+
+    def result(self) -> StepResult:
+        with _uninterrupted():
+            try:
+                result = self._pending.result()
+            except Exception as error:
+                raise self._runner.fail(error) from error
+            self._runner.computed(self._step_id, result)
+        return result
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Puts Ctrl-C off to the end, where this is the thread that it would interrupt."""
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGINT) if is_main else None
+    if not callable(handler):
+        yield
+        return
+    received: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: received.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if received:
+            handler(*received[0])

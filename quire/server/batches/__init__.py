@@ -1,0 +1,1 @@
+"""Files full of requests, in the format of OpenAI's batch API."""

@@ -1,0 +1,156 @@
+"""The answers of a batch on disk: complete lines in the order of the requests, whatever moment the process ends at.
+
+They grow in `NAME.part`, which takes its name when it is complete. A run that finds such a file takes up where it ends:
+each line's id tells that it answers this request under these options, and half a line at its end is taken away.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from quire.errors import InvalidRequestError, QuireError
+from quire.server.batches.requests import BatchRequest, import_pyarrow
+
+_SYNC_SECONDS = 5.0
+"""So much is computed again, at most, if not only the process ends but the machine."""
+
+
+class _Written(msgspec.Struct):
+    id: str
+    error: msgspec.Raw = msgspec.Raw(b"null")
+    response: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class AnswerFile:
+    """Holds the lock on a file of answers."""
+
+    def __init__(self, path: Path, restart: bool) -> None:
+        self.path = path
+        self.part = path.with_name(path.name + ".part")
+        if path.suffix.lower() == ".parquet":
+            import_pyarrow(path)
+            if path.exists() and not restart:
+                raise QuireError(f"{path}: is there already: choose another --output, or replace it with --restart")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.part.open("a+b", buffering=0)
+        except OSError as error:
+            raise InvalidRequestError("--output", f"{path} can't be written: {error.strerror}") from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise QuireError(f"{path}: another run is writing these answers") from None
+        if restart:
+            self._file.truncate(0)
+        is_done = path.exists() and not restart and not self._file.seek(0, os.SEEK_END)
+        self._found = path if is_done else self.part
+        """What there is already."""
+        self.is_complete = False
+        self._synced = time.monotonic()
+
+    def resume(self, requests: Iterator[BatchRequest]) -> tuple[int, int]:
+        """Reads what an earlier run wrote, and of `requests` those it has answered; how many, and how many of them are
+        errors."""
+        done = failed = end = 0
+        with self._found.open("rb") as reader:
+            for line in reader:
+                written = _decoded(line)
+                if written is None:  # it was being written
+                    break
+                request = next(requests, None)
+                if request is None or written.id != f"batch_req_{request.id}":
+                    raise QuireError(
+                        f"{self._found}: line {done + 1} answers another request, or the same with other options. Go "
+                        "on with the command that began it, choose another --output, or begin anew with --restart"
+                    )
+                done, failed, end = done + 1, failed + _is_error(written), end + len(line)
+        if self._found == self.part:
+            self._file.truncate(end)
+        elif next(requests, None) is not None:
+            raise QuireError(
+                f"{self.path}: has answers, but not to all requests: choose another --output, or --restart"
+            )
+        self.is_complete = self._found == self.path
+        return done, failed
+
+    def write(self, lines: bytes) -> None:
+        view = memoryview(lines)
+        while view:
+            view = view[self._file.write(view) :]
+        if time.monotonic() - self._synced > _SYNC_SECONDS:
+            os.fsync(self._file.fileno())
+            self._synced = time.monotonic()
+
+    def complete(self) -> None:
+        """Everything is there."""
+        os.fsync(self._file.fileno())
+        if self.path.suffix.lower() == ".parquet":
+            _write_parquet(self.part, self.path)
+            self.part.unlink()
+        else:
+            self.part.replace(self.path)
+        folder = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def close(self) -> None:
+        if self.part.exists() and not self.part.stat().st_size:
+            self.part.unlink()
+        self._file.close()
+
+
+def _decoded(line: bytes) -> _Written | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        return msgspec.json.decode(line, type=_Written)
+    except msgspec.DecodeError:
+        return None
+
+
+def _is_error(written: _Written) -> bool:
+    if bytes(written.error) != b"null":
+        return True
+    response = msgspec.json.decode(written.response)
+    return not isinstance(response, dict) or response.get("status_code") != 200
+
+
+def _write_parquet(lines: Path, path: Path) -> None:
+    """Columns id and custom_id; response and error as JSON text."""
+    parquet = import_pyarrow(path)
+    pyarrow = importlib.import_module("pyarrow")
+    schema = pyarrow.schema([(name, pyarrow.string()) for name in ("id", "custom_id", "response", "error")])
+    temporary = path.with_name(path.name + ".tmp")
+    with parquet.ParquetWriter(temporary, schema) as writer:
+        for rows in _in_batches(lines):
+            writer.write_batch(pyarrow.RecordBatch.from_pylist(rows, schema=schema))
+    temporary.replace(path)
+
+
+def _in_batches(lines: Path, size: int = 1000) -> Iterator[list[dict[str, str | None]]]:
+    rows: list[dict[str, str | None]] = []
+    file: BinaryIO
+    with lines.open("rb") as file:
+        for line in file:
+            found = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
+            row: dict[str, str | None] = {name: msgspec.json.decode(found[name]) for name in ("id", "custom_id")}
+            for name in ("response", "error"):
+                text = bytes(found[name]).decode()
+                row[name] = None if text == "null" else text
+            rows.append(row)
+            if len(rows) >= size:
+                yield rows
+                rows = []
+    if rows:
+        yield rows

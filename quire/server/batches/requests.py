@@ -1,0 +1,130 @@
+"""The requests of a batch: lines of JSON, or rows of a Parquet file.
+
+{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quire.errors import InvalidRequestError, QuireError
+
+_MAX_ID = 512
+
+
+class _Line(msgspec.Struct):
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+    method: str = "POST"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """One line."""
+
+    number: int
+    """From 0."""
+    id: str
+    """Of its answer: says which request, and under which options, it is an answer to."""
+    custom_id: str | None
+    url: str = ""
+    body: bytes = b""
+    problem: str | None = None
+    """Why it is no request."""
+
+
+class RequestFile:
+    """Reads a file of requests in its order, as often as somebody wants to, a line at a time."""
+
+    def __init__(self, path: Path, identity: str) -> None:
+        """`identity` stands for all else that answers depend on."""
+        self.path = path
+        self._identity = identity.encode()
+        self._is_parquet = path.suffix.lower() == ".parquet"
+        if not path.is_file():
+            raise InvalidRequestError("REQUESTS", f"there is no file {path}")
+        if self._is_parquet:
+            import_pyarrow(path)
+
+    def count(self) -> int:
+        """How many there are."""
+        if self._is_parquet:
+            return int(import_pyarrow(self.path).ParquetFile(self.path).metadata.num_rows)
+        return sum(1 for _ in self._raw_lines())
+
+    def __iter__(self) -> Iterator[BatchRequest]:
+        seen: set[bytes] = set()
+        """Digests of the ids so far: there may be millions."""
+        for number, raw in enumerate(self._raw_lines()):
+            request = self._read(number, raw)
+            if request.custom_id is not None:
+                digest = hashlib.blake2b(request.custom_id.encode(), digest_size=8).digest()
+                if digest in seen:
+                    problem = f"custom_id: {request.custom_id!r} was used on an earlier line"
+                    request = BatchRequest(number, request.id, request.custom_id, problem=problem)
+                seen.add(digest)
+            yield request
+
+    def _read(self, number: int, raw: bytes) -> BatchRequest:
+        name = hashlib.sha256(b"%s\0%d\0%s" % (self._identity, number, raw)).hexdigest()[:24]
+        try:
+            line = msgspec.json.decode(raw, type=_Line)
+        except msgspec.DecodeError as error:  # which a wrong type is, too
+            return BatchRequest(number, name, _custom_id(raw), problem=f"line {number + 1}: {error}")
+        problem = None
+        if not 0 < len(line.custom_id) <= _MAX_ID:
+            problem = f"custom_id: must have 1 to {_MAX_ID} characters"
+        elif line.method != "POST":
+            problem = f"method: must be POST, not {line.method!r}"
+        return BatchRequest(number, name, line.custom_id, line.url, msgspec.json.encode(line.body), problem)
+
+    def _raw_lines(self) -> Iterator[bytes]:
+        if self._is_parquet:
+            yield from _parquet_lines(self.path)
+            return
+        with self.path.open("rb") as file:
+            for raw in file:
+                if stripped := raw.strip():
+                    yield stripped
+
+
+def _custom_id(raw: bytes) -> str | None:
+    """Of a line that is wrong otherwise, if it has one."""
+    try:
+        found = msgspec.json.decode(raw)
+    except msgspec.DecodeError:
+        return None
+    name = found.get("custom_id") if isinstance(found, dict) else None
+    return name if isinstance(name, str) and len(name) <= _MAX_ID else None
+
+
+def _parquet_lines(path: Path) -> Iterator[bytes]:
+    """Rows with the columns custom_id, url, body (JSON text or a struct) and perhaps method."""
+    for batch in import_pyarrow(path).ParquetFile(path).iter_batches():
+        for row in batch.to_pylist():
+            body = row.get("body")
+            row["body"] = msgspec.Raw(body.encode()) if isinstance(body, str) else _without_nulls(body)
+            yield msgspec.json.encode({key: value for key, value in row.items() if value is not None})
+
+
+def _without_nulls(value: Any) -> Any:
+    """A struct has all fields that any row has."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+def import_pyarrow(path: Path) -> Any:
+    """pyarrow.parquet, or an error that says how to get it."""
+    try:
+        return importlib.import_module("pyarrow.parquet")
+    except ImportError:
+        raise QuireError(f"{path}: Parquet files need pyarrow: pip install pyarrow, or use .jsonl") from None

@@ -1,0 +1,169 @@
+"""Runs a batch from one file to another, with an engine of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import quire
+from quire.checkpoints.sources import ModelSource, resolve
+from quire.config import EngineConfig
+from quire.errors import EngineError, QuireError
+from quire.frontend.progress import ModelBars
+from quire.observe.prometheus import ServerMetrics
+from quire.server.batches.answers import BatchAnswer, BatchAnswers, EngineGoneError
+from quire.server.batches.output import AnswerFile
+from quire.server.batches.requests import BatchRequest, RequestFile
+from quire.server.config import ServerConfig
+from quire.server.engine_client import EngineClient
+from quire.server.logs import set_up_logging
+from quire.server.run import open_tokenizer
+from quire.server.service import GenerationService
+
+_AHEAD = 8
+"""Times the requests under way that may be answered before an earlier one is: their answers wait in memory."""
+_UNLIMITED = 10**9
+_DECIDING = ("dtype", "quantization", "kernels", "kv_cache_dtype", "device", "max_model_len", "acceptance")
+"""Engine options that answers may depend on."""
+
+Report = Callable[[int, int, int], None]
+"""Told how many requests are answered, how many there are, and the tokens of the answers since the run began."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchJob:
+    """What to answer, with what, and where to."""
+
+    requests: Path
+    answers: Path
+    model: str
+    engine: dict[str, object]
+    served_model_names: tuple[str, ...] = ()
+    seed: int = 0
+    concurrency: int | None = None
+    """Requests under way at a time; None: twice what the engine runs at once."""
+    restart: bool = False
+    """Forget what an earlier run has done."""
+
+
+@dataclass(slots=True)
+class BatchSummary:
+    """What became of it."""
+
+    total: int
+    resumed: int
+    """Answered by an earlier run."""
+    done: int
+    failed: int
+    num_tokens: int = 0
+    seconds: float = 0.0
+
+
+def run_batch(job: BatchJob, report: Report) -> BatchSummary:
+    """Answers what is not answered yet; returns when all is."""
+    options = EngineConfig(**job.engine)  # type: ignore[arg-type]
+    deciding = {name: getattr(options, name) for name in _DECIDING}
+    identity = json.dumps([quire.__version__, job.model, job.served_model_names, job.seed, deciding])
+    requests = RequestFile(job.requests, identity)
+    if job.answers.exists() and job.answers.resolve() == job.requests.resolve():
+        raise QuireError(f"{job.answers}: requests and answers are the same file")
+    answers = AnswerFile(job.answers, job.restart)
+    try:
+        waiting = iter(requests)
+        done, failed = answers.resume(waiting)
+        summary = BatchSummary(requests.count(), done, done, failed)
+        if answers.is_complete:
+            return summary
+        if done < summary.total:
+            set_up_logging("human", "warning", "server")
+            with ModelBars(job.model) as bars:
+                source = resolve(job.model, progress=bars("download"))
+            asyncio.run(_Run(job, source, answers, summary, report).run(waiting))
+        answers.complete()
+        return summary
+    finally:
+        answers.close()
+
+
+class _Run:
+    """An engine, and requests on their way through it."""
+
+    def __init__(
+        self, job: BatchJob, source: ModelSource, answers: AnswerFile, summary: BatchSummary, report: Report
+    ) -> None:
+        self._source = source
+        self._answers = answers
+        self._summary = summary
+        self._report = report
+        self._concurrency = job.concurrency
+        self._config = ServerConfig(
+            model=job.model,
+            engine=dict(job.engine),
+            served_model_names=job.served_model_names,
+            max_queued_requests=_UNLIMITED,
+            max_queued_tokens=_UNLIMITED,
+            request_seconds=float(_UNLIMITED),
+            queue_seconds=float(_UNLIMITED),
+            log_level="warning",
+        )
+        self._finished: dict[int, BatchAnswer] = {}
+        """Whose turn to be written has not come."""
+        self._next = summary.done
+        self._room = asyncio.Event()
+
+    async def run(self, waiting: Iterator[BatchRequest]) -> None:
+        metrics = ServerMetrics(self._config.model_names[0])
+        client = EngineClient(self._config, metrics, lambda: None)
+        try:
+            ready, tokenizer = await asyncio.gather(client.start(), asyncio.to_thread(open_tokenizer, self._source))
+            service = GenerationService(self._config, tokenizer, client, ready, metrics)
+            self._report(self._summary.done, self._summary.total, 0)
+            started = time.monotonic()
+            await self._answer_all(service, waiting, self._concurrency or 2 * ready.max_num_seqs)
+            self._summary.seconds = time.monotonic() - started
+        finally:
+            await client.stop()
+
+    async def _answer_all(self, service: GenerationService, waiting: Iterator[BatchRequest], at_once: int) -> None:
+        free = asyncio.Semaphore(at_once)
+        answers = BatchAnswers(service)
+
+        async def answer(request: BatchRequest) -> None:
+            try:
+                self._take(request.number, await answers.answer(request))
+            finally:
+                free.release()
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for request in waiting:
+                    while request.number - self._next >= _AHEAD * at_once:
+                        self._room.clear()
+                        await self._room.wait()
+                    await free.acquire()
+                    tasks.create_task(answer(request))
+        except* EngineGoneError:
+            raise EngineError(
+                f"the engine could not be started again; {self._next} of {self._summary.total} requests are answered, "
+                "and the same command goes on from there"
+            ) from None
+
+    def _take(self, number: int, answer: BatchAnswer) -> None:
+        summary = self._summary
+        self._finished[number] = answer
+        summary.num_tokens += answer.num_tokens
+        lines = []
+        while self._next in self._finished:
+            written = self._finished.pop(self._next)
+            lines.append(written.line)
+            summary.done += 1
+            summary.failed += written.is_error
+            self._next += 1
+        if lines:
+            self._answers.write(b"".join(lines))
+            self._room.set()
+        self._report(summary.done + len(self._finished), summary.total, summary.num_tokens)
