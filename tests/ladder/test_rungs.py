@@ -28,11 +28,11 @@ def llm(tiny_model: Path) -> Iterator[LLM]:
 
 def test_all_rungs_give_identical_tokens_on_smollm2_in_float32(smollm2_gguf: Path) -> None:
     with Engines(str(smollm2_gguf), "cpu", "float32", max_model_len=128) as engines:
-        jobs = random_jobs(2, Lengths(1, 3), Lengths(2, 2), TokenSource(0, engines.spec.vocab_size), shared=16)
+        jobs = random_jobs(2, Lengths(1, 3), Lengths(2, 3), TokenSource(0, engines.spec.vocab_size), shared=16)
         rungs = find_rungs(engines, jobs, max_num_seqs=2)
         runs = {rung.number: rung.run("only pass") for rung in rungs if rung.run is not None}
         assert {1, 2, 3, 4, 5, 6, 7, 10} == runs.keys()
-        assert {len(answer) for answer in runs[1].tokens} == {2}
+        assert {len(answer) for answer in runs[1].tokens} <= {2, 3}
         assert len({run.tokens for number, run in runs.items() if number != 7}) == 1
         by_number = {rung.number: rung for rung in rungs}
         assert by_number[6].kernels == by_number[7].kernels == "cpu"
