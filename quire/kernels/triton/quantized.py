@@ -15,6 +15,7 @@ from quire.kernels.formats import Format, int4_parts
 from quire.kernels.triton.launch import HAS_GLUON
 from quire.kernels.triton.linear import Tile, room_for
 from quire.kernels.triton.scaled_linear import quantize_rows, scaled_linear
+from quire.kernels.triton.shapes import next_power_of_2
 from quire.kernels.weights import Part, Weight
 
 if HAS_GLUON:
@@ -99,7 +100,7 @@ class QuantizedProducts:
 def tile_of(rows: int, size: int, silu_mul: bool, group: int) -> Tile:
     """The quickest of those tried on an H200; bits don't depend on it, but for the inner size of groups."""
     if group:
-        return Tile(16, 64, group, 5, 4) if rows <= 16 else Tile(min(128, -(-rows // 32) * 32), 64, group, 4, 4)
+        return Tile(16, 64, group, 5, 4) if rows <= 16 else Tile(min(128, next_power_of_2(rows)), 64, group, 4, 4)
     if rows <= 32:
         return Tile(16 if rows <= 16 else 32, 64, 256, 4 if silu_mul else 8, 4)
     if rows <= _OWN_ROWS:
