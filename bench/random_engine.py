@@ -78,10 +78,11 @@ def quantized(format: Format, numbers: Tensor) -> tuple[Tensor, ...]:
     if format.codes is None and format.name != "Q4_0":  # any bits will do
         blocks = torch.randint(0, 256, (rows * size // format.num_elements, format.num_bytes), device=numbers.device)
         blocks = blocks.to(torch.uint8)
-        for at in format.scales:
-            blocks[:, at : at + 2] = (
-                torch.rand(len(blocks), 1, device=numbers.device).mul_(1e-3).half().view(torch.uint8)
-            )
+        # So that codes of 0 to 15 (times factors of 0 to 63) less the minimum are about as large as the numbers.
+        unit = float(numbers.float().std()) / (4 if format.name == "Q4_1" else 128)
+        for at, size in zip(format.scales, (unit, -7.5 * unit if format.name == "Q4_1" else 7.5 * unit), strict=False):
+            drawn = torch.rand(len(blocks), 1, device=numbers.device).mul_(0.2).add_(0.9).mul_(size)
+            blocks[:, at : at + 2] = drawn.half().view(torch.uint8)
         return (blocks.view(rows, -1),)
     made = quantize(format, numbers)
     assert made is not None

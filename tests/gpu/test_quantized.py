@@ -45,7 +45,7 @@ def test_products_are_those_of_the_expanded_weight(name: str, dtype: torch.dtype
         weight = weight_of(name, out, inner)
         truth = expanded(weight)
         packed, bias = kernels.pack(weight), random(out, dtype=dtype, seed=3)
-        for rows in (1, 5, 30, 200, 600):
+        for rows in (1, 5, 30, 72, 100, 200, 600):
             x = random(rows, inner, dtype=dtype, seed=rows)
             expected = x.double() @ truth.t() + bias.double()
             got = kernels.linear(x, packed, bias).double()
@@ -78,10 +78,11 @@ def test_four_bits_give_the_bits_of_the_same_weight_in_the_models_dtype(name: st
     from quire.kernels.triton.streamed_linear import Int4, expand_int4
 
     kernels = select_kernels(DEVICE, torch.bfloat16)
-    packed = kernels.pack(weight_of(name, 1024, 2048))
+    weight = weight_of(name, 1024, 2048)
+    packed = kernels.pack(weight)
     codes, scales = packed.parts[0].tensors
     numbers = expand_int4(Int4(codes, scales, name in HAS_MINIMA), torch.bfloat16)
-    close = expanded(weight_of(name, 1024, 2048))
+    close = expanded(weight)
     assert (numbers.double() - close).norm() <= 1e-2 * close.norm()
     dense = kernels.pack(Weight.dense(numbers))
     for rows in (1, 7, 16, 33, 64, 130, 300, 900):

@@ -255,7 +255,8 @@ def test_time_in_which_nobody_ran_does_not_count() -> None:
 
 
 def test_what_a_killed_process_left_is_taken_away_by_the_next(tmp_path: Path) -> None:
-    code = "import sys, pathlib\nfrom quire.process.temporary_folders import temporary_folder as t\np = pathlib.Path(sys.argv[1])"
+    code = "import sys, pathlib\nfrom quire.process.temporary_folders import temporary_folder as t"
+    code += "\np = pathlib.Path(sys.argv[1])"
     code += "\nwith t('quire-', p) as folder: print(folder, flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", code, str(tmp_path)]
     streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
