@@ -324,7 +324,8 @@ class CpuKernels(ReferenceKernels):
         rows, num_heads, head_dim = query.shape
         if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
             raise UnsupportedModelError(
-                f"The CPU kernels take head sizes that are multiples of 8 up to {_MAX_HEAD_DIM}, not {head_dim}."
+                f"The CPU kernels take head sizes that are multiples of 8 up to {_MAX_HEAD_DIM}, not {head_dim}: "
+                'use kernels="reference".'
             )
         query = _with_whole_rows(query)
         _, kv_heads, block_size, _ = cache.keys.shape
