@@ -15,7 +15,7 @@ from quire.checkpoints.sources import ModelSource, resolve
 from quire.config import EngineConfig
 from quire.engine import Request, make_requests
 from quire.engine.invariants import check_invariants
-from quire.errors import EngineError
+from quire.errors import CapacityError, EngineError
 from quire.frontend.progress import ModelBars
 from quire.frontend.resolve import resolve_tokens
 from quire.models.spec import ModelSpec
@@ -30,7 +30,7 @@ from quire.verify.cases import Case
 MAX_LEN = 1024
 """No request of ours is longer; positions are prepared for so many."""
 _BLOCK_SIZE = 16
-_MOST_KEPT = 8
+_MOST_KEPT = 24
 """Engines on a GPU that wait for more work of their kind."""
 
 
@@ -144,7 +144,14 @@ class Model:
             if not engine.core.has_work:  # one that broke is never done
                 return engine
             del self._kept[config, depth]
-        engine = self._assemble(config)
+        try:
+            engine = self._assemble(config)
+        except CapacityError:
+            if not self._kept:
+                raise
+            self._kept.clear()  # they have the memory
+            forget()
+            engine = self._assemble(config)
         if depth is not None:
             engine.core.depth = depth
         if keeps:

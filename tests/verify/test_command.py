@@ -11,8 +11,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from quire.assemble import Engine
 from quire.cli.main import app
-from quire.errors import InvalidRequestError
+from quire.config import EngineConfig
+from quire.errors import CapacityError, InvalidRequestError
 from quire.kernels.select import select_kernels
 from quire.verify import check, engines
 from quire.verify.axes import LoadedModel
@@ -75,13 +77,19 @@ def test_wrong_input_is_refused(tiny_model: Path) -> None:
 def test_engines_that_are_kept_give_the_same_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where making one takes seconds."""
     model = make_model(select_kernels(torch.device("cpu"), torch.float32))
-    made = []
+    made: list[EngineConfig] = []
     proper = engines.Model._assemble
+
+    def assemble(self: engines.Model, config: EngineConfig) -> Engine:
+        made.append(config)
+        if len(made) == 10:
+            raise CapacityError("those that are kept have all the memory")
+        return proper(self, config)
+
     monkeypatch.setattr(engines.Model, "keeps_engines", True)
-    monkeypatch.setattr(engines.Model, "_assemble", lambda self, config: made.append(config) or proper(self, config))
-    verdict = check.verify(LoadedModel(model), 300.0)
-    assert verdict.is_exact
-    assert 8 < len(made) < 30
+    monkeypatch.setattr(engines.Model, "_assemble", assemble)
+    assert check.verify(LoadedModel(model), 300.0).is_exact
     before = len(made)
+    assert 8 < before < 30
     assert check.verify(LoadedModel(model), 300.0).is_exact
     assert len(made) - before < before
