@@ -49,7 +49,7 @@ def verify(
     quire verify --url http://127.0.0.1:8000 --concurrency 32
     """
     if url is not None:
-        _check_unused(model)
+        _check_server(url, model)
         from quire.verify.server import verify_server
 
         key = api_key or os.environ.get("OPENAI_API_KEY")
@@ -81,6 +81,8 @@ def verify(
         raise typer.Exit(1)
 
 
-def _check_unused(model: str | None) -> None:
+def _check_server(url: str, model: str | None) -> None:
+    if not url.startswith(("http://", "https://")):
+        raise InvalidRequestError("--url", f"must be an address such as http://127.0.0.1:8000, not {url!r}")
     if model is not None:
         raise InvalidRequestError("MODEL", "is loaded here, --url is a server elsewhere: leave one out")

@@ -14,6 +14,7 @@ from quire.config import EngineConfig, format_bytes
 from quire.errors import CapacityError, InvalidRequestError
 from quire.kernels.formats import PLAIN, Format
 from quire.kernels.quantize import INT8, Q4_0
+from quire.kernels.select import select_kernels
 from quire.models.load import open_model
 from quire.models.model_config import read_config
 from quire.models.spec import MlpSpec, ModelSpec
@@ -103,7 +104,8 @@ def open_planned(model: str) -> PlannedModel:
 
 
 def forms_of(model: PlannedModel, device: Device) -> Iterator[Form]:
-    """The formats that the engine offers on such a device, the usual one first."""
+    """The formats that the engine offers on such a device, the usual one first; on a GPU plain numbers only, as nobody
+    has held steps with quantised weights against a plan."""
     spec = model.spec
     plain = torch.bfloat16 if device.kind == "cuda" else torch.float32
     if device.kind == "cpu" and model.stored is not None:
@@ -115,8 +117,9 @@ def forms_of(model: PlannedModel, device: Device) -> Iterator[Form]:
     if device.kind == "cpu":
         half = torch.bfloat16
         yield Form("bfloat16", "dtype=bfloat16", _weight_bytes(spec, half, "none"), PLAIN[half], half, half)
-        if model.stored is None:
-            for name, format in QUANTIZED.items():
+        kernels = select_kernels(torch.device("cpu"), plain)
+        for name, format in QUANTIZED.items():
+            if model.stored is None and kernels.computes(format):
                 size = _weight_bytes(spec, plain, name)
                 yield Form(name, f"quantization={name}", size, format, plain, plain)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,7 +15,7 @@ from quire.checkpoints.sources import ModelSource, resolve
 from quire.config import EngineConfig
 from quire.engine import Request, make_requests
 from quire.engine.invariants import check_invariants
-from quire.errors import EngineError
+from quire.errors import CapacityError, EngineError
 from quire.frontend.progress import ModelBars
 from quire.frontend.resolve import resolve_tokens
 from quire.models.spec import ModelSpec
@@ -29,6 +30,8 @@ from quire.verify.cases import Case
 MAX_LEN = 1024
 """No request of ours is longer; positions are prepared for so many."""
 _BLOCK_SIZE = 16
+_MOST_KEPT = 24
+"""Engines on a GPU that wait for more work of their kind."""
 
 
 @dataclass(slots=True)
@@ -50,6 +53,7 @@ class Model:
     def __init__(self, name: str, **options: Any) -> None:
         """`options` as for an LLM: device, dtype, quantization, kv_cache_dtype, kernels."""
         self._options = options
+        self._kept: OrderedDict[tuple[EngineConfig, int | None], Engine] = OrderedDict()
         with ModelBars(name) as bars:
             self._source: ModelSource | None = resolve(name, progress=bars("download"))
             started = time.monotonic()
@@ -61,6 +65,7 @@ class Model:
         """Of an engine that is there already; it can't be loaded again."""
         model = cls.__new__(cls)
         model._options = options
+        model._kept = OrderedDict()
         model._engine = engine
         model._source = None
         model.load_seconds = 0.0
@@ -74,6 +79,11 @@ class Model:
     def has_recordings(self) -> bool:
         """Whether steps on this CPU are recorded."""
         return RecordedSteps.fit(self._engine.decoder)
+
+    @property
+    def keeps_engines(self) -> bool:
+        """Whether an engine that has done its work is worth keeping."""
+        return self._engine.decoder.device.type == "cuda"
 
     @property
     def spec(self) -> ModelSpec:
@@ -99,12 +109,18 @@ class Model:
         max_num_seqs: int = 1,
         **options: Any,
     ) -> Engine:
-        """A new engine with room for these requests: for all of them at once, or for the longest one and
-        `spare_tokens` more."""
+        """An engine with room for these requests: for all of them at once, or for the longest one and `spare_tokens`
+        more. A new one; on a GPU, where making one takes seconds, perhaps one that has done its work."""
         decoder = self._engine.decoder
+        keeps = self.keeps_engines
         longest = max(case.num_tokens for case in cases) + 1
         rooms = [case.num_tokens + block_size for case in cases for _ in range(case.params.n)]
         num_tokens = sum(rooms) if spare_tokens is None else spare_tokens
+        if keeps and spare_tokens is None:  # rounded up, so that few are needed
+            longest = min(_round_up(longest, 64), self._engine.plan.max_model_len)
+            num_tokens = _round_up(num_tokens, 1024)
+        if keeps and max_num_seqs > 8:
+            max_num_seqs = _round_up(max_num_seqs, 16)
         num_blocks = -(-longest // block_size) + -(-num_tokens // block_size) + 2
         cache_dtype = pick_cache_dtype(self._options.get("kv_cache_dtype", "auto"), decoder.dtype, decoder.device)
         block_bytes = bytes_per_block(self.spec, block_size, cache_dtype)
@@ -122,18 +138,38 @@ class Model:
             host_cache_memory=-(-host_tokens // block_size) * block_bytes,
             **given,
         )
+        if keeps and (config, depth) in self._kept:
+            self._kept.move_to_end((config, depth))
+            engine = self._kept[config, depth]
+            if not engine.core.has_work:  # one that broke is never done
+                return engine
+            del self._kept[config, depth]
+        try:
+            engine = self._assemble(config)
+        except CapacityError:
+            if not self._kept:
+                raise
+            self._kept.clear()  # they have the memory
+            forget()
+            engine = self._assemble(config)
+        if depth is not None:
+            engine.core.depth = depth
+        if keeps:
+            self._kept[config, depth] = engine
+            while len(self._kept) > _MOST_KEPT:
+                self._kept.popitem(last=False)
+        return engine
+
+    def _assemble(self, config: EngineConfig) -> Engine:
         first = self._engine
-        engine = assemble(
-            decoder,
+        return assemble(
+            first.decoder,
             config,
             name="verify",
             tokenizer=first.tokenizer,
             eos_token_ids=first.eos_token_ids,
             grammars=first.grammars,
         )
-        if depth is not None:
-            engine.core.depth = depth
-        return engine
 
     def reload(self) -> None:
         """Gives everything back and begins again from the files, as a new process would."""
@@ -143,6 +179,8 @@ class Model:
             self._engine = self._load(bars("load"))
 
     def close(self) -> None:
+        """Gives weights and engines back."""
+        self._kept.clear()
         engine = self._engine
         engine.step_log.close()
         engine.grammars.close()
@@ -154,6 +192,10 @@ class Model:
         config = EngineConfig(max_num_seqs=1, max_batched_tokens=64, kv_cache_memory=0.1, **self._options)
         assert self._source is not None
         return build_engine(self._source, config, report)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def forget() -> None:

@@ -64,6 +64,12 @@ def test_steps_of_answers_take_what_was_measured(name: str, rows: int, milliseco
     assert 1e3 * times_of(name).step(rows, 256) == pytest.approx(milliseconds, rel=0.15)
 
 
+@pytest.mark.parametrize(("context", "milliseconds"), [(8_000, 9.42), (32_000, 23.2)])
+def test_long_contexts_take_what_was_measured(context: int, milliseconds: float) -> None:
+    """Nothing was fitted to these lines."""
+    assert 1e3 * times_of("qwen3-8b").step(16, context) == pytest.approx(milliseconds, rel=0.15)
+
+
 @pytest.mark.parametrize(("name", "tokens_per_second"), [("qwen3-0.6b", 393_296), ("qwen3-8b", 42_286)])
 def test_prompts_take_what_was_measured(name: str, tokens_per_second: float) -> None:
     assert 32 * 2048 / times_of(name).prompt(*[2048] * 32) == pytest.approx(tokens_per_second, rel=0.15)
