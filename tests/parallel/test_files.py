@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from quire.checkpoints import checkpoint
 from quire.checkpoints.safetensors_checkpoint import open_safetensors
 from quire.errors import ModelFormatError
 from quire.kernels.cpu.kernels import CpuKernels
@@ -21,6 +22,7 @@ from quire.models.names import Piece, gguf_pieces, huggingface_pieces
 from quire.models.quantized_folder import quantize_model
 from quire.models.spec import ModelSpec, MoeSpec
 from quire.models.weight_plan import ModelFiles, plan_weights
+from quire.parallel import files as division_files
 from quire.parallel.division import Division
 from quire.parallel.files import divide_files
 from tests.parallel.ranks import divided
@@ -88,6 +90,24 @@ def test_what_is_quantised_while_loading(quantization: str, tmp_path: Path) -> N
 def test_what_is_stored_quantised(to: str, tmp_path: Path, random_model: Path) -> None:
     quantize_model(random_model, tmp_path / "quantised", to)
     check(open_model(tmp_path / "quantised"), 2)
+
+
+@pytest.mark.parametrize("to", ["int8", "int4"])
+def test_what_mixes_rows_is_read_as_a_whole(
+    to: str, tmp_path: Path, random_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if these formats did so."""
+    quantize_model(random_model, tmp_path / "quantised", to)
+    monkeypatch.setattr(division_files, "mixes_rows", lambda info: info.scales is not None)
+    files = open_model(tmp_path / "quantised")
+    monkeypatch.setattr(checkpoint, "MAX_CHUNK_ELEMENTS", 640)  # runs of rows begin and end within chunks
+    whole = read_all(files)
+    for rank in range(3):
+        division = Division(files.spec, rank, 3)
+        expected = divided(whole, division)
+        for name, weight in read_all(divide_files(files, division)).items():
+            for part, wanted in zip(weight.parts, expected[name].parts, strict=True):
+                assert all(map(torch.equal, part.tensors, wanted.tensors)), name
 
 
 def test_key_heads_that_several_ranks_keep(tmp_path: Path) -> None:
