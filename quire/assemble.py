@@ -15,11 +15,11 @@ from quire.config import EngineConfig
 from quire.constrain import GrammarCompiler
 from quire.engine import EngineCore, Scheduler
 from quire.frontend.tokenizer import Tokenizer
-from quire.load import LoadedModel, Share, load_model, scheduler_config
 from quire.models.decoder import Decoder
 from quire.models.load import Progress
 from quire.models.spec import ModelSpec
 from quire.observe.step_log import StepLog
+from quire.parallel.load import LoadedModel, Share, load_model, scheduler_config
 from quire.runner.device import pick_device, use_own_cores
 from quire.runner.memory import CachePlan
 from quire.runner.runner import Runner

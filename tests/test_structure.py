@@ -29,7 +29,6 @@ LAYERS = (
     ("observe",),
     ("simulate",),
     ("frontend",),
-    ("load",),
     ("parallel",),
     ("assemble", "llm", "__init__"),
     ("ladder",),

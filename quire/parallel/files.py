@@ -37,7 +37,7 @@ class RowsCheckpoint(Checkpoint):
 
     def __init__(self, whole: Checkpoint, tensors: Mapping[str, TensorInfo], read_whole: Mapping[str, Rows]) -> None:
         super().__init__(whole.kind, tensors, whole._stamps, whole.metadata)
-        self._whole = whole
+        self._source = whole
         self._read_whole = read_whole
 
     def chunks(
@@ -48,7 +48,7 @@ class RowsCheckpoint(Checkpoint):
             yield from super().chunks(name, is_copied, pin_memory)
             return
         inner = math.prod(self.tensors[name].shape[1:])
-        for chunk, stored in self._whole.chunks(rows.tensor):
+        for chunk, stored in self._source.chunks(rows.tensor):
             begin = chunk.start // inner
             first, end = max(rows.first, begin), min(rows.first + rows.count, begin + chunk.shape[0])
             if first < end:

@@ -20,8 +20,8 @@ import torch
 
 from quire.constrain import GrammarCompiler
 from quire.errors import QuireError
-from quire.load import load_model
 from quire.parallel.group import Group, GroupError
+from quire.parallel.load import load_model
 from quire.parallel.messages import Computed, Failed, Hello, Task, checksum, frame, receive
 from quire.parallel.share import RankShare, rank_config, rank_device
 from quire.runner.runner import Runner

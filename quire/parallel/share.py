@@ -10,7 +10,6 @@ import torch
 
 from quire.config import EngineConfig, parse_bytes
 from quire.errors import DeviceError
-from quire.load import Share
 from quire.models.decoder import WeightSource
 from quire.models.spec import ModelSpec
 from quire.models.weight_plan import ModelFiles, WeightPlan
@@ -18,6 +17,7 @@ from quire.parallel.division import Division
 from quire.parallel.files import divide_files
 from quire.parallel.group import Group
 from quire.parallel.kernels import DividedSource, parallel_kernels
+from quire.parallel.load import Share
 from quire.runner.device import pick_device
 from quire.runner.memory import CachePlan
 

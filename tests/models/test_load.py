@@ -116,7 +116,7 @@ def test_a_device_that_can_not_be_had_is_told_as_it_is_and_after_what_is_wrong_w
         assert threading.current_thread() is not threading.main_thread()
         raise DeviceError(f"{device} sleeps")
 
-    monkeypatch.setattr("quire.load.wake", fail)
+    monkeypatch.setattr("quire.parallel.load.wake", fail)
     config = EngineConfig(device="cpu", dtype="float32", kv_cache_memory="16MiB", max_model_len=64)
     with pytest.raises(DeviceError, match="cpu sleeps"):
         assemble.build_engine(resolve(str(folder)), config)

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from quire.checkpoints.sources import resolve
-from quire.load import open_tokenizer
 from quire.observe.prometheus import ServerMetrics
+from quire.parallel.load import open_tokenizer
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.embedding_call import EmbeddingCall

@@ -21,9 +21,9 @@ from opentelemetry.trace import StatusCode
 
 from quire.checkpoints.sources import resolve
 from quire.errors import QuireError
-from quire.load import open_tokenizer
 from quire.observe.prometheus import ServerMetrics
 from quire.observe.tracing import Tracing
+from quire.parallel.load import open_tokenizer
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.engine_client import EngineClient
