@@ -14,9 +14,9 @@ from quire.errors import InvalidRequestError
 from quire.kernels.ops import HeadShape
 from quire.models.spec import ModelSpec, Parameter
 
-_UNIT = 16
-"""Rows are divided in runs of so many where there are enough of them: kernels work on whole tiles, and rows of results
-begin at multiples of 16 bytes."""
+_UNITS = (64, 16)
+"""Rows are divided in runs of so many where there are enough of them: kernels work on whole tiles, and some formats are
+computed with in runs of 16 rows only."""
 _WHOLE = ("norm", "norm_bias", ".router.weight", ".router.bias", ".choice_bias", ".shared_gate.weight")
 """How the names end of parameters that every rank keeps: small ones that all of them need."""
 
@@ -58,7 +58,8 @@ class Division:
 
     def rows(self, total: int, rank: int | None = None) -> slice:
         """A rank's share of so many rows."""
-        unit = _UNIT if total % _UNIT == 0 and total // _UNIT >= self.size else 1
+        fitting = [unit for unit in _UNITS if total % unit == 0 and total // unit >= self.size]
+        unit = next((unit for unit in fitting if total // unit % self.size == 0), fitting[-1] if fitting else 1)
         share = _share(total // unit, self.size, self.rank if rank is None else rank)
         return slice(share.start * unit, share.stop * unit)
 
