@@ -184,7 +184,7 @@ def open_tokenizer(source: ModelSource) -> Tokenizer:
     if (source.path / "tokenizer.json").is_file():
         return Tokenizer.from_hf_folder(source.path)
     # Other kinds of models are opened by code that needs torch, which takes seconds and memory to import.
-    from quire.parallel import load
+    from quire import load
 
     return load.open_tokenizer(source)
 
