@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
@@ -16,6 +17,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from quire.kernels.triton.prompt_attention import _REGISTERS, _prompt_kernel
 from quire.kernels.triton.single_row_linear import _single_row_kernel
 from quire.kernels.triton.small_batch_attention import _small_batch_kernel
+from quire.kernels.triton.streamed_linear import _asm, _int4_kernel
 from tests.long_runs import IS_LONG
 
 ATTENTION_TYPES = {
@@ -27,6 +29,7 @@ ATTENTION_TYPES = {
 }
 BOX = f"tensordesc<bf16[16, 64],{gl.NVMMASharedLayout.get_default_for([16, 64], gl.bfloat16)!r}>"
 PROMPT_TYPES = ATTENTION_TYPES | {"keys": BOX, "values": BOX}
+FOUR_BITS_TYPES = {**dict.fromkeys(("x", "bias", "out"), "*bf16"), **dict.fromkeys(("codes", "scales"), "*i32")}
 PRODUCT_TYPES = dict.fromkeys(("x", "weight", "bias", "out"), "*bf16")
 
 
@@ -75,4 +78,9 @@ def small_batch_kernels() -> dict[str, dict[str, int]]:
     for inner, silu_mul, ahead in ((3072, False, 8), (1024, True, 4))[first:]:
         constants = {"K": inner, "HAS_BIAS": True, "SILU_MUL": silu_mul, "CHUNK": 128, "AHEAD": ahead, "WARPS": 2}
         found[f"product {inner}"] = resources(_single_row_kernel, PRODUCT_TYPES, constants | {"PDL": True}, 2)
+    low, high = (_asm(torch.bfloat16, shift, has_minimum=True) for shift in (0, 4))
+    for group, rows, ahead, warps in ((128, 8, 8, 4), (32, 128, 4, 8))[first:]:
+        constants = {"K": 4096, "GROUP": group, "HAS_BIAS": True, "LOW": low, "HIGH": high, "BLOCK_M": rows}
+        constants |= {"AHEAD": ahead, "STAGES": 4, "WARPS": warps, "PDL": True}
+        found[f"four bits {group}"] = resources(_int4_kernel, FOUR_BITS_TYPES, constants, warps)
     return found
