@@ -55,6 +55,11 @@ class Group:
         """Whether gathers may be part of a CUDA graph."""
         return self._is_nccl
 
+    @property
+    def has_met(self) -> bool:
+        """Whether ranks, once all have gathered, find each other without the store."""
+        return not self._is_nccl
+
     def all_gather(self, own: Tensor) -> Tensor:
         """[ranks, ...]: what every rank gave, all of the same shape."""
         result = torch.empty(self.size, *own.shape, dtype=own.dtype, device=own.device)

@@ -93,6 +93,11 @@ class RankProcesses:
         return self._problem
 
     @property
+    def are_own(self) -> bool:
+        """Whether this process started them: not in a fork."""
+        return os.getpid() == self._owner
+
+    @property
     def broken_fd(self) -> int:
         """Readable once there is one."""
         return self._broken.fileno()
@@ -195,7 +200,7 @@ class RankProcesses:
     def close(self, is_orderly: bool = False) -> None:
         """Ends them: by the end of their connections where they listen, else by force. A fork of this process has none
         of its own, and leaves those of its parent alone."""
-        if os.getpid() != self._owner:
+        if not self.are_own:
             return
         self._is_closing = True
         for one in self.processes:

@@ -50,7 +50,7 @@ class Ranks:
         ]
         self._processes = RankProcesses(tasks, partial(_abort, weakref.ref(self)))
         # Also where nobody closes the engine: nothing is left behind when this process ends.
-        self._finalizer = weakref.finalize(self, RankProcesses.close, self._processes)
+        self._finalizer = weakref.finalize(self, _end, self._processes, self._resources)
         try:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
@@ -69,6 +69,8 @@ class Ranks:
         assert self._group is not None
         plan = self.share.agree(plan)
         self._group.seconds = STEP_SECONDS
+        if self._group.has_met:
+            self._resources.close()
         return plan
 
     def runner(self, runner: Runner) -> ParallelRunner:
@@ -90,9 +92,14 @@ class Ranks:
             return
         if self._group is not None:
             self._group.close()
-        self._processes.close(is_orderly)
-        self._resources.close()
+        _end(self._processes, self._resources, is_orderly)
         torch.set_num_threads(self._num_threads)
+
+
+def _end(processes: RankProcesses, resources: contextlib.ExitStack, is_orderly: bool = False) -> None:
+    processes.close(is_orderly)
+    if processes.are_own:
+        resources.close()
 
 
 def _check_division(source: ModelSource, size: int) -> None:

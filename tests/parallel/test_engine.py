@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -108,10 +109,21 @@ def test_answers_do_not_depend_on_the_number_of_ranks(
     monkeypatch.setattr(ranks, "STEP_SECONDS", 60.0 if "ngram" in options["speculation"] else 6.0)
     options = {key: value.replace("MODEL", str(random_model)) for key, value in options.items()}
     threads = torch.get_num_threads()
+    folders: list[Path] = []
+    original = ranks.temporary_folder
+
+    @contextlib.contextmanager
+    def noted(prefix: str) -> Iterator[Path]:
+        with original(prefix) as folder:
+            folders.append(folder)
+            yield folder
+
+    monkeypatch.setattr(ranks, "temporary_folder", noted)
     with LLM(random_model, tensor_parallel_size=size, **SMALL | options) as llm:
         pids = children(llm)
         assert len(pids) == size - 1
         assert f"rank 0 of {size}" in llm.description
+        assert [folder.exists() for folder in folders] == [False]  # all have met: it is gone
         assert workload(llm) == expected
         if options["speculation"] == "ngram":
             check_interrupt(llm)
