@@ -57,7 +57,7 @@ class Engine:
     def info(self) -> EngineInfo:
         """The same as fields."""
         config = self.core.scheduler.config
-        return engine_info(self.decoder, self.tokenizer, self.plan, config, self.eos_token_ids)
+        return engine_info(self.spec, self.decoder, self.tokenizer, self.plan, config, self.eos_token_ids)
 
 
 def build_engine(

@@ -8,6 +8,7 @@ from quire.engine import SchedulerConfig
 from quire.frontend.tokenizer import Tokenizer
 from quire.kernels.formats import PLAIN
 from quire.models.decoder import Decoder
+from quire.models.spec import ModelSpec
 from quire.runner.memory import CachePlan
 
 
@@ -46,9 +47,14 @@ class EngineInfo:
 
 
 def engine_info(
-    decoder: Decoder, tokenizer: Tokenizer, plan: CachePlan, scheduler: SchedulerConfig, eos_token_ids: tuple[int, ...]
+    spec: ModelSpec,
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    plan: CachePlan,
+    scheduler: SchedulerConfig,
+    eos_token_ids: tuple[int, ...],
 ) -> EngineInfo:
-    spec = decoder.spec
+    """`spec` is the whole model's, of which the decoder may have a part."""
     names = (part.format.name for weight in decoder.weights.values() for part in weight.parts)
     plain = {str(dtype).removeprefix("torch."): format.name for dtype, format in PLAIN.items()}
     stored = (name.rpartition("packed_")[2] for name in names)  # however a backend lays them out
