@@ -63,7 +63,7 @@ class EngineCore:
         self.runner = runner
         self.depth = depth
         self._on_step = on_step
-        self._clock = clock
+        self.clock = clock
         self._in_flight: deque[tuple[Step, Pending]] = deque()
         self._updates: list[RequestUpdate] = []
         self._idle_check = IdleCheck(scheduler)
@@ -128,7 +128,7 @@ class EngineCore:
             self._fail(step, error, now)
             return
         self._in_flight.popleft()
-        now = self._clock() if self._clock is not None else now
+        now = self.clock() if self.clock is not None else now
         self._updates += self.scheduler.commit(step, result, now)
         if self._on_step is not None:
             self._on_step(StepLogEntry(step, result, None, now))
@@ -139,7 +139,7 @@ class EngineCore:
         while self._in_flight:
             with contextlib.suppress(Exception):  # its result no longer matters, but nothing of it may run on
                 self._in_flight.popleft()[1].result()
-        now = self._clock() if self._clock is not None else now
+        now = self.clock() if self.clock is not None else now
         message = _describe(error)
         # A fault somebody foresaw, or Ctrl-C, explains itself; anything else is a bug, and its trace is needed.
         cause = error.__cause__ or error

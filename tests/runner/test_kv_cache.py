@@ -36,5 +36,5 @@ def test_a_block_takes_what_the_plan_says_and_comes_back_from_the_host(dtype: to
 def test_int8_is_for_the_cpu() -> None:
     assert pick_cache_dtype("int8", torch.float32, CPU) == torch.int8
     assert pick_cache_dtype("auto", torch.bfloat16, torch.device("cuda")) == torch.bfloat16
-    with pytest.raises(DeviceError, match="Use auto on a GPU"):
+    with pytest.raises(DeviceError, match="Use fp8 or auto on a GPU"):
         pick_cache_dtype("int8", torch.bfloat16, torch.device("cuda"))
