@@ -26,7 +26,8 @@ _NUM_EXPERIMENTS = 9
 
 OTHER_WEIGHTS = (
     "Quantised weights are other numbers: rung 7 must give the tokens of rung 1's loop with the same weights; how far "
-    "they are from the full ones is measured below."
+    "they are from the full ones is measured below. The rungs above it have the full ones again, and are compared with "
+    "rung 6 or what came after it."
 )
 
 
@@ -120,7 +121,8 @@ def _ladder_table(rungs: Sequence[Rung], settings: ClimbSettings) -> Table:
         measured = seconds, rung.latency, rate, Bytes(held), *factors, Bytes(rung.weight_bytes)
         together = seconds.each(rung.num_tokens), Bytes(held + rung.weight_bytes)
         rows.append((rung.number, rung.name, rung.kernels, *measured, *together))
-        before = seconds
+        if rung.expected is None:  # those after the one with other weights have the model's own again
+            before = seconds
     note = (
         f"{settings.num_jobs} requests at once: {settings.shared_tokens} prompt tokens in common and "
         f"{settings.question} of their own, answers of {settings.answer} tokens, {rungs[0].num_tokens} in all, greedy; "

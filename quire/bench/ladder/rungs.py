@@ -126,7 +126,7 @@ def find_rungs(engines: Engines, jobs: Sequence[Job], max_num_seqs: int, clock: 
 
 def _no_quantized(engines: Engines, is_fused: bool) -> str:
     if engines.device.type != "cpu":
-        return f"only a CPU computes with quantised weights so far; this run is on the {engines.device.type}"
+        return f"in float32 only a CPU computes with quantised weights; this run is on the {engines.device.type}"
     if not is_fused:
         return "needs the fused kernels, which don't run here"
     return f"no kernel computes with {', '.join(engines.block_formats)} as it is stored"
