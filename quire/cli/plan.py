@@ -38,7 +38,7 @@ def plan(
     """
     from quire.plan.devices import named_device, this_device
     from quire.plan.estimate import Load, estimate, forms_of, open_planned, serve
-    from quire.plan.report import as_json, print_plan
+    from quire.plan.report import Findings, as_json, print_plan
 
     planned = open_planned(model)
     device = this_device() if gpu is None else named_device(gpu)
@@ -46,9 +46,10 @@ def plan(
     found = [estimate(planned, device, form, load) for form in forms_of(planned, device)]
     fitting = next((one for one in found if one.fits), None)
     serving = serve(planned, device, fitting, load, gpus) if fitting is not None and rate is not None else None
+    findings = Findings(planned, device, gpus, load, found, serving)
     if json_output:
-        print(json.dumps(as_json(planned, device, gpus, load, found, serving), indent=1))
+        print(json.dumps(as_json(findings), indent=1))
     else:
-        print_plan(planned, device, gpus, load, found, serving)
+        print_plan(findings)
     if fitting is None or (serving is not None and not serving.is_possible):
         raise typer.Exit(1)

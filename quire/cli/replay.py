@@ -15,7 +15,10 @@ from quire.cli.terminal import say
 from quire.errors import InvalidRequestError
 
 if TYPE_CHECKING:
+    from quire.observe.step_log import LoggedEngine
+    from quire.simulate.recorded import RecordedRequest
     from quire.simulate.what_if import Summary
+    from quire.step import StepLogEntry
 
 
 def replay(
@@ -57,22 +60,46 @@ def replay(
     requests = recorded_requests(entries)
     if not requests:
         raise InvalidRequestError("LOG", f"{log} has no request from its beginning on")
-    if model is not None:
-        if what_if:
-            raise InvalidRequestError("--what-if", "runs on a virtual clock: leave --model out")
-        from quire.observe.engine_metrics import EngineMetrics
-        from quire.verify.replay import open_engine
-        from quire.verify.replay import replay as run_again
-
-        metrics = EngineMetrics(keep=10**9)
-        chosen: dict[str, Any] = {"device": device, "dtype": dtype, "quantization": quantization}
-        running = open_engine(model, engine, metrics, **chosen, kv_cache_dtype=kv_cache_dtype)
-        say(running.description)
-        done = run_again(running, requests, metrics, wait=not no_wait)
-        _print_tokens(done.requests, done.tokens, done.different, done.skipped, json_output)
-        if done.different:
-            raise typer.Exit(1)
+    if model is None:
+        _play(log, entries, engine, requests, what_if or [], json_output)
         return
+    if what_if:
+        raise InvalidRequestError("--what-if", "runs on a virtual clock: leave --model out")
+    chosen = {"device": device, "dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
+    _run_again(model, engine, requests, chosen, wait=not no_wait, json_output=json_output)
+
+
+def _run_again(
+    model: str,
+    engine: LoggedEngine | None,
+    requests: list[RecordedRequest],
+    chosen: dict[str, Any],
+    wait: bool,
+    json_output: bool,
+) -> None:
+    """On the real engine; exits with 1 if a token differs."""
+    from quire.observe.engine_metrics import EngineMetrics
+    from quire.verify.replay import open_engine
+    from quire.verify.replay import replay as run_again
+
+    metrics = EngineMetrics(keep=10**9)
+    running = open_engine(model, engine, metrics, **chosen)
+    say(running.description)
+    done = run_again(running, requests, metrics, wait=wait)
+    _print_tokens(done.requests, done.tokens, done.different, done.skipped, json_output)
+    if done.different:
+        raise typer.Exit(1)
+
+
+def _play(
+    log: Path,
+    entries: list[StepLogEntry],
+    engine: LoggedEngine | None,
+    requests: list[RecordedRequest],
+    what_if: list[str],
+    json_output: bool,
+) -> None:
+    """On a virtual clock, as recorded and with other settings."""
     if engine is None:
         raise InvalidRequestError("LOG", f"{log} does not say its engine's settings: it is of an older version")
     from quire.observe.engine_metrics import EngineMetrics
@@ -80,7 +107,7 @@ def replay(
     from quire.simulate.what_if import Setting, Summary, parse_changes, play
 
     base = Setting(engine.config, engine.depth)
-    settings = [(text, parse_changes(text, base)) for text in what_if or ()]
+    settings = [(text, parse_changes(text, base)) for text in what_if]
     times = fit_step_times(entries)
     recorded = EngineMetrics(keep=10**9)
     for entry in entries:

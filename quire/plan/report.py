@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -16,15 +16,20 @@ from quire.plan.estimate import Estimate, Load, PlannedModel, Serving
 _PIPE_WIDTH = 150
 
 
-def print_plan(
-    model: PlannedModel,
-    device: Device,
-    num_devices: int,
-    load: Load,
-    found: Sequence[Estimate],
-    serving: Serving | None,
-) -> None:
+class Findings(NamedTuple):
+    """What was asked, and what was found."""
+
+    model: PlannedModel
+    device: Device
+    num_devices: int
+    load: Load
+    found: Sequence[Estimate]
+    serving: Serving | None
+
+
+def print_plan(findings: Findings) -> None:
     """For people."""
+    model, device, num_devices, load, found, _ = findings
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     count = f"{num_devices} x " if num_devices > 1 else ""
     rates = "" if device.rates is None else f"{device.rates}; "
@@ -44,7 +49,7 @@ def print_plan(
         table.add_row(one.form.name, format_bytes(one.form.weight_bytes), *_cells(one, num_devices))
     console.print(table)
     console.print()
-    for line in advice(model, device, num_devices, load, found, serving):
+    for line in advice(findings):
         console.print(line, markup=False, soft_wrap=True)
 
 
@@ -65,15 +70,9 @@ def _speed(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
-def advice(
-    model: PlannedModel,
-    device: Device,
-    num_devices: int,
-    load: Load,
-    found: Sequence[Estimate],
-    serving: Serving | None,
-) -> Iterator[str]:
+def advice(findings: Findings) -> Iterator[str]:
     """What follows from the table, and what to change."""
+    _, device, num_devices, load, found, serving = findings
     fitting = [one for one in found if one.fits]
     if not fitting:
         smallest = min(found, key=lambda one: one.form.weight_bytes)
@@ -126,15 +125,9 @@ def _devices_needed(rate: float, most: float, num_devices: int) -> str:
     return f"{int(rate / (most / num_devices)) + 1} such devices would do, or shorter answers, or a smaller model."
 
 
-def as_json(
-    model: PlannedModel,
-    device: Device,
-    num_devices: int,
-    load: Load,
-    found: Sequence[Estimate],
-    serving: Serving | None,
-) -> Mapping[str, Any]:
+def as_json(findings: Findings) -> Mapping[str, Any]:
     """For programs."""
+    model, device, num_devices, load, found, serving = findings
     return {
         "model": model.name,
         "family": model.spec.family,
@@ -145,7 +138,7 @@ def as_json(
         "output_tokens": load.output_tokens,
         "forms": [_form_json(one, num_devices) for one in found],
         "serving": None if serving is None else {name: getattr(serving, name) for name in serving.__slots__},
-        "advice": list(advice(model, device, num_devices, load, found, serving)),
+        "advice": list(advice(findings)),
     }
 
 

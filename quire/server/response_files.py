@@ -7,7 +7,6 @@ request waits for a disk. A disk that fails costs what it would have kept, and a
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from quire.errors import QuireError
+from quire.server.owned_folder import own_folder
 
 logger = logging.getLogger(__name__)
 
@@ -30,16 +29,7 @@ class ResponseFiles:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise QuireError(f"--store: the folder {folder} can't be used: {error.strerror}") from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            raise QuireError(f"--store: another server uses the folder {folder}; give each one of its own") from None
+        self._lock = own_folder(folder, "--store")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._has_failed = False
         self._num_waiting = 0

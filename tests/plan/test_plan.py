@@ -27,7 +27,7 @@ from quire.plan.estimate import (
     serve,
     workload_seconds,
 )
-from quire.plan.report import advice
+from quire.plan.report import Findings, advice
 from quire.plan.work import Rates
 from quire.runner.memory import Needs, plan_cache
 
@@ -131,14 +131,13 @@ def test_a_rate_that_is_too_high_is_said_with_what_would_do() -> None:
     much = Load(2000, 500, rate=40.0, ttft=0.5)
     serving = serve(model, H200, found, much, 1)
     assert not serving.is_possible
-    (line,) = [line for line in advice(model, H200, 1, much, [found], serving) if "too many" in line]
+    (line,) = [line for line in advice(Findings(model, H200, 1, much, [found], serving)) if "too many" in line]
     assert "such devices would do" in line
     spread = serve(model, H200, found, much, 8)
     assert spread.is_possible
     strict = Load(2000, 500, rate=5.0, ttft=0.01)
-    assert any(
-        "is not kept" in line for line in advice(model, H200, 1, strict, [found], serve(model, H200, found, strict, 1))
-    )
+    findings = Findings(model, H200, 1, strict, [found], serve(model, H200, found, strict, 1))
+    assert any("is not kept" in line for line in advice(findings))
 
 
 def run(*arguments: str) -> tuple[int, str]:

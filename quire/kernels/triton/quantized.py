@@ -59,7 +59,7 @@ def _packed(weight: Weight, dtype: torch.dtype) -> Weight:
 class QuantizedProducts:
     """Remembers for which shapes cuBLAS gives our kernel's bits. `dense` is the product with plain numbers."""
 
-    def __init__(self, dense: Callable[[Tensor, Weight, Tensor | None], Tensor]) -> None:
+    def __init__(self, dense: Callable[[Tensor, Weight, Tensor | None, Tensor | None], Tensor]) -> None:
         self._dense = dense
         self._is_exact: dict[torch.Size, bool] = {}
 
@@ -75,19 +75,21 @@ class QuantizedProducts:
         """x [rows, in] times a weight of one part that is not plain numbers; with `silu_mul`, silu(first half of the
         outputs) * (second half), where `fuses` says so."""
         (part,), rows = weight.parts, x.shape[0]
+        given = out
         if out is None:
             out = room_for(x, weight.shape[0] // 2 if silu_mul else weight.shape[0])
         if part.format.codes is None or part.format.has_zeros:
             packed = Int4(part.tensors[0], part.tensors[1], part.format.name in HAS_MINIMA)
             if rows > MAX_ROWS:
-                return self._dense(x, Weight.dense(expand_int4(packed, x.dtype)), bias)
+                return self._dense(x, Weight.dense(expand_int4(packed, x.dtype)), bias, given)
             int4_linear(x.contiguous(), packed, bias, out)
             return out
         codes, scales = part.tensors
         rounded, row_scales = quantize_rows(x, codes.dtype, part.format.group)
         is_plain = x.dtype == torch.bfloat16 and bias is None and not part.format.group
         if rows > _OWN_ROWS and is_plain and self._is_exact.get(codes.shape):
-            return _scaled_mm(rounded, row_scales, codes, scales)
+            product = _scaled_mm(rounded, row_scales, codes, scales)
+            return product if given is None else given.copy_(product)
         tile = tile_of(rows, codes.shape[0], silu_mul, part.format.group)
         return scaled_linear(rounded, row_scales, codes, scales, bias, out, silu_mul, tile)
 

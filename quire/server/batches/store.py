@@ -6,7 +6,6 @@ What is known of a file or a batch is a small file of JSON beside the data, writ
 
 from __future__ import annotations
 
-import fcntl
 import os
 import threading
 import time
@@ -16,9 +15,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from quire.errors import QuireError
 from quire.server.errors import ApiError
 from quire.server.guard.connection import new_id
+from quire.server.owned_folder import own_folder
 
 _MOST_ENTRIES = 10_000
 """Files, and batches."""
@@ -89,17 +88,7 @@ class BatchStore:
         self.folder = folder
         self._most_bytes = most_bytes
         self._lock = threading.RLock()
-        try:
-            for name in ("files", "batches", "work"):
-                (folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._owned = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise QuireError(f"--batches: the folder {folder} can't be used: {error.strerror}") from None
-        try:
-            fcntl.flock(self._owned, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._owned)
-            raise QuireError(f"--batches: another server uses the folder {folder}; give each one of its own") from None
+        self._owned = own_folder(folder, "--batches", "files", "batches", "work")
         for leftover in (folder / "work").glob("upload-*"):
             leftover.unlink(missing_ok=True)
         self._files = self._load("files", StoredFile)
