@@ -15,8 +15,9 @@ from quire.kernels.triton.launch import LAUNCH, USE_PDL, begin
 from quire.kernels.triton.rowwise import rms_norm
 from quire.kernels.triton.shapes import as_rows, next_power_of_2, num_warps, row_stride
 
-_MAX_HEADS = 8
-"""Heads of one program at most: enough loads at once, and several programs even for a single row."""
+_HEADS = 8
+"""Heads of one program: enough loads at once, and several programs even for a single row. One number for all models, as
+the order in which a norm adds up depends on it, and a rank that has some of the heads must find the same bits."""
 
 
 @triton.jit
@@ -138,9 +139,8 @@ def qkv_to_cache_(
     query = torch.empty(rows, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if rows == 0:
         return query
-    heads = min(_MAX_HEADS, next_power_of_2(num_kv_heads))
     half = next_power_of_2(head_dim // 2)
-    tiles = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
+    tiles = triton.cdiv(num_heads, _HEADS) + 2 * triton.cdiv(num_kv_heads, _HEADS)
     # What the flags say is not there is not read.
     angles = qkv if cos_sin is None else cos_sin
     query_norm, key_norm, eps, offset, after = (angles, angles, 0.0, 0.0, False) if norms is None else norms
@@ -148,9 +148,9 @@ def qkv_to_cache_(
         source, query_norm, key_norm, slot_mapping if cos_sin is None else positions, angles, slot_mapping,
         query, keys, values,
         row_stride(source), keys.stride(0), keys.stride(1), keys.stride(2), eps, offset,
-        num_heads, num_kv_heads, head_dim, half, heads, keys.shape[2],
+        num_heads, num_kv_heads, head_dim, half, _HEADS, keys.shape[2],
         norms is not None, offset != 0, after, cos_sin is not None, USE_PDL,
-        num_warps=num_warps(2 * heads * half), **LAUNCH,
+        num_warps=num_warps(2 * _HEADS * half), **LAUNCH,
     )  # fmt: skip
     return query
 

@@ -146,3 +146,28 @@ def test_other_norms_are_those_of_the_reference(kind: str, dtype: torch.dtype) -
         found.append((query, in_slots(keys, slots), in_slots(values, slots)))
     for got, expected in zip(*found, strict=True):
         assert_close(got, expected.double(), roundings=3, size=expected.double().abs() + 1)
+
+
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_heads_have_the_same_bits_however_many_there_are(parts: int) -> None:
+    """As a rank has some of them only."""
+    rows, num_heads, num_kv_heads, head_dim = ROW_COUNTS[-1], 16, 8, 128
+    dtype = DTYPES[-1]
+    qkv = random(rows, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype).view(rows, -1, head_dim)
+    norms = HeadNorms(random(head_dim, dtype=dtype, seed=1), random(head_dim, dtype=dtype, seed=2), EPS)
+    positions, slots = torch.arange(rows, device=DEVICE) % MAX_POSITION, torch.arange(rows, device=DEVICE)
+    found = []
+    for count in (1, parts):
+        sides = [side.chunk(count, 1) for side in qkv.split((num_heads, num_kv_heads, num_kv_heads), 1)]
+        outputs = []
+        for own in zip(*sides, strict=True):
+            shape = HeadShape(num_heads // count, num_kv_heads // count, head_dim)
+            keys, values = make_cache(rows, shape.num_kv_heads, head_dim, dtype)
+            packed = torch.cat(own, 1).flatten(1)
+            query = qkv_to_cache_(
+                packed, shape, norms, positions, make_angles(head_dim), LayerCache(keys, values), slots
+            )
+            outputs.append((query, in_slots(keys, slots)))
+        found.append([torch.cat(side, 1) for side in zip(*outputs, strict=True)])
+    for whole, divided in zip(*found, strict=True):
+        assert torch.equal(whole, divided)
