@@ -51,10 +51,12 @@ def random_decoder(
         else:
             value.normal_(std=std, generator=generator)
         loaded[name] = Weight.dense(value)
-        if formats and len(parameter.shape) == 2 and name not in ("embedding", "head", "final_norm"):
-            format = FORMATS[formats[len(loaded) % len(formats)]]
+        is_matrix = len(parameter.shape) > 1 and name not in ("embedding", "head") and "bias" not in name
+        if formats and is_matrix and "router" not in name:
+            format, shape = FORMATS[formats[len(loaded) % len(formats)]], tuple(parameter.shape)
             if format.dtype is None:
-                loaded[name] = Weight.of(format, tuple(parameter.shape), *quantized(format, value))
+                parts = quantized(format, value.view(-1, shape[-1]))
+                loaded[name] = Weight.of(format, shape, *(part.view(*shape[:-1], *part.shape[1:]) for part in parts))
     del value  # so that each goes as its packed one comes
     return Decoder(spec, kernels, loaded, dtype, min(max_position, spec.max_position))
 
@@ -78,6 +80,8 @@ def quantized(format: Format, numbers: Tensor) -> tuple[Tensor, ...]:
     if format.codes is None and format.name != "Q4_0":  # any bits will do
         blocks = torch.randint(0, 256, (rows * size // format.num_elements, format.num_bytes), device=numbers.device)
         blocks = blocks.to(torch.uint8)
+        if format.name == "MXFP4":  # 2 ** -6 times up to 6
+            blocks[:, 0] = 121
         # So that codes of 0 to 15 (times factors of 0 to 63) less the minimum are about as large as the numbers.
         unit = float(numbers.float().std()) / (4 if format.name == "Q4_1" else 128)
         for at, size in zip(format.scales, (unit, -7.5 * unit if format.name == "Q4_1" else 7.5 * unit), strict=False):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,25 +56,44 @@ class Format:
             return codes, scales, *zeros
         return (torch.empty(*shape[:-1], self.nbytes(shape[-1:]), dtype=torch.uint8, device=device),)
 
-    def expand(self, stored: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None) -> Tensor:
+    def expand(self, stored: Tensor, *others: Tensor) -> Tensor:
         """Numbers [..., elements of a row] from a part's tensors: itself where it holds plain numbers, else uint8
         [..., bytes of a row], or codes with their scales and perhaps zero points; these become float32."""
-        if scales is not None:
-            codes = stored.float() if zeros is None else _pairs(stored).float()
-            shape = codes.shape
-            codes = codes.view(*shape[:-1], -1, self.group or shape[-1])
-            offsets = 0.0 if zeros is None else zeros.view(*codes.shape[:-1], 1).float()
-            return ((codes - offsets) * scales.reshape(*codes.shape[:-1], 1)).view(shape)
-        if stored.dtype != torch.uint8:
-            return stored
-        if self.dtype is not None:
-            return stored.view(self.dtype)
-        return _EXPANDERS[self.name](stored.reshape(-1, self.num_bytes)).view(*stored.shape[:-1], -1)
+        if not others and (self.dtype is not None or stored.dtype != torch.uint8):
+            return stored.view(self.dtype) if self.dtype is not None and stored.dtype == torch.uint8 else stored
+        return self.coded(stored, *others).numbers()
+
+    def coded(self, stored: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None) -> Coded:
+        """The same before codes are multiplied by their scales."""
+        if scales is None:
+            codes, scales, minima = _DECODERS[self.name](stored.reshape(-1, self.num_bytes))
+            shape = (*stored.shape[:-1], -1)
+            return Coded(codes.view(shape), scales.view(shape), None if minima is None else minima.view(shape))
+        scales = scales if self.group else scales.unsqueeze(-1)
+        if zeros is None:
+            return Coded(stored, scales)
+        codes = pairs(stored).view(torch.int8).view(*scales.shape, -1) - zeros.view(torch.int8).view(*scales.shape, 1)
+        return Coded(codes.flatten(-2), scales)
 
     def has_finite_scales(self, stored: Tensor) -> bool:
         """Whether no scale of stored blocks is infinite or NaN, which would make NaN of every answer."""
         halves = stored.reshape(-1, self.num_bytes).view(torch.int16) if self.scales else stored
         return not any(bool((halves[:, at // 2] & 0x7C00 == 0x7C00).any()) for at in self.scales)
+
+
+class Coded(NamedTuple):
+    """Numbers as small ones times their scales: number = code * scale - minimum."""
+
+    codes: Tensor
+    """[..., elements of a row]."""
+    scales: Tensor
+    """float32 [..., groups of a row]."""
+    minima: Tensor | None = None
+
+    def numbers(self) -> Tensor:
+        """In float32, rounded after the product and after the difference, as elsewhere."""
+        groups = self.codes.float().view(*self.scales.shape, -1).mul_(self.scales.unsqueeze(-1))
+        return (groups if self.minima is None else groups.sub_(self.minima.unsqueeze(-1))).flatten(-2)
 
 
 def _plain(name: str, dtype: torch.dtype) -> Format:
@@ -113,25 +133,9 @@ PLAIN = {format.dtype: format for format in FORMATS.values() if format.dtype is 
 """The format of tensors of plain numbers, by their dtype."""
 
 
-def _pairs(packed: Tensor) -> Tensor:
+def pairs(packed: Tensor) -> Tensor:
     """The codes of INT4: low and high halves of bytes in turn, as uint8."""
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
-
-
-def int4_parts(format: Format, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Of a matrix [out, in] in a format of 4 bits: uint8 codes [out, in], and scales with zero points or minima, each
-    [out, groups]."""
-    if format.has_zeros:
-        codes, scales, zeros = tensors
-        return _pairs(codes), scales.view(len(codes), -1), zeros.view(len(codes), -1), None
-    rows, blocks = len(tensors[0]), tensors[0].reshape(-1, format.num_bytes)
-    if format.name == "Q4_K":
-        scales, minima = _q4_k_scales(blocks)
-        return _codes(blocks[:, 16:], 4, 32).view(rows, -1), scales.view(rows, -1), None, -minima.view(rows, -1)
-    codes, scales = _codes(blocks[:, -16:], 4, 16).view(rows, -1), _scale(blocks, 0).view(rows, -1)
-    if format.name == "Q4_0":
-        return codes, scales, torch.full_like(scales, 8), None
-    return codes, scales, None, _scale(blocks, 2).view(rows, -1)
 
 
 def _scale(blocks: Tensor, first: int) -> Tensor:
@@ -139,81 +143,75 @@ def _scale(blocks: Tensor, first: int) -> Tensor:
     return blocks[:, first : first + 2].contiguous().view(torch.float16).float()
 
 
-def _nibbles(packed: Tensor) -> Tensor:
-    """Low halves of a block's bytes, then the high halves, as float32."""
-    half = packed.shape[1]
-    numbers = torch.empty(packed.shape[0], 2 * half, device=packed.device)
-    numbers[:, :half] = packed & 15
-    numbers[:, half:] = packed >> 4
-    return numbers
-
-
-def _q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].view(torch.int8).float().mul_(_scale(blocks, 0))
-
-
-def _q4_0(blocks: Tensor) -> Tensor:
-    return _nibbles(blocks[:, 2:]).sub_(8).mul_(_scale(blocks, 0))
-
-
-def _q4_1(blocks: Tensor) -> Tensor:
-    # Two operations and not one fused: the product is rounded before the minimum is added, as elsewhere.
-    return _nibbles(blocks[:, 4:]).mul_(_scale(blocks, 0)).add_(_scale(blocks, 2))
-
-
 def _codes(packed: Tensor, bits: int, group: int) -> Tensor:
-    """Codes of so many bits: of each `group` bytes first the lowest bits of all of them, then the next, as uint8."""
+    """Codes of so many bits: of each `group` bytes first the lowest bits of all of them, then the next, as int8."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device).view(-1, 1)
-    return (packed.reshape(packed.shape[0], -1, 1, group) >> shifts & ((1 << bits) - 1)).flatten(1)
+    codes = packed.reshape(packed.shape[0], -1, 1, group) >> shifts & ((1 << bits) - 1)
+    return codes.flatten(1).view(torch.int8)
+
+
+# Of blocks [blocks, bytes] in a format: what `Coded` consists of, [blocks, elements] and [blocks, groups].
+_Blocks = tuple[Tensor, Tensor, Tensor | None]
+
+
+def _q8_0(blocks: Tensor) -> _Blocks:
+    return blocks[:, 2:].contiguous().view(torch.int8), _scale(blocks, 0), None
+
+
+def _q4_0(blocks: Tensor) -> _Blocks:
+    return _codes(blocks[:, 2:], 4, 16).sub_(8), _scale(blocks, 0), None
+
+
+def _q4_1(blocks: Tensor) -> _Blocks:
+    return _codes(blocks[:, 4:], 4, 16), _scale(blocks, 0), -_scale(blocks, 2)
 
 
 def _five_bits(low: Tensor, high: Tensor) -> Tensor:
-    """Nibbles of 16 bytes below the bits of a 32-bit number, as float32."""
+    """Nibbles of 16 bytes below the bits of a 32-bit number."""
     bits = high.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=high.device) & 1
-    return (_codes(low, 4, 16) | bits.flatten(1) << 4).float()
+    return _codes(low, 4, 16) | bits.flatten(1).view(torch.int8) << 4
 
 
-def _q5_0(blocks: Tensor) -> Tensor:
-    return _five_bits(blocks[:, 6:], blocks[:, 2:6]).sub_(16).mul_(_scale(blocks, 0))
+def _q5_0(blocks: Tensor) -> _Blocks:
+    return _five_bits(blocks[:, 6:], blocks[:, 2:6]).sub_(16), _scale(blocks, 0), None
 
 
-def _q5_1(blocks: Tensor) -> Tensor:
-    return _five_bits(blocks[:, 8:], blocks[:, 4:8]).mul_(_scale(blocks, 0)).add_(_scale(blocks, 2))
+def _q5_1(blocks: Tensor) -> _Blocks:
+    return _five_bits(blocks[:, 8:], blocks[:, 4:8]), _scale(blocks, 0), -_scale(blocks, 2)
 
 
-def _mxfp4(blocks: Tensor) -> Tensor:
+def _mxfp4(blocks: Tensor) -> _Blocks:
     """Codes that stand for 0, ±0.5, ±1, ±1.5, ±2, ±3, ±4 and ±6, here doubled, and the exponent of half their scale."""
     exponents = blocks[:, :1].int()
     bits = torch.where(exponents < 2, 0x200000 << exponents, exponents - 1 << 23)
-    doubled = torch.tensor((0.0, 1, 2, 3, 4, 6, 8, 12), device=blocks.device)
-    return torch.cat((doubled, -doubled))[_codes(blocks[:, 1:], 4, 16).int()].mul_(bits.view(torch.float32))
+    doubled = torch.tensor((0, 1, 2, 3, 4, 6, 8, 12), dtype=torch.int8, device=blocks.device)
+    return torch.cat((doubled, -doubled))[_codes(blocks[:, 1:], 4, 16).int()], bits.view(torch.float32), None
 
 
-def _q2_k(blocks: Tensor) -> Tensor:
+def _q2_k(blocks: Tensor) -> _Blocks:
     factors = blocks[:, :16]
     scales, minima = _scale(blocks, 80) * (factors & 15), _scale(blocks, 82) * (factors >> 4)
-    return _scaled(_codes(blocks[:, 16:80], 2, 32), scales, minima)
+    return _codes(blocks[:, 16:80], 2, 32), scales, minima
 
 
-def _q3_k(blocks: Tensor) -> Tensor:
+def _q3_k(blocks: Tensor) -> _Blocks:
     factors = _codes(blocks[:, 96:104], 4, 8) | _codes(blocks[:, 104:108], 2, 4) << 4
-    scales = _scale(blocks, 108) * (factors.float() - 32)
     codes = _codes(blocks[:, 32:96], 2, 32) | _codes(blocks[:, :32], 1, 32) << 2
-    return _scaled(codes.float() - 4, scales)
+    return codes.sub_(4), _scale(blocks, 108) * (factors - 32), None
 
 
-def _q4_k(blocks: Tensor) -> Tensor:
-    return _scaled(_codes(blocks[:, 16:], 4, 32), *_q4_k_scales(blocks))
+def _q4_k(blocks: Tensor) -> _Blocks:
+    return _codes(blocks[:, 16:], 4, 32), *_q4_k_scales(blocks)
 
 
-def _q5_k(blocks: Tensor) -> Tensor:
-    return _scaled(_codes(blocks[:, 48:], 4, 32) | _codes(blocks[:, 16:48], 1, 32) << 4, *_q4_k_scales(blocks))
+def _q5_k(blocks: Tensor) -> _Blocks:
+    return _codes(blocks[:, 48:], 4, 32) | _codes(blocks[:, 16:48], 1, 32) << 4, *_q4_k_scales(blocks)
 
 
-def _q6_k(blocks: Tensor) -> Tensor:
+def _q6_k(blocks: Tensor) -> _Blocks:
     scales = _scale(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8)
     codes = _codes(blocks[:, :128], 4, 64) | _codes(blocks[:, 128:192], 2, 32) << 4
-    return _scaled(codes.float() - 32, scales)
+    return codes.sub_(32), scales, None
 
 
 def _q4_k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -224,13 +222,7 @@ def _q4_k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return _scale(blocks, 0) * factors, _scale(blocks, 2) * offsets
 
 
-def _scaled(codes: Tensor, scales: Tensor, minima: Tensor | None = None) -> Tensor:
-    """Each part of a block times its scale, less its minimum: rounded after the product and after the difference."""
-    parts = codes.view(*scales.shape, -1) * scales.unsqueeze(-1)
-    return (parts if minima is None else parts.sub_(minima.unsqueeze(-1))).flatten(1)
-
-
-_EXPANDERS: dict[str, Callable[[Tensor], Tensor]] = {
+_DECODERS: dict[str, Callable[[Tensor], _Blocks]] = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,

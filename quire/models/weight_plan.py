@@ -157,8 +157,8 @@ def plan_weights(
     for piece in files.pieces:
         parameter, stored = parameters[piece.parameter], tensors[piece.name].format
         shape, plain = parameter.shape, PLAIN[torch.float32 if parameter.wide else dtype]
-        # A GPU has kernels for products of matrices only.
-        can_stay = len(shape) > 1 if device.type == "cpu" else len(shape) == 2 and piece.parameter not in _ENDS
+        # A GPU has kernels for products only.
+        can_stay = len(shape) > 1 and (device.type == "cpu" or piece.parameter not in _ENDS)
         wanted = (quantized_format(piece.parameter, shape, quantization) if can_stay else None) or plain
         if stored.dtype is None:
             stays = quantization == "auto" and can_stay and kernels.computes(stored)

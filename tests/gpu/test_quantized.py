@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from quire.kernels.formats import FORMATS
 from quire.kernels.ops import Activation
 from quire.kernels.select import select_kernels
 from quire.kernels.weights import Weight
+from quire.models.decoder import Decoder
 from quire.models.weight_plan import QUANTIZED
 from quire.runner.kv_cache import bytes_per_block
 from tests.gpu.support import DEVICE, assert_same, decoder_of, mixed_jobs, plain_jobs, run_jobs, shape_of
@@ -19,6 +22,8 @@ from tests.kernels.triton.support import ROW_COUNTS, assert_rows_alone, in_graph
 pytestmark = pytest.mark.gpu
 FOUR_BITS = ["Q4_0", "Q4_1", "Q4_K", "INT4", "INT4_G32", "INT4_G64", "INT4_G128"]
 EIGHT_BITS = ["INT8", "FP8", "FP8_G128"]
+CODED = ["Q8_0", "Q6_K", "Q5_1", "MXFP4"]
+"""That have no kernel of their own: they become numbers within the product of all kinds of tiles."""
 SHAPES = [(1024, 2048), (6144, 1024), (448, 768)]
 
 
@@ -37,7 +42,7 @@ def expanded(weight: Weight) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", FOUR_BITS + EIGHT_BITS)
+@pytest.mark.parametrize("name", FOUR_BITS + EIGHT_BITS + CODED)
 def test_products_are_those_of_the_expanded_weight(name: str, dtype: torch.dtype) -> None:
     """Within what rounding the inputs (8 bits) or the scales (4 bits) may change."""
     kernels = select_kernels(DEVICE, dtype)
@@ -60,7 +65,7 @@ def test_products_are_those_of_the_expanded_weight(name: str, dtype: torch.dtype
             assert torch.equal(gated.to(dtype), wanted.to(dtype)) or (gated - wanted).norm() <= 1e-2 * wanted.norm()
 
 
-@pytest.mark.parametrize("name", FOUR_BITS + EIGHT_BITS)
+@pytest.mark.parametrize("name", FOUR_BITS + EIGHT_BITS + CODED)
 def test_a_row_has_the_same_bits_in_any_batch(name: str) -> None:
     """Also without neighbours, beside NaN, and captured in a graph."""
     kernels = select_kernels(DEVICE, torch.bfloat16)
@@ -93,6 +98,17 @@ def test_four_bits_give_the_bits_of_the_same_weight_in_the_models_dtype(name: st
         assert torch.equal(kernels.linear(x, packed), kernels.linear(x, dense)), rows
 
 
+@pytest.mark.parametrize("name", CODED)
+def test_codes_give_the_bits_of_the_expanded_weight(name: str) -> None:
+    kernels = select_kernels(DEVICE, torch.bfloat16)
+    weight = weight_of(name, 1024, 2048)
+    dense = kernels.pack(Weight.dense(expanded(weight).to(torch.bfloat16)))
+    packed = kernels.pack(weight)
+    for rows in (1, 7, 16, 33, 64, 128, 130, 900):
+        x = random(rows, 2048, dtype=torch.bfloat16, seed=rows)
+        assert torch.equal(kernels.linear(x, packed), kernels.linear(x, dense)), rows
+
+
 def test_a_weight_of_parts_in_different_formats() -> None:
     kernels = select_kernels(DEVICE, torch.bfloat16)
     weight = Weight.stacked(
@@ -112,11 +128,23 @@ def test_what_quantization_names_is_computed_here(quantization: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "formats", [["FP8"], ["INT4_G128"], ["FP8_G128", "INT8", "BF16", "Q4_0", "INT4", "Q4_K", "INT4_G64"]], ids=" ".join
+    "formats",
+    [["FP8"], ["INT4_G128"], ["FP8_G128", "INT8", "BF16", "Q4_0", "INT4", "Q4_K", "INT4_G64", "Q6_K"]],
+    ids=" ".join,
 )
 def test_engines_are_exact(formats: list[str]) -> None:
     """Graphs or none, chunks, preemption, a host tier, alone and together, with prompts scored on the way."""
-    decoder = decoder_of(shape_of("qwen3-0.6b", num_layers=4), formats=formats)
+    check_engine(decoder_of(shape_of("qwen3-0.6b", num_layers=4), formats=formats))
+
+
+@pytest.mark.parametrize("formats", [["FP8"], ["FP8_G128"], ["INT4_G128"], ["MXFP4"], ["Q4_K", "Q6_K"]], ids=" ".join)
+def test_engines_with_experts_are_exact(formats: list[str]) -> None:
+    spec = replace(shape_of("qwen3-30b-a3b", num_layers=2), vocab_size=8192)
+    spec = spec.with_layers(mlp=replace(spec.layers[0].mlp, num_experts=16))
+    check_engine(decoder_of(spec, formats=formats))
+
+
+def check_engine(decoder: Decoder) -> None:
     vocab_size = decoder.spec.vocab_size
     jobs = [*plain_jobs(80, vocab_size, seed=1), *mixed_jobs(40, vocab_size, seed=2)]
     everyone = range(len(jobs))

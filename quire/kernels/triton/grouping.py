@@ -27,6 +27,9 @@ _TABLE_ROWS, _TABLE_COLUMNS = 128, 16
 _LISTED_TILES = 32
 
 
+SINGLE, GROUPED, IN_ORDER = (tl.constexpr(how) for how in range(3))
+
+
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """The work list of the experts' products."""
@@ -34,15 +37,15 @@ class Tiles:
     experts: Tensor
     """int32 [bound]: whose tile it is, -1 past the last one."""
     counts: Tensor
-    """int32 [bound]: how many pairs it has; not read if not grouped."""
+    """int32 [bound]: how many pairs it has; read if GROUPED."""
     order: Tensor
-    """int32 [bound * width]: the pairs, tile by tile; not read if not grouped."""
+    """int32 [bound * width]: the pairs, tile by tile; read if GROUPED."""
     pairs: int
     bound: int
     """There are no more tiles than this."""
     width: int
-    is_grouped: bool
-    """If not, each pair is a tile."""
+    listed: int
+    """How a tile's pairs are found: each pair is a tile, `order` lists them, or they are rows in order."""
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -120,12 +123,17 @@ def _place_kernel(
         tl.store(tile_counts + tile, tl.minimum(left, WIDTH), mask=tile < bound)
 
 
+def rows_in_order(x: Tensor, width: int) -> Tiles:
+    """Tiles of `width` rows of x."""
+    return Tiles(x, x, x, len(x), triton.cdiv(len(x), width), width, IN_ORDER.value)
+
+
 def group_pairs(expert_ids: Tensor, num_experts: int, rows: int, width: int) -> Tiles:
     """Tiles of up to `width` pairs for int32 expert_ids [rows * top_k], in ascending order of the experts and, in
     them, of the pairs. A row's experts differ, so a single row needs no grouping."""
     pairs = expert_ids.shape[0]
     if rows == 1:
-        return Tiles(expert_ids, expert_ids, expert_ids, pairs, pairs, width, is_grouped=False)
+        return Tiles(expert_ids, expert_ids, expert_ids, pairs, pairs, width, SINGLE.value)
     # Full tiles, and one more for each expert that has any.
     bound = min(pairs, pairs // width + min(num_experts, pairs))
     device = expert_ids.device
@@ -147,4 +155,4 @@ def group_pairs(expert_ids: Tensor, num_experts: int, rows: int, width: int) -> 
         expert_ids, table, experts, counts, order, pairs, chunks, bound,
         is_counted, block, chunk, _LISTED_TILES, width, USE_PDL, num_warps=8, **LAUNCH,
     )  # fmt: skip
-    return Tiles(experts, counts, order, pairs, bound, width, is_grouped=True)
+    return Tiles(experts, counts, order, pairs, bound, width, GROUPED.value)

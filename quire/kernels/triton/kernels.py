@@ -87,7 +87,7 @@ class TritonKernels(ReferenceKernels):
         return self._dtype != torch.float32 and quantized.computes(format)
 
     def pack(self, weight: Weight) -> Weight:
-        if len(weight.shape) == 2 and any(self.computes(part.format) for part in weight.parts):
+        if len(weight.shape) > 1 and any(self.computes(part.format) for part in weight.parts):
             weight = quantized.pack(weight, self._dtype)
             self._quantized.check(weight)
         is_product = weight.is_dense and len(weight.shape) == 2  # experts have kernels of their own
@@ -177,8 +177,6 @@ class TritonKernels(ReferenceKernels):
     def moe(
         self, x: Tensor, router_logits: Tensor, experts: ExpertWeights, spec: MoeSpec, between: Between | None = None
     ) -> Tensor:
-        if not (experts.gate_up.is_dense and experts.down.is_dense):
-            return super().moe(x, router_logits, experts, spec, between)
         return experts_kernels.moe(x, router_logits, experts, spec, between)
 
     def _check(self, weight: Tensor) -> bool:

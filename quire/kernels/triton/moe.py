@@ -1,9 +1,8 @@
 """Mixture of experts: route, group the (row, expert) pairs by expert, two grouped products, combine.
 
 Nothing is decided on the host: grids are upper bounds that the number of rows gives, and work lists lie on the
-device, so the whole can be captured in a CUDA graph. A pair's product doesn't depend on who shares its tile:
-weights are the left operand of every product (64 or 128 rows of them, one `wgmma` shape) and pairs the right one,
-the inner dimension is walked in order with one accumulator, and a row adds its experts in ascending order.
+device, so the whole can be captured in a CUDA graph. A pair's product doesn't depend on who shares its tile
+(`tile_product.py`), and a row adds its experts in ascending order.
 """
 
 from __future__ import annotations
@@ -12,17 +11,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import cuda
 
 from quire.kernels.ops import Between, ExpertWeights, MoeSpec
 from quire.kernels.triton.grouping import Tiles, group_pairs
-from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
-from quire.kernels.triton.rowwise import NUMBERS, gated
+from quire.kernels.triton.launch import LAUNCH, USE_PDL, begin
+from quire.kernels.triton.linear import Tile
 from quire.kernels.triton.shapes import as_rows, next_power_of_2, row_stride
+from quire.kernels.triton.tile_product import quantize_rows, tile_product
+from quire.kernels.weights import Weight
 
 _COMBINE_BLOCK = 1024
-_PREFETCHED_LINES = 16
-"""Lines of 128 bytes of each weight row that are asked for ahead of time."""
 
 
 @triton.jit
@@ -67,95 +65,6 @@ def _route_kernel(
 
 
 @triton.jit
-def _prefetch(weight, rows, within, SIZE: tl.constexpr, LINES: tl.constexpr):
-    """Asks for the first LINES lines of some weight rows to be brought into the L2 cache."""
-    LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
-    column = tl.arange(0, LINES)[None, :] * LINE
-    addresses = (weight + rows[:, None] * SIZE + column).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [addresses, (within[:, None] & (column < SIZE)).to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _expert_kernel(
-    x, weight, bias, tile_experts, tile_counts, order, out, x_stride,
-    EXPERTS: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr, TOP_K: tl.constexpr,
-    GATED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, GROUPED: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A tile of one expert's pairs times BLOCK rows of its weight [EXPERTS, rows, INNER] -> out [pairs, OUTER].
-
-    GATED: the weight has 2 * OUTER rows, gate and up, and a program takes BLOCK / 2 of each; x has one row for
-    TOP_K pairs. Otherwise x has a row for each pair. Without GROUPED every pair is a tile of its own.
-    """
-    HALF: tl.constexpr = BLOCK // 2 if GATED else BLOCK
-    ROWS: tl.constexpr = 2 * OUTER if GATED else OUTER
-    tile = tl.program_id(1)
-    local = tl.arange(0, BLOCK)
-    output = tl.program_id(0) * HALF + local % HALF
-    weight_row = output + (local // HALF) * OUTER
-    if PDL:
-        if GATED:
-            # In this order, when the next kernel starts, the work list (from before this one) is complete.
-            cuda.gdc_wait()
-            cuda.gdc_launch_dependents()
-        else:
-            cuda.gdc_launch_dependents()
-            # So it may be read ahead of time, past the first-level cache; what is read here is only a hint.
-            likely = tl.load(tile_experts + tile, volatile=True)
-            valid = (likely >= 0) & (likely < EXPERTS)
-            rows = tl.where(valid, likely, 0).to(tl.int64) * ROWS + weight_row
-            _prefetch(weight, rows, (output < OUTER) & valid, INNER, LINES)
-            cuda.gdc_wait()
-
-    expert = tl.load(tile_experts + tile).to(tl.int64)
-    if expert < 0:
-        return
-    slot = tl.arange(0, TILE)
-    if GROUPED:
-        occupied = slot < tl.load(tile_counts + tile)
-        pair = tl.load(order + tile * TILE + slot, mask=occupied, other=0)
-    else:
-        occupied = slot < 1
-        pair = tile + tl.zeros((TILE,), tl.int32)
-    x_row = (pair // TOP_K if GATED else pair).to(tl.int64)
-    inner = tl.arange(0, BLOCK_K)[None, :]
-    weights = weight + (expert * ROWS + weight_row)[:, None] * INNER + inner
-    inputs = x + x_row[:, None] * x_stride + inner
-    weight_mask = (output < OUTER)[:, None]
-    input_mask = occupied[:, None]
-    total = tl.zeros((BLOCK, TILE), tl.float32)
-    for k in range(0, INNER, BLOCK_K):
-        if INNER % BLOCK_K == 0:
-            weight_tile = tl.load(weights, mask=weight_mask, other=0.0)
-            input_tile = tl.load(inputs, mask=input_mask, other=0.0)
-        else:
-            within = inner < INNER - k
-            weight_tile = tl.load(weights, mask=weight_mask & within, other=0.0)
-            input_tile = tl.load(inputs, mask=input_mask & within, other=0.0)
-        total = tl.dot(weight_tile, tl.trans(input_tile), total, input_precision="ieee")
-        weights += BLOCK_K
-        inputs += BLOCK_K
-
-    if BIAS:
-        added = tl.load(bias + expert * ROWS + weight_row, mask=output < OUTER, other=0.0)
-        total += added[:, None].to(tl.float32)
-    dtype: tl.constexpr = out.dtype.element_ty
-    if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(total, (2, HALF, TILE)), (1, 2, 0)))
-        total = gated(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), ACTIVATION, dtype)
-    output = tl.program_id(0) * HALF + tl.arange(0, HALF)
-    target = out + pair.to(tl.int64)[None, :] * OUTER + output[:, None]
-    tl.store(target, total.to(dtype), mask=occupied[None, :] & (output < OUTER)[:, None])
-
-
-@triton.jit
 def _combine_kernel(
     products, weights, out, SIZE: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
@@ -177,7 +86,7 @@ def moe(
 ) -> Tensor:
     """Each row of x [rows, hidden] through its top_k experts by router_logits [rows, experts] (in float32, the lowest
     index first among equals), their outputs weighted and added in ascending order of the experts."""
-    gate_up, down, top_k = experts.gate_up.tensor, experts.down.tensor, spec.top_k
+    gate_up, down, top_k = experts.gate_up, experts.down, spec.top_k
     source = as_rows(x)
     rows = source.shape[0]
     num_experts, hidden, _ = down.shape
@@ -223,20 +132,16 @@ def tile_width(pairs: int, num_experts: int, dtype: torch.dtype) -> int:
 
 
 def _expert_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles, spec: MoeSpec, is_gated: bool
+    x: Tensor, weight: Weight, bias: Tensor | None, tiles: Tiles, spec: MoeSpec, is_gated: bool
 ) -> Tensor:
-    num_experts, weight_rows, inner = weight.shape
-    outer = weight_rows // 2 if is_gated else weight_rows
-    out = torch.empty(tiles.pairs, outer, dtype=x.dtype, device=x.device)
     # The inner block is one for all widths: it is part of the order of additions.
-    block, block_k, stages, warps = {16: (64, 128, 5, 4), 64: (128, 128, 4, 8), 128: (128, 128, 3, 8)}[tiles.width]
+    block, inner, stages, warps = {16: (64, 128, 5, 4), 64: (128, 128, 4, 8), 128: (128, 128, 3, 8)}[tiles.width]
     if x.dtype == torch.float32:
-        block_k, stages = 32, 2
-    grid = (triton.cdiv(outer, block // 2 if is_gated else block), tiles.bound)
-    _expert_kernel[grid](
-        x, weight, weight if bias is None else bias, tiles.experts, tiles.counts, tiles.order, out, row_stride(x),
-        num_experts, inner, outer, spec.top_k, is_gated, NUMBERS[spec.activation], bias is not None, tiles.is_grouped,
-        block, tiles.width, block_k, _PREFETCHED_LINES, USE_PDL,
-        num_warps=warps, num_stages=stages, **ROUND_ALWAYS, **LAUNCH,
-    )  # fmt: skip
-    return out
+        inner, stages = 32, 2
+    tile = Tile(tiles.width, block // 2 if is_gated else block, inner, stages, warps)
+    format = weight.parts[0].format
+    rows, scales = x, None
+    if format.codes is not None and not format.has_zeros:
+        rows, scales = quantize_rows(x, format.codes, format.group)
+    activation = spec.activation if is_gated else None
+    return tile_product(rows, weight, bias, tiles, tile, x.dtype, spec.top_k, activation, scales)

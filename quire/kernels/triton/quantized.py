@@ -1,7 +1,8 @@
 """Products with weights in fewer bits than the model's dtype, by the quickest kernel for the format and the rows.
 
-FP8 and INT8 weights meet rows that are quantised on the way, each by itself (`scaled_linear.py`). Weights of 4 bits
-become numbers of the model's dtype, in registers (`streamed_linear.py`) or, for many rows, before the product.
+FP8 and INT8 weights meet rows that are quantised on the way, each by itself. Weights of 4 bits and GGUF's formats
+become numbers of the model's dtype: within the product (`streamed_linear.py` where it can, else `tile_product.py`), or
+before it where there are many rows.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quire.kernels.formats import Format, int4_parts
+from quire.kernels.formats import FORMATS, Format, pairs
+from quire.kernels.ops import Activation
+from quire.kernels.triton.grouping import rows_in_order
 from quire.kernels.triton.launch import HAS_GLUON
 from quire.kernels.triton.linear import Tile, room_for
-from quire.kernels.triton.scaled_linear import quantize_rows, scaled_linear
 from quire.kernels.triton.shapes import next_power_of_2
+from quire.kernels.triton.tile_product import expand_codes, pack_codes, quantize_rows, tile_product
 from quire.kernels.weights import Part, Weight
 
 if HAS_GLUON:
@@ -23,6 +26,8 @@ if HAS_GLUON:
 
 HAS_MINIMA = ("Q4_1", "Q4_K")
 INT4_NAMES = ("Q4_0", *HAS_MINIMA, "INT4", "INT4_G32", "INT4_G64", "INT4_G128")
+_NAMES = (*INT4_NAMES, "Q8_0", "Q6_K", "Q5_0", "Q5_1", "Q5_K", "Q3_K", "Q2_K", "MXFP4")
+"""Of what becomes plain numbers within the product."""
 _OWN_ROWS = 128
 """Up to here our kernel is quicker than cuBLAS with FP8, as it overlaps with its neighbours."""
 _CHECKED_ROWS = (16, 17, 64, 255, 256, 1000)
@@ -33,27 +38,49 @@ def computes(format: Format) -> bool:
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
     if format.codes == torch.float8_e4m3fn:
         return capability >= (9, 0)
-    if format.codes == torch.int8:
-        return capability >= (8, 0)
-    return HAS_GLUON and format.name in INT4_NAMES and capability[0] == 9
+    return (format.codes == torch.int8 or format.name in _NAMES) and capability >= (8, 0)
 
 
 def pack(weight: Weight, dtype: torch.dtype) -> Weight:
-    """A matrix with its parts of 4 bits in the layout of their kernel, or expanded where that does not take their
-    shape."""
-    return Weight.stacked(_packed(part, dtype) for part, _ in weight.split())
+    """A matrix or a stack of them with its parts in the layout of their kernel, or expanded where no kernel takes
+    their shape, or the parts of a stack differ."""
+    parts = [_packed(part, dtype) for part, _ in weight.split()]
+    if len(weight.shape) > 2 and len(parts) > 1:
+        numbers = [part.format.expand(*part.tensors).view(*weight.shape[:1], part.rows, -1) for part in weight.parts]
+        return Weight.dense(torch.cat([one.to(dtype) for one in numbers], 1))
+    return Weight.stacked(parts)
 
 
 def _packed(weight: Weight, dtype: torch.dtype) -> Weight:
-    (out, inner), (part,) = weight.shape, weight.parts
-    if part.format.name in INT4_NAMES:
-        codes, scales, zeros, minima = int4_parts(part.format, *part.tensors)
-        if can_pack(out, inner, inner // scales.shape[1]):
-            packed = pack_int4(codes, scales, zeros, minima, dtype)
-            return Weight(weight.shape, (Part(part.format, (packed.codes, packed.scales), out),))
-    elif inner % 16 == 0 and out % 16 == 0:
+    (*stack, out, inner), (part,) = weight.shape, weight.parts
+    format = part.format
+    if format.dtype is not None:
         return weight
-    return Weight.dense(part.format.expand(*part.tensors).to(dtype))
+    if format.name not in _NAMES:  # of 8 bits
+        fits = inner % 16 == 0 and out % 16 == 0
+        return weight if fits else Weight.dense(format.expand(*part.tensors).view(weight.shape).to(dtype))
+    if format.name in INT4_NAMES and HAS_GLUON and not stack and torch.cuda.get_device_capability()[0] == 9:
+        packed = _streamed(part, out, inner, dtype)
+        if packed is not None:
+            return Weight(weight.shape, (Part(format, packed[:2], out),))
+    return Weight(weight.shape, (pack_codes(format, *part.tensors),))
+
+
+def _streamed(part: Part, out: int, inner: int, dtype: torch.dtype) -> Int4 | None:
+    """For `streamed_linear.py`, if it takes the shape: codes from 0 to 15, with zero points or minima."""
+    zeros: Tensor | None = None
+    if part.format.has_zeros:
+        codes, scales, zeros = pairs(part.tensors[0]), part.tensors[1].view(out, -1), part.tensors[2].view(out, -1)
+        minima = None
+    else:
+        codes, scales, minima = part.format.coded(*part.tensors)
+        if minima is None:
+            codes, zeros = codes + 8, torch.full_like(scales, 8)
+        else:
+            minima = -minima
+    if not can_pack(out, inner, inner // scales.shape[1]):
+        return None
+    return pack_int4(codes.to(torch.uint8), scales, zeros, minima, dtype)
 
 
 class QuantizedProducts:
@@ -66,7 +93,7 @@ class QuantizedProducts:
     def check(self, weight: Weight) -> None:
         """Tries cuBLAS; as this can't be done while a graph is captured, it is when weights are loaded."""
         for part in weight.parts:
-            if part.format.codes == torch.float8_e4m3fn and not part.format.group:
+            if part.format.codes == torch.float8_e4m3fn and not part.format.group and len(weight.shape) == 2:
                 codes, scales = part.tensors
                 if codes.shape not in self._is_exact:
                     self._is_exact[codes.shape] = _rows_are_exact(codes, scales)
@@ -78,20 +105,26 @@ class QuantizedProducts:
         given = out
         if out is None:
             out = room_for(x, weight.shape[0] // 2 if silu_mul else weight.shape[0])
-        if part.format.codes is None or part.format.has_zeros:
+        if part.tensors[0].dtype == torch.int32:
             packed = Int4(part.tensors[0], part.tensors[1], part.format.name in HAS_MINIMA)
             if rows > MAX_ROWS:
                 return self._dense(x, Weight.dense(expand_int4(packed, x.dtype)), bias, given)
             int4_linear(x.contiguous(), packed, bias, out)
             return out
-        codes, scales = part.tensors
+        activation, codes = Activation.SILU if silu_mul else None, part.tensors[0]
+        tile = tile_of(rows, codes.shape[0], silu_mul, part.format.group)
+        if part.format.name in _NAMES:
+            if rows > _OWN_ROWS:
+                return self._dense(x, Weight.dense(expand_codes(weight, x.dtype)), bias, given)
+            tile = Tile(min(64, max(16, next_power_of_2(rows))), 64, 128, 3, 4)
+            return tile_product(x.contiguous(), weight, bias, rows_in_order(x, tile.rows), tile, x.dtype, out=out)
         rounded, row_scales = quantize_rows(x, codes.dtype, part.format.group)
         is_plain = x.dtype == torch.bfloat16 and bias is None and not part.format.group
         if rows > _OWN_ROWS and is_plain and self._is_exact.get(codes.shape):
-            product = _scaled_mm(rounded, row_scales, codes, scales)
+            product = _scaled_mm(rounded, row_scales, codes, part.tensors[1])
             return product if given is None else given.copy_(product)
-        tile = tile_of(rows, codes.shape[0], silu_mul, part.format.group)
-        return scaled_linear(rounded, row_scales, codes, scales, bias, out, silu_mul, tile)
+        tiles = rows_in_order(rounded, tile.rows)
+        return tile_product(rounded, weight, bias, tiles, tile, x.dtype, 1, activation, row_scales, out)
 
     def fuses(self, rows: int, weight: Weight) -> bool:
         """Whether `linear` can take gate and up together, and is the quicker for it."""
@@ -127,8 +160,9 @@ def _rows_are_exact(codes: Tensor, scales: Tensor) -> bool:
     generator = torch.Generator(device=codes.device).manual_seed(0)
     x = torch.randn(max(_CHECKED_ROWS), inner, device=codes.device, generator=generator).bfloat16()
     rounded, row_scales = quantize_rows(x, codes.dtype, 0)
-    out = torch.empty(len(x), size, dtype=x.dtype, device=x.device)
-    expected = scaled_linear(rounded, row_scales, codes, scales, None, out, False, tile_of(1, size, False, 0))
+    weight = Weight.of(FORMATS["FP8"], (size, inner), codes, scales)
+    tile = tile_of(1, size, False, 0)
+    expected = tile_product(rounded, weight, None, rows_in_order(x, tile.rows), tile, x.dtype, x_scales=row_scales)
     try:
         return all(
             torch.equal(_scaled_mm(rounded[:rows], row_scales[:rows], codes, scales), expected[:rows])
