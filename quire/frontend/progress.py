@@ -53,15 +53,15 @@ class ModelBars(_Bars):
         self._compiling = self("compile")
 
     def __enter__(self) -> Self:
-        from quire.kernels.cpu import build  # a command that only shows its help does without
+        from quire.process import native_library  # a command that only shows its help does without
 
-        build.progress.append(self._compiling)
+        native_library.progress.append(self._compiling)
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
-        from quire.kernels.cpu import build
+        from quire.process import native_library
 
-        build.progress.remove(self._compiling)
+        native_library.progress.remove(self._compiling)
         super().__exit__(*error)
 
     def __call__(self, activity: str) -> Report:

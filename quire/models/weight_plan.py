@@ -186,7 +186,7 @@ def _check_can_quantize(files: ModelFiles, kernels: Kernels, device: torch.devic
     if not kernels.computes(QUANTIZED[quantization]):
         raise DeviceError(
             f'quantization="{quantization}" does not run on {device} with the {kernels.name} kernels: int8 and int4 do '
-            "on a CPU where a C++ compiler is installed, int8 on NVIDIA GPUs from Ampere on, int4 and fp8 on Hopper "
+            "on a CPU where a C++ compiler is installed and on NVIDIA GPUs from Ampere on, fp8 on Hopper "
             '(bfloat16 or float16). Use another device, or quantization="none".'
         )
 

@@ -22,7 +22,7 @@ from quire.cli import options
 from quire.cli.main import app
 from quire.config import EngineConfig
 from quire.errors import InvalidRequestError, QuireError
-from quire.kernels.cpu import build
+from quire.process import native_library
 from tests.frontend.templates import QWEN
 from tests.server.random_model import write_model
 
@@ -213,10 +213,11 @@ def test_compiling_kernels_is_shown_on_a_terminal(tmp_path: Path, monkeypatch: p
     for name in ("long.cpp", "short.cpp"):
         (tmp_path / name).write_text('extern "C" int f() { return 1; }\n' if name[0] == "l" else "\n")
     script = (
-        "import sys, pathlib, quire.kernels.cpu.build as build; from quire.frontend.progress import ModelBars\n"
+        "import sys, pathlib, quire.process.native_library as build; from quire.frontend.progress import ModelBars\n"
         "with ModelBars('some model'):\n"
         "    folder = pathlib.Path(sys.argv[1])\n"
-        "    build._compile(build._find_compiler(), sorted(folder.glob('*.cpp')), folder / 'made' / 'x.so')\n"
+        "    sources = sorted(folder.glob('*.cpp'))\n"
+        "    build.compile_library(build.find_compiler(), sources, folder / 'made' / 'x.so', 'CPU')\n"
     )
     master, slave = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "150"}
@@ -233,4 +234,4 @@ def test_compiling_kernels_is_shown_on_a_terminal(tmp_path: Path, monkeypatch: p
     assert done.wait(60) == 0
     assert b"Compiling kernels (once) for some model" in seen
     assert b"100%" in seen
-    assert not build.progress
+    assert not native_library.progress

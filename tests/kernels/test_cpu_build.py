@@ -18,6 +18,7 @@ from quire.kernels.cpu import build
 from quire.kernels.cpu.kernels import CpuKernels
 from quire.kernels.ops import Activation
 from quire.kernels.select import select_kernels
+from quire.process import native_library
 
 needs_compiler = pytest.mark.skipif(
     not any(shutil.which(name) for name in ("g++", "clang++", "c++")), reason="no C++ compiler here"
@@ -60,7 +61,7 @@ def test_a_failing_compiler_is_reported_with_its_words(monkeypatch: pytest.Monke
 
 def test_another_compiler_of_the_same_name_builds_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def fingerprint(*command: str) -> str:
-        return build._fingerprint(list(command), ["-O3"])
+        return native_library.fingerprint(Path(build.__file__).parent, list(command), ["-O3"])
 
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("g++", "ccache"):
@@ -117,7 +118,7 @@ def test_a_library_that_is_not_whole_is_built_again(monkeypatch: pytest.MonkeyPa
         library.unlink()  # the old one is in use
         library.write_bytes(broken)
         assert load().number() == 7
-        assert build._is_whole(library)
+        assert native_library.is_whole(library)
     assert list(library.parent.iterdir()) == [library]
 
 

@@ -13,16 +13,17 @@ from pathlib import Path
 import pytest
 
 from quire.kernels.cpu import build
+from quire.process import native_library
 from tests.long_runs import IS_LONG
 
 FOLDER = Path(build.__file__).parent
 IS_X86 = platform.machine() == "x86_64"
-FLAGS = [flag for flag in build._FLAGS if flag != "-O3"]  # bits may not depend on how much is optimised, either
+FLAGS = [flag for flag in build.FLAGS if flag != "-O3"]  # bits may not depend on how much is optimised, either
 
 
 def x86_levels() -> dict[str, list[str]]:
     """What this machine can run, from the least: plain C, AVX2, AVX-512 without and with dot products, the best."""
-    flags = build._cpu_features().split() if IS_X86 else ["avx2", "fma", "f16c", "bmi2"]  # qemu knows these
+    flags = native_library.cpu_features().split() if IS_X86 else ["avx2", "fma", "f16c", "bmi2"]  # qemu knows these
     levels: dict[str, list[str]] = {"x86-64": [], "x86-64-v3": ["avx2", "fma", "f16c", "bmi2"]}
     levels |= {"skylake-avx512": ["avx512bw", "avx512vl", "avx512dq"], "cascadelake": ["avx512_vnni", "avx512vl"]}
     return {level: needed for level, needed in levels.items() if set(needed) <= set(flags)}
