@@ -161,9 +161,12 @@ class EngineLoop:
             case messages.End():
                 requests.end(command.name, command.reason, now)
             case messages.Describe():
-                entries = list(engine.step_log)
-                tell = explain_request if command.explain else describe_request
-                record = tell(entries, command.request_id, engine.core.scheduler.config)
+                entries, before = engine.step_log.about(command.request_id)
+                name, scheduling = command.request_id, engine.core.scheduler.config
+                if command.explain:
+                    record = explain_request(entries, name, scheduling, before)
+                else:
+                    record = describe_request(entries, name, scheduling)
                 self.send(messages.Described(command.ticket, record))
 
     def _send_updates(self, requests: EngineRequests, updates: list[RequestUpdate], engine: Engine) -> None:
