@@ -40,6 +40,8 @@ class LoggedEngine(NamedTuple):
 
     depth: int
     config: SchedulerConfig
+    head_share: float = 0.0
+    """What a token that samples costs more than one that does not."""
 
 
 class StepLog:
@@ -152,7 +154,8 @@ def last_run(path: Path) -> tuple[list[StepLogEntry], LoggedEngine | None]:
     if found is None:
         return entries[first:], None
     settings = dict(found)
-    return entries[first:], LoggedEngine(settings.pop("depth"), SchedulerConfig(**settings))
+    depth, share = settings.pop("depth"), settings.pop("head_share", 0.0)
+    return entries[first:], LoggedEngine(depth, SchedulerConfig(**settings), share)
 
 
 def encode_entry(entry: StepLogEntry, engine: Mapping[str, Any] | None = None) -> str:

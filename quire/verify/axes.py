@@ -27,7 +27,7 @@ _LONGEST = 72
 class LoadedModel:
     """A model on this machine, as something that can be tried."""
 
-    sizes = Sizes(fewest=6, first=12, most=192, num_passes=22)
+    sizes = Sizes(fewest=6, first=12, most=192, num_passes=25)
 
     def __init__(self, model: Model) -> None:
         self._model = model
