@@ -34,6 +34,7 @@ from quire.errors import EngineError, QuireError
 from quire.frontend.progress import ModelBars
 from quire.models.load import Progress
 from quire.observe.explain import explain_request
+from quire.observe.explain_text import add_grammar
 from quire.observe.request_records import describe_request
 from quire.observe.step_log import StepSummary, describe_steps, summarize
 from quire.process.gc_pauses import IdleCollector, full_collections_put_off
@@ -165,6 +166,8 @@ class EngineLoop:
                 name, scheduling = command.request_id, engine.core.scheduler.config
                 if command.explain:
                     record = explain_request(entries, name, scheduling, before)
+                    if record is not None and (seconds := requests.grammar_seconds(name)) is not None:
+                        add_grammar(record, seconds)
                 else:
                     record = describe_request(entries, name, scheduling)
                 self.send(messages.Described(command.ticket, record))
