@@ -58,7 +58,7 @@ def drive(engine: Engine, count: int, rate: float) -> list[RequestMetrics]:
             time.sleep(max(0.0, jobs[-1][0] - time.monotonic()))
         while jobs and jobs[-1][0] <= time.monotonic():
             _, prompt, params = jobs.pop()
-            for request in make_requests(f"r{len(jobs)}", prompt, params, len(jobs)):
+            for request in make_requests(f"r{len(jobs):06d}", prompt, params, len(jobs)):
                 core.add_request(request, time.monotonic())
         ended += [update.metrics for update in core.step(time.monotonic()) if update.metrics is not None]
         if time.monotonic() - shown > 10:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TextIO, TypeVar
 from quire.engine import SchedulerConfig
 from quire.errors import InvalidRequestError
 from quire.observe.packed_entry import PackedEntry, UnpackedEntries, pack, unpack
+from quire.observe.request_records import belongs_to
 from quire.sampling_params import ResolvedTokens, SamplingParams, StructuredOutput
 from quire.step import Admission, BlockCopy, Finished, Preemption, ScheduledRequest, Step, StepLogEntry, StepResult
 
@@ -91,7 +92,7 @@ class StepLog:
         for first in named:
             step = unpack(packed[first]).step
             told: tuple[Admission | Finished, ...] = (*step.admitted, *step.finished)
-            arrivals = [one.arrival for one in told if request_id in one.request_id]
+            arrivals = [one.arrival for one in told if belongs_to(one.request_id, request_id)]
             if arrivals:
                 break
         else:
