@@ -111,7 +111,10 @@ def _admission(packed: tuple[Sequence[Any], bytes], objects: tuple[SamplingParam
 
 
 def _shared(value: _T) -> _T:
-    """Most requests have parameters that others have, too: one object for all of them."""
+    """Most requests have parameters that others have, too: one object for all of them. Those with code in them, which may
+    hold anything, are not kept beyond their entries."""
+    if getattr(value, "logits_processors", ()):
+        return value
     try:
         found: _T = _first_equal(value)
     except TypeError:  # it can't be looked up: a schema that is a dictionary
