@@ -92,8 +92,14 @@ def on_the_way(log: Path, arrivals: list[float]) -> list[float]:
 def server(dtype: str, log: Path, limits: Mapping[str, object] = ENGINE) -> Iterator[str]:
     """Its address."""
     options = [f"--{name.replace('_', '-')}={value}" for name, value in limits.items()]
-    command = [sys.executable, "-m", "quire.cli.main", "serve", "--port=0", f"--dtype={dtype}", *options]
-    command += ["--no-prefix-caching", f"--step-log={log}"]
+    with serving(f"--dtype={dtype}", *options, "--no-prefix-caching", f"--step-log={log}") as url:
+        yield url
+
+
+@contextlib.contextmanager
+def serving(*options: str) -> Iterator[str]:
+    """The address of a server with these options."""
+    command = [sys.executable, "-m", "quire.cli.main", "serve", "--port=0", *options]
     with tempfile.TemporaryFile("w+") as output:  # a pipe that nobody reads would stop the server when it is full
         process = subprocess.Popen(command, cwd=ROOT, stderr=output)
         try:

@@ -19,11 +19,13 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
 
 from quire import LLM, RequestOutput, SamplingParams
 from quire.engine import Scheduler, SchedulerConfig, StepResult, make_requests
+from quire.speculate.adaptive import StepCosts
 from quire.speculate.speculator import Speculator
 from quire.step import ScheduledRequest, Step, StepLogEntry
 from tests.speculate.every_kind import TEXT, answers, essence, num_accepted
@@ -83,14 +85,24 @@ def _generate(prompts: list[list[int]], params: SamplingParams, llm: LLM) -> lis
 
 
 def table_equal(options: argparse.Namespace) -> None:
-    """Requests of every kind: how many answers differ."""
-    count, small = options.requests, 24
-    with engines(options, "off", "ngram", max_model_len=512) as llms:
-        expected = essence(answers(llms["off"], 1, count, small))
-        for name, llm in llms.items():
-            outputs = answers(llm, 1, count, small)
-            differ = sum(one != two for one, two in zip(essence(outputs), expected, strict=True))
-            print(f"  {name}: {differ} of {count} differ; guesses {num_accepted(outputs)}")
+    """Requests of every kind with every drafter: how many answers differ from those without guesses."""
+    count, longest = options.requests, 24
+    # Weights in 4 bits are no quicker draft of weights that are stored in 4 bits: there, both are expanded.
+    drafters = {"ngram": "auto", f"draft:{options.draft or options.model}": "auto", "self": "none"}
+    expected: dict[str, list[Any]] = {}
+    for name, quantization in drafters.items():
+        with engines(options, "off", name, max_model_len=512, quantization=quantization) as llms:
+            if quantization not in expected:
+                expected[quantization] = essence(answers(llms["off"], 1, count, longest))
+            # Whatever this machine's other work makes of the times: guesses that have a chance are made.
+            with patch.object(StepCosts, "observe", lambda costs, entry: setattr(costs, "least_chance", 0.3)):
+                outputs = answers(llms[name], 1, count, longest)
+            pairs = zip(essence(outputs), expected[quantization], strict=True)
+            differ = sum(one != two for one, two in pairs)
+            drafted, accepted = num_accepted(outputs)
+            print(f"  {name}: {differ} of {count} differ; {drafted} guesses, {accepted} of them right", flush=True)
+            if differ:
+                sys.exit(1)
 
 
 def table_copy(options: argparse.Namespace) -> None:
@@ -208,6 +220,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tables", nargs="*", choices=[[], *TABLES], help="which ones; all of them by default")
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--draft", help="equal: the draft model; by default the model drafts for itself")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--kv-cache-memory", default="1GiB")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 32])

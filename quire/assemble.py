@@ -20,6 +20,7 @@ from quire.load import LoadedModel, Share, load_model, scheduler_config
 from quire.models.decoder import Decoder
 from quire.models.load import Progress
 from quire.models.spec import ModelSpec
+from quire.observe.head_share import head_share
 from quire.observe.step_log import StepLog
 from quire.runner.device import pick_device, use_own_cores
 from quire.runner.memory import CachePlan
@@ -132,7 +133,8 @@ def assemble(
     scheduling = scheduler_config(config, worker.plan, config.limits(device.type))
     # The host prepares a step while the device computes another, unless there is drafting in between.
     depth = 2 if device.type == "cuda" and draft is None else 1
-    about = {"depth": depth, **asdict(scheduling)}
+    whole = decoder.spec if spec is None else spec
+    about = {"depth": depth, "head_share": head_share(whole), **asdict(scheduling)}
     step_log = StepLog(path=path, listeners=(*listeners, speculator.observe), engine=about)
     core = EngineCore(
         Scheduler(
@@ -147,5 +149,4 @@ def assemble(
     )
     description = f"{name}: {worker.description}" + ("" if ranks is None else f"; {ranks.description}")
     logger.info(description)
-    whole = decoder.spec if spec is None else spec
     return Engine(core, step_log, runner, decoder, whole, tokenizer, worker.plan, eos_token_ids, grammars, description)

@@ -111,6 +111,7 @@ def make_attack(source: random.Random) -> tuple[bytes, bool, int]:
             (chunked + b"0\r\n" + trailer + b"\r\n", False, 200),
             (chunked + b"0\r\n" + trailer * 20_000, False, 431),
             (chunked + b"1;" + b"e" * 1_000_000, False, 431),
+            (chunked + b"1;" + b"e" * 100_000, False, 431),
             (chunked + b"ZZ\r\n", False, 400),
             (head + b"content-length: 5000000\r\n\r\n" + b"x" * 5_000_000, False, 413),
             (head + b"x: " + b"y" * 50_000 + b"\r\n\r\n", False, 431),

@@ -118,6 +118,27 @@ def test_the_workflow_runs_the_two_commands_on_every_python_we_name() -> None:
     assert "make test" in workflow
 
 
+def test_workflows_are_well_formed() -> None:
+    """What can be told without GitHub: keys it knows, steps that do one thing, actions of a given version."""
+    yaml = pytest.importorskip("yaml")
+    for path in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
+        text = path.read_text()
+        assert text.count("${{") == text.count("}}")
+        workflow = yaml.safe_load(text)
+        events = workflow.pop(True)  # "on" is true in YAML
+        assert set(events) <= {"push", "pull_request", "workflow_dispatch", "schedule"}
+        assert set(workflow) <= {"name", "permissions", "concurrency", "jobs", "env", "defaults"}
+        for job in workflow["jobs"].values():
+            known = {"runs-on", "timeout-minutes", "strategy", "steps", "env", "needs", "if", "name"}
+            assert {"runs-on", "timeout-minutes", "steps"} <= set(job) <= known
+            used = set(re.findall(r"matrix\.(\w+)", str(job["steps"])))
+            assert used <= set(job.get("strategy", {}).get("matrix", {}))
+            for step in job["steps"]:
+                assert ("uses" in step) != ("run" in step), step
+                assert set(step) <= {"uses", "run", "with", "name", "env", "if", "id", "shell"}
+                assert re.fullmatch(r"[\w-]+/[\w-]+@v\d+", step.get("uses", "owner/name@v1"))
+
+
 def test_issue_templates_ask_for_what_is_needed() -> None:
     yaml = pytest.importorskip("yaml")
     folder = ROOT / ".github" / "ISSUE_TEMPLATE"

@@ -9,6 +9,7 @@ import typer
 from typer import Option
 
 from quire.cli import options
+from quire.errors import InvalidRequestError
 
 
 def plan(
@@ -21,7 +22,10 @@ def plan(
     gpu: Annotated[
         str | None, Option(metavar="NAME", help="h200, h100, b200, a100, l40s, l4, rtx4090, rtx3090; default: here.")
     ] = None,
-    gpus: Annotated[int, Option(metavar="N", min=1, max=1024, help="How many of them.")] = 1,
+    gpus: Annotated[int | None, Option(metavar="N", min=1, max=1024, help="How many of them; default: one.")] = None,
+    tensor_parallel_size: Annotated[
+        int, Option(metavar="N", min=1, max=64, help="Divide the model among so many of them; the others repeat that.")
+    ] = 1,
     input_tokens: Annotated[int, Option("--input", metavar="N", min=1, help="Tokens of a prompt.")] = 1000,
     output_tokens: Annotated[int, Option("--output", metavar="N", min=1, help="Tokens of an answer.")] = 250,
     rate: Annotated[float | None, Option(metavar="R", min=1e-6, help="Requests a second that come.")] = None,
@@ -35,6 +39,7 @@ def plan(
     quire plan --model smollm2
     quire plan --model Qwen3-8B/config.json --gpu h200 --input 2000 --output 500 --rate 5 --ttft 0.5
     quire plan --model config.json --gpu l4 --gpus 4 --json
+    quire plan --model Qwen3-32B/config.json --gpu h100 --gpus 4 --tensor-parallel-size 2
     """
     from quire.plan.devices import named_device, this_device
     from quire.plan.estimate import Load, estimate, forms_of, open_planned, serve
@@ -43,13 +48,24 @@ def plan(
     planned = open_planned(model)
     device = this_device() if gpu is None else named_device(gpu)
     load = Load(input_tokens, output_tokens, rate, ttft)
-    found = [estimate(planned, device, form, load) for form in forms_of(planned, device)]
+    engines = _num_engines(gpus, tensor_parallel_size, device.kind)
+    found = [estimate(planned, device, form, load) for form in forms_of(planned, device, tensor_parallel_size)]
     fitting = next((one for one in found if one.fits), None)
-    serving = serve(planned, device, fitting, load, gpus) if fitting is not None and rate is not None else None
-    findings = Findings(planned, device, gpus, load, found, serving)
+    serving = serve(planned, device, fitting, load, engines) if fitting is not None and rate is not None else None
+    findings = Findings(planned, device, engines, load, found, serving)
     if json_output:
         print(json.dumps(as_json(findings), indent=1))
     else:
         print_plan(findings)
     if fitting is None or (serving is not None and not serving.is_possible):
         raise typer.Exit(1)
+
+
+def _num_engines(gpus: int | None, ranks: int, kind: str) -> int:
+    """How many times the whole model is there."""
+    if ranks > 1 and kind == "cpu":
+        raise InvalidRequestError("--tensor-parallel-size", "is planned for GPUs: on a CPU, ranks share its cores")
+    count = ranks if gpus is None else gpus
+    if count % ranks:
+        raise InvalidRequestError("--gpus", f"{count} are not divisible by --tensor-parallel-size {ranks}")
+    return count // ranks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain, islice
 
 from quire.step import Admission, Step, StepLogEntry
 
@@ -12,15 +13,17 @@ _MOST_STEPS = 2000
 """Steps looked back: an engine waits while one of its requests is explained."""
 
 
-def cached_from(log: Sequence[StepLogEntry], step: Step, admission: Admission) -> dict[str, int]:
-    """Tokens by the request that computed them; most first."""
+def cached_from(
+    log: Sequence[StepLogEntry], step: Step, admission: Admission, before: Sequence[StepLogEntry] = ()
+) -> dict[str, int]:
+    """Tokens by the request that computed them; most first. `before`: entries older than those of `log`."""
     found = admission.num_cached_tokens + admission.num_host_tokens
     if not found or not admission.block_ids:
         return {}
     size = _block_size(found, len(admission.block_ids))
     tokens = {block: min(size, found - place * size) for place, block in enumerate(admission.block_ids)}
     counts: Counter[str] = Counter()
-    for block, name in _origins(log, step, admission).items():
+    for block, name in _origins(log, step, admission, before).items():
         counts[name] += max(0, tokens[block])
     return dict(counts.most_common())
 
@@ -33,12 +36,14 @@ def _block_size(num_tokens: int, num_blocks: int) -> int:
     return -(-num_tokens // num_blocks)
 
 
-def _origins(log: Sequence[StepLogEntry], step: Step, admission: Admission) -> dict[int, str]:
+def _origins(
+    log: Sequence[StepLogEntry], step: Step, admission: Admission, before: Sequence[StepLogEntry]
+) -> dict[int, str]:
     """Goes back through the log. A block that was filled by a copy is looked for where the copy came from."""
     wanted: dict[tuple[str, int], list[int]] = {("device", block): [block] for block in admission.block_ids}
     origins: dict[int, str] = dict.fromkeys(admission.block_ids, UNKNOWN)
     last = next((index for index in range(len(log) - 1, -1, -1) if log[index].step is step), len(log) - 1)
-    for entry in log[max(0, last - _MOST_STEPS + 1) : last + 1][::-1]:
+    for entry in islice(chain(reversed(log[: last + 1]), reversed(before)), _MOST_STEPS):
         earlier = entry.step
         if earlier is not step:
             # Whoever took a block fresh in a step wrote to it then or later, before others found it.

@@ -61,15 +61,19 @@ class _Life:
 
 
 def explain_request(
-    log: Sequence[StepLogEntry], request_id: str, config: SchedulerConfig | None = None
+    log: Sequence[StepLogEntry],
+    request_id: str,
+    config: SchedulerConfig | None = None,
+    before: Sequence[StepLogEntry] = (),
 ) -> dict[str, Any] | None:
-    """All there is to say about a request and its answers (`request_id/0`, …); None if the log does not name it."""
+    """All there is to say about a request and its answers (`request_id/0`, …); None if the log does not name it. The
+    log may begin with its arrival; what was computed earlier is then looked for in `before`."""
     lives = _find(log, request_id)
     if not lives:
         return None
     limits = Limits.of(log, config)
     told = sorted(lives.items())[:_MOST_ANSWERS]
-    answers = [_Explanation(log, life, limits).describe() for _, life in told]
+    answers = [_Explanation(log, life, limits, before).describe() for _, life in told]
     return {"request_id": request_id, "answers": answers, "answers_left_out": len(lives) - len(told)}
 
 
@@ -110,8 +114,11 @@ def _find(log: Sequence[StepLogEntry], request_id: str) -> dict[str, _Life]:
 class _Explanation:
     """Follows one answer through the log once, with a cursor that never goes back."""
 
-    def __init__(self, log: Sequence[StepLogEntry], life: _Life, limits: Limits) -> None:
+    def __init__(
+        self, log: Sequence[StepLogEntry], life: _Life, limits: Limits, before: Sequence[StepLogEntry]
+    ) -> None:
         self._log = log
+        self._before = before
         self._life = life
         self._limits = limits
         self.segments: list[Segment] = []
@@ -310,7 +317,7 @@ class _Explanation:
             "row": admission.row,
             "cached_tokens": admission.num_cached_tokens,
             "host_tokens": admission.num_host_tokens,
-            "computed_by": cached_from(self._log, step, admission),
+            "computed_by": cached_from(self._log, step, admission, self._before),
         }
 
     def _describe_preemption(self, step: Step, preemption: Preemption) -> dict[str, Any]:

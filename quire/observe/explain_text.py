@@ -18,11 +18,14 @@ TITLES = {
     "turn": "running, but in no step",
     "between": "between two steps",
     "ending": "after its last step",
-    "outside": "outside the engine (HTTP, text to tokens and back)",
+    "grammar": "waiting for its grammar to be compiled",
+    "network": "reading the request, and sending what was left when the engine was done",
+    "outside": "outside the engine (text to tokens and back, on the way to it and back)",
 }
 _COLOURS = {
     "queue": "#9aa5b1", "prompt": "#4c78a8", "decode": "#54a24b", "preempted": "#e45756", "recompute": "#f58518",
-    "turn": "#b279a2", "between": "#d8d2c4", "ending": "#72b7b2", "outside": "#eeca3b",
+    "turn": "#b279a2", "between": "#d8d2c4", "ending": "#72b7b2", "outside": "#eeca3b", "grammar": "#ff9da6",
+    "network": "#9d755d",
 }  # fmt: skip
 _ENDS = {
     "stop": "the model ended it, or a stop string or a grammar did",
@@ -39,14 +42,24 @@ def explanation_text(explanation: Mapping[str, Any]) -> str:
     return "\n\n".join("\n".join(_sentences(answer)) for answer in explanation["answers"])
 
 
+def add_grammar(explanation: dict[str, Any], seconds: float) -> None:
+    """Before a request came to the engine, its grammar was compiled for so long."""
+    for answer in explanation["answers"]:
+        answer["parts"]["grammar"] = seconds
+        answer["total_seconds"] += seconds
+
+
 def add_outside(explanation: dict[str, Any], record: RequestRecord) -> None:
     """Of a single answer: what the server spent on it besides the engine becomes a part of its time."""
-    total = record.timings.get("total")
+    timings = record.timings
+    total = timings.get("answered") or timings.get("total")
     if total is None or len(explanation["answers"]) != 1:
         return
     (answer,) = explanation["answers"]
-    answer["parts"]["outside"] = max(0.0, total - answer["total_seconds"])
-    answer["total_seconds"] += answer["parts"]["outside"]
+    network = timings.get("network") or 0.0
+    answer["parts"]["network"] = network
+    answer["parts"]["outside"] = max(0.0, total - network - answer["total_seconds"])
+    answer["total_seconds"] += network + answer["parts"]["outside"]
 
 
 def _sentences(answer: Mapping[str, Any]) -> Iterator[str]:

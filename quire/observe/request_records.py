@@ -147,6 +147,14 @@ class RequestRecord:
     def describe(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
 
+    def answered(self, seconds: float, reading: float, moment: float) -> None:
+        """The last byte has been handed over, then and so long after the request came; reading its body has taken so
+        long. What was sent while the engine still computed took nobody's time."""
+        total = self.timings.get("total")
+        if total is not None:
+            self.timings["network"] = round(reading + max(0.0, moment - self.created - total), 6)
+            self.timings["answered"] = round(seconds, 6)
+
     def attributes(self) -> dict[str, int | list[str]]:
         """Of the request's span, under the names tools know."""
         return {

@@ -6,7 +6,6 @@ counts (metrics) and logs, a step is told in a few numbers (`StepSummary`).
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 from collections import deque
@@ -17,6 +16,8 @@ from typing import Any, NamedTuple, TextIO, TypeVar
 
 from quire.engine import SchedulerConfig
 from quire.errors import InvalidRequestError
+from quire.observe.packed_entry import PackedEntry, UnpackedEntries, pack, unpack
+from quire.observe.request_records import belongs_to
 from quire.sampling_params import ResolvedTokens, SamplingParams, StructuredOutput
 from quire.step import Admission, BlockCopy, Finished, Preemption, ScheduledRequest, Step, StepLogEntry, StepResult
 
@@ -40,14 +41,17 @@ class LoggedEngine(NamedTuple):
 
     depth: int
     config: SchedulerConfig
+    head_share: float = 0.0
+    """What a token that samples costs more than one that does not."""
 
 
 class StepLog:
     """The last `capacity` entries, or fewer if the prompts in them have more than `max_tokens` tokens. `listeners`
     are called with each one (metrics, a live page).
 
-    The ring holds references only; nothing is formatted unless there is a file. A file that can't be
-    written any more never stops the engine: `file_error` says what happened, and the ring goes on.
+    What the ring holds is packed (`packed_entry`) and made anew for whoever looks; nothing is formatted unless there is
+    a file. A file that can't be written any more never stops the engine: `file_error` says what happened, and the ring
+    goes on.
 
     Scores (logprobs) and pooled vectors are left out: they are output, they say nothing about the engine, and
     the scores of one long prompt can take a hundred megabytes.
@@ -62,7 +66,7 @@ class StepLog:
         engine: Mapping[str, Any] | None = None,
     ) -> None:
         """`engine`: its settings, which the first line of the file has beside its step."""
-        self._ring: deque[StepLogEntry] = deque()
+        self._ring: deque[PackedEntry] = deque()
         self._capacity = capacity
         self._max_tokens = max_tokens
         self._num_tokens = 0
@@ -78,17 +82,31 @@ class StepLog:
         return len(self._ring)
 
     def __iter__(self) -> Iterator[StepLogEntry]:
-        return iter(self._ring)
+        return map(unpack, self._ring)
+
+    def about(self, request_id: str) -> tuple[list[StepLogEntry], UnpackedEntries]:
+        """The entries from a request's arrival to its end, and those before them: whoever asks about one request need
+        not look at all steps, while the engine waits."""
+        packed = list(self._ring)
+        named = [index for index, one in enumerate(packed) if one.mentions(request_id)]
+        for first in named:
+            step = unpack(packed[first]).step
+            told: tuple[Admission | Finished, ...] = (*step.admitted, *step.finished)
+            arrivals = [one.arrival for one in told if belongs_to(one.request_id, request_id)]
+            if arrivals:
+                break
+        else:
+            return [], UnpackedEntries(packed)
+        while first and packed[first - 1].committed >= min(arrivals):
+            first -= 1
+        return [unpack(one) for one in packed[first : named[-1] + 1]], UnpackedEntries(packed[:first])
 
     def append(self, entry: StepLogEntry) -> None:
-        result = entry.result
-        if result is not None and (result.scores or result.prompt_scores or result.pooled):
-            bare = dataclasses.replace(result, scores={}, prompt_scores={}, pooled={})
-            entry = dataclasses.replace(entry, result=bare)
-        self._ring.append(entry)
-        self._num_tokens += _num_prompt_tokens(entry)
+        packed = pack(entry)
+        self._ring.append(packed)
+        self._num_tokens += packed.num_prompt_tokens
         while len(self._ring) > self._capacity or (self._num_tokens > self._max_tokens and len(self._ring) > 1):
-            self._num_tokens -= _num_prompt_tokens(self._ring.popleft())
+            self._num_tokens -= self._ring.popleft().num_prompt_tokens
         for listener in self._listeners:
             listener(entry)
         if self._file is not None:
@@ -109,10 +127,6 @@ class StepLog:
                 file.close()
             except OSError as error:
                 self.file_error = self.file_error or f"step log could not be closed: {error}"
-
-
-def _num_prompt_tokens(entry: StepLogEntry) -> int:
-    return sum(len(admission.token_ids) for admission in entry.step.admitted)
 
 
 def read_step_log(path: Path) -> list[StepLogEntry]:
@@ -141,7 +155,8 @@ def last_run(path: Path) -> tuple[list[StepLogEntry], LoggedEngine | None]:
     if found is None:
         return entries[first:], None
     settings = dict(found)
-    return entries[first:], LoggedEngine(settings.pop("depth"), SchedulerConfig(**settings))
+    depth, share = settings.pop("depth"), settings.pop("head_share", 0.0)
+    return entries[first:], LoggedEngine(depth, SchedulerConfig(**settings), share)
 
 
 def encode_entry(entry: StepLogEntry, engine: Mapping[str, Any] | None = None) -> str:

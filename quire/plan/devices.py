@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from time import perf_counter
 
@@ -37,10 +37,35 @@ class Shares:
     """Of each layer, row of a step of answers and 1024 of the hidden size: activations."""
     token_seconds: tuple[float, float] = (0.0, 0.0)
     """Of each layer and token of a prompt; and of each 1024 of the hidden size besides."""
+    input_seconds: float = 0.0
+    """Of each layer in a step of answers, and 1024 inputs of its matrices: codes that are expanded one after the
+    other."""
 
 
 H200_SHARES = Shares(0.9, 0.85, 22e-6, 0.12e-6, (30e-9, 7e-9))
 """Fitted to the decode and prompt lines of the table in docs/performance.md; its throughput lines were not used."""
+_FP8 = Shares(0.9, 0.85, 22e-6, 0.05e-6, (30e-9, 7e-9), 0.25e-6)
+_QUANTIZED_SHARES = {
+    "fp8": _FP8,
+    "int8": _FP8,  # the same kernels
+    "int4": Shares(0.9, 0.85, 22e-6, 0.09e-6, (30e-9, 7e-9), 1.5e-6),
+}
+"""Fitted to the steps of Qwen3-8B in attempts 25 and 26 there. Prompts were not measured: they are planned as those of
+bfloat16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How devices of one machine reach each other."""
+
+    name: str
+    bandwidth: float
+    """Bytes a second, in each direction."""
+    latency: float
+    """Seconds of a gather, however little is gathered."""
+
+
+NVLINK, PCIE = Link("NVLink", 450e9, 5e-6), Link("PCIe 4.0", 25e9, 10e-6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,41 +82,49 @@ class Device:
     shares: Shares
     origin: str
     """Where these figures are from."""
+    link: Link = PCIE
+    quantizations: tuple[str, ...] = ()
+    """That there are kernels for, on a GPU."""
 
     @property
     def is_measured(self) -> bool:
         """Whether times are estimates; else they are bounds."""
         return self.shares != Shares()
 
+    def shares_for(self, quantization: str) -> Shares:
+        return _QUANTIZED_SHARES.get(quantization, self.shares) if self.is_measured else self.shares
+
     def rates_for(self, format: Format, dtype: torch.dtype) -> Rates:
         return self.rates if self.rates is not None else measure_cpu(format, dtype)
 
 
-_SHEETS: dict[str, tuple[str, float, float, float]] = {
-    "h100": ("NVIDIA H100 SXM 80 GB", 80e9, 3.35e12, 989e12),
-    "b200": ("NVIDIA B200", 180e9, 8.0e12, 2250e12),
-    "a100": ("NVIDIA A100 80 GB", 80e9, 2.04e12, 312e12),
-    "l40s": ("NVIDIA L40S", 48e9, 0.864e12, 362e12),
-    "l4": ("NVIDIA L4", 24e9, 0.3e12, 121e12),
-    "rtx4090": ("NVIDIA RTX 4090", 24e9, 1.008e12, 165e12),
-    "rtx3090": ("NVIDIA RTX 3090", 24e9, 0.936e12, 71e12),
+_HOPPER, _AMPERE = ("fp8", "int8", "int4"), ("int8",)
+_SHEETS: dict[str, tuple[str, float, float, float, Link, tuple[str, ...]]] = {
+    "h100": ("NVIDIA H100 SXM 80 GB", 80e9, 3.35e12, 989e12, NVLINK, _HOPPER),
+    "b200": ("NVIDIA B200", 180e9, 8.0e12, 2250e12, NVLINK, _AMPERE),
+    "a100": ("NVIDIA A100 80 GB", 80e9, 2.04e12, 312e12, NVLINK, _AMPERE),
+    "l40s": ("NVIDIA L40S", 48e9, 0.864e12, 362e12, PCIE, _AMPERE),
+    "l4": ("NVIDIA L4", 24e9, 0.3e12, 121e12, PCIE, _AMPERE),
+    "rtx4090": ("NVIDIA RTX 4090", 24e9, 1.008e12, 165e12, PCIE, _AMPERE),
+    "rtx3090": ("NVIDIA RTX 3090", 24e9, 0.936e12, 71e12, PCIE, _AMPERE),
 }
-"""Name, bytes, bytes read a second and bfloat16 products a second, as data sheets have them."""
+"""Name, bytes, bytes read a second and bfloat16 products a second, as data sheets have them; how several are joined;
+quantised formats that we have kernels for."""
 
 
 def named_device(name: str) -> Device:
     """A card by its short name."""
     key = name.lower().replace(" ", "").replace("-", "")
     if key == "h200":
-        return Device(
-            "NVIDIA H200", "cuda", int(139.8 * 2**30) - _RESERVED, Rates(4.5e12, 790e12), H200_SHARES, "measured"
-        )
+        memory = int(139.8 * 2**30) - _RESERVED
+        rates = Rates(4.5e12, 790e12)
+        return Device("NVIDIA H200", "cuda", memory, rates, H200_SHARES, "measured", NVLINK, _HOPPER)
     if key not in _SHEETS:
         raise InvalidRequestError("--gpu", f"must be one of h200, {', '.join(_SHEETS)}, not {name!r}")
-    title, memory, read, multiply = _SHEETS[key]
+    title, size, read, multiply, link, quantizations = _SHEETS[key]
     rates = Rates(read * _READ_SHARE, multiply * _MULTIPLY_SHARE)
     origin = "data sheet, with the shares that were measured on an H200"
-    return Device(title, "cuda", int(memory) - _RESERVED, rates, H200_SHARES, origin)
+    return Device(title, "cuda", int(size) - _RESERVED, rates, H200_SHARES, origin, link, quantizations)
 
 
 def this_device(name: str = "auto") -> Device:
@@ -102,8 +135,8 @@ def this_device(name: str = "auto") -> Device:
         for short in ("h200", *_SHEETS):
             if short.removeprefix("rtx") in title.lower().replace(" ", ""):
                 known = named_device(short)
-                memory = free_memory(device)
-                return Device(title, "cuda", memory, known.rates, known.shares, f"free memory now; {known.origin}")
+                origin = f"free memory now; {known.origin}"
+                return replace(known, name=title, memory=free_memory(device), origin=origin)
         raise InvalidRequestError("--gpu", f"{title} is not known here: name one that is like it, such as --gpu a100")
     name = f"this CPU ({torch.get_num_threads()} threads)"
     return Device(name, "cpu", free_memory(device), None, Shares(), "our matrix products, measured just now")

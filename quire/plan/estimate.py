@@ -19,8 +19,9 @@ from quire.models.load import open_model
 from quire.models.model_config import read_config
 from quire.models.spec import MlpSpec, ModelSpec
 from quire.models.weight_plan import QUANTIZED, quantized_format
+from quire.parallel.division import Division
 from quire.plan.devices import Device
-from quire.plan.work import decode_work, prompt_work
+from quire.plan.work import Work, decode_work, gathered, layer_inputs, prompt_work
 from quire.runner.memory import CachePlan, Needs, plan_cache
 
 
@@ -59,6 +60,10 @@ class Form:
     """Of most matrices, or one that is as large and can be made here."""
     dtype: torch.dtype
     key_dtype: torch.dtype
+    quantization: str = "none"
+    """Made while the weights are loaded."""
+    ranks: int = 1
+    """Devices that the model is divided among; `weight_bytes` are those of all of them."""
 
     def itemsize(self, spec: ModelSpec) -> float:
         return self.weight_bytes / spec.num_parameters
@@ -103,54 +108,57 @@ def open_planned(model: str) -> PlannedModel:
         files.checkpoint.close()
 
 
-def forms_of(model: PlannedModel, device: Device) -> Iterator[Form]:
-    """The formats that the engine offers on such a device, the usual one first; on a GPU plain numbers only, as nobody
-    has held steps with quantised weights against a plan."""
+def forms_of(model: PlannedModel, device: Device, ranks: int = 1) -> Iterator[Form]:
+    """The formats that the engine offers on such a device, the usual one first; on a CPU they all fit one device."""
     spec = model.spec
-    plain = torch.bfloat16 if device.kind == "cuda" else torch.float32
-    if device.kind == "cpu" and model.stored is not None:
+    if device.kind == "cuda":
+        plain = torch.bfloat16
+        note = " (expanded)" if model.stored is not None else ""
+        for name in ("none", *(device.quantizations if model.stored is None else ())):
+            title, option = (f"bfloat16{note}", "dtype=auto") if name == "none" else (name, f"quantization={name}")
+            size = _weight_bytes(spec, plain, name, is_gpu=True)
+            yield Form(title, option, size, PLAIN[plain], plain, plain, name, ranks)
+        return
+    plain, half = torch.float32, torch.bfloat16
+    if model.stored is not None:
         like = Q4_0 if model.stored_bytes < 0.85 * spec.num_parameters else INT8
         yield Form(f"as stored ({model.stored})", "quantization=auto", model.stored_bytes, like, plain, plain)
     note = " (expanded)" if model.stored is not None else ""
-    option = "quantization=none" if model.stored is not None and device.kind == "cpu" else "dtype=auto"
-    yield Form(f"{_name(plain)}{note}", option, _weight_bytes(spec, plain, "none"), PLAIN[plain], plain, plain)
-    if device.kind == "cpu":
-        half = torch.bfloat16
-        yield Form("bfloat16", "dtype=bfloat16", _weight_bytes(spec, half, "none"), PLAIN[half], half, half)
-        kernels = select_kernels(torch.device("cpu"), plain)
-        for name, format in QUANTIZED.items():
-            if model.stored is None and kernels.computes(format):
-                size = _weight_bytes(spec, plain, name)
-                yield Form(name, f"quantization={name}", size, format, plain, plain)
+    option = "quantization=none" if model.stored is not None else "dtype=auto"
+    yield Form(f"float32{note}", option, _weight_bytes(spec, plain, "none"), PLAIN[plain], plain, plain)
+    yield Form("bfloat16", "dtype=bfloat16", _weight_bytes(spec, half, "none"), PLAIN[half], half, half)
+    kernels = select_kernels(torch.device("cpu"), plain)
+    for name, format in QUANTIZED.items():
+        if model.stored is None and kernels.computes(format):
+            yield Form(name, f"quantization={name}", _weight_bytes(spec, plain, name), format, plain, plain, name)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _weight_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: str) -> int:
+def _weight_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: str, is_gpu: bool = False) -> int:
     """As `plan_weights` would choose it, without files."""
     total = 0
     for name, parameter in spec.parameters().items():
         plain = PLAIN[torch.float32 if parameter.wide else dtype]
-        format = quantized_format(name, parameter.shape, quantization) or plain
-        total += format.nbytes(parameter.shape)
+        # A GPU has kernels for products of matrices only: experts are stacks of them, ends are looked up or scored.
+        stays = is_gpu and (len(parameter.shape) != 2 or name in ("embedding", "head"))
+        format = None if stays else quantized_format(name, parameter.shape, quantization)
+        total += (format or plain).nbytes(parameter.shape)
     return total
 
 
 def estimate(model: PlannedModel, device: Device, form: Form, load: Load) -> Estimate:
     """One form, in an engine with the usual limits and sequences as long as the load's."""
-    spec = model.spec
+    spec = Division(model.spec, 0, form.ranks).local_spec  # of the rank that has most
     length = load.input_tokens + load.output_tokens
     if length > spec.max_position:
         message = f"input and output are {length:,} tokens, but the model was made for {spec.max_position:,}"
         raise InvalidRequestError("--input", message)
     config = EngineConfig(max_model_len=length)
     limits = config.limits(device.kind)
-    free = device.memory - form.weight_bytes
+    weights = -(-form.weight_bytes // form.ranks)
+    free = device.memory - weights
     if free <= 0:
-        return Estimate(form, False, f"weights of {format_bytes(form.weight_bytes)} in {format_bytes(device.memory)}")
-    needs = Needs(weights=form.weight_bytes)
+        return Estimate(form, False, f"weights of {format_bytes(weights)} in {format_bytes(device.memory)}")
+    needs = Needs(weights=weights)
     if device.kind == "cuda":
         item = form.dtype.itemsize
         activations = _activations(spec, limits.max_batched_tokens, limits.max_num_seqs, item)
@@ -161,7 +169,7 @@ def estimate(model: PlannedModel, device: Device, form: Form, load: Load) -> Est
     except CapacityError as error:
         return Estimate(form, False, str(error).split(":")[0])
     at_once = min(limits.max_num_seqs, (plan.num_blocks - 1) // -(-length // plan.block_size))
-    times = StepTimes(spec, device, form)
+    times = StepTimes(model.spec, device, form)
     context = load.input_tokens + load.output_tokens // 2
     step, prompt = times.step(at_once, context), times.prompt(load.input_tokens)
     # Each request takes the engine for its prompt, and shares the steps of its answer.
@@ -189,28 +197,44 @@ class StepTimes:
         self._spec, self._device, self._form = spec, device, form
         self._itemsize = form.itemsize(spec)
         self._rates = device.rates_for(form.format, form.dtype)
+        self._shares = device.shares_for(form.quantization)
 
     def step(self, rows: int, context: int) -> float:
         """One token for each of so many answers."""
-        spec, shares = self._spec, self._device.shares
-        work = decode_work(spec, [context] * rows, self._itemsize, self._form.key_dtype.itemsize)
+        spec, shares = self._spec, self._shares
         row = shares.row_seconds * rows * spec.hidden_size / 1024
-        return self._rates.seconds(work) / shares.decode + spec.num_layers * (shares.layer_seconds + row)
+        layer = shares.layer_seconds + shares.input_seconds * layer_inputs(spec) / 1024 + row
+        seconds = self._rates.seconds(self._step_work(rows, context)) / shares.decode
+        return seconds + spec.num_layers * layer + self._gathering(rows, rows)
 
     def prompt(self, *lengths: int) -> float:
         """Prompts of these lengths."""
-        spec, shares = self._spec, self._device.shares
-        seconds = self._rates.seconds(prompt_work(spec, lengths, self._itemsize)) / shares.prompt
+        spec, shares = self._spec, self._shares
+        work = prompt_work(spec, lengths, self._itemsize) / self._form.ranks
         base, more = shares.token_seconds
-        return seconds + sum(lengths) * spec.num_layers * (base + more * spec.hidden_size / 1024)
+        token = spec.num_layers * (base + more * spec.hidden_size / 1024)
+        return (
+            self._rates.seconds(work) / shares.prompt
+            + sum(lengths) * token
+            + self._gathering(sum(lengths), len(lengths))
+        )
 
     def bound(self, rows: int, context: int) -> str:
-        work = decode_work(self._spec, [context] * rows, self._itemsize, self._form.key_dtype.itemsize)
+        work = self._step_work(rows, context)
         rates = self._rates
         reads, multiplies = work.bytes_read / rates.read_bandwidth, work.flops / rates.flops
         what = "bytes" if reads >= multiplies else "products"
         share = max(reads, multiplies) / self.step(rows, context)
         return f"{what} ({share:.0%} of a step)"
+
+    def _step_work(self, rows: int, context: int) -> Work:
+        work = decode_work(self._spec, [context] * rows, self._itemsize, self._form.key_dtype.itemsize)
+        return work / self._form.ranks
+
+    def _gathering(self, rows: int, num_scored: int) -> float:
+        link = self._device.link
+        times, received = gathered(self._spec, rows, num_scored, self._form.ranks, self._form.dtype.itemsize)
+        return times * link.latency + received / link.bandwidth
 
 
 def workload_seconds(model: PlannedModel, device: Device, form: Form, jobs: Sequence[tuple[int, int]]) -> float:
@@ -240,7 +264,7 @@ class Serving:
 
 
 def serve(model: PlannedModel, device: Device, found: Estimate, load: Load, num_devices: int) -> Serving:
-    """With the rate spread over the devices, each with the whole model."""
+    """With the rate spread over the devices, each with the whole model (or groups of them, each of which has it)."""
     assert load.rate is not None
     times = StepTimes(model.spec, device, found.form)
     rate = load.rate / num_devices

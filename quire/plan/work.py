@@ -19,6 +19,10 @@ class Work:
     def __add__(self, other: Work) -> Work:
         return Work(self.bytes_read + other.bytes_read, self.flops + other.flops)
 
+    def __truediv__(self, parts: int) -> Work:
+        """What each of so many devices has to do."""
+        return Work(self.bytes_read / parts, self.flops / parts)
+
 
 @dataclass(frozen=True, slots=True)
 class Rates:
@@ -66,6 +70,27 @@ def workload_work(spec: ModelSpec, jobs: Sequence[tuple[int, int]], itemsize: fl
     for step in range(1, max(new for _, new in jobs)):
         total += decode_work(spec, [prompt + step for prompt, new in jobs if new > step], itemsize)
     return total
+
+
+def gathered(spec: ModelSpec, rows: int, num_scored: int, ranks: int, itemsize: float) -> tuple[int, float]:
+    """What a model that is divided by output rows (docs/tensor_parallel.md) gathers in a step of so many tokens: how
+    often, and the bytes that each rank receives."""
+    if ranks == 1:
+        return 0, 0.0
+    heads, hidden = spec.heads, spec.hidden_size
+    numbers = 0
+    for layer in spec.layers:
+        wide = layer.mlp.intermediate_size * (1 if isinstance(layer.mlp, MlpSpec) else layer.mlp.top_k)
+        numbers += heads.num_heads * heads.head_dim + wide + 2 * hidden
+    total = rows * (numbers + ranks * hidden) + num_scored * spec.vocab_size
+    return 4 * len(spec.layers) + 2, total * itemsize * (ranks - 1) / ranks
+
+
+def layer_inputs(spec: ModelSpec) -> int:
+    """Of the four products of a layer, one after the other."""
+    layer = spec.layers[0]
+    heads = spec.heads
+    return 2 * spec.hidden_size + heads.num_heads * heads.head_dim + layer.mlp.intermediate_size
 
 
 def _weight_bytes(spec: ModelSpec, rows: int, itemsize: float) -> float:

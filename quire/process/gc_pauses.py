@@ -1,8 +1,9 @@
 """Garbage collection beside a running engine.
 
 Python frees most objects at once; its collector looks for those that hold each other. It looks through new objects
-often, which takes a millisecond at most, and now and then through all there are: torch's, the model's, and a million in
-a full step log, a quarter of a second in which no step is sent off. So full collections wait until nobody does.
+often, which takes a millisecond at most, and now and then through all there are: torch's, the model's, those of the
+prefix cache and of all requests, tenths of a second in which no step is sent off. So full collections wait until nobody
+does.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from quire.errors import EngineError, QuireError
 from quire.frontend.progress import ModelBars
 from quire.models.load import Progress
 from quire.observe.explain import explain_request
+from quire.observe.explain_text import add_grammar
 from quire.observe.request_records import describe_request
 from quire.observe.step_log import StepSummary, describe_steps, summarize
 from quire.process.gc_pauses import IdleCollector, full_collections_put_off
@@ -72,6 +73,7 @@ class EngineLoop:
         self._poller.register(commands, zmq.POLLIN)
         self._out = messages.Updates()
         self._last_steps: deque[StepSummary] = deque(maxlen=_LAST_STEPS)
+        self._asked: list[messages.Describe] = []
         self._failed_names: set[str] = set()
         self._failures = 0
         self._memory: EngineMemory | None = None
@@ -116,6 +118,7 @@ class EngineLoop:
                 updates = core.step(now)
                 requests.forget(updates)
                 self._send_updates(requests, updates, engine)
+                self._describe(requests, engine)
                 if engine.runner.broken is not None:
                     raise EngineError(engine.runner.broken)
                 if self._failures >= _FAILURES_IN_A_ROW:
@@ -161,10 +164,21 @@ class EngineLoop:
             case messages.End():
                 requests.end(command.name, command.reason, now)
             case messages.Describe():
-                entries = list(engine.step_log)
-                tell = explain_request if command.explain else describe_request
-                record = tell(entries, command.request_id, engine.core.scheduler.config)
-                self.send(messages.Described(command.ticket, record))
+                self._asked.append(command)
+
+    def _describe(self, requests: EngineRequests, engine: Engine) -> None:
+        """Answers what was asked about requests: after a step, as that tells of the ends of those before it."""
+        for command in self._asked:
+            entries, before = engine.step_log.about(command.request_id)
+            name, scheduling = command.request_id, engine.core.scheduler.config
+            if command.explain:
+                record = explain_request(entries, name, scheduling, before)
+                if record is not None and (seconds := requests.grammar_seconds(name)) is not None:
+                    add_grammar(record, seconds)
+            else:
+                record = describe_request(entries, name, scheduling)
+            self.send(messages.Described(command.ticket, record))
+        self._asked.clear()
 
     def _send_updates(self, requests: EngineRequests, updates: list[RequestUpdate], engine: Engine) -> None:
         out = self._out

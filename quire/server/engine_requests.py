@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -21,6 +21,9 @@ from quire.step import FinishReason, RequestUpdate
 
 logger = logging.getLogger(__name__)
 
+_MOST_GRAMMAR_TIMES = 2048
+"""Kept, for whoever asks where a request's time went."""
+
 
 class EngineRequests:
     """Between commands and the engine's core. One thread uses it; another compiles grammars."""
@@ -34,6 +37,10 @@ class EngineRequests:
         self.wake_fd, self._wake = os.pipe()
         """Readable when a grammar is compiled."""
         os.set_blocking(self.wake_fd, False)
+        self._came: dict[str, float] = {}
+        """When requests whose grammars are being compiled came."""
+        self._grammar_seconds: OrderedDict[str, float] = OrderedDict()
+        """How long the last requests with a grammar waited for it."""
         self._grammars: dict[str, Grammar] = {}
         """Held while their answers run, so that they stay compiled."""
         self._queued: dict[str, tuple[float, Request]] = {}
@@ -54,6 +61,7 @@ class EngineRequests:
             return
         structured = params.structured
         self._compiling[message.request_id] = message
+        self._came[message.request_id] = now
 
         def compile_grammar() -> Grammar | None:
             wanted = message.request_id in self._compiling
@@ -83,6 +91,7 @@ class EngineRequests:
             os.read(self.wake_fd, 4096)
         while self._compiled:
             message, params, future = self._compiled.popleft()
+            self._note_grammar(message.request_id, now)
             if self._compiling.pop(message.request_id, None) is None:
                 continue  # aborted meanwhile
             try:
@@ -98,6 +107,15 @@ class EngineRequests:
                     return
                 self._end(name, "deadline", now, "waited too long in the queue")
             self._queued.pop(name, None)
+
+    def grammar_seconds(self, request_id: str) -> float | None:
+        """How long a request waited until its grammar was compiled; None if it had none, or too long ago."""
+        return self._grammar_seconds.get(request_id)
+
+    def _note_grammar(self, request_id: str, now: float) -> None:
+        self._grammar_seconds[request_id] = now - self._came.pop(request_id, now)
+        if len(self._grammar_seconds) > _MOST_GRAMMAR_TIMES:
+            self._grammar_seconds.popitem(last=False)
 
     @property
     def is_compiling(self) -> bool:

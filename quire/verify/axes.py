@@ -19,6 +19,7 @@ from quire.verify.engines import Model, forget, run_alone, run_cases
 from quire.verify.subject import Answers, Axis, Comparison, Sizes, pairs_of
 
 _NUM_SEEDS = 8
+_NUM_DEVICES = 2
 _LONGEST = 72
 """Tokens of a prompt in the first round; in later ones, which are of the quick, four times that."""
 
@@ -26,7 +27,7 @@ _LONGEST = 72
 class LoadedModel:
     """A model on this machine, as something that can be tried."""
 
-    sizes = Sizes(fewest=6, first=12, most=192, num_passes=22)
+    sizes = Sizes(fewest=6, first=12, most=192, num_passes=25)
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -198,6 +199,17 @@ def _drafted(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
     return Comparison(pairs, f"{drafted} guesses, {accepted} of them right", drafted > accepted > 0)
 
 
+def _devices(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
+    """Each process has a part of the weights, and they gather what the others have computed."""
+    with model.divided(cases, _NUM_DEVICES, _num_rows(cases)) as engine:
+        told = engine.description.rpartition("rank 0 of ")[2]
+        return Comparison(pairs_of(alone, run_cases(engine, cases).answers), f"divided among {told}")
+
+
+def _no_devices(model: Model) -> str | None:
+    return model.no_devices(_NUM_DEVICES)
+
+
 def _restarted(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
     model.reload()
     return Comparison(pairs_of(alone, _reference(model, cases)), f"loaded again in {model.load_seconds:.1f} s")
@@ -251,6 +263,7 @@ _AXES: tuple[tuple[str, str, _Compare, Callable[[Model], str | None]], ...] = (
     ("CUDA graphs", "no step captured and launched as a whole", _without_graphs, _no_cuda),
     ("recorded steps", "no CPU step recorded and made again", _without_graphs, _recorded),
     ("drafted", "tokens guessed and checked (speculation)", _drafted, _always),
+    ("devices", "the model divided among processes", _devices, _no_devices),
     ("scored again", "answers as prompts have their logprobs", _scored_again, _always),
     ("restarted", "everything loaded again", _restarted, _no_reload),
 )

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
 
 from quire.assemble import Engine, assemble, build_engine
 from quire.checkpoints.sources import ModelSource, resolve
 from quire.config import EngineConfig
 from quire.engine import Request, make_requests
 from quire.engine.invariants import check_invariants
-from quire.errors import CapacityError, EngineError
+from quire.errors import CapacityError, EngineError, InvalidRequestError
 from quire.frontend.progress import ModelBars
 from quire.frontend.resolve import resolve_tokens
 from quire.models.spec import ModelSpec
-from quire.runner.device import pick_cache_dtype, return_freed_memory
+from quire.parallel.division import Division
+from quire.runner.device import free_memory, pick_cache_dtype, return_freed_memory
 from quire.runner.kv_cache import bytes_per_block
 from quire.runner.recorded import RecordedSteps
 from quire.sampling_params import SamplingParams
@@ -111,33 +116,8 @@ class Model:
     ) -> Engine:
         """An engine with room for these requests: for all of them at once, or for the longest one and `spare_tokens`
         more. A new one; on a GPU, where making one takes seconds, perhaps one that has done its work."""
-        decoder = self._engine.decoder
+        config = self._config(cases, spare_tokens, host_tokens, block_size, max_num_seqs, options)
         keeps = self.keeps_engines
-        longest = max(case.num_tokens for case in cases) + 1
-        rooms = [case.num_tokens + block_size for case in cases for _ in range(case.params.n)]
-        num_tokens = sum(rooms) if spare_tokens is None else spare_tokens
-        if keeps and spare_tokens is None:  # rounded up, so that few are needed
-            longest = min(_round_up(longest, 64), self._engine.plan.max_model_len)
-            num_tokens = _round_up(num_tokens, 1024)
-        if keeps and max_num_seqs > 8:
-            max_num_seqs = _round_up(max_num_seqs, 16)
-        num_blocks = -(-longest // block_size) + -(-num_tokens // block_size) + 2
-        cache_dtype = pick_cache_dtype(self._options.get("kv_cache_dtype", "auto"), decoder.dtype, decoder.device)
-        block_bytes = bytes_per_block(self.spec, block_size, cache_dtype)
-        given = {
-            "max_batched_tokens": max(512, longest, max_num_seqs),
-            "prefix_caching": False,
-            **self._options,
-            **options,
-        }
-        config = EngineConfig(
-            max_model_len=longest,
-            max_num_seqs=max_num_seqs,
-            block_size=block_size,
-            kv_cache_memory=num_blocks * block_bytes,
-            host_cache_memory=-(-host_tokens // block_size) * block_bytes,
-            **given,
-        )
         if keeps and (config, depth) in self._kept:
             self._kept.move_to_end((config, depth))
             engine = self._kept[config, depth]
@@ -159,6 +139,82 @@ class Model:
             while len(self._kept) > _MOST_KEPT:
                 self._kept.popitem(last=False)
         return engine
+
+    def _config(
+        self,
+        cases: Sequence[Case],
+        spare_tokens: int | None,
+        host_tokens: int,
+        block_size: int,
+        max_num_seqs: int,
+        options: Mapping[str, Any],
+    ) -> EngineConfig:
+        decoder = self._engine.decoder
+        keeps = self.keeps_engines
+        longest = max(case.num_tokens for case in cases) + 1
+        rooms = [case.num_tokens + block_size for case in cases for _ in range(case.params.n)]
+        num_tokens = sum(rooms) if spare_tokens is None else spare_tokens
+        if keeps and spare_tokens is None:  # rounded up, so that few are needed
+            longest = min(_round_up(longest, 64), self._engine.plan.max_model_len)
+            num_tokens = _round_up(num_tokens, 1024)
+        if keeps and max_num_seqs > 8:
+            max_num_seqs = _round_up(max_num_seqs, 16)
+        num_blocks = -(-longest // block_size) + -(-num_tokens // block_size) + 2
+        cache_dtype = pick_cache_dtype(self._options.get("kv_cache_dtype", "auto"), decoder.dtype, decoder.device)
+        block_bytes = bytes_per_block(self.spec, block_size, cache_dtype)
+        given = {
+            "max_batched_tokens": max(512, longest, max_num_seqs),
+            "prefix_caching": False,
+            **self._options,
+            **options,
+        }
+        return EngineConfig(
+            max_model_len=longest,
+            max_num_seqs=max_num_seqs,
+            block_size=block_size,
+            kv_cache_memory=num_blocks * block_bytes,
+            host_cache_memory=-(-host_tokens // block_size) * block_bytes,
+            **given,
+        )
+
+    def no_devices(self, size: int) -> str | None:
+        """Why the model can't be divided among so many processes here, if so."""
+        decoder = self._engine.decoder
+        if self._source is None:
+            return "these weights have no files"
+        try:
+            for rank in range(size):
+                Division(self.spec, rank, size).heads()
+        except InvalidRequestError as error:
+            return str(error)
+        if decoder.device.type == "cpu" and _num_cores() < size:
+            return f"{size} processes need as many cores"
+        if free_memory(decoder.device) < 1.5 * decoder.nbytes:
+            return "there is no room for the weights a second time"
+        return None
+
+    @property
+    def _own_device(self) -> str:
+        device = self._engine.decoder.device
+        return "cpu" if device.type == "cpu" else f"{device.type}:{device.index or 0}"
+
+    @contextmanager
+    def divided(self, cases: Sequence[Case], size: int, max_num_seqs: int) -> Iterator[Engine]:
+        """An engine whose model is divided among so many processes: on GPUs of their own where there are as many, else
+        on the same device."""
+        assert self._source is not None
+        device = self._engine.decoder.device
+        has_more = device.type == "cuda" and torch.cuda.device_count() >= size
+        where = "cuda" if has_more and self._options.get("device", "auto") in ("auto", "cuda") else self._own_device
+        options = {"tensor_parallel_size": size, "device": where}
+        config = self._config(cases, None, 0, _BLOCK_SIZE, max_num_seqs, options)
+        engine = build_engine(self._source, config)
+        try:
+            yield engine
+        finally:
+            engine.step_log.close()
+            engine.grammars.close()
+            engine.runner.release()
 
     def _assemble(self, config: EngineConfig) -> Engine:
         first = self._engine
@@ -192,6 +248,11 @@ class Model:
         config = EngineConfig(max_num_seqs=1, max_batched_tokens=64, kv_cache_memory=0.1, **self._options)
         assert self._source is not None
         return build_engine(self._source, config, report)
+
+
+def _num_cores() -> int:
+    """That this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _round_up(number: int, multiple: int) -> int:

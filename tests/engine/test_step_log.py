@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +17,12 @@ from quire.engine.request import make_requests
 from quire.engine.scheduler import Scheduler
 from quire.errors import InvalidRequestError
 from quire.observe.engine_metrics import EngineMetrics, derive_metrics
+from quire.observe.explain import explain_request
+from quire.observe.request_records import describe_request
 from quire.observe.step_log import StepLog, decode_entry, encode_entry, read_step_log
 from quire.sampling_params import ResolvedTokens, SamplingParams, StructuredOutput
 from quire.simulate.fake_runner import FakeRunner
-from quire.step import Admission, Finished, PromptScores, Step, StepLogEntry, StepResult, TokenScore
+from quire.step import Admission, Finished, PromptScores, ScheduledRequest, Step, StepLogEntry, StepResult, TokenScore
 from tests.engine.harness import config
 
 
@@ -213,3 +216,43 @@ def test_the_ring_forgets_earlier_when_prompts_are_long() -> None:
         log.append(StepLogEntry(Step(step_id, 0.0, admitted=(admission,)), None, None, 0.0))
         log.append(StepLogEntry(Step(step_id, 0.5), None, None, 0.5))
     assert [entry.step.step_id for entry in log] == [2, 3, 3, 4, 4]
+
+
+def test_what_the_ring_holds_is_small_and_nothing_for_the_collector() -> None:
+    """A server's log fills over minutes: as objects, it looked like a leak of a hundred megabytes."""
+    names = [f"chatcmpl-{number:024x}" for number in range(64)]
+    log = StepLog()
+
+    def append(step_id: int) -> None:
+        prompt = tuple(range(10_000, 10_500))
+        admission = Admission(names[0], 0, prompt, 500, (), 0, 0, params, 0, (), 0.0)
+        scheduled = tuple(
+            ScheduledRequest(name, row, 1000 + step_id, 1, True, (1000 + row,)) for row, name in enumerate(names)
+        )
+        result = StepResult(step_id, dict.fromkeys(names, (1000 + step_id,)))
+        log.append(StepLogEntry(Step(step_id, 0.5 + step_id, scheduled, (admission,)), result, None, 1.5 + step_id))
+
+    params = SamplingParams()
+    append(0)
+    tracemalloc.start()
+    try:
+        for step_id in range(1, 101):
+            append(step_id)
+        num_bytes = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert num_bytes / 100 < 64 * 110 + 500 * 5  # a row was 270 bytes, a token of a prompt 40
+    assert len(log) == 101
+
+
+def test_what_is_about_one_request_explains_it_as_the_whole_log_does() -> None:
+    log = StepLog()
+    run_with(log)
+    whole = list(log)
+    for name in ("a", "b", "c"):
+        entries, before = log.about(name)
+        assert [*before, *entries] == whole[: len(before) + len(entries)]
+        assert explain_request(entries, name, config(), before) == explain_request(whole, name, config())
+        assert describe_request(entries, name, config()) == describe_request(whole, name, config())
+    entries, before = log.about("nobody")
+    assert (entries, len(before)) == ([], len(whole))

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from quire.frontend.tool_calls.deepseek import DeepSeekParser
 from quire.frontend.tool_calls.hermes import HermesParser
 from quire.frontend.tool_calls.llama3 import Llama3Parser
 from quire.frontend.tool_calls.mistral import MistralParser
@@ -24,6 +25,8 @@ PARSERS: dict[str, Callable[[], ToolCallParser]] = {
     "llama3": lambda: Llama3Parser(NAMES),
     "mistral": MistralParser,
     "mistral, forced": lambda: MistralParser(after_mark=True),
+    "deepseek": DeepSeekParser,
+    "deepseek, forced": lambda: DeepSeekParser(after_mark=True),
 }
 Calls = list[tuple[str, str]]
 
@@ -140,7 +143,41 @@ def test_mistral(text: str, content: str, calls: Calls) -> None:
     assert found(MistralParser(), text) == (content, calls)
 
 
+def fenced(name: str, arguments: str = ARGUMENTS) -> str:
+    """As DeepSeek-V3 and R1 write a call."""
+    return f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("Text with <｜tool▁ and ``` in it. ", "Text with <｜tool▁ and ``` in it. ", []),
+        (f"<｜tool▁calls▁begin｜>{fenced('add')}<｜tool▁calls▁end｜>", "", [("add", ARGUMENTS)]),
+        (f"Well.\n<｜tool▁calls▁begin｜>{fenced('add')}", "Well.", [("add", ARGUMENTS)]),  # as the template ends it
+        (
+            f"<｜tool▁calls▁begin｜>{fenced('a', '{}')}\n{fenced('add')}<｜tool▁calls▁end｜> So.",
+            " So.",
+            [("a", "{}"), ("add", ARGUMENTS)],
+        ),
+        # V3.1: no kind, no fence.
+        (
+            '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>a<｜tool▁sep｜>{"x": 1}<｜tool▁call▁end｜>'
+            "<｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+            "",
+            [("a", '{"x": 1}'), ("add", "{}")],
+        ),
+        ("<｜tool▁calls▁begin｜>nothing", "<｜tool▁calls▁begin｜>nothing", []),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>a b", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>a b", []),
+        (f"<｜tool▁calls▁begin｜>{fenced('a', '{}')[:-3]}", "", [("a", "{}")]),  # cut in the closing mark
+        (f"<｜tool▁calls▁begin｜>{fenced('a', '{}')} and more", " and more", [("a", "{}")]),
+    ],
+)
+def test_deepseek(text: str, content: str, calls: Calls) -> None:
+    assert found(DeepSeekParser(), text) == (content, calls)
+
+
 def test_behind_a_forced_mark_the_call_begins_at_once() -> None:
+    assert found(DeepSeekParser(after_mark=True), fenced("a", "{}")) == ("", [("a", "{}")])
     assert found(HermesParser(after_mark=True), '\n{"name": "a", "arguments": {}}') == ("", [("a", "{}")])
     assert found(MistralParser(after_mark=True), ' [{"name": "a", "arguments": {}}]') == ("", [("a", "{}")])
     assert found(MistralParser(after_mark=True), "add{}") == ("", [("add", "{}")])
@@ -156,6 +193,8 @@ def test_a_call_is_told_while_it_is_being_written() -> None:
 
 
 BITS = [
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
+    "<｜tool▁", "function", "```", "json",
     "<tool_call>", "</tool_call>", "<tool_", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[TOOL", "<|python_tag|>", "<|py",
     '{"name": "a", "arguments": {"x": 1}}', '{"name": "add", "parameters": {"y": "</tool_call>"}}', '{"name": "a"}',
     '"', "\\", "{", "}", "[", "]", ",", ";", ":", " ", "\n", "null", "a", "é", "name", '"name"', '"arguments": ',
@@ -195,6 +234,8 @@ def test_arguments_survive_whatever_their_strings_hold(name: str, arguments: dic
         "llama3": call,
         "mistral": f"[TOOL_CALLS] [{call}]",
         "mistral, forced": f"add[ARGS]{written}",
+        "deepseek": f"<｜tool▁calls▁begin｜>{fenced('add', written)}<｜tool▁calls▁end｜>",
+        "deepseek, forced": fenced("add", written),
     }[name]
     answer = in_pieces(PARSERS[name](), [text[i : i + 3] for i in range(0, len(text), 3)])
     assert [(one.name, json.loads(one.arguments)) for one in answer.calls] == [("add", value)]
@@ -213,6 +254,8 @@ HOSTILE = {
     "marks": "[TOOL_CALLS]a[CALL_ID]b",
     "long name": "[TOOL_CALLS]a" + "a" * 40,
     "python": "<|python_tag|>{",
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
+    "deepseek calls": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>a<｜tool▁sep｜>{}```",
     "separators": '{"name": "a", "parameters": {}};',
 }
 

@@ -40,6 +40,8 @@ ASK = [{"role": "user", "content": "How is the weather?"}]
 LLAMA3 = '{% if tools %}{{ tools | tojson }} {"name": …, "parameters": …}{% endif %}<|python_tag|> tool_calls ipython'
 MISTRAL3 = "{% if tools %}{{ tools | tojson }}{% endif %}[TOOL_CALLS] tool_calls"
 TEKKEN = MISTRAL3 + "[ARGS]"
+DEEPSEEK = "{% for m in messages %}{{ m.content }}{% endfor %}<｜tool▁calls▁begin｜> tool_calls ```json"
+DEEPSEEK31 = "{% for m in messages %}{{ m.content }}{% endfor %}<｜tool▁calls▁begin｜> tool_calls"
 PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )
@@ -85,8 +87,15 @@ CALLS = {
     LLAMA3: '{"name": "weather", "parameters": {"city": "Rome"}}',
     MISTRAL3: '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rome"}}]',
     TEKKEN: '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}',
+    DEEPSEEK: "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n"
+    '```json\n{"city": "Rome"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    DEEPSEEK31: "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
+    '{"city": "Rome"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
 }
-FORMATS = {"hermes": QWEN, "llama3": LLAMA3, "mistral": MISTRAL3, "tekken": TEKKEN}
+FORMATS = {
+    **{"hermes": QWEN, "llama3": LLAMA3, "mistral": MISTRAL3, "tekken": TEKKEN},
+    **{"deepseek": DEEPSEEK, "deepseek 3.1": DEEPSEEK31},
+}
 
 
 @pytest.mark.parametrize(
@@ -96,6 +105,8 @@ FORMATS = {"hermes": QWEN, "llama3": LLAMA3, "mistral": MISTRAL3, "tekken": TEKK
         (LLAMA3, "llama3"),
         (MISTRAL3, "mistral"),
         (TEKKEN, "mistral"),
+        (DEEPSEEK, "deepseek"),
+        (DEEPSEEK31, "deepseek"),
         (PLAIN, "hermes"),
         (MISTRAL, "hermes"),
         ("{{ tools }} <tool_call><function=name><parameter=x>", None),

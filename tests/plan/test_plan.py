@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from bench.throughput import nano_workload
 from quire.cli.main import app
 from quire.config import EngineConfig
 from quire.errors import InvalidRequestError, ModelNotFoundError
-from quire.plan.devices import Device, Shares, named_device
+from quire.plan.devices import PCIE, Device, Shares, named_device
 from quire.plan.estimate import (
     Estimate,
     Load,
@@ -62,6 +63,47 @@ def times_of(name: str) -> StepTimes:
 def test_steps_of_answers_take_what_was_measured(name: str, rows: int, milliseconds: float) -> None:
     """docs/performance.md; prompts of 128 tokens and 256 new ones, so 256 on average."""
     assert 1e3 * times_of(name).step(rows, 256) == pytest.approx(milliseconds, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "rows", "milliseconds"),
+    [
+        *(("fp8", 1, 3.24), ("fp8", 32, 3.46), ("fp8", 256, 8.37)),
+        *(("int4", 1, 3.67), ("int4", 32, 3.91), ("int4", 256, 11.3)),
+    ],
+)
+def test_steps_with_quantised_weights_take_what_was_measured(quantization: str, rows: int, milliseconds: float) -> None:
+    """docs/performance.md, attempts 25 and 26."""
+    model = planned("qwen3-8b")
+    form = next(form for form in forms_of(model, H200) if form.quantization == quantization)
+    assert 1e3 * StepTimes(model.spec, H200, form).step(rows, 256) == pytest.approx(milliseconds, rel=0.15)
+
+
+def test_formats_are_those_a_card_has_kernels_for() -> None:
+    model = planned("qwen3-8b")
+    assert [form.name for form in forms_of(model, H200)] == ["bfloat16", "fp8", "int8", "int4"]
+    assert [form.name for form in forms_of(model, named_device("a100"))] == ["bfloat16", "int8"]
+    sizes = {form.name: form.weight_bytes for form in forms_of(model, H200)}
+    ends = 2 * model.spec.vocab_size * model.spec.hidden_size * 2  # embedding and head stay bfloat16
+    assert sizes["fp8"] == sizes["int8"]
+    assert sizes["fp8"] == pytest.approx((sizes["bfloat16"] - ends) / 2 + ends, rel=0.01)
+    assert sizes["int4"] == pytest.approx((sizes["bfloat16"] - ends) * 4.5 / 16 + ends, rel=0.01)
+    experts = {form.name: form.weight_bytes for form in forms_of(planned("qwen3-30b-a3b"), H200)}
+    assert experts["fp8"] > 0.9 * experts["bfloat16"]  # stacks of matrices stay as they are
+
+
+def test_a_model_divided_among_devices() -> None:
+    model, load = planned("qwen3-8b"), Load(2000, 500)
+    alone, two = (next(iter(forms_of(model, H200, ranks))) for ranks in (1, 2))
+    one, half = (estimate(model, H200, form, load) for form in (alone, two))
+    assert one.plan is not None
+    assert half.plan is not None
+    assert half.plan.num_tokens >= one.plan.num_tokens  # half of the key heads, and half of the weights
+    assert 0.5 * one.step_seconds < half.step_seconds < 0.8 * one.step_seconds
+    assert one.prompt_seconds / 2 < half.prompt_seconds < one.prompt_seconds
+    # Four gathers a layer, and what a link adds.
+    apart = estimate(model, replace(H200, link=PCIE), two, load)
+    assert apart.step_seconds > half.step_seconds + 4 * 36 * (PCIE.latency - H200.link.latency)
 
 
 @pytest.mark.parametrize(("context", "milliseconds"), [(8_000, 9.42), (32_000, 23.2)])
@@ -160,8 +202,26 @@ def test_the_command_with_nothing_but_a_config(tmp_path: Path) -> None:
     assert told["forms"][0]["requests_at_once"] == 512
     assert told["times_are"] == "estimates"
     code, text = run("--model", str(config), "--gpu", "l4", "--input", "30000", "--output", "1000")
+    assert code == 0
+    assert "It fits: quantization=int8" in text
+    text = run("--model", str(config), "--gpu", "h200", "--gpus", "4", "--tensor-parallel-size", "2")[1]
+    assert "divided among 2 devices that gather over NVLink (computed, not measured), 2 times" in text
+    assert "Each group of 2 devices holds the whole model" in text
+
+
+def test_what_does_not_fit_one_device_may_fit_several(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIGS["qwen3-8b"] | {"num_hidden_layers": 120}))
+    code, text = run("--model", str(config), "--gpu", "l4")
     assert code == 1
     assert "does not fit" in text
+    assert "Divided among 2 it would: --tensor-parallel-size 2." in text
+    code, text = run("--model", str(config), "--gpu", "l4", "--tensor-parallel-size", "2", "--json")
+    told: dict[str, Any] = json.loads(text)
+    assert code == 0
+    assert (told["device"]["count"], told["tensor_parallel_size"]) == (2, 2)
+    config.write_text(json.dumps(CONFIGS["qwen3-8b"] | {"num_hidden_layers": 1000}))
+    assert "Take a smaller model" in run("--model", str(config), "--gpu", "l4")[1]
 
 
 def test_wrong_input_says_what_to_do(tmp_path: Path) -> None:
@@ -171,5 +231,9 @@ def test_wrong_input_says_what_to_do(tmp_path: Path) -> None:
         run("--model", str(config), "--gpu", "voodoo2")
     with pytest.raises(InvalidRequestError, match="the model was made for 40,960"):
         run("--model", str(config), "--gpu", "h200", "--input", "50000")
+    with pytest.raises(InvalidRequestError, match="--gpus: 3 are not divisible by --tensor-parallel-size 2"):
+        run("--model", str(config), "--gpu", "h200", "--gpus", "3", "--tensor-parallel-size", "2")
+    with pytest.raises(InvalidRequestError, match="only 32 query heads"):
+        run("--model", str(config), "--gpu", "h200", "--tensor-parallel-size", "64")
     with pytest.raises(ModelNotFoundError):
         run("--model", "./nothing", "--gpu", "h200")

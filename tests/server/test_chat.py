@@ -216,13 +216,31 @@ def test_a_request_is_explained_in_parts_that_add_up(server: Server) -> None:
     for name in (response.json()["id"], "why-so.slow"):
         told = server.get(f"/v1/requests/{name}/explain").json()
         (answer,) = told["answers"]
-        assert sum(answer["parts"].values()) == pytest.approx(told["timings"]["total"], abs=1e-3)
+        assert sum(answer["parts"].values()) == pytest.approx(told["timings"]["answered"], abs=1e-3)
+        assert sum(answer["parts"].values()) == pytest.approx(answer["total_seconds"], abs=1e-6)
+        assert told["timings"]["answered"] >= told["timings"]["total"]
         assert answer["parts"]["decode"] > 0
+        assert answer["parts"]["network"] > 0
+        assert "grammar" not in answer["parts"]
         assert answer["output_tokens"] == 5
         assert answer["finish_reason"] == "length"
         assert "outside the engine" in told["text"]
         assert "It ended with 'length'" in told["text"]
     error_of(server.get("/v1/requests/unknown/explain"), 404)
+
+
+def test_a_grammar_has_a_part_of_its_own(server: Server) -> None:
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {f"explained{i}": {"type": "integer"} for i in range(40)}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = {"messages": MESSAGES, "max_tokens": 5, "response_format": form}
+    response = server.post(CHAT, body, headers={"x-request-id": "with-grammar"})
+    assert response.status_code == 200
+    told = server.get("/v1/requests/with-grammar/explain").json()
+    (answer,) = told["answers"]
+    assert answer["parts"]["grammar"] > 0
+    assert "waiting for its grammar to be compiled" in told["text"]
+    assert sum(answer["parts"].values()) == pytest.approx(told["timings"]["answered"], abs=1e-3)
 
 
 def test_models(server: Server) -> None:

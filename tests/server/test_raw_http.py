@@ -205,9 +205,11 @@ def test_trailers_are_dropped(server: Server) -> None:
         [b"0\r\n", *[b"x-%d: %s\r\n" % (i, b"v" * 1000) for i in range(100)]],
         [b"0\r\nx: ", *[b"v" * 60_000] * 20],
         [b"1;", *[b"v" * 60_000] * 20],
+        [b"1;" + b"v" * 100_000],
+        [b"1;%s\r\nx\r\n" % (b"v" * 100), *[b"1;%s\r\nx\r\n" % (b"v" * 100)] * 400],
         [b"0\r\n" + b"a:\r\n" * 20_000, *[b"a:\r\n" * 20_000] * 60],
     ],
-    ids=["large", "one without end", "a chunk's extension without end", "many"],
+    ids=["large", "one without end", "a chunk's extension without end", "a large one", "small ones", "many"],
 )
 def test_trailers_are_counted(server: Server, pieces: list[bytes]) -> None:
     before = server.memory()[0]

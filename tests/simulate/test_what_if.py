@@ -105,6 +105,27 @@ def test_other_settings_give_what_a_second_run_measures(entries: list[StepLogEnt
         assert Summary.of(played).preemptions > 0
 
 
+def test_from_two_rows_to_eight_on_a_machine_that_likes_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of more answers than any in the log: one row costs more in small steps than in large ones, and a row that
+    samples costs the head's products."""
+
+    def submit(machine: Machine, step: Step) -> Machine:
+        tokens, samples = step.num_tokens, sum(one.samples for one in step.scheduled)
+        seconds = 0.008 + 0.0045 * min(tokens, 8) + 0.0030 * max(0, tokens - 8) + 0.0012 * samples
+        machine.now += seconds / 3 * machine._noise.uniform(0.97, 1.05)
+        machine._result = StepResult(step.step_id, {one.request_id: (7,) for one in step.scheduled if one.samples})
+        return machine
+
+    monkeypatch.setattr(Machine, "submit", submit)
+    two = replace(CONFIG, max_num_seqs=2, max_batched_tokens=256)
+    recorded = run(two, StepLog(capacity=10**6))
+    setting = parse_changes("max_num_seqs=8", Setting(two))
+    played, _ = play(recorded_requests(recorded), setting, fit_step_times(recorded, head_share=0.0012 / 0.0045))
+    measured = Summary.of(derive_metrics(run(setting.config, StepLog(capacity=10**6), noise=99)))
+    close(Summary.of(played), measured, 0.10)
+    assert measured.ttft[0] < 0.7 * Summary.of(derive_metrics(recorded)).ttft[0]
+
+
 def test_recorded_requests_are_the_ones_that_were_sent(entries: list[StepLogEntry]) -> None:
     requests = recorded_requests(entries)
     assert len(requests) == 80

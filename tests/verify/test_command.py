@@ -58,11 +58,27 @@ def test_a_difference_is_shown_with_its_smallest_case(tiny_model: Path, monkeypa
         return proper(seeds + len(calls), positions)
 
     monkeypatch.setattr(sampler, "noise_keys", keys)
+    monkeypatch.setattr(engines.Model, "no_devices", lambda model, size: "other processes have a sound one")
     code, text = invoke(tiny_model)
     assert code == 1
     assert "NOT EXACT: answers differ from those alone on repeated" in text
     assert "The smallest case found" in text
     assert "alone, " in text.splitlines()[-1]
+
+
+def test_a_model_that_can_not_be_divided(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = engines.Model(str(tiny_model), device="cpu")
+    try:
+        monkeypatch.setattr(engines, "_num_cores", lambda: 2)
+        assert model.no_devices(2) is None
+        assert "query heads" in str(model.no_devices(100))
+        monkeypatch.setattr(engines, "free_memory", lambda device: model.first_engine.decoder.nbytes)
+        assert "no room" in str(model.no_devices(2))
+        monkeypatch.setattr(engines, "_num_cores", lambda: 1)
+        assert "cores" in str(model.no_devices(2))
+    finally:
+        model.close()
+    assert "no files" in str(make_model(select_kernels(torch.device("cpu"), torch.float32)).no_devices(2))
 
 
 def test_wrong_input_is_refused(tiny_model: Path) -> None:

@@ -26,7 +26,7 @@ from quire.verify.subject import Answers, Axis, Comparison, pairs_of
 from tests.verify.conftest import make_model
 
 CPU = select_kernels(torch.device("cpu"), torch.float32)
-NOT_HERE = {"CUDA graphs", "restarted"}
+NOT_HERE = {"CUDA graphs", "devices", "restarted"}
 
 
 @pytest.fixture(autouse=True)

@@ -11,18 +11,20 @@ from typing import Any, Literal
 from quire.errors import InvalidRequestError
 from quire.frontend import reasoning
 from quire.frontend.tokenizer import Tokenizer
-from quire.frontend.tool_calls import grammars, hermes, llama3, mistral, template_needs
+from quire.frontend.tool_calls import deepseek, grammars, hermes, llama3, mistral, template_needs
 from quire.frontend.tool_calls.grammars import CallShape
 from quire.frontend.tool_calls.parser import ToolCallParser
 from quire.frontend.tool_calls.tools import Tool, check_tools
 from quire.sampling_params import StructuredOutput
 
-FormatName = Literal["hermes", "llama3", "mistral"]
+FormatName = Literal["hermes", "llama3", "mistral", "deepseek"]
 Choice = Literal["auto", "none", "required"]
 
 
 def detect_format(template_source: str) -> FormatName | None:
     """The format a chat template teaches; None if it shows tools in one that is not known here."""
+    if deepseek.MARK in template_source:
+        return "deepseek"
     if not template_needs.mentions(template_source, "tools"):
         return "hermes"  # the one `describe_tools` teaches
     if mistral.MARK in template_source:
@@ -43,7 +45,7 @@ class ToolSupport:
         self._source = templates.get("tool_use") or self._plain
         self.format = detect_format(self._source)
         self._special = {token.content for token in tokenizer.added_tokens.values() if token.special}
-        marks = {"hermes": hermes.BEGIN, "llama3": llama3.MARK, "mistral": mistral.MARK}
+        marks = {"hermes": hermes.BEGIN, "llama3": llama3.MARK, "mistral": mistral.MARK, "deepseek": deepseek.MARK}
         self.mark = "" if self.format is None else marks[self.format]
         """What announces a call in this model's text."""
         self.mark_is_special = self.mark in self._special
@@ -84,7 +86,8 @@ class ToolSupport:
         if self.format is None:
             raise InvalidRequestError("tools", "this model's chat template writes calls in a format not known here")
         if not template_needs.mentions(source, "tools"):
-            messages, tools = template_needs.describe_tools(messages, tools or ()), None
+            example = deepseek.example(source) if self.format == "deepseek" else template_needs.EXAMPLE
+            messages, tools = template_needs.describe_tools(messages, tools or (), example), None
         elif source in self._needs and tools:
             tools = self._needs[source].suit_tools(tools)
         callable_tools = [tool for tool in checked if name is None or tool.name == name]
@@ -104,6 +107,9 @@ class ToolSupport:
         if self.format == "mistral":
             space = "" if f"{mistral.MARK}[" in self._source else " "
             return CallShape(f"{lead}{space}[", '{"name": "NAME", "arguments": ', "}", ", ", "]")
+        if self.format == "deepseek":
+            begin, end, between, after = deepseek.FENCED if deepseek.is_fenced(self._source) else deepseek.BARE
+            return CallShape(lead, begin, end, between, after)
         end = "}" if hermes.END in self._special else "}\n" + hermes.END
         return CallShape("", f'{lead}\n{{"name": "NAME", "arguments": ', end, "\n", "", several=bool(lead))
 
@@ -174,6 +180,8 @@ class ToolPlan:
         after_mark = bool(self.prompt_suffix)
         if self.support.format == "mistral":
             return mistral.MistralParser(after_mark)
+        if self.support.format == "deepseek":
+            return deepseek.DeepSeekParser(after_mark)
         if self.support.format == "llama3":
             return llama3.Llama3Parser((tool.name for tool in self.tools), self.forced)
         return hermes.HermesParser(after_mark)

@@ -165,14 +165,19 @@ def mentions(template_source: str, variable: Literal["tools", "tool_calls"]) -> 
     return re.search(rf"\b{variable}\b", template_source) is not None
 
 
-def describe_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """The messages with the tools explained in the system message."""
+EXAMPLE = f'{hermes.BEGIN}\n{{"name": "…", "arguments": {{…}}}}\n{hermes.END}'
+"""A call as models are taught that know no form of their own."""
+
+
+def describe_tools(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], example: str = EXAMPLE
+) -> list[Message]:
+    """The messages with the tools explained in the system message, and how they are called."""
     listed = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
     text = (
         "You can call these functions. Each line is one of them, with the JSON schema of its arguments:\n"
         f"<tools>\n{listed}\n</tools>\n"
-        "To call one, write its name and arguments as JSON between tags, like this:\n"
-        f'{hermes.BEGIN}\n{{"name": "…", "arguments": {{…}}}}\n{hermes.END}'
+        f"To call one, write its name and arguments as JSON between tags, like this:\n{example}"
     )
     first, *others = checked = check_messages(messages, knows_developer=True)
     if first["role"] in ("system", "developer"):

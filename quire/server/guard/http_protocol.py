@@ -33,6 +33,8 @@ _SEND_BUFFER = 128 * 1024
 _LINGER_SECONDS = 10.0
 _LINGER_BYTES = 64 * 2**20
 """How long, and how much of, what a client still sends is read after the answer."""
+_CHUNK_HEAD = 20
+"""Bytes around a chunk that are free: its size in at most 16 digits, and two ends of lines."""
 _FIRST_PROBE, _LONGEST_PROBE = 0.005, 5.0
 """Seconds between two looks whether a client that sends no more is there."""
 
@@ -60,7 +62,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_headers = True
         self._num_header_bytes = 0
         self._num_extra_bytes = 0
-        """Since the last piece of a body: heads of chunks and their extensions, trailers."""
+        """Of a body, what is not its contents: extensions of chunks, and trailers."""
         self._is_pipelined = False
         self._is_lingering = False
         self._num_lingering_bytes = 0
@@ -99,10 +101,12 @@ class LimitedProtocol(HttpToolsProtocol):
         else:
             self._num_extra_bytes += len(data)
         super().data_received(data)
+        # The heads of chunks are mostly shorter than what is taken off for them; that earns nobody anything.
+        self._num_extra_bytes = max(0, self._num_extra_bytes)
         most = self.limits.max_header_bytes
         is_too_much = self._num_header_bytes > most if self._in_headers else self._num_extra_bytes > most
         if is_too_much and self.parser is not None:
-            self._refuse(self._too_large("headers" if self._in_headers else "trailers"))
+            self._refuse(self._too_large("headers" if self._in_headers else "trailers and extensions of chunks"))
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more; it may still wait for an answer. True: the connection stays open."""
@@ -120,22 +124,22 @@ class LimitedProtocol(HttpToolsProtocol):
             self._start_header_timer()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_headers:
+        if self._in_headers:  # else it is a trailer
             super().on_header(name, value)
-        else:  # a trailer, which may have come together with a piece of the body
-            self._num_extra_bytes += len(name) + len(value) + 4
 
     def on_headers_complete(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
             self._is_pipelined = True
             self.cycle.keep_alive = False
             return
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        # What came together with the headers is of the body already.
+        self._num_extra_bytes = max(0, self._num_header_bytes - size)
         self._in_headers = False
         self._num_header_bytes = 0
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
-        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.limits.max_header_bytes:
             self._refusal = self._too_large("headers")
             raise _RefusedError
@@ -147,8 +151,11 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self.cycle.transport = _GentlyClosed(self.transport, self._close_gently)  # type: ignore[assignment]
 
+    def on_chunk_header(self) -> None:
+        self._num_extra_bytes -= _CHUNK_HEAD
+
     def on_body(self, body: bytes) -> None:
-        self._num_extra_bytes = 0
+        self._num_extra_bytes -= len(body)
         if not self._is_pipelined:
             super().on_body(body)
 

@@ -32,10 +32,22 @@ class RequestContext:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = time.monotonic()
+        started, came = time.monotonic(), time.time()
+        reading = 0.0
+        is_read = False
         state: dict[str, Any] = scope.setdefault("state", {})
         state["request_id"] = request_id_of(scope["headers"])
         status = 0
+
+        async def timed_receive() -> Message:
+            nonlocal reading, is_read
+            if is_read:
+                return await receive()  # waits for the client to leave
+            began = time.monotonic()
+            message = await receive()
+            reading += time.monotonic() - began
+            is_read = not message.get("more_body", False)
+            return message
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -49,12 +61,15 @@ class RequestContext:
             await send(message)
 
         try:
-            await self._app(scope, receive, send_with_id)
+            await self._app(scope, timed_receive, send_with_id)
         except Exception as error:
             if not status:
-                await error_response(scope, to_api_error(error))(scope, receive, send_with_id)
+                await error_response(scope, to_api_error(error))(scope, timed_receive, send_with_id)
         finally:
-            self._log(scope, status, time.monotonic() - started)
+            seconds = time.monotonic() - started
+            if (record := state.get("record")) is not None:
+                record.answered(seconds, reading, came + seconds)
+            self._log(scope, status, seconds)
 
     def _log(self, scope: Scope, status: int, seconds: float) -> None:
         state = scope["state"]
