@@ -1,8 +1,8 @@
 """What the HTTP side costs per streamed token, and how long tokens are on their way through it.
 
 The engine is a fake one that gives each stream a token per step (`bench/http_side_engine.py`), 50,000 tokens per second
-in all; the model is only a tokenizer. Clients are plain sockets in this process, whose CPU does not count. Printed are, for
-each number of streams and of HTTP workers:
+in all; the model is only a tokenizer. Clients are plain sockets in this process, whose CPU does not count. Printed are,
+for each number of streams and of HTTP workers:
 
 - tokens/s: that left the HTTP side while more were offered than it can take,
 - µs/token: CPU time of all HTTP processes over the tokens, at that load and at a calm one, where nobody lags,
@@ -20,17 +20,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -114,7 +115,7 @@ class Stream(asyncio.Protocol):
             self._began.release()
 
 
-@contextmanager
+@contextlib.contextmanager
 def server(workers: int, folder: Path, profile: str) -> Iterator[tuple[int, int]]:
     """The process id and the port of a server in front of the fake engine."""
     fields: dict[str, Any] = {"port": 0, "engine_module": "bench.http_side_engine", "served_model_names": ["bench"]}
@@ -132,6 +133,7 @@ def server(workers: int, folder: Path, profile: str) -> Iterator[tuple[int, int]
                 found = re.search(rb"serving .*://[^:]+:(\d+)", (folder / "log").read_bytes())
                 if process.poll() is not None:
                     raise SystemExit(f"the server did not start:\n{(folder / 'log').read_text()}")
+            _wait_until_open(int(found[1]))
             yield process.pid, int(found[1])
         finally:
             for _ in range(2):  # the second one ends it at once
@@ -140,11 +142,21 @@ def server(workers: int, folder: Path, profile: str) -> Iterator[tuple[int, int]
             process.wait(30)
 
 
+def _wait_until_open(port: int) -> None:
+    for _ in range(200):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            return
+        time.sleep(0.05)
+    raise SystemExit("the server does not listen")
+
+
 def http_processes(server: int) -> list[int]:
     """The server and its HTTP workers."""
     found = [server]
     children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
-    return found + [int(one) for one in children if b"http_side_engine" not in Path(f"/proc/{one}/cmdline").read_bytes()]
+    return found + [
+        int(one) for one in children if b"http_side_engine" not in Path(f"/proc/{one}/cmdline").read_bytes()
+    ]
 
 
 def cpu_seconds(processes: list[int]) -> float:
@@ -159,7 +171,9 @@ def tokens_counted(port: int) -> float:
     """By the server: of all its workers."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as response:
         text: str = response.read().decode()
-    return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith("vllm:generation_tokens_t"))
+    return sum(
+        float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith("vllm:generation_tokens_t")
+    )
 
 
 async def measure(
@@ -168,7 +182,11 @@ async def measure(
     loop = asyncio.get_running_loop()
     board.rate = rate
     await asyncio.sleep(1.0)
-    tokens, cpu, began = await loop.run_in_executor(None, tokens_counted, port), cpu_seconds(processes), time.monotonic()
+    tokens, cpu, began = (
+        await loop.run_in_executor(None, tokens_counted, port),
+        cpu_seconds(processes),
+        time.monotonic(),
+    )
     for one in streams:
         one.delays.clear()
     await asyncio.sleep(seconds)
@@ -190,7 +208,9 @@ async def run(port: int, server: int, board: Board, options: argparse.Namespace,
     for number in range(num_streams):
         looks = number % looks_each == 0 and options.api in ("chat", "completions")
         sent = json.dumps({**body, "stream": True, **({"return_token_ids": True} if looks else {})}).encode()
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(sent)}\r\n\r\n"
+        head = (
+            f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(sent)}\r\n\r\n"
+        )
         request = head.encode() + sent
         _, stream = await loop.create_connection(
             lambda request=request, looks=looks: Stream(request, board, looks, began), "127.0.0.1", port
@@ -227,7 +247,10 @@ def main() -> None:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server must not be left behind
     print(f"{options.api}, {os.cpu_count()} cores; delays in ms")
-    print(f"{'':16}{'calm: tokens/s':>15} {'µs/token':>9} {'p50':>9} {'p99':>9} {'full: tokens/s':>17} {'µs/token':>9}", end="")
+    print(
+        f"{'':16}{'calm: tokens/s':>15} {'µs/token':>9} {'p50':>9} {'p99':>9} {'full: tokens/s':>17} {'µs/token':>9}",
+        end="",
+    )
     print(f" {'p50':>9} {'p99':>9}")
     for num_streams in options.streams:
         for workers in options.workers:

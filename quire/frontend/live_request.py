@@ -38,6 +38,14 @@ class _Answer:
 
     def read(self, update: RequestUpdate) -> tuple[int, str]:
         """Takes tokens in until a stop string is complete: how many, and the text that is certain now."""
+        if self.matcher is None and update.finish_reason is None and not update.scores:
+            text = ""
+            for token_id in update.new_token_ids:  # mostly one
+                text += self.detokenizer.push(token_id)
+            self.token_ids += update.new_token_ids
+            if text:
+                self.pieces.append(text)
+            return len(update.new_token_ids), text
         text, count = "", 0
         for count, token_id in enumerate(update.new_token_ids, start=1):
             self.token_ids.append(token_id)
@@ -99,8 +107,22 @@ class LiveRequest:
     def advance(self, index: int, update: RequestUpdate, end: Callable[[], RequestMetrics]) -> RequestDelta:
         """Takes in what the engine reported of answer `index`. If a stop string is complete with it, `end` is
         called, which ends the answer in the engine."""
+        return self.delta(index, update, *self.read(index, update), end)
+
+    def read(self, index: int, update: RequestUpdate) -> tuple[int, str]:
+        """The first half of `advance`, and all of it while an answer only grows: how many of the tokens count, and the
+        text that is certain now."""
+        return self._answers[index].read(update)
+
+    def has_stopped(self, index: int) -> bool:
+        """Whether an answer's text has come to a stop string."""
+        return self._answers[index].stop_string is not None
+
+    def delta(
+        self, index: int, update: RequestUpdate, count: int, text: str, end: Callable[[], RequestMetrics]
+    ) -> RequestDelta:
+        """The second half of `advance`: what was read, and the end of the answer if it has come to one."""
         answer = self._answers[index]
-        count, text = answer.read(update)
         if answer.stop_string is not None and update.finish_reason is None:
             update = update._replace(metrics=end())
         if answer.stop_string is not None:

@@ -27,6 +27,7 @@ from quire.server.guard.auth import owner_of
 from quire.server.messages import Ready
 from quire.server.prompts import EncodedPrompt, PromptEncoder
 from quire.server.response_store import OwnResponses, ResponseStore, open_store
+from quire.server.tasks import NextTurn
 from quire.server.text_call import TextCall
 
 _T = TypeVar("_T")
@@ -64,6 +65,7 @@ class GenerationService:
         self.started = int(time.time())
         self.is_draining = False
         self._describing = asyncio.Lock()
+        self._next_turn = NextTurn()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
 
     @property
@@ -107,7 +109,8 @@ class GenerationService:
             prompts = await self._encode(request)
             ticket.add_tokens(sum(len(prompt.token_ids) for prompt in prompts))
             trace = self._begin_trace(request, headers)
-            call = kind(request, prompts, self.tokenizer, self.client, self.config, self.metrics, ticket, trace)
+            parts = (self.client, self.config, self.metrics, ticket, trace, self._next_turn)
+            call = kind(request, prompts, self.tokenizer, *parts)
             self.records.add(call.record)
         except BaseException:
             ticket.release()

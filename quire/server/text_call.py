@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 from quire.engine import make_requests
 from quire.frontend.live_request import LiveRequest
 from quire.frontend.reasoning import ReasoningSplitter
+from quire.observe.tracing import Trace
 from quire.outputs import Completion, RequestDelta, TokenLogprobs
 from quire.server.answer_reader import AnswerReader
 from quire.server.engine_call import EngineCall
@@ -29,6 +30,8 @@ class _Answer:
     position: int
     """Which answer of its prompt."""
     reader: AnswerReader
+    index: int
+    """Which choice it is, if not the best of several are chosen."""
     first_token: float | None = None
     last_token: float = 0.0
     num_tokens: int = 0
@@ -41,6 +44,11 @@ class TextCall(EngineCall):
         self._lives: list[LiveRequest] = []
         self._answers: dict[str, _Answer] = {}
         super().__init__(*args)
+        params = self.request.params
+        self._only_grows = params.logprobs is None and params.best_of is None
+        """Whether most updates are nothing but more text."""
+        self._may_stop = bool(params.stop)
+        self._is_traced = type(self._trace) is not Trace
 
     def prompt_logprobs(self, number: int) -> tuple[TokenLogprobs | None, ...] | None:
         return self._lives[number].prompt_logprobs()
@@ -54,7 +62,8 @@ class TextCall(EngineCall):
         )
         self._lives.append(live)
         for position, name in enumerate(live.names):
-            self._answers[name] = _Answer(number, live, position, new_reader(prompt, self.request.split))
+            reader = new_reader(prompt, self.request.split)
+            self._answers[name] = _Answer(number, live, position, reader, number * params.n + position)
         return live.names
 
     def _take(self, update: RequestUpdate) -> None:
@@ -77,8 +86,14 @@ class TextCall(EngineCall):
 
     def _advance(self, answer: _Answer, update: RequestUpdate) -> None:
         began = time.monotonic()
-        delta = answer.live.advance(answer.position, update, partial(self._end_answer, update.request_id, answer))
-        self._count(answer, delta)
+        live, position = answer.live, answer.position
+        count, text = live.read(position, update)
+        is_more_text = self._only_grows and update.finish_reason is None
+        if is_more_text and not (self._may_stop and live.has_stopped(position)):
+            self._grow(answer, update, text, began)
+            return
+        delta = live.delta(position, update, count, text, partial(self._end_answer, update.request_id, answer))
+        self._count(answer, len(delta.token_ids), began)
         if delta.finish_reason is not None:
             self._unfinished.discard(update.request_id)
             if update.finish_reason is not None and update.metrics is not None:  # the engine ended it, no stop string
@@ -89,16 +104,33 @@ class TextCall(EngineCall):
         if params.best_of is None:
             is_last = delta.finish_reason is not None
             stop_reason = answer.live.stop_reason(answer.position) if is_last else None
-            self._read(answer.prompt * params.n + answer.position, answer.reader, delta, stop_reason)
+            self._read_all_of(answer.index, answer.reader, delta, stop_reason)
             if answer.reader.is_over and not is_last:
-                self._end_answer(update.request_id, answer)
-                self._unfinished.discard(update.request_id)
+                self._end_early(update.request_id, answer)
         elif delta.output is not None:
             for place, best in enumerate(delta.output.completions):
                 reader = new_reader(self.prompts[answer.prompt], self.request.split)
-                self._read(answer.prompt * params.n + place, reader, best, best.stop_reason)
+                self._read_all_of(answer.prompt * params.n + place, reader, best, best.stop_reason)
         if delta.token_ids:
             self._trace.text(update.request_id, began, time.monotonic())
+
+    def _grow(self, answer: _Answer, update: RequestUpdate, text: str, began: float) -> None:
+        """What happens with nearly every token of every stream: an answer gained some text."""
+        self._count(answer, len(update.new_token_ids), began)
+        reader = answer.reader
+        if reader.is_plain:
+            self._emit(GenerationEvent(answer.index, text, text, token_ids=update.new_token_ids))
+        else:
+            self._read(answer.index, reader, text, update.new_token_ids)
+            if reader.is_over:
+                self._end_early(update.request_id, answer)
+        if self._is_traced:
+            self._trace.text(update.request_id, began, time.monotonic())
+
+    def _end_early(self, name: str, answer: _Answer) -> None:
+        """A call was repeated."""
+        self._end_answer(name, answer)
+        self._unfinished.discard(name)
 
     def _end_answer(self, name: str, answer: _Answer) -> RequestMetrics:
         """A stop string is complete, or a call was repeated. The engine hears of it; its own counts follow."""
@@ -117,11 +149,9 @@ class TextCall(EngineCall):
             preemptions=0,
         )
 
-    def _count(self, answer: _Answer, delta: RequestDelta) -> None:
-        count = len(delta.token_ids)
+    def _count(self, answer: _Answer, count: int, now: float) -> None:
         if not count:
             return
-        now = time.monotonic()
         if answer.first_token is None:
             answer.first_token = now
             self._metrics.tokens(count, now - self._arrival, True)
@@ -131,14 +161,29 @@ class TextCall(EngineCall):
         answer.last_token = now
         answer.num_tokens += count
         self.usage.completion_tokens += count
-        self.usage.accepted_tokens += count - 1  # a step gives one token, and one more for every guess that was right
+        if count > 1:  # a step gives one token, and one more for every guess that was right
+            self.usage.accepted_tokens += count - 1
         if answer.reader.is_reasoning:
             self.usage.reasoning_tokens += count
 
-    def _read(self, index: int, reader: AnswerReader, found: RequestDelta | Completion, why: str | int | None) -> None:
+    def _read_all_of(
+        self, index: int, reader: AnswerReader, found: RequestDelta | Completion, why: str | int | None
+    ) -> None:
         """Makes events of what is new of a choice, or (best_of) of all of it. `why` it stopped, if it did."""
         reason = cast(FinishReason | None, found.finish_reason)
-        pieces = reader.feed(found.text, reason is not None, is_cut=reason == "length")
+        self._read(index, reader, found.text, found.token_ids, found.logprobs or (), reason, why)
+
+    def _read(
+        self,
+        index: int,
+        reader: AnswerReader,
+        text: str,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        reason: FinishReason | None = None,
+        why: str | int | None = None,
+    ) -> None:
+        pieces = reader.feed(text, reason is not None, is_cut=reason == "length")
         if reader.is_over:
             reason, why = "stop", None
         if reason is not None:
@@ -146,12 +191,9 @@ class TextCall(EngineCall):
             reason = "tool_calls" if reader.num_calls and reason == "stop" else reason
             self.record.finish_reasons.append(reason)
         for place, (content, reasoning, calls) in enumerate(pieces):
-            event = GenerationEvent(index, "", content, reasoning, calls)
-            if place == 0:
-                event = replace(event, text=found.text, token_ids=found.token_ids, logprobs=found.logprobs or ())
-            if place == len(pieces) - 1:
-                event = replace(event, finish_reason=reason, stop_reason=why)
-            self._emit(event)
+            last = (reason, why) if place == len(pieces) - 1 else (None, None)
+            self._emit(GenerationEvent(index, text, content, reasoning, calls, token_ids, logprobs, *last))
+            text, token_ids, logprobs = "", (), ()  # they are told with the first of the pieces
 
     def _count_finished(self) -> None:
         params, seconds = self.request.params, time.monotonic() - self._arrival

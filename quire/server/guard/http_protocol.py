@@ -22,8 +22,9 @@ import socket
 from collections.abc import Callable
 from http import HTTPStatus
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from quire.server.call_stream import DIRECT_BODY
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, error_body
 from quire.server.guard.connection import new_id
@@ -48,6 +49,24 @@ class _GentlyClosed:
         self.write = transport.write
         self.is_closing = transport.is_closing
         self.close = close
+
+
+class _DirectBody:
+    """`quire.server.call_stream.DirectBody` of one response."""
+
+    def __init__(self, cycle: RequestResponseCycle, transport: asyncio.Transport) -> None:
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._transport = transport
+
+    @property
+    def is_blocked(self) -> bool:
+        return self._flow.write_paused
+
+    def write(self, data: bytes) -> None:
+        """As `RequestResponseCycle.send` writes a part of a body."""
+        if not self._cycle.disconnected and not self._cycle.response_complete:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._cycle.chunked_encoding else data)
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -145,6 +164,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refusal = ApiError(415, message)
             raise _RefusedError
         super().on_headers_complete()
+        self.scope["extensions"] = {DIRECT_BODY: _DirectBody(self.cycle, self.transport)}  # type: ignore[dict-item]
         self.cycle.transport = _GentlyClosed(self.transport, self._close_gently)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, TypeVar
 
 from quire.outputs import Logprob, TokenLogprobs
-from quire.server.http_responses import DONE, data_event
+from quire.server.generation import GenerationEvent
+from quire.server.http_responses import DONE, TextEvent, data_event
 from quire.server.lifecycle import Writer
 from quire.server.protocol.sampling import SamplingFields
 
@@ -19,6 +20,35 @@ class ChoicesWriter(Writer[RequestT]):
     OBJECT: ClassVar[str]
     CHUNK_OBJECT: ClassVar[str]
     """What a whole body and a chunk of a stream call themselves."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        options, body = self.body.stream_options, self.body
+        # Where a chunk tells more than its text, it is different every time.
+        tells_usage = options is not None and bool(options.continuous_usage_stats)
+        self._tells_more = tells_usage or bool(body.return_token_ids) or body.prompt_logprobs is not None
+        self._text_events: dict[int, TextEvent] = {}
+        """How a choice that has begun goes on."""
+
+    def text_of(self, event: GenerationEvent) -> str | None:
+        """What an event adds to a choice if that is text and nothing else."""
+        raise NotImplementedError
+
+    def text_choice(self, index: int, text: str) -> dict[str, Any]:
+        """A choice that gained this text and nothing else."""
+        raise NotImplementedError
+
+    def text_chunk(self, event: GenerationEvent) -> bytes | None:
+        """The chunk of an event that adds text and nothing else to a choice that has begun; None for any other."""
+        if self._tells_more or event.logprobs or event.finish_reason is not None:
+            return None
+        text = self.text_of(event)
+        if text is None:
+            return None
+        index = event.index
+        if index not in self._text_events:
+            self._text_events[index] = TextEvent(lambda text, _: self.chunk_of(self.text_choice(index, text)))
+        return self._text_events[index].write(text)
 
     def finish(self) -> Iterator[bytes]:
         options = self.body.stream_options

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,7 +25,18 @@ class CompletionWriter(ChoicesWriter[CompletionRequest]):
         self._logprobs: dict[int, _Logprobs] = {}
         """Of the choices that have begun."""
 
-    def chunk(self, event: GenerationEvent) -> Iterator[bytes]:
+    def text_of(self, event: GenerationEvent) -> str | None:
+        has_begun = event.index in self._logprobs and self.body.logprobs is None and not self.body.no_answer
+        return event.text if event.text and has_begun else None
+
+    def text_choice(self, index: int, text: str) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+
+    def chunk(self, event: GenerationEvent) -> Iterable[bytes]:
+        text = self.text_chunk(event)
+        return self._chunks(event) if text is None else (text,)
+
+    def _chunks(self, event: GenerationEvent) -> Iterator[bytes]:
         if event.text or event.finish_reason is not None or event.logprobs or self.body.return_token_ids:
             yield self.chunk_of(self._choice(event))
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from quire.outputs import TokenLogprobs
 from quire.server.errors import ApiError, error_body
 from quire.server.generation import FinishReason, GenerationEvent, Usage
 from quire.server.guard.connection import new_id
-from quire.server.http_responses import named_event
+from quire.server.http_responses import TextEvent, named_event
 from quire.server.lifecycle import Writer, endpoint
 from quire.server.protocol.responses import TOOL_FIELDS, FunctionTool, NamespaceTool, OtherTool, ResponsesRequest
 from quire.server.routes.choices import logprob_body
@@ -24,6 +24,9 @@ class ResponseWriter(Writer[ResponsesRequest]):
         super().__init__(*args)
         self._items = OutputItems(self.body.wants_logprobs, self.body.namespaces())
         self._num_events = 0
+        self._text_item = 0
+        self._text_event: TextEvent | None = None
+        """How the message goes on that is the item of this number, counted from 1."""
         self._is_over = False
         self._error: dict[str, Any] | None = None
 
@@ -31,7 +34,18 @@ class ResponseWriter(Writer[ResponsesRequest]):
         for kind in ("response.created", "response.in_progress"):
             yield self._event({"type": kind, "response": self._response("in_progress")})
 
-    def chunk(self, event: GenerationEvent) -> Iterator[bytes]:
+    def chunk(self, event: GenerationEvent) -> Iterable[bytes]:
+        if not self._items.takes_text(event):
+            return self._chunks(event)
+        if self._text_item != len(self._items.items):
+            self._text_item = len(self._items.items)
+            self._text_event = TextEvent(lambda text, number: self._encode(self._items.text_delta(text), number))
+        assert self._text_event is not None
+        self._items.add_text(event.content)
+        self._num_events += 1
+        return (self._text_event.write(event.content, self._num_events - 1),)
+
+    def _chunks(self, event: GenerationEvent) -> Iterator[bytes]:
         for out in self._items.take(event):
             yield self._event(out)
         if event.finish_reason is not None:
@@ -75,6 +89,10 @@ class ResponseWriter(Writer[ResponsesRequest]):
     def _event(self, fields: Event) -> bytes:
         number = self._num_events
         self._num_events += 1
+        return self._encode(fields, number)
+
+    @staticmethod
+    def _encode(fields: Event, number: int) -> bytes:
         return named_event(fields["type"], {**fields, "sequence_number": number})
 
     def _response(self, status: str) -> dict[str, Any]:
@@ -158,6 +176,18 @@ class OutputItems:
         self._logprobs: list[TokenLogprobs] = []
         """Of tokens whose text has not come yet."""
         self._is_open = False
+
+    def takes_text(self, event: GenerationEvent) -> bool:
+        """Whether an event adds text to the message that is open, and nothing else."""
+        is_text = event.content and not event.reasoning and not event.tool_calls and event.finish_reason is None
+        return bool(is_text and self._is_open and not self._with_logprobs and self.items[-1]["type"] == "message")
+
+    def add_text(self, text: str) -> None:
+        self._pieces.append(text)
+
+    def text_delta(self, text: str) -> Event:
+        """The event that tells of it."""
+        return self._event("response.output_text.delta", content_index=0, delta=text, logprobs=[])
 
     def take(self, event: GenerationEvent) -> Iterator[Event]:
         self._logprobs += event.logprobs
