@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prometheus_client import ProcessCollector, generate_latest
@@ -39,6 +39,7 @@ _COUNTERS = {
     "vllm:spec_decode_num_accepted_tokens": "Guesses that were right.",
     "quire_failed_steps": "Steps that could not be computed.",
     "quire_engine_restarts": "Times the engine process was replaced.",
+    "quire_http_worker_restarts": "Times an HTTP worker was replaced.",
 }
 _HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "vllm:time_to_first_token_seconds": ("From arrival to the first token.", _SECONDS),
@@ -63,9 +64,11 @@ _HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
 class ServerMetrics:
     """All the numbers of one server."""
 
-    def __init__(self, model_name: str, numbers: Numbers | None = None, others: Iterable[Numbers] = ()) -> None:
-        """`numbers`: where this process counts, so that another can read it; `others`: what the page shows as well."""
-        registry = Registry(numbers, others)
+    def __init__(self, model_name: str, numbers: Numbers | None = None) -> None:
+        """`numbers`: where this process counts, so that another can read it."""
+        registry = Registry(numbers)
+        self.show = registry.show
+        """Adds what other processes count to the page."""
         self.registry = registry.prometheus
         ProcessCollector(registry=self.registry)  # memory, descriptors and time of the HTTP process
         self._labels = labels = {"model_name": model_name, "engine": "0"}
@@ -143,6 +146,11 @@ class ServerMetrics:
         self._counters["quire_engine_restarts"].inc()
         for gauge in self._gauges.values():
             gauge.set(0)
+
+    def worker_restarted(self, num_answers: int) -> None:
+        """An HTTP worker was replaced, and so many answers ended with it."""
+        self._counters["quire_http_worker_restarts"].inc()
+        self.requests_failed("failed", num_answers)
 
     # What calls tell
 

@@ -73,15 +73,19 @@ class Numbers:
 
 
 class Registry:
-    """The metrics of a process. `text` of one that shows others as well has their sums."""
+    """The metrics of a process."""
 
-    def __init__(self, numbers: Numbers | None = None, others: Iterable[Numbers] = ()) -> None:
+    def __init__(self, numbers: Numbers | None = None) -> None:
         self.numbers = numbers or Numbers()
-        self._all = (self.numbers, *others)
+        self._all: tuple[Numbers, ...] = (self.numbers,)
         self._families: dict[str, _Family] = {}
         self.removed: set[tuple[str, tuple[str, ...]]] = set()
         self.prometheus = CollectorRegistry()
         self.prometheus.register(self)
+
+    def show(self, others: Iterable[Numbers]) -> None:
+        """The page has the sums with these from now on."""
+        self._all = (*self._all, *others)
 
     def add(self, family: _Family) -> None:
         self._families[family.name] = family

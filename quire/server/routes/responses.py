@@ -28,11 +28,17 @@ class ResponseWriter(Writer[ResponsesRequest]):
         self._text_event: TextEvent | None = None
         """How the message goes on that is the item of this number, counted from 1."""
         self._is_over = False
+        self._stores_elsewhere = self.body.to_store is not None and self.stored.store.is_remote
+        self.is_long = self.is_long or self._stores_elsewhere
         self._error: dict[str, Any] | None = None
 
     def begin(self) -> Iterator[bytes]:
         for kind in ("response.created", "response.in_progress"):
             yield self._event({"type": kind, "response": self._response("in_progress")})
+
+    def is_long_chunk(self, event: GenerationEvent) -> bool:
+        """It has to wait until the response is stored, and its client must not hear of the end before."""
+        return event.finish_reason is not None and self._stores_elsewhere
 
     def chunk(self, event: GenerationEvent) -> Iterable[bytes]:
         if not self._items.takes_text(event):
