@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.long_runs import IS_LONG
 from tests.server.harness import Server, error_of, wait_for
 from tests.server.scripted_engine import LONG_PROMPT
 
@@ -221,31 +222,31 @@ def test_the_engine_s_end_is_told_through_workers(server: WorkersServer) -> None
     wait_for(lambda: server.post("/v1/completions", completion(1)).status_code == 200, 10, "workers to know of it")
 
 
-def test_workers_end_when_their_requests_have(small_model: str, tmp_path: Path) -> None:
-    with start(small_model, tmp_path, drain_seconds=30.0) as server:
+@pytest.mark.soak
+@pytest.mark.skipif(not IS_LONG, reason="a server of its own: in make soak")
+def test_workers_end_with_a_server_that_is_killed(small_model: str, tmp_path: Path) -> None:
+    with start(small_model, tmp_path) as server:
         assert server.process is not None
-        streams = [open_stream(server) for _ in range(4)]
-        workers = server.workers
-        server.process.send_signal(signal.SIGTERM)
-        wait_for(lambda: "no new requests" in server.log, 10, "the signal")
-        server.fault_file.write_text("release")
-        for client, response in streams:
-            assert "".join(response.iter_text()).endswith("data: [DONE]\n\n")
-            client.close()
-        assert server.process.wait(20) == 0
-        for pid in workers:
-            assert not Path(f"/proc/{pid}").exists()
-        assert "Traceback" not in server.log, server.log
+        workers, engine = server.workers, server.engine_pid
+        server.process.kill()
+        server.process.wait()
+        for pid in (*workers, engine):
+            wait_for(lambda pid=pid: not _runs(pid), 10, "what it started to end")
 
 
-def test_workers_end_with_the_server(server: WorkersServer) -> None:
+def test_workers_end_when_their_requests_have(server: WorkersServer) -> None:
     """Last of all: it takes the server away."""
     assert server.process is not None
-    workers, engine = server.workers, server.engine_pid
-    server.process.kill()
-    server.process.wait()
-    for pid in (*workers, engine):
-        wait_for(lambda pid=pid: not _runs(pid), 10, "what it started to end")
+    streams = [open_stream(server) for _ in range(4)]
+    workers = server.workers
+    server.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: "no new requests" in server.log, 10, "the signal")
+    server.fault_file.write_text("release")
+    for client, response in streams:
+        assert "".join(response.iter_text()).endswith("data: [DONE]\n\n")
+        client.close()
+    assert server.process.wait(20) == 0
+    assert not any(map(_runs, workers))
 
 
 def _runs(pid: int) -> bool:
