@@ -21,6 +21,8 @@ class IncrementalDetokenizer:
     Ids past the tokenizer's vocabulary add nothing (a model may have more rows than its tokenizer tokens).
     """
 
+    __slots__ = ("_is_between", "_skip_special_tokens", "_strip_space", "_texts", "_tokenizer", "_utf8")
+
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens

@@ -104,7 +104,7 @@ class ServerMetrics:
         # Every token comes by here.
         self._generated = self._counters["vllm:generation_tokens"]
         self._between_tokens = self._histograms["vllm:inter_token_latency_seconds"]
-        self._between_tokens.twin = self._histograms["vllm:time_per_output_token_seconds"]
+        registry.show_as("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
 
     def text(self) -> bytes:
         """The page Prometheus reads."""

@@ -79,6 +79,7 @@ class Registry:
         self.numbers = numbers or Numbers()
         self._all: tuple[Numbers, ...] = (self.numbers,)
         self._families: dict[str, _Family] = {}
+        self._other_names: dict[str, str] = {}
         self.removed: set[tuple[str, tuple[str, ...]]] = set()
         self.prometheus = CollectorRegistry()
         self.prometheus.register(self)
@@ -86,6 +87,10 @@ class Registry:
     def show(self, others: Iterable[Numbers]) -> None:
         """The page has the sums with these from now on."""
         self._all = (*self._all, *others)
+
+    def show_as(self, name: str, other_name: str) -> None:
+        """The page has a metric's numbers under another name, too."""
+        self._other_names[other_name] = name
 
     def add(self, family: _Family) -> None:
         self._families[family.name] = family
@@ -102,7 +107,7 @@ class Registry:
                 sums[one.name][one.labels] = [a + b for a, b in zip(before, found, strict=True)]
         for name, family in self._families.items():
             metric = family.metric()
-            for labels, values in sorted(sums.get(name, {}).items()):
+            for labels, values in sorted(sums.get(self._other_names.get(name, name), {}).items()):
                 family.add_to(metric, labels, values)
             yield metric
 
@@ -219,14 +224,9 @@ class _Sizes:
         self._at = place
         self._bounds = bounds
         self._sum = place + len(bounds) + 1
-        self.twin: _Sizes | None = None
-        """Gets what this gets: the same metric under another name."""
 
     def observe(self, value: float, count: int = 1) -> None:
         """So many times this value."""
-        bucket, values = bisect_left(self._bounds, value), self._values
-        values[self._at + bucket] += count
+        values = self._values
+        values[self._at + bisect_left(self._bounds, value)] += count
         values[self._sum] += value * count
-        if self.twin is not None:
-            values[self.twin._at + bucket] += count
-            values[self.twin._sum] += value * count

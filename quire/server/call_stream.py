@@ -44,7 +44,11 @@ class StreamWriter(Protocol):
 
     def begin(self) -> Iterable[bytes]: ...
 
+    def text_chunk(self, event: GenerationEvent) -> bytes | None: ...
+
     def chunk(self, event: GenerationEvent) -> Iterable[bytes]: ...
+
+    may_take_long: bool
 
     def is_long_chunk(self, event: GenerationEvent) -> bool: ...
 
@@ -72,7 +76,7 @@ class CallStream(EventStream):
             while not (self._call.is_over and not self._call.has_events):
                 for event in self._call.take():
                     written = self._writer.chunk(event)
-                    is_long = self._writer.is_long_chunk(event)
+                    is_long = self._writer.may_take_long and self._writer.is_long_chunk(event)
                     await _send_all(send, await asyncio.to_thread(list, written) if is_long else written)
                 if not self._call.has_events and not self._call.is_over:
                     self._waiting = asyncio.get_running_loop().create_future()
@@ -85,6 +89,7 @@ class CallStream(EventStream):
 
     def _news(self) -> None:
         """Events have come, or the end."""
+        self._call.is_told = False
         if self._waiting is None or self._waiting.done():
             return  # the task is at it
         if self._direct is None or self._direct.is_blocked or self._call.is_over:
@@ -97,12 +102,15 @@ class CallStream(EventStream):
 
     def _write_now(self, direct: DirectBody) -> None:
         writer, events = self._writer, self._call.take()
-        if any(map(writer.is_long_chunk, events)):
+        if writer.may_take_long and any(map(writer.is_long_chunk, events)):
             self._call.put_back(events)
             assert self._waiting is not None
             self._waiting.set_result(None)
             return
-        data = b"".join([piece for event in events for piece in writer.chunk(event)])
+        if len(events) == 1:
+            data = writer.text_chunk(events[0]) or b"".join(writer.chunk(events[0]))
+        else:
+            data = b"".join([piece for event in events for piece in writer.chunk(event)])
         if data:
             direct.write(data)
 

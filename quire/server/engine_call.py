@@ -76,8 +76,9 @@ class EngineCall(ABC):
         self._trace = trace
         self._next_turn = next_turn
         self.on_news: Callable[[], None] | None = None
-        """Called in the loop's next turn when events have come, or the end: once, however many they are."""
-        self._is_told = False
+        """Called in the loop's next turn when events have come, or the end: once, until it says (`is_told`) that it
+        wants to hear of the next."""
+        self.is_told = False
         self._queue_seconds = config.queue_seconds
         self._max_buffered = config.max_buffered_tokens if request.stream else None
         self._arrival = time.monotonic()
@@ -211,7 +212,12 @@ class EngineCall(ABC):
             self._hand_over()
         if not self._unfinished and not self._is_over:
             self._end("finished")
-        elif self._max_buffered is not None and self._num_buffered > self._max_buffered:
+        else:
+            self._check_buffer()
+
+    def _check_buffer(self) -> None:
+        """A stream that nobody reads ends."""
+        if self._max_buffered is not None and self._num_buffered > self._max_buffered:
             self.fail(ApiError(408, "the stream was not read for too long", code="slow_reader"))
 
     def fail(self, error: ApiError) -> None:
@@ -241,17 +247,13 @@ class EngineCall(ABC):
     def _emit(self, event: GenerationEvent) -> None:
         self._events.append(event)
         self._num_buffered += len(event.token_ids)
-        self._tell_reader()
+        if not self.is_told:
+            self._tell_reader()
 
     def _tell_reader(self) -> None:
-        if not self._is_told and self.on_news is not None:
-            self._is_told = True
-            self._next_turn.add(self._tell_now)
-
-    def _tell_now(self) -> None:
-        self._is_told = False
-        if self.on_news is not None:
-            self.on_news()
+        if not self.is_told and self.on_news is not None:
+            self.is_told = True
+            self._next_turn.add(self.on_news)
 
     def _end(self, state: str) -> None:
         self._is_over = True

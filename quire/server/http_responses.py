@@ -120,6 +120,8 @@ class TextEvent:
     """An event of which only a text changes (and a number behind it): the bytes around them are written once, by the
     encoder that writes all others."""
 
+    __slots__ = ("_has_number", "_head", "_middle", "_tail")
+
     def __init__(self, make: Callable[[str, int], bytes]) -> None:
         """`make` writes the event with a given text and, if it has one, number."""
         self._head, rest = make(_TEXT, _NUMBER).split(_encode(_TEXT))

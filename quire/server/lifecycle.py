@@ -54,8 +54,21 @@ class Writer(ABC, Generic[RequestT]):
         """What comes before the first event."""
         return ()
 
+    def text_chunk(self, event: GenerationEvent) -> bytes | None:
+        """What is written for an event that only adds to a text that has begun, which most do; None for any other."""
+        return None
+
     def chunk(self, event: GenerationEvent) -> Iterable[bytes]:
+        """What is written for an event."""
+        text = self.text_chunk(event)
+        return self.chunks(event) if text is None else (text,)
+
+    def chunks(self, event: GenerationEvent) -> Iterable[bytes]:
+        """The same for events of all kinds."""
         raise NotImplementedError("this API does not stream")
+
+    may_take_long = False
+    """Whether there are events for which `is_long_chunk` is true."""
 
     def is_long_chunk(self, event: GenerationEvent) -> bool:
         """Whether writing it takes so long that others must not wait for it."""

@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any, cast
 
 from quire.engine import make_requests
-from quire.frontend.live_request import LiveRequest
+from quire.frontend.live_request import AnswerText, LiveRequest
 from quire.frontend.reasoning import ReasoningSplitter
 from quire.observe.tracing import Trace
 from quire.outputs import Completion, RequestDelta, TokenLogprobs
-from quire.server.answer_reader import AnswerReader
+from quire.server.answer_reader import AnswerReader, Pieces
 from quire.server.engine_call import EngineCall
 from quire.server.generation import FinishReason, GenerationEvent
 from quire.server.guard.connection import new_id
@@ -27,6 +27,8 @@ class _Answer:
 
     prompt: int
     live: LiveRequest
+    text: AnswerText
+    """Of this answer, inside of `live`."""
     position: int
     """Which answer of its prompt."""
     reader: AnswerReader
@@ -45,10 +47,9 @@ class TextCall(EngineCall):
         self._answers: dict[str, _Answer] = {}
         super().__init__(*args)
         params = self.request.params
-        self._only_grows = params.logprobs is None and params.best_of is None
-        """Whether most updates are nothing but more text."""
-        self._may_stop = bool(params.stop)
-        self._is_traced = type(self._trace) is not Trace
+        is_plain = params.logprobs is None and params.best_of is None and not params.stop and type(self._trace) is Trace
+        self._growing = {name: one for name, one in self._answers.items() if is_plain and not one.reader.ends_at_repeat}
+        """Answers that run and of which most updates are nothing but more text."""
 
     def prompt_logprobs(self, number: int) -> tuple[TokenLogprobs | None, ...] | None:
         return self._lives[number].prompt_logprobs()
@@ -63,8 +64,26 @@ class TextCall(EngineCall):
         self._lives.append(live)
         for position, name in enumerate(live.names):
             reader = new_reader(prompt, self.request.split)
-            self._answers[name] = _Answer(number, live, position, reader, number * params.n + position)
+            text, index = live.text_of(position), number * params.n + position
+            self._answers[name] = _Answer(number, live, text, position, reader, index)
         return live.names
+
+    def update(self, update: RequestUpdate) -> None:
+        """Nearly every token of every stream goes the short way: an answer gained some text."""
+        answer = self._growing.get(update.request_id)
+        if answer is None or update.finish_reason is not None or update.prompt_scores is not None:
+            super().update(update)
+            return
+        token_ids = update.new_token_ids
+        if not token_ids:
+            return
+        text = answer.text.grow(token_ids)
+        self._count(answer, len(token_ids), time.monotonic())
+        if answer.reader.is_plain:
+            self._emit(GenerationEvent(answer.index, text, text, "", (), token_ids))
+        else:
+            self._tell_pieces(answer.index, answer.reader.feed(text, False), text, token_ids)
+        self._check_buffer()
 
     def _take(self, update: RequestUpdate) -> None:
         answer = self._answers[update.request_id]
@@ -86,16 +105,11 @@ class TextCall(EngineCall):
 
     def _advance(self, answer: _Answer, update: RequestUpdate) -> None:
         began = time.monotonic()
-        live, position = answer.live, answer.position
-        count, text = live.read(position, update)
-        is_more_text = self._only_grows and update.finish_reason is None
-        if is_more_text and not (self._may_stop and live.has_stopped(position)):
-            self._grow(answer, update, text, began)
-            return
-        delta = live.delta(position, update, count, text, partial(self._end_answer, update.request_id, answer))
+        delta = answer.live.advance(answer.position, update, partial(self._end_answer, update.request_id, answer))
         self._count(answer, len(delta.token_ids), began)
         if delta.finish_reason is not None:
             self._unfinished.discard(update.request_id)
+            self._growing.pop(update.request_id, None)
             if update.finish_reason is not None and update.metrics is not None:  # the engine ended it, no stop string
                 self._metrics.answer_finished(update.metrics, delta.finish_reason)
                 self.usage.rejected_tokens += update.metrics.drafted_tokens - update.metrics.accepted_tokens
@@ -104,33 +118,16 @@ class TextCall(EngineCall):
         if params.best_of is None:
             is_last = delta.finish_reason is not None
             stop_reason = answer.live.stop_reason(answer.position) if is_last else None
-            self._read_all_of(answer.index, answer.reader, delta, stop_reason)
+            self._read(answer.index, answer.reader, delta, stop_reason)
             if answer.reader.is_over and not is_last:
-                self._end_early(update.request_id, answer)
+                self._end_answer(update.request_id, answer)
+                self._unfinished.discard(update.request_id)
         elif delta.output is not None:
             for place, best in enumerate(delta.output.completions):
                 reader = new_reader(self.prompts[answer.prompt], self.request.split)
-                self._read_all_of(answer.prompt * params.n + place, reader, best, best.stop_reason)
+                self._read(answer.prompt * params.n + place, reader, best, best.stop_reason)
         if delta.token_ids:
             self._trace.text(update.request_id, began, time.monotonic())
-
-    def _grow(self, answer: _Answer, update: RequestUpdate, text: str, began: float) -> None:
-        """What happens with nearly every token of every stream: an answer gained some text."""
-        self._count(answer, len(update.new_token_ids), began)
-        reader = answer.reader
-        if reader.is_plain:
-            self._emit(GenerationEvent(answer.index, text, text, token_ids=update.new_token_ids))
-        else:
-            self._read(answer.index, reader, text, update.new_token_ids)
-            if reader.is_over:
-                self._end_early(update.request_id, answer)
-        if self._is_traced:
-            self._trace.text(update.request_id, began, time.monotonic())
-
-    def _end_early(self, name: str, answer: _Answer) -> None:
-        """A call was repeated."""
-        self._end_answer(name, answer)
-        self._unfinished.discard(name)
 
     def _end_answer(self, name: str, answer: _Answer) -> RequestMetrics:
         """A stop string is complete, or a call was repeated. The engine hears of it; its own counts follow."""
@@ -166,23 +163,10 @@ class TextCall(EngineCall):
         if answer.reader.is_reasoning:
             self.usage.reasoning_tokens += count
 
-    def _read_all_of(
-        self, index: int, reader: AnswerReader, found: RequestDelta | Completion, why: str | int | None
-    ) -> None:
+    def _read(self, index: int, reader: AnswerReader, found: RequestDelta | Completion, why: str | int | None) -> None:
         """Makes events of what is new of a choice, or (best_of) of all of it. `why` it stopped, if it did."""
         reason = cast(FinishReason | None, found.finish_reason)
-        self._read(index, reader, found.text, found.token_ids, found.logprobs or (), reason, why)
-
-    def _read(
-        self,
-        index: int,
-        reader: AnswerReader,
-        text: str,
-        token_ids: tuple[int, ...],
-        logprobs: tuple[TokenLogprobs, ...] = (),
-        reason: FinishReason | None = None,
-        why: str | int | None = None,
-    ) -> None:
+        text, token_ids, logprobs = found.text, found.token_ids, found.logprobs or ()
         pieces = reader.feed(text, reason is not None, is_cut=reason == "length")
         if reader.is_over:
             reason, why = "stop", None
@@ -190,6 +174,18 @@ class TextCall(EngineCall):
             # An answer that was cut off says so, calls or not: the last of them may be half of one.
             reason = "tool_calls" if reader.num_calls and reason == "stop" else reason
             self.record.finish_reasons.append(reason)
+        self._tell_pieces(index, pieces, text, token_ids, logprobs, reason, why)
+
+    def _tell_pieces(
+        self,
+        index: int,
+        pieces: Sequence[Pieces],
+        text: str,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        reason: FinishReason | None = None,
+        why: str | int | None = None,
+    ) -> None:
         for place, (content, reasoning, calls) in enumerate(pieces):
             last = (reason, why) if place == len(pieces) - 1 else (None, None)
             self._emit(GenerationEvent(index, text, content, reasoning, calls, token_ids, logprobs, *last))

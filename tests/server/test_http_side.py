@@ -108,7 +108,7 @@ def test_a_prepared_event_has_the_bytes_of_any_other(name: str, monkeypatch: pyt
     for event in events:
         written = quick.chunk(event)
         prepared += isinstance(written, tuple)
-        assert b"".join(written) == b"".join(slow._chunks(event))
+        assert b"".join(written) == b"".join(slow.chunks(event))
     assert prepared >= (0 if name in ("chat with all usage", "chat with tokens") else 3)
 
 
@@ -192,7 +192,7 @@ class FakeCall(EngineCall):
     def __init__(self, most: int) -> None:
         self.on_news: Callable[[], None] | None = None
         self._next_turn = NextTurn()
-        self._is_told = self._is_over = False
+        self.is_told = self._is_over = False
         self._events: list[GenerationEvent] = []
         self._num_buffered, self._most = 0, most
         self._error: ApiError | None = None
@@ -217,6 +217,7 @@ class Words:
     """A writer."""
 
     is_long = False
+    may_take_long = True
 
     def __init__(self, call: FakeCall) -> None:
         self.call = call
@@ -228,6 +229,9 @@ class Words:
         if event.content == "bad":
             raise RuntimeError("can't be written")
         return (event.content.encode(),)
+
+    def text_chunk(self, event: GenerationEvent) -> bytes | None:
+        return None
 
     def is_long_chunk(self, event: GenerationEvent) -> bool:
         return event.content == "long"

@@ -55,6 +55,8 @@ class _GentlyClosed:
 class _DirectBody:
     """`quire.server.call_stream.DirectBody` of one response."""
 
+    __slots__ = ("_cycle", "_flow", "_transport")
+
     def __init__(self, cycle: RequestResponseCycle, transport: asyncio.Transport) -> None:
         self._cycle = cycle
         self._flow = cycle.flow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from quire.server.errors import ApiError, error_body
@@ -22,11 +22,10 @@ class MessageWriter(Writer[MessagesRequest]):
         self._has_begun = False
         self._is_clamped = self.call.prompts[0].is_clamped
 
-    def chunk(self, event: GenerationEvent) -> Iterable[bytes]:
-        text = self._blocks.take_text(event)
-        return self._chunks(event) if text is None else (text,)
+    def text_chunk(self, event: GenerationEvent) -> bytes | None:
+        return self._blocks.take_text(event)
 
-    def _chunks(self, event: GenerationEvent) -> Iterator[bytes]:
+    def chunks(self, event: GenerationEvent) -> Iterator[bytes]:
         if not self._has_begun:
             # Only now it is known how much of the prompt was cached.
             self._has_begun = True

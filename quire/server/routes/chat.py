@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from quire.outputs import TokenLogprobs
@@ -24,18 +24,10 @@ class ChatWriter(ChoicesWriter[ChatCompletionRequest]):
         self._begun: set[int] = set()
         """Choices that something was said of."""
 
-    def text_of(self, event: GenerationEvent) -> str | None:
-        is_text = event.content and not event.reasoning and not event.tool_calls and event.index in self._begun
-        return event.content if is_text else None
-
     def text_choice(self, index: int, text: str) -> dict[str, Any]:
         return {"index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
 
-    def chunk(self, event: GenerationEvent) -> Iterable[bytes]:
-        text = self.text_chunk(event)
-        return self._chunks(event) if text is None else (text,)
-
-    def _chunks(self, event: GenerationEvent) -> Iterator[bytes]:
+    def chunks(self, event: GenerationEvent) -> Iterator[bytes]:
         delta = self._message(event)
         if event.tool_calls:
             delta["tool_calls"] = [_call_delta(call) for call in event.tool_calls]
@@ -79,6 +71,7 @@ class ChatWriter(ChoicesWriter[ChatCompletionRequest]):
         first = {"index": event.index, "delta": delta, "logprobs": None, "finish_reason": None}
         more = {} if self._begun else self._prompt_tokens()
         self._begun.add(event.index)
+        self.begun(event.index)
         return self.chunk_of(first, **more)
 
     def _prompt_tokens(self) -> dict[str, Any]:

@@ -30,25 +30,20 @@ class ChoicesWriter(Writer[RequestT]):
         self._text_events: dict[int, TextEvent] = {}
         """How a choice that has begun goes on."""
 
-    def text_of(self, event: GenerationEvent) -> str | None:
-        """What an event adds to a choice if that is text and nothing else."""
-        raise NotImplementedError
-
     def text_choice(self, index: int, text: str) -> dict[str, Any]:
         """A choice that gained this text and nothing else."""
         raise NotImplementedError
 
     def text_chunk(self, event: GenerationEvent) -> bytes | None:
-        """The chunk of an event that adds text and nothing else to a choice that has begun; None for any other."""
-        if self._tells_more or event.logprobs or event.finish_reason is not None:
+        prepared = self._text_events.get(event.index)
+        if prepared is None or event.finish_reason is not None or event.logprobs or event.tool_calls or event.reasoning:
             return None
-        text = self.text_of(event)
-        if text is None:
-            return None
-        index = event.index
-        if index not in self._text_events:
+        return prepared.write(event.content) if event.content else None
+
+    def begun(self, index: int) -> None:
+        """Something was said of a choice: from now on most of its chunks differ in their text alone."""
+        if not self._tells_more and index not in self._text_events:
             self._text_events[index] = TextEvent(lambda text, _: self.chunk_of(self.text_choice(index, text)))
-        return self._text_events[index].write(text)
 
     def finish(self) -> Iterator[bytes]:
         options = self.body.stream_options

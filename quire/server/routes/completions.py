@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,25 +24,20 @@ class CompletionWriter(ChoicesWriter[CompletionRequest]):
         super().__init__(*args)
         self._logprobs: dict[int, _Logprobs] = {}
         """Of the choices that have begun."""
-
-    def text_of(self, event: GenerationEvent) -> str | None:
-        has_begun = event.index in self._logprobs and self.body.logprobs is None and not self.body.no_answer
-        return event.text if event.text and has_begun else None
+        self.may_take_long = bool(self.body.echo) and self.body.logprobs is not None
 
     def text_choice(self, index: int, text: str) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
-    def chunk(self, event: GenerationEvent) -> Iterable[bytes]:
-        text = self.text_chunk(event)
-        return self._chunks(event) if text is None else (text,)
-
-    def _chunks(self, event: GenerationEvent) -> Iterator[bytes]:
+    def chunks(self, event: GenerationEvent) -> Iterator[bytes]:
         if event.text or event.finish_reason is not None or event.logprobs or self.body.return_token_ids:
             yield self.chunk_of(self._choice(event))
+            if self.body.logprobs is None and not self.body.no_answer:
+                self.begun(event.index)
 
     def is_long_chunk(self, event: GenerationEvent) -> bool:
         """It holds as many logprobs as the prompt has tokens."""
-        return bool(self.body.echo) and self.body.logprobs is not None and event.index not in self._logprobs
+        return self.may_take_long and event.index not in self._logprobs
 
     def whole(self, events: list[GenerationEvent]) -> dict[str, Any]:
         return self.whole_of([self._choice(event) for event in whole_choices(events)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from quire.outputs import TokenLogprobs
@@ -30,6 +30,7 @@ class ResponseWriter(Writer[ResponsesRequest]):
         self._is_over = False
         self._stores_elsewhere = self.body.to_store is not None and self.stored.store.is_remote
         self.is_long = self.is_long or self._stores_elsewhere
+        self.may_take_long = self._stores_elsewhere
         self._error: dict[str, Any] | None = None
 
     def begin(self) -> Iterator[bytes]:
@@ -40,18 +41,18 @@ class ResponseWriter(Writer[ResponsesRequest]):
         """It has to wait until the response is stored, and its client must not hear of the end before."""
         return event.finish_reason is not None and self._stores_elsewhere
 
-    def chunk(self, event: GenerationEvent) -> Iterable[bytes]:
+    def text_chunk(self, event: GenerationEvent) -> bytes | None:
         if not self._items.takes_text(event):
-            return self._chunks(event)
+            return None
         if self._text_item != len(self._items.items):
             self._text_item = len(self._items.items)
             self._text_event = TextEvent(lambda text, number: self._encode(self._items.text_delta(text), number))
         assert self._text_event is not None
         self._items.add_text(event.content)
         self._num_events += 1
-        return (self._text_event.write(event.content, self._num_events - 1),)
+        return self._text_event.write(event.content, self._num_events - 1)
 
-    def _chunks(self, event: GenerationEvent) -> Iterator[bytes]:
+    def chunks(self, event: GenerationEvent) -> Iterator[bytes]:
         for out in self._items.take(event):
             yield self._event(out)
         if event.finish_reason is not None:
