@@ -1,8 +1,8 @@
 """What the HTTP side costs per streamed token, and how long tokens are on their way through it.
 
 The engine is a fake one that gives each stream a token per step (`bench/http_side_engine.py`), 50,000 tokens per second
-in all; the model is only a tokenizer. Clients are plain sockets in this process, whose CPU does not count. Printed are,
-for each number of streams and of HTTP workers:
+in all; the model is only a small tokenizer. Clients are plain sockets in this process, whose CPU does not count.
+What is printed, for each number of streams and of HTTP workers:
 
 - tokens/s: that left the HTTP side while more were offered than it can take,
 - µs/token: CPU time of all HTTP processes over the tokens, at that load and at a calm one, where nobody lags,
@@ -37,20 +37,22 @@ from pathlib import Path
 from typing import Any, cast
 
 import uvloop
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from bench.http_side_engine import MOST_STEPS, VARIABLE, Board
+from bench.http_side_engine import FIRST_ID, NUM_IDS, VARIABLE, Board
 from quire.bench.spread import percentile_of
 
 ROOT = Path(__file__).parents[1]
 _AT_ONCE = 100
 """Streams that are being opened."""
 _READ_IDS = re.compile(rb'"token_ids":\[([\d,]+)\]')
+_MOST_TOKENS = 60_000
 _CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 APIS: dict[str, tuple[str, dict[str, Any]]] = {
-    "chat": ("/v1/chat/completions", {**_CHAT, "max_tokens": MOST_STEPS}),
-    "completions": ("/v1/completions", {"prompt": "Hi", "max_tokens": MOST_STEPS}),
-    "responses": ("/v1/responses", {"input": "Hi", "max_output_tokens": MOST_STEPS, "store": False}),
-    "messages": ("/v1/messages", {**_CHAT, "max_tokens": MOST_STEPS, "model": "bench"}),
+    "chat": ("/v1/chat/completions", {**_CHAT, "max_tokens": _MOST_TOKENS}),
+    "completions": ("/v1/completions", {"prompt": "Hi", "max_tokens": _MOST_TOKENS}),
+    "responses": ("/v1/responses", {"input": "Hi", "max_output_tokens": _MOST_TOKENS, "store": False}),
+    "messages": ("/v1/messages", {**_CHAT, "max_tokens": _MOST_TOKENS, "model": "bench"}),
 }
 _RUN = """
 import json, os, sys
@@ -115,10 +117,31 @@ class Stream(asyncio.Protocol):
             self._began.release()
 
 
+def write_tokenizer(folder: Path) -> None:
+    """A model folder as far as the HTTP side reads it: words of this file, and a chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=FIRST_ID + NUM_IDS, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator((path.read_text() for path in sorted(ROOT.glob("docs/*.md"))), trainer)
+    assert tokenizer.get_vocab_size() == FIRST_ID + NUM_IDS
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").touch()
+
+
 @contextlib.contextmanager
 def server(workers: int, folder: Path, profile: str) -> Iterator[tuple[int, int]]:
     """The process id and the port of a server in front of the fake engine."""
-    fields: dict[str, Any] = {"port": 0, "engine_module": "bench.http_side_engine", "served_model_names": ["bench"]}
+    fields: dict[str, Any] = {
+        "model": str(folder),
+        "port": 0,
+        "engine_module": "bench.http_side_engine",
+        "served_model_names": ["bench"],
+    }
     fields |= {"max_connections": 8192, "max_queued_requests": 8192, "request_seconds": 3600.0, "log_level": "info"}
     if workers > 1:
         fields["http_workers"] = workers
@@ -181,7 +204,7 @@ async def measure(
 ) -> Figures:
     loop = asyncio.get_running_loop()
     board.rate = rate
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(0.5)
     tokens, cpu, began = (
         await loop.run_in_executor(None, tokens_counted, port),
         cpu_seconds(processes),
@@ -241,7 +264,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rate", type=float, default=50_000.0, help="tokens per second the engine offers")
     parser.add_argument("--calm-rate", type=float, default=4000.0, help="the same for the calm load; 0: none")
-    parser.add_argument("--seconds", type=float, default=3.0, help="for each load")
+    parser.add_argument("--seconds", type=float, default=2.0, help="for each load")
     parser.add_argument("--looking", type=int, default=16, help="streams whose tokens' delay is looked at")
     parser.add_argument("--profile", default="", help="write what one process spends its time on there (workers: 1)")
     options = parser.parse_args()
@@ -256,6 +279,7 @@ def main() -> None:
         for workers in options.workers:
             with tempfile.TemporaryDirectory() as name:
                 board = Board(Path(name) / "board")
+                write_tokenizer(Path(name))
                 with server(workers, Path(name), options.profile) as (process, port):
                     figures = uvloop.run(run(port, process, board, options, num_streams))
             shown = "        ".join(map(str, figures))

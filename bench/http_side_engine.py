@@ -1,8 +1,8 @@
 """The engine process of `bench/http_side.py`: no model, and as many tokens per second as it is told to give.
 
-It speaks the engine's part (`quire.server.messages`): every step gives one token to each request. The token's id is the
-step's number, and when the step was made stands in a file that `http_side.py` reads, so that whoever reads a stream
-knows how long its tokens were on their way.
+It speaks the engine's part (`quire.server.messages`): every step gives one token to each request. The token's id tells
+the step, and when that was made stands in a file that `http_side.py` reads, so that whoever reads a stream knows how
+long its tokens were on their way.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from quire.observe.step_log import StepSummary
 from quire.server import messages
 from quire.step import RequestUpdate
 
-FIRST_ID = 1000
-"""Of the tokens it gives: plain words in most vocabularies."""
-MOST_STEPS = 40_000
+FIRST_ID, NUM_IDS = 300, 1024
+"""Of the tokens it gives. They come again after so many steps, which is longer than any of them is on its way."""
 _MOST_BEHIND = 4
 """Messages that may wait in this process; those that wait in the HTTP process come on top."""
 VARIABLE = "QUIRE_BENCH_BOARD"
@@ -35,7 +34,7 @@ class Board:
 
     def __init__(self, path: Path) -> None:
         if not path.exists():
-            path.write_bytes(bytes(8 * (2 + MOST_STEPS)))
+            path.write_bytes(bytes(8 * (2 + NUM_IDS)))
         with path.open("r+b") as file:
             self._values = memoryview(mmap.mmap(file.fileno(), 0)).cast("d")
 
@@ -63,8 +62,8 @@ class Board:
 
     def make(self, step: int) -> int:
         """The token of a step that is made now."""
-        self._values[2 + step] = time.monotonic()
-        return FIRST_ID + step
+        self._values[2 + step % NUM_IDS] = time.monotonic()
+        return FIRST_ID + step % NUM_IDS
 
 
 def run(config: messages.EngineProcessConfig) -> None:
@@ -76,7 +75,7 @@ def run(config: messages.EngineProcessConfig) -> None:
     events: zmq.Socket[bytes] = context.socket(zmq.PUSH)
     events.set_hwm(_MOST_BEHIND)
     events.connect(config.events_address)
-    events.send(messages.encode(messages.Ready(49152, 64, 65536, 4096, 1_000_000, 16, "fcfs", "fp_bench")))
+    events.send(messages.encode(messages.Ready(FIRST_ID + NUM_IDS, 64, 65536, 4096, 1_000_000, 16, "fcfs", "fp_bench")))
     names: dict[str, None] = {}
     step, due = 0, time.monotonic()
     while True:
@@ -98,7 +97,7 @@ def run(config: messages.EngineProcessConfig) -> None:
                         names.pop(name, None)
             board.num_requests = len(names)
         now = time.monotonic()
-        if names and rate and now >= due and step < MOST_STEPS:
+        if names and rate and now >= due:
             tokens = (board.make(step),)
             out.updates = [RequestUpdate(name, tokens) for name in names]
             out.steps = [StepSummary(step, now, 0, 0, 0, len(names), 0, 0, 0.0)]

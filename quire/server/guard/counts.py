@@ -39,6 +39,15 @@ class Counts:
     def total(self, column: int) -> int:
         return sum(self._values[column::_COLUMNS].tolist())
 
+    def own(self, column: int) -> int:
+        """What this process counts."""
+        return self._values[self._first + column]
+
+    def least(self, column: int) -> int:
+        """The smallest count of those who serve clients."""
+        values = self._values[column::_COLUMNS].tolist()
+        return min(values[1:] or values)
+
     def clear(self, row: int) -> None:
         """A process is gone, and all that it counted with it."""
         for column in range(_COLUMNS):

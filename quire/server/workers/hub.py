@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_PARENT = 75
 """Bytes; the system takes some 100 for the path of a socket."""
+_BACKLOG = 2048
+"""Connections that wait to be accepted."""
 _LOOK_SECONDS = 0.05
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 _MOST_FAILED_STARTS = 5
@@ -75,12 +77,14 @@ class WorkerHub:
         service.metrics.show(numbers)
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(lambda: WorkerLink(self, client), str(self.folder / "link"))
+        self._listener.listen(_BACKLOG)
         self._tasks = [loop.create_task(self._supervise(worker)) for worker in self._workers()]
         self._tasks.append(loop.create_task(self._tell_state(client)))
         await self._all_listening.wait()
 
     def drain(self) -> None:
         """Workers take nobody in any more, and end when their requests have."""
+        self._listener.close()
         self._draining.set()
         self._all_listening.set()
         for link in self._links.values():

@@ -18,6 +18,7 @@ from typing import cast
 
 import msgspec
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quire.checkpoints.sources import resolve
 from quire.frontend.tokenizer import Tokenizer
@@ -31,12 +32,37 @@ from quire.server.guard.counts import Counts
 from quire.server.http_server import HttpServer, http_settings, open_tokenizer, prepare_process, settle
 from quire.server.logs import set_up_logging
 from quire.server.service import GenerationService
+from quire.server.workers.accept import Accepting
 from quire.server.workers.engines import RemoteEngines
 from quire.server.workers.forward import Forward
 from quire.server.workers.messages import Listening, WorkerConfig, decode_config
 from quire.server.workers.store import RemoteStore
 
 logger = logging.getLogger(__name__)
+
+
+class _Server(HttpServer):
+    """Accepts its part of the connections."""
+
+    def __init__(self, settings: uvicorn.Config, listener: socket.socket, counts: Counts) -> None:
+        super().__init__(settings)
+        self._listener = listener
+        self._counts = counts
+        self._accepting: Accepting | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup([])
+        self._accepting = Accepting(self._listener, self._new_protocol, self.config.ssl, self._counts)
+        self._accepting.start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._accepting is not None:
+            self._accepting.stop()
+        await super().shutdown([])
+
+    def _new_protocol(self) -> asyncio.Protocol:
+        kind = cast(type[HttpToolsProtocol], self.config.http_protocol_class)
+        return kind(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
 
 def main() -> int:
@@ -67,7 +93,7 @@ async def _serve(first: WorkerConfig, config: ServerConfig, tokenizer: Tokenizer
     client, store = cast(EngineClient, engines), RemoteStore(config, engines)
     service = GenerationService(config, tokenizer, client, first.ready, metrics, tracing, store, counts)
     app = Forward(create_app(service), str(folder / "inner"))
-    server = HttpServer(http_settings(config, app, counts))
+    server = _Server(http_settings(config, app, counts), socket.socket(fileno=first.listener), counts)
 
     def drain() -> None:
         service.is_draining = True
@@ -80,7 +106,7 @@ async def _serve(first: WorkerConfig, config: ServerConfig, tokenizer: Tokenizer
     engines.on_drain, engines.on_find = drain, find
     settle()
     server.on_started = lambda: engines.send(Listening(first.worker))
-    serving = asyncio.create_task(server.serve(sockets=[socket.socket(fileno=first.listener)]))
+    serving = asyncio.create_task(server.serve())
     await asyncio.wait((serving, engines.lost), return_when=asyncio.FIRST_COMPLETED)
     if not serving.done():
         logger.error("the server's process is gone; so this worker ends")
