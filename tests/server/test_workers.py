@@ -163,8 +163,9 @@ def test_files_and_batches_go_through_any_worker(server: WorkersServer) -> None:
     done = wait_for(lambda: (b := server.get(f"/v1/batches/{name}").json())["status"] == "completed" and b, 30, "it")
     lines = server.get(f"/v1/files/{done['output_file_id']}/content").text.splitlines()
     assert [json.loads(one)["custom_id"] for one in lines] == ["0", "1", "2"]
-    too_large = httpx.post(server.url + "/v1/files", headers=HEADERS, content=b"x" * 100)
-    assert too_large.status_code == 415
+    assert httpx.post(server.url + "/v1/files", headers=HEADERS, content=b"x" * 100).status_code == 415
+    too_large = httpx.post(server.url + "/v1/elsewhere", headers=HEADERS, content=b"x" * 5_000_000)
+    assert too_large.status_code in (404, 413)
     assert server.get("/openapi.json").json()["info"]["title"] == "Quire"
     with server.client() as client:
         assert client.head("/v1/models").status_code in (200, 405)
@@ -224,9 +225,14 @@ def test_the_engine_s_end_is_told_through_workers(server: WorkersServer) -> None
 
 @pytest.mark.soak
 @pytest.mark.skipif(not IS_LONG, reason="a server of its own: in make soak")
-def test_workers_end_with_a_server_that_is_killed(small_model: str, tmp_path: Path) -> None:
-    with start(small_model, tmp_path) as server:
+def test_workers_that_hang_are_replaced_and_all_end_with_the_server(small_model: str, tmp_path: Path) -> None:
+    with start(small_model, tmp_path, stall_seconds=4.0, hang_seconds=4.0) as server:
         assert server.process is not None
+        victim = server.workers[1]
+        os.kill(victim, signal.SIGSTOP)
+        wait_for(lambda: "gave no sign of life" in server.log, 20, "it to be noticed")
+        wait_for(lambda: len(server.workers) == 2 and victim not in server.workers, 30, "a new one")
+        wait_for(lambda: server.post("/v1/completions", completion(1)).status_code == 200, 10, "an answer")
         workers, engine = server.workers, server.engine_pid
         server.process.kill()
         server.process.wait()

@@ -8,12 +8,10 @@ from typing import Any, cast
 
 from quire.server import messages
 from quire.server.engine_client import State, unavailable
-from quire.server.errors import ApiError
 from quire.server.listeners import Listener, Listeners
 from quire.server.workers import messages as wire
 from quire.server.workers.messages import Frames, FromWorker, ToWorker, decode_to_worker, frame
 
-_DESCRIBE_SECONDS = 6.0
 _STORE_SECONDS = 30.0
 
 
@@ -31,22 +29,14 @@ class RemoteEngines(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._frames = Frames()
         self._listeners = Listeners()
-        self._tickets: dict[int, asyncio.Future[Any]] = {}
+        self._tickets: dict[int, asyncio.Future[bytes | None]] = {}
         self._num_tickets = 0
 
     def send(self, message: FromWorker) -> None:
         if self._transport is not None:
             self._transport.write(frame(message))
 
-    # What the service asks (`EngineClient` has the same)
-
-    @property
-    def seconds_silent(self) -> float:
-        return 0.0  # the server's own process watches
-
-    @property
-    def is_stalled(self) -> bool:
-        return False
+    # What calls ask (`EngineClient` has the same)
 
     def add(self, message: messages.AddRequest, names: Sequence[str], listener: Listener) -> None:
         if self.state != "ready":
@@ -66,27 +56,6 @@ class RemoteEngines(asyncio.Protocol):
             raise unavailable()
         self.send(messages.End(name))
 
-    async def describe(self, request_id: str, explain: bool = False) -> dict[str, Any] | None:
-        ticket, future = self._ticket()
-        self.send(messages.Describe(ticket, request_id, explain))
-        try:
-            found: dict[str, Any] | None = await asyncio.wait_for(future, _DESCRIBE_SECONDS)
-        except TimeoutError:
-            return None
-        return found
-
-    async def start(self) -> messages.Ready:
-        """The server's process has started it."""
-        assert self.ready is not None
-        return self.ready
-
-    async def stop(self) -> None:
-        self.abandon()
-
-    def abandon(self) -> None:
-        """Tells everybody who waits that the server is going down."""
-        self._listeners.fail_all(ApiError(503, "the server is going down", code="shutting_down"))
-
     # What the store asks, from a thread
 
     def ask(self, make: Callable[[int], wire.Store | wire.Recall]) -> bytes | None:
@@ -101,17 +70,15 @@ class RemoteEngines(asyncio.Protocol):
             return False
 
     async def _ask(self, make: Callable[[int], wire.Store | wire.Recall]) -> bytes | None:
-        ticket, future = self._ticket()
-        self.send(make(ticket))
-        answer: bytes | None = await future
-        return answer
-
-    def _ticket(self) -> tuple[int, asyncio.Future[Any]]:
         self._num_tickets += 1
         ticket = self._num_tickets
-        future = self._tickets[ticket] = self._loop.create_future()
-        future.add_done_callback(lambda _: self._tickets.pop(ticket, None))
-        return ticket, future
+        future: asyncio.Future[bytes | None] = self._loop.create_future()
+        self._tickets[ticket] = future
+        self.send(make(ticket))
+        try:
+            return await future
+        finally:
+            del self._tickets[ticket]
 
     # asyncio's
 
@@ -138,16 +105,13 @@ class RemoteEngines(asyncio.Protocol):
                     listener.fail(message.error())
             case wire.State():
                 self.state, self.ready = cast(State, message.state), message.ready or self.ready
-            case messages.Described():
-                self._answer(message.ticket, message.record)
             case wire.Recalled():
-                self._answer(message.ticket, message.response)
+                future = self._tickets.get(message.ticket)
+                if future is not None and not future.done():
+                    future.set_result(message.response)
+            case wire.Ping():
+                self.send(wire.Pong())
             case wire.Find():
                 self.send(wire.Found(message.ticket, self.on_find(message.name)))
             case wire.Drain():
                 self.on_drain()
-
-    def _answer(self, ticket: int, found: Any) -> None:
-        future = self._tickets.get(ticket)
-        if future is not None and not future.done():
-            future.set_result(found)

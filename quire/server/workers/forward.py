@@ -29,6 +29,8 @@ _KEYS = frozenset({b"authorization", b"x-api-key"})
 _HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"expect", b"te", b"upgrade", b"date"})
 """Headers about one connection, not about the message."""
 _READ_AT_ONCE = 64 * 1024
+_IS_READ = "quire.is_read"
+"""In a scope: all of the body has come."""
 
 
 class Forward:
@@ -51,8 +53,15 @@ class Forward:
             await error_response(scope, error)(scope, receive, send)
             return
         asking = asyncio.create_task(_ask(scope, receive, writer))
+
+        async def closing_send(message: Message) -> None:
+            if message["type"] == "http.response.start" and not scope.get(_IS_READ):
+                # Whatever is still to come of the body is not worth reading.
+                message["headers"] = [*message["headers"], (b"connection", b"close")]
+            await send(message)
+
         try:
-            await _answer(reader, send, asking)
+            await _answer(reader, closing_send, asking)
         finally:
             asking.cancel()
             writer.transport.abort()
@@ -84,7 +93,7 @@ async def _ask(scope: Scope, receive: Receive, writer: asyncio.StreamWriter) -> 
             continue
         if body:
             writer.write(b"%x\r\n%b\r\n" % (len(body), body) if is_chunked else body)
-        is_sent = not message.get("more_body", False)
+        is_sent = scope[_IS_READ] = not message.get("more_body", False)
         if is_sent and is_chunked:
             writer.write(b"0\r\n\r\n")
         with contextlib.suppress(ConnectionError):  # it has answered and does not want the rest

@@ -34,6 +34,8 @@ _LONGEST_PARENT = 75
 _BACKLOG = 2048
 """Connections that wait to be accepted."""
 _LOOK_SECONDS = 0.05
+_PINGS = 8
+"""Without an answer, in `hang_seconds`: then a worker hangs."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 _MOST_FAILED_STARTS = 5
 _FIND_SECONDS = 2.0
@@ -79,7 +81,7 @@ class WorkerHub:
         self._server = await loop.create_unix_server(lambda: WorkerLink(self, client), str(self.folder / "link"))
         self._listener.listen(_BACKLOG)
         self._tasks = [loop.create_task(self._supervise(worker)) for worker in self._workers()]
-        self._tasks.append(loop.create_task(self._tell_state(client)))
+        self._tasks += [loop.create_task(self._tell_state(client)), loop.create_task(self._watch())]
         await self._all_listening.wait()
 
     def drain(self) -> None:
@@ -92,7 +94,7 @@ class WorkerHub:
 
     async def wait(self) -> None:
         """Until all workers have ended, which they do when they are drained."""
-        await asyncio.gather(*self._tasks[:-1], return_exceptions=True)
+        await asyncio.gather(*self._tasks[: self._config.http_workers], return_exceptions=True)
 
     def kill(self) -> None:
         """Ends them at once."""
@@ -215,6 +217,17 @@ class WorkerHub:
             await process.stdin.drain()
         code = await process.wait()
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"it exited with code {code}"
+
+    async def _watch(self) -> None:
+        """Ends workers that hang. Times in which this process did not run itself count for nothing."""
+        pause = self._config.hang_seconds / _PINGS
+        while True:
+            await asyncio.sleep(pause)
+            for worker, link in self._links.items():
+                if link.ping() >= _PINGS:
+                    logger.error("HTTP worker %d gave no sign of life for %.0f s", worker, _PINGS * pause)
+                    with contextlib.suppress(ProcessLookupError):
+                        self._processes[worker].kill()
 
     async def _tell_state(self, client: EngineClient) -> None:
         """Workers hear how the engine is when that changes."""

@@ -50,7 +50,11 @@ class Recall(msgspec.Struct, tag="recall"):
     item_id: str | None = None
 
 
-FromWorker = Listening | Add | messages.Abort | messages.End | messages.Describe | Found | Store | Recall
+class Pong(msgspec.Struct, tag="pong"):
+    """The answer to `Ping`: the worker lives."""
+
+
+FromWorker = Listening | Add | messages.Abort | messages.End | Found | Store | Recall | Pong
 
 
 class State(msgspec.Struct, tag="state"):
@@ -99,7 +103,11 @@ class Drain(msgspec.Struct, tag="drain"):
     """Take nobody in any more, and end when all requests have."""
 
 
-ToWorker = State | messages.Updates | messages.Described | Failed | Find | Recalled | Drain
+class Ping(msgspec.Struct, tag="ping"):
+    """Is the worker there?"""
+
+
+ToWorker = State | messages.Updates | Failed | Find | Recalled | Ping | Drain
 
 
 class WorkerConfig(msgspec.Struct):

@@ -24,6 +24,8 @@ from quire.server.workers.messages import (
     Frames,
     FromWorker,
     Listening,
+    Ping,
+    Pong,
     Recall,
     Recalled,
     State,
@@ -64,6 +66,7 @@ class WorkerLink(asyncio.Protocol):
         self._is_due = False
         self._next_turn = NextTurn()
         self._last_state: State | None = None
+        self._num_unanswered = 0
         self.finding: dict[int, Callable[[RequestRecord | None], None]] = {}
         """Who waits for the answer to a `Find`, by ticket."""
 
@@ -79,6 +82,12 @@ class WorkerLink(asyncio.Protocol):
         if state != self._last_state:
             self._last_state = state
             self.send(state)
+
+    def ping(self) -> int:
+        """Asks for a sign of life; how many times that has been done in vain."""
+        self._num_unanswered += 1
+        self.send(Ping())
+        return self._num_unanswered - 1
 
     def lost(self) -> int:
         """The worker is gone: nobody waits for its requests any more. How many answers they would have had."""
@@ -118,8 +127,8 @@ class WorkerLink(asyncio.Protocol):
             case messages.End():
                 with contextlib.suppress(ApiError):  # the engine is gone, as its listener hears
                     self._client.end(message.name)
-            case messages.Describe():
-                asyncio.get_running_loop().create_task(self._describe(message))
+            case Pong():
+                self._num_unanswered = 0
             case Found():
                 answered = self.finding.pop(message.ticket, None)
                 if answered is not None:
@@ -137,10 +146,6 @@ class WorkerLink(asyncio.Protocol):
             self._client.add(message.request, message.names, listener)
         except ApiError as error:
             listener.fail(error)
-
-    async def _describe(self, message: messages.Describe) -> None:
-        record = await self._client.describe(message.request_id, message.explain)
-        self.send(messages.Described(message.ticket, record))
 
     def _recall(self, message: Recall) -> None:
         store = self._hub.service.responses
