@@ -21,19 +21,31 @@ class IncrementalDetokenizer:
     Ids past the tokenizer's vocabulary add nothing (a model may have more rows than its tokenizer tokens).
     """
 
+    __slots__ = ("_is_between", "_skip_special_tokens", "_strip_space", "_texts", "_tokenizer", "_utf8")
+
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._strip_space = tokenizer.strips_first_space and not any(map(self._bytes, prompt_ids))
+        self._texts = tokenizer.whole_texts[skip_special_tokens]
+        self._is_between = not self._strip_space
+        """Whether the text so far ends with a whole character, so that the next token's text is its own."""
 
     def push(self, token_id: int) -> str:
         """The text that is certain once this token is known; often empty inside a multi-byte character."""
+        if self._is_between and (known := self._texts.get(token_id)) is not None:
+            return known
         data = self._bytes(token_id)
+        was_between = self._is_between
         if data and self._strip_space:
             self._strip_space = False
             data = data.removeprefix(b" ")
-        return self._utf8.decode(data)
+        text = self._utf8.decode(data)
+        self._is_between = not self._strip_space and not self._utf8.getstate()[0]
+        if was_between and self._is_between and token_id < self._tokenizer.vocab_size:
+            self._texts[token_id] = text
+        return text
 
     def finish(self) -> str:
         """What is left when no token follows: U+FFFD for a character that was never completed."""

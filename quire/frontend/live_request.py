@@ -16,8 +16,10 @@ from quire.sampling_params import SamplingParams
 from quire.step import PromptScores, TokenScore
 
 
-class _Answer:
+class AnswerText:
     """One of the answers, as far as it has come."""
+
+    __slots__ = ("detokenizer", "matcher", "params", "pieces", "scores", "seed", "token_ids")
 
     def __init__(self, tokenizer: Tokenizer, continued: Sequence[int], params: SamplingParams, seed: int) -> None:
         # Spaces between special tokens need no switch: no decoder that `Tokenizer` accepts puts any there.
@@ -35,6 +37,16 @@ class _Answer:
     def stop_string(self) -> str | None:
         """The stop string its text has come to."""
         return self.matcher.match if self.matcher is not None else None
+
+    def grow(self, token_ids: Sequence[int]) -> str:
+        """`read` for an answer without stop strings and scores that goes on: the text that is certain now."""
+        text = ""
+        for token_id in token_ids:  # mostly one
+            text += self.detokenizer.push(token_id)
+        self.token_ids += token_ids
+        if text:
+            self.pieces.append(text)
+        return text
 
     def read(self, update: RequestUpdate) -> tuple[int, str]:
         """Takes tokens in until a stop string is complete: how many, and the text that is certain now."""
@@ -88,7 +100,7 @@ class LiveRequest:
         self._deltas_only = deltas_only
         self._tokenizer = tokenizer
         continued = prompt_token_ids if continues_prompt else ()
-        self._answers = [_Answer(tokenizer, continued, params, request.seed) for request in requests]
+        self._answers = [AnswerText(tokenizer, continued, params, request.seed) for request in requests]
         self._completions: list[Completion | None] = [None] * len(requests)
         self._prompt_scores: dict[int, TokenScore] = {}
 
@@ -117,6 +129,10 @@ class LiveRequest:
             self.unread.append(delta)
         return delta
 
+    def text_of(self, index: int) -> AnswerText:
+        """One answer, for who need not know more of it than its text (`AnswerText.grow`)."""
+        return self._answers[index]
+
     def stop_reason(self, index: int) -> str | int | None:
         """The stop string or token that ended an answer; None while it runs."""
         completion = self._completions[index]
@@ -128,7 +144,7 @@ class LiveRequest:
         assert completion is not None
         return completion.metrics
 
-    def _complete(self, index: int, answer: _Answer, update: RequestUpdate) -> Completion:
+    def _complete(self, index: int, answer: AnswerText, update: RequestUpdate) -> Completion:
         assert update.finish_reason is not None
         assert update.metrics is not None
         scored = self._params.logprobs is not None or self._params.best_of is not None

@@ -54,6 +54,9 @@ class Tokenizer:
         self.added_tokens: Mapping[int, AddedToken] = self._backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in self.added_tokens.items() if token.special)
         self._text = TokenText(self._backend, self.vocab_size)
+        self.whole_texts: Mapping[bool, dict[int, str]] = {False: {}, True: {}}
+        """Texts of tokens that are whole characters, with special tokens skipped or not: what streams have met so far
+        (`IncrementalDetokenizer`)."""
         self.strips_first_space = self._text.strips_first_space
         self._plain, guard_id = _without_special_tokens(self._backend)
         self._forbidden = (self.special_token_ids - {parts.unk_token_id}) | {guard_id}

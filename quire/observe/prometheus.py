@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import ProcessCollector, generate_latest
 
+from quire.observe.shared_metrics import Counter, Gauge, Histogram, Numbers, Registry
 from quire.observe.step_log import StepSummary
 from quire.step import RequestMetrics
 
@@ -38,6 +39,7 @@ _COUNTERS = {
     "vllm:spec_decode_num_accepted_tokens": "Guesses that were right.",
     "quire_failed_steps": "Steps that could not be computed.",
     "quire_engine_restarts": "Times the engine process was replaced.",
+    "quire_http_worker_restarts": "Times an HTTP worker was replaced.",
 }
 _HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "vllm:time_to_first_token_seconds": ("From arrival to the first token.", _SECONDS),
@@ -62,9 +64,13 @@ _HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
 class ServerMetrics:
     """All the numbers of one server."""
 
-    def __init__(self, model_name: str) -> None:
-        self.registry = registry = CollectorRegistry()
-        ProcessCollector(registry=registry)  # memory, descriptors and time of the HTTP process
+    def __init__(self, model_name: str, numbers: Numbers | None = None) -> None:
+        """`numbers`: where this process counts, so that another can read it."""
+        registry = Registry(numbers)
+        self.show = registry.show
+        """Adds what other processes count to the page."""
+        self.registry = registry.prometheus
+        ProcessCollector(registry=self.registry)  # memory, descriptors and time of the HTTP process
         self._labels = labels = {"model_name": model_name, "engine": "0"}
         names = list(labels)
         common: dict[str, Any] = {"labelnames": names, "registry": registry}
@@ -84,6 +90,7 @@ class ServerMetrics:
         self._accepted = Counter(per_place, text, [*names, "position"], registry=registry)
         text = "The cache of keys and values: always 1, with its sizes as labels."
         cache_labels = ["block_size", "num_gpu_blocks", "engine"]
+        self._cache_sizes: tuple[str, str, str] | None = None
         self._cache_config = Gauge("vllm:cache_config_info", text, cache_labels, registry=registry)
         self._http = Counter("quire_http_requests", "HTTP requests answered.", ["path", "status"], registry=registry)
         text = "Answers that never came to an end."
@@ -94,6 +101,10 @@ class ServerMetrics:
         for why in ("aborted", "failed"):
             self._aborted.labels(why=why)
         self._num_blocks = 1
+        # Every token comes by here.
+        self._generated = self._counters["vllm:generation_tokens"]
+        self._between_tokens = self._histograms["vllm:inter_token_latency_seconds"]
+        registry.show_as("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
 
     def text(self) -> bytes:
         """The page Prometheus reads."""
@@ -102,8 +113,10 @@ class ServerMetrics:
     def set_cache(self, num_blocks: int, block_size: int) -> None:
         """What the engine said about its cache when it started."""
         self._num_blocks = max(1, num_blocks)
-        self._cache_config.clear()
-        self._cache_config.labels(str(block_size), str(num_blocks), "0").set(1)
+        if self._cache_sizes is not None:
+            self._cache_config.remove(*self._cache_sizes)
+        self._cache_sizes = (str(block_size), str(num_blocks), "0")
+        self._cache_config.labels(*self._cache_sizes).set(1)
 
     # What the engine client tells
 
@@ -134,6 +147,11 @@ class ServerMetrics:
         for gauge in self._gauges.values():
             gauge.set(0)
 
+    def worker_restarted(self, num_answers: int) -> None:
+        """An HTTP worker was replaced, and so many answers ended with it."""
+        self._counters["quire_http_worker_restarts"].inc()
+        self.requests_failed("failed", num_answers)
+
     # What calls tell
 
     def prompt_started(self, num_tokens: int, num_cached: int) -> None:
@@ -143,13 +161,11 @@ class ServerMetrics:
 
     def tokens(self, count: int, seconds: float, is_first: bool) -> None:
         """An answer gained tokens; `seconds` after its arrival if they are the first, else after those before."""
-        self._counters["vllm:generation_tokens"].inc(count)
+        self._generated.inc(count)
         if is_first:
             self._observe("vllm:time_to_first_token_seconds", seconds)
-            return
-        for _ in range(count):
-            self._observe("vllm:inter_token_latency_seconds", seconds / count)
-            self._observe("vllm:time_per_output_token_seconds", seconds / count)
+        else:
+            self._between_tokens.observe(seconds / count, count)
 
     def answer_finished(self, metrics: RequestMetrics, reason: str) -> None:
         self._finished.labels(**self._labels, finished_reason=reason).inc()

@@ -48,6 +48,11 @@ class AnswerReader:
     """The last of them, which so far repeats an earlier one."""
 
     @property
+    def is_plain(self) -> bool:
+        """All of the text is content."""
+        return self.splitter is None and self.parser is None
+
+    @property
     def is_reasoning(self) -> bool:
         """The text so far ends inside the reasoning."""
         return self.splitter is not None and self.splitter.is_reasoning

@@ -65,7 +65,7 @@ def create_app(service: GenerationService, queue: BatchQueue | None = None) -> A
         )
     if config.allowed_hosts:
         app = AllowedHosts(app, config.allowed_hosts)
-    app = BodyLimits(app, config.max_body_bytes, config.max_bodies_bytes, config.body_seconds, uploads)
+    app = BodyLimits(app, config.max_body_bytes, config.max_bodies_bytes, config.body_seconds, uploads, service.counts)
     return RequestContext(app, service.metrics)
 
 

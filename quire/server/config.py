@@ -12,6 +12,7 @@ from quire.errors import InvalidRequestError
 from quire.server.logs import LOG_FORMATS, LOG_LEVELS
 
 MIB = 2**20
+_MOST_WORKERS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ class ServerConfig:
     """For a request's body to arrive."""
     write_seconds: float = 30.0
     """For a client to take what is written to it."""
+    http_workers: int = 1
+    """Processes that serve HTTP; what they are allowed is allowed to all of them together."""
     max_connections: int = 2048
     max_queued_requests: int = 256
     """Answers that may wait beyond those that run."""
@@ -102,6 +105,8 @@ class ServerConfig:
                 raise InvalidRequestError(name, f"must be at least 1, not {value}")
             if name.endswith("_seconds") and not value > 0:
                 raise InvalidRequestError(name, f"must be above 0, not {value}")
+        if not 1 <= self.http_workers <= _MOST_WORKERS:
+            raise InvalidRequestError("http_workers", f"must be from 1 to {_MOST_WORKERS}, not {self.http_workers}")
         for name in ("stored_responses", "stored_bytes"):
             if getattr(self, name) < 0:
                 raise InvalidRequestError(name, f"must not be negative, but is {getattr(self, name)}")

@@ -2,14 +2,13 @@
 for: its prompts go to the engine, what comes back waits here for its reader, and its end is recorded once.
 
     call = await service.start(GenerationRequest(...))
-    async for event in call:                            # events of all choices as they come
-        ...
-    call.usage                                          # complete when the iteration has ended
+    events = await call.all()                           # or, as they come: on_news and take (`call_stream`)
+    call.usage                                          # complete when the call is over
 
 Whatever is wrong with a request is raised by `start` (ApiError or a quire.errors type; both become the right response
-by themselves), so a stream may send its first byte when it returns. After that only an ApiError can come out of the
-iteration, for what goes wrong later (engine lost, deadline). A call must be ended: iterate it to its end, or call
-`abort()` (cheap, also when it is over).
+by themselves), so a stream may send its first byte when it returns. After that only an ApiError can come out of it, for
+what goes wrong later (engine lost, deadline). A call must be ended: read it to its end, or call `abort()` (cheap, also
+when it is over).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from quire.errors import NO_TOKEN_LEFT
@@ -33,11 +32,14 @@ from quire.outputs import TokenLogprobs
 from quire.server.config import ServerConfig
 from quire.server.engine_client import EngineClient
 from quire.server.errors import ApiError
-from quire.server.generation import GenerationEvent, GenerationRequest, Usage
+from quire.server.generation import GenerationEvent, GenerationRequest, Usage, join_events
 from quire.server.guard.admission import Ticket
 from quire.server.messages import AddRequest, Refused
 from quire.server.prompts import EncodedPrompt
+from quire.server.tasks import NextTurn
 from quire.step import RequestUpdate
+
+_FAILURES = ("error", "deadline", "abort")
 
 
 class EngineCall(ABC):
@@ -56,6 +58,7 @@ class EngineCall(ABC):
         metrics: ServerMetrics,
         ticket: Ticket,
         trace: Trace,
+        next_turn: NextTurn,
     ) -> None:
         self.request = request
         self.prompts = prompts
@@ -71,6 +74,11 @@ class EngineCall(ABC):
         self._metrics = metrics
         self._ticket = ticket
         self._trace = trace
+        self._next_turn = next_turn
+        self.on_news: Callable[[], None] | None = None
+        """Called in the loop's next turn when events have come, or the end: once, until it says (`is_told`) that it
+        wants to hear of the next."""
+        self.is_told = False
         self._queue_seconds = config.queue_seconds
         self._max_buffered = config.max_buffered_tokens if request.stream else None
         self._arrival = time.monotonic()
@@ -89,7 +97,7 @@ class EngineCall(ABC):
         self._unfinished = set(self._prompt_of)
         self._started: set[str] = set()
         self._cached: list[int | None] = [None] * len(prompts)
-        self._events: deque[GenerationEvent] = deque()
+        self._events: list[GenerationEvent] = []
         self._num_buffered = 0
         self._error: ApiError | None = None
         self._is_over = False
@@ -115,19 +123,36 @@ class EngineCall(ABC):
         """Of a prompt's tokens, once an event of an answer to it has come; None if they were not asked for."""
         return None
 
-    def __aiter__(self) -> EngineCall:
-        return self
+    @property
+    def is_over(self) -> bool:
+        """Nothing more will come."""
+        return self._is_over
 
-    async def __anext__(self) -> GenerationEvent:
-        while not self._events:
-            if self._error is not None:
-                raise self._error
-            if self._is_over:
-                raise StopAsyncIteration
+    @property
+    def has_events(self) -> bool:
+        return bool(self._events)
+
+    def take(self) -> list[GenerationEvent]:
+        """What has come and was not taken yet, in as few events as tell it."""
+        events, self._events, self._num_buffered = self._events, [], 0
+        return events if len(events) == 1 else join_events(events)
+
+    def put_back(self, events: Sequence[GenerationEvent]) -> None:
+        """What was taken too early."""
+        self._events[:0] = events
+        self._num_buffered += sum(len(event.token_ids) for event in events)
+
+    def raise_error(self) -> None:
+        """Raises what ended it, if it did not end well."""
+        if self._error is not None:
+            raise self._error
+
+    async def all(self) -> list[GenerationEvent]:
+        """All events, when it is over."""
+        while not self._is_over:
             await self._wait()
-        event = self._events.popleft()
-        self._num_buffered -= len(event.token_ids)
-        return event
+        self.raise_error()
+        return self._events
 
     async def start(self) -> None:
         """Hands over to the engine and waits for its verdict; raises if the engine refuses or is gone."""
@@ -135,8 +160,7 @@ class EngineCall(ABC):
             self._hand_over()
             while self._undecided and self._error is None:
                 await self._wait()
-            if self._error is not None:
-                raise self._error
+            self.raise_error()
         except BaseException:
             self.abort()
             raise
@@ -180,14 +204,20 @@ class EngineCall(ABC):
             self._metrics.prompt_started(num_tokens, min(cached_tokens, num_tokens))
 
     def update(self, update: RequestUpdate) -> None:
-        if update.request_id in self._unfinished and update.finish_reason in ("error", "deadline", "abort"):
+        if update.finish_reason in _FAILURES and update.request_id in self._unfinished:
             self.fail(failure(update))
             return
         self._take(update)
-        self._hand_over()
+        if self._waiting:
+            self._hand_over()
         if not self._unfinished and not self._is_over:
             self._end("finished")
-        elif self._max_buffered is not None and self._num_buffered > self._max_buffered:
+        else:
+            self._check_buffer()
+
+    def _check_buffer(self) -> None:
+        """A stream that nobody reads ends."""
+        if self._max_buffered is not None and self._num_buffered > self._max_buffered:
             self.fail(ApiError(408, "the stream was not read for too long", code="slow_reader"))
 
     def fail(self, error: ApiError) -> None:
@@ -217,7 +247,13 @@ class EngineCall(ABC):
     def _emit(self, event: GenerationEvent) -> None:
         self._events.append(event)
         self._num_buffered += len(event.token_ids)
-        self._notify()
+        if not self.is_told:
+            self._tell_reader()
+
+    def _tell_reader(self) -> None:
+        if not self.is_told and self.on_news is not None:
+            self.is_told = True
+            self._next_turn.add(self.on_news)
 
     def _end(self, state: str) -> None:
         self._is_over = True
@@ -243,8 +279,10 @@ class EngineCall(ABC):
             self._wake = None
 
     def _notify(self) -> None:
+        """For those who wait for a verdict or the end."""
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
+        self._tell_reader()
 
 
 def failure(update: RequestUpdate) -> ApiError:

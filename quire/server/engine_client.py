@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from quire.errors import QuireError
 from quire.observe.prometheus import ServerMetrics
@@ -15,9 +15,10 @@ from quire.observe.step_log import StepSummary, describe_steps
 from quire.server import messages
 from quire.server.config import ServerConfig
 from quire.server.engine_link import EngineLink
-from quire.server.errors import ApiError, to_api_error
+from quire.server.errors import ApiError
+from quire.server.listeners import Listener as Listener
+from quire.server.listeners import Listeners
 from quire.server.tasks import AttendedClock, running
-from quire.step import RequestUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -28,22 +29,8 @@ _MOST_FAILED_STARTS = 5
 _LAST_STEPS = 20
 _DESCRIBE_SECONDS = 5.0
 _LAST_WORDS = 0.5
-
-
-class Listener(Protocol):
-    """Whoever waits for a request. Called on the event loop, in the order of events; must not block."""
-
-    def accepted(self, request_id: str) -> None: ...
-
-    def refused(self, refusal: messages.Refused) -> None: ...
-
-    def started(self, name: str, cached_tokens: int) -> None:
-        """An answer left the queue; comes again if it was preempted."""
-
-    def update(self, update: RequestUpdate) -> None: ...
-
-    def fail(self, error: ApiError) -> None:
-        """The engine is gone, and the request with it, or an update could not be taken."""
+_UPDATES_AT_ONCE = 2048
+"""Taken in before they are told: some 10 ms of work."""
 
 
 class EngineClient:
@@ -56,12 +43,7 @@ class EngineClient:
         self._on_failure = on_failure
         self._link: EngineLink | None = None
         self._supervisor: asyncio.Task[None] | None = None
-        self._listeners: dict[str, Listener] = {}
-        """By the request's id."""
-        self._names: dict[str, set[str]] = {}
-        """Of a request's answers that are not finished."""
-        self._requests: dict[str, str] = {}
-        """The request's id by the name of an answer."""
+        self._listeners = Listeners()
         self._tickets: dict[int, asyncio.Future[dict[str, Any] | None]] = {}
         self._num_tickets = 0
         self._clock = AttendedClock(min(1.0, config.stall_seconds / 4))
@@ -123,16 +105,14 @@ class EngineClient:
         link = self._live_link()
         if not self._listeners:
             self._last_heard = self._clock.now  # an idle engine has nothing to say
-        self._listeners[message.request_id] = listener
-        self._names[message.request_id] = set(names)
-        self._requests.update(dict.fromkeys(names, message.request_id))
+        self._listeners.add(message.request_id, names, listener)
         link.send(message)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Nobody waits for these any more; nothing further is heard of them."""
         live = tuple(request_id for request_id in request_ids if request_id in self._listeners)
         for request_id in live:
-            self._forget(request_id)
+            self._listeners.remove(request_id)
         if live and self._link is not None and self.state == "ready":
             self._link.send(messages.Abort(live))
 
@@ -159,11 +139,6 @@ class EngineClient:
         if self._link is None or self.state != "ready":
             raise unavailable()
         return self._link
-
-    def _forget(self, request_id: str) -> None:
-        del self._listeners[request_id]
-        for name in self._names.pop(request_id):
-            del self._requests[name]
 
     def _became_ready(self, ready: messages.Ready) -> None:
         self.ready = ready
@@ -232,16 +207,22 @@ class EngineClient:
 
     async def _read(self, link: EngineLink) -> str:
         while True:
-            event = await link.receive()
-            self._last_heard = self._clock.now
-            if isinstance(event, messages.Fatal):
-                return event.message
-            if isinstance(event, messages.Updates):
-                self._take_updates(event)
-            elif isinstance(event, messages.Described):
-                future = self._tickets.get(event.ticket)
-                if future is not None and not future.done():
-                    future.set_result(event.record)
+            event: messages.Event | None = await link.receive()
+            num_updates = 0
+            while event is not None:
+                self._last_heard = self._clock.now
+                if isinstance(event, messages.Fatal):
+                    return event.message
+                if isinstance(event, messages.Updates):
+                    self._take_updates(event)
+                    num_updates += len(event.updates)
+                elif isinstance(event, messages.Described):
+                    future = self._tickets.get(event.ticket)
+                    if future is not None and not future.done():
+                        future.set_result(event.record)
+                # If this process lags, several steps are taken in at once and told together.
+                event = link.receive_now() if num_updates < _UPDATES_AT_ONCE else None
+            await asyncio.sleep(0)  # what has come is told before more is looked at, and others have their turn
 
     async def _watch(self, link: EngineLink) -> str:
         while True:
@@ -252,52 +233,17 @@ class EngineClient:
                 return f"it had work and gave no sign of life for {silent:.0f} s; its stacks are above"
 
     def _take_updates(self, event: messages.Updates) -> None:
-        for request_id in event.accepted:
-            if request_id in self._listeners:
-                self._listeners[request_id].accepted(request_id)
-        for refusal in event.refused:
-            if refusal.request_id in self._listeners:
-                listener = self._listeners[refusal.request_id]
-                self._forget(refusal.request_id)
-                listener.refused(refusal)
-        for name in event.started:
-            if name in self._requests:
-                self._listeners[self._requests[name]].started(name, event.cached.get(name, 0))
-        for update in event.updates:
-            owner = self._requests.get(update.request_id)
-            if owner is None:
-                continue  # whoever waited has left
-            listener = self._listeners[owner]
-            if update.finish_reason is not None:
-                del self._requests[update.request_id]
-                self._names[owner].remove(update.request_id)
-                if not self._names[owner]:
-                    self._forget(owner)
-            try:
-                listener.update(update)
-            except Exception as error:
-                # A fault in one request's text must not stop the others'.
-                logger.error("request %s failed on its way back", owner)
-                self.abort([owner])
-                listener.fail(to_api_error(error))
+        self._listeners.take(event, self.abort)
         if event.steps:
             self._last_steps.extend(event.steps)
             self._metrics.steps(event.steps, event.num_free_blocks)
         self._metrics.memory(event.memory)
 
     def _lose_all(self, error: ApiError) -> None:
-        listeners = list(self._listeners.values())
-        self._listeners.clear()
-        self._requests.clear()
-        self._names.clear()
         for future in self._tickets.values():
             if not future.done():
                 future.set_result(None)
-        for listener in dict.fromkeys(listeners):
-            try:
-                listener.fail(error)
-            except Exception:
-                logger.exception("somebody who waits could not be told that the engine is gone")
+        self._listeners.fail_all(error)
 
 
 def one_line(error: Exception) -> str:

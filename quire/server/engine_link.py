@@ -54,6 +54,8 @@ class EngineLink:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._commands: zmq.Socket[bytes] | None = None
         self._events: zmq.asyncio.Socket | None = None
+        self._received: zmq.Socket[bytes] | None = None
+        """The same socket, for those who don't wait."""
         self._broken = asyncio.Event()
         self._fault = ""
         self._last_heard = 0.0
@@ -79,6 +81,7 @@ class EngineLink:
         self._commands.set_hwm(0)  # bounded by admission: as many as there are requests
         self._events = zmq.asyncio.Context.shadow(self._context).socket(zmq.PULL)
         self._events.set_hwm(1000)
+        self._received = zmq.Socket.shadow(self._events.underlying)
         commands, events = (f"ipc://{folder}/{name}" for name in ("commands", "events"))
         self._commands.bind(commands)
         self._events.bind(events)
@@ -100,11 +103,15 @@ class EngineLink:
 
     async def receive(self) -> Event:
         assert self._events is not None
-        data = await self._events.recv()
+        return _decode(await self._events.recv())
+
+    def receive_now(self) -> Event | None:
+        """What has come already; None if nothing has."""
+        assert self._received is not None
         try:
-            return decode_event(data)
-        except msgspec.MsgspecError as error:
-            raise EngineError(f"the engine process said what can't be read: {error}") from error
+            return _decode(self._received.recv(zmq.NOBLOCK))
+        except zmq.Again:
+            return None
 
     def send(self, command: Command) -> None:
         """Never blocks, never raises: `broken` tells of a command that could not be sent."""
@@ -163,7 +170,7 @@ class EngineLink:
             if self._events is not None:
                 self._events.close(linger=0)
             self._context.destroy(linger=0)
-            self._context = self._commands = self._events = None
+            self._context = self._commands = self._events = self._received = None
 
     async def _first_event(self) -> Ready:
         self._last_heard = self._clock.now
@@ -191,6 +198,13 @@ class EngineLink:
             await asyncio.sleep(self._clock.interval)
         silent = f"it gave no sign of life for {self._config.start_seconds:g} s while it started"
         return f"{silent}; its stacks are above. If it needs longer, raise --start-timeout"
+
+
+def _decode(data: bytes) -> Event:
+    try:
+        return decode_event(data)
+    except msgspec.MsgspecError as error:
+        raise EngineError(f"the engine process said what can't be read: {error}") from error
 
 
 def _check_descriptors() -> None:

@@ -18,6 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import msgspec
+
 from quire.outputs import TokenLogprobs
 from quire.sampling_params import SamplingParams
 from quire.step import Pooling
@@ -117,8 +119,7 @@ class ToolCallDelta:
     """The next piece of the arguments' JSON text."""
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationEvent:
+class GenerationEvent(msgspec.Struct, frozen=True):
     """What one choice gained. The last event of each choice, and only that, has a finish reason; a text to embed has
     one event, its vector."""
 
@@ -146,12 +147,33 @@ def whole_choices(events: Iterable[GenerationEvent]) -> list[GenerationEvent]:
     return [_joined(parts[index]) for index in sorted(parts)]
 
 
+def join_events(events: Sequence[GenerationEvent]) -> list[GenerationEvent]:
+    """What waited for its reader, in as few events as tell the same: text that follows text is one."""
+    if len(events) < 2:
+        return list(events)
+    groups: list[list[GenerationEvent]] = []
+    last: dict[int, list[GenerationEvent]] = {}
+    for event in events:
+        group = last.get(event.index)
+        if group is not None and _continues(group[-1], event):
+            group.append(event)
+        else:
+            last[event.index] = group = [event]
+            groups.append(group)
+    return [group[0] if len(group) == 1 else _joined(group) for group in groups]
+
+
+def _continues(before: GenerationEvent, event: GenerationEvent) -> bool:
+    """Whether the two can be told as one: reasoning goes before content, and content before calls."""
+    return not (before.tool_calls or event.tool_calls) and not (before.content and event.reasoning)
+
+
 def _joined(events: Sequence[GenerationEvent]) -> GenerationEvent:
     calls: dict[int, list[ToolCallDelta]] = {}
     for event in events:
         for call in event.tool_calls:
             calls.setdefault(call.index, []).append(call)
-    return replace(
+    return msgspec.structs.replace(
         events[-1],
         text="".join(event.text for event in events),
         content="".join(event.content for event in events),

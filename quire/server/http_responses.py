@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -112,23 +112,38 @@ def named_event(name: str, body: object) -> bytes:
 
 
 DONE = b"data: [DONE]\n\n"
+_TEXT, _NUMBER = "a text that nobody writes: 6e1f0c5b2d", 7_301_926_485_203_947
+"""What stands in an event for what is not known yet."""
 
 
-class EventStream(Response):
-    """A response made of the events that `events` yields.
+class TextEvent:
+    """An event of which only a text changes (and a number behind it): the bytes around them are written once, by the
+    encoder that writes all others."""
 
-    An exception from it becomes the event that `on_error` makes of the path, the error and the request's id. However
-    it ends (all is written, the client leaves, the server goes down), `end` is called.
+    __slots__ = ("_has_number", "_head", "_middle", "_tail")
+
+    def __init__(self, make: Callable[[str, int], bytes]) -> None:
+        """`make` writes the event with a given text and, if it has one, number."""
+        self._head, rest = make(_TEXT, _NUMBER).split(_encode(_TEXT))
+        self._middle, number, self._tail = rest.partition(b"%d" % _NUMBER)
+        self._has_number = bool(number)
+
+    def write(self, text: str, number: int = 0) -> bytes:
+        if self._has_number:
+            return b"%b%b%b%d%b" % (self._head, _encode(text), self._middle, number, self._tail)
+        return self._head + _encode(text) + self._middle
+
+
+class EventStream(Response, ABC):
+    """A response made of events.
+
+    An exception while they are written becomes the event that `on_error` makes of the path, the error and the request's
+    id. However it ends (all is written, the client leaves, the server goes down), `end` is called.
     """
 
     def __init__(
-        self,
-        events: AsyncIterator[bytes],
-        on_error: Callable[[str, ApiError, str], bytes],
-        end: Callable[[], None],
-        headers: Mapping[str, str],
+        self, on_error: Callable[[str, ApiError, str], bytes], end: Callable[[], None], headers: Mapping[str, str]
     ) -> None:
-        self._events = events
         self._on_error = on_error
         self._end = end
         self._fields = {
@@ -151,14 +166,16 @@ class EventStream(Response):
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._fields.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
         try:
-            async with contextlib.aclosing(self._events) as events:  # type: ignore[type-var]
-                async for event in events:
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
+            await self._write_events(scope, send)
         except Exception as error:
             api_error = scope["state"]["error"] = to_api_error(error)
             body = self._on_error(scope["path"], api_error, scope["state"]["request_id"])
             await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    @abstractmethod
+    async def _write_events(self, scope: Scope, send: Send) -> None:
+        """Writes all there is."""
 
 
 async def disconnected(receive: Callable[[], Awaitable[Any]]) -> None:

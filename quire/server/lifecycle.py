@@ -9,18 +9,19 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from quire.errors import InvalidRequestError
+from quire.server.call_stream import CallStream
 from quire.server.engine_call import EngineCall
 from quire.server.errors import ApiError, error_body
 from quire.server.generation import GenerationEvent, GenerationRequest
 from quire.server.guard import connection
-from quire.server.http_responses import EventStream, JsonResponse, LargeJsonResponse, data_event
+from quire.server.http_responses import JsonResponse, LargeJsonResponse, data_event
 from quire.server.protocol.common import ApiRequest
 from quire.server.protocol.sampling import SamplingFields
 from quire.server.response_store import OwnResponses
@@ -53,8 +54,21 @@ class Writer(ABC, Generic[RequestT]):
         """What comes before the first event."""
         return ()
 
+    def text_chunk(self, event: GenerationEvent) -> bytes | None:
+        """What is written for an event that only adds to a text that has begun, which most do; None for any other."""
+        return None
+
     def chunk(self, event: GenerationEvent) -> Iterable[bytes]:
+        """What is written for an event."""
+        text = self.text_chunk(event)
+        return self.chunks(event) if text is None else (text,)
+
+    def chunks(self, event: GenerationEvent) -> Iterable[bytes]:
+        """The same for events of all kinds."""
         raise NotImplementedError("this API does not stream")
+
+    may_take_long = False
+    """Whether there are events for which `is_long_chunk` is true."""
 
     def is_long_chunk(self, event: GenerationEvent) -> bool:
         """Whether writing it takes so long that others must not wait for it."""
@@ -74,17 +88,6 @@ class Writer(ABC, Generic[RequestT]):
     @abstractmethod
     def whole(self, events: list[GenerationEvent]) -> dict[str, Any]:
         """The body made of all events."""
-
-    async def stream(self) -> AsyncIterator[bytes]:
-        for out in self.begin():
-            yield out
-        async for event in self.call:
-            written = self.chunk(event)
-            for out in await asyncio.to_thread(list, written) if self.is_long_chunk(event) else written:
-                yield out
-        finished = self.finish()
-        for out in await asyncio.to_thread(list, finished) if self.is_long else finished:
-            yield out
 
 
 def endpoint(kind: type[RequestT], writer: type[Writer[RequestT]], name: str, about: str, tag: str) -> APIRouter:
@@ -131,8 +134,8 @@ async def answer(request: Request, kind: type[RequestT], writer_kind: type[Write
                 call.abort()
                 writer.close()
 
-            return EventStream(writer.stream(), writer.error_event, end, headers)
-        events = [event async for event in call]
+            return CallStream(writer, end, headers)
+        events = await call.all()
     except BaseException:
         call.abort()
         raise

@@ -65,6 +65,9 @@ class StoreLimits:
 class ResponseStore:
     """All responses that are kept. The least recently used make room for new ones. Safe to use from several threads."""
 
+    is_remote = False
+    """Whether another process keeps them, so that whoever uses it has to be able to wait."""
+
     def __init__(
         self, limits: StoreLimits, files: ResponseFiles | None = None, clock: Callable[[], float] = time.time
     ) -> None:

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import gc
 import logging
-import resource
 import signal
 import socket
-import sys
-from collections.abc import Iterator
 
 import uvicorn
 
@@ -25,19 +20,17 @@ from quire.server.batches.queue import BatchQueue
 from quire.server.batches.store import BatchStore
 from quire.server.config import ServerConfig
 from quire.server.engine_client import EngineClient
-from quire.server.guard.http_protocol import limited_protocol
+from quire.server.http_server import HttpServer, http_settings, open_tokenizer, prepare_process, settle
 from quire.server.logs import set_up_logging
 from quire.server.messages import Ready
 from quire.server.response_store import ResponseStore, open_store
 from quire.server.service import GenerationService
+from quire.server.workers.hub import WorkerHub
 
 logger = logging.getLogger(__name__)
 
 _LAST_WORDS = 0.5
 """Seconds for clients to be told that the server ends."""
-_GC_THRESHOLDS = (50_000, 20, 50)
-_SWITCH_SECONDS = 0.001
-"""For which a thread that makes a large answer keeps the interpreter from the event loop; Python's own are 5 ms."""
 
 
 def serve(config: ServerConfig) -> int:
@@ -47,8 +40,7 @@ def serve(config: ServerConfig) -> int:
         source = resolve(config.model, progress=bars("download"))
     responses = open_store(config)
     listener = _bind(config)
-    _raise_file_limit()
-    sys.setswitchinterval(_SWITCH_SECONDS)
+    prepare_process()
     loop_factory = uvicorn.Config(app="", loop="auto", log_config=None).get_loop_factory()
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(_Run(config, source, listener, responses).run())
@@ -71,7 +63,8 @@ class _Run:
         self._service: GenerationService | None = None
         self._store = None if config.batches is None else BatchStore(config.batches, config.max_batch_bytes)
         self._queue: BatchQueue | None = None
-        self._server: _Server | None = None
+        self._server: HttpServer | None = None
+        self._workers: WorkerHub | None = None
         self._starting: asyncio.Future[tuple[Ready, Tokenizer]] | None = None
         self._exit_code = 0
 
@@ -86,6 +79,8 @@ class _Run:
                 await self._serve(*started)
         finally:
             self._listener.close()
+            if self._workers is not None:
+                await self._workers.stop()
             if self._queue is not None:
                 await self._queue.stop()
             await self._client.stop()
@@ -107,37 +102,38 @@ class _Run:
     async def _serve(self, ready: Ready, tokenizer: Tokenizer) -> None:
         config = self._config
         self._metrics.set_cache(ready.num_blocks, ready.block_size)
+        if config.http_workers > 1:
+            self._workers = WorkerHub(config, self._listener, self._give_up)
+        hub = self._workers
+        counts = None if hub is None else hub.counts
         self._service = GenerationService(
-            config, tokenizer, self._client, ready, self._metrics, self._tracing, self._responses
+            config, tokenizer, self._client, ready, self._metrics, self._tracing, self._responses, counts
         )
         if self._store is not None:
             self._queue = BatchQueue(self._store, self._service)
             await self._queue.start()
-        settings = uvicorn.Config(
-            create_app(self._service, self._queue),
-            http=limited_protocol(config),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=30,
-            ssl_certfile=config.tls_certificate,
-            ssl_keyfile=config.tls_key,
-        )
-        self._server = _Server(settings)
-        # What is here now stays: the collector need not look through it while requests wait.
-        gc.collect()
-        gc.freeze()
-        # Nor through a large body again and again while it is being made: its parts are no garbage yet.
-        gc.set_threshold(*_GC_THRESHOLDS)
+        app = create_app(self._service, self._queue)
+        self._server = HttpServer(http_settings(config, app, counts, None if hub is None else hub.inner_socket))
+        settle()
+        if hub is None:
+            self._tell_address()
+            await self._server.serve(sockets=[self._listener])
+            return
+        inner = asyncio.create_task(self._server.serve())
+        await hub.start(self._service, self._client)
+        self._tell_address()
+        await hub.wait()
+        self._server.should_exit = True
+        await inner
+
+    def _tell_address(self) -> None:
+        config = self._config
         host, port = self._listener.getsockname()[:2]
         scheme = "https" if config.tls_certificate else "http"
         shown = f"[{host}]" if ":" in host else host
         logger.info("serving %s at %s://%s:%d (its API: /docs)", config.model_names[0], scheme, shown, port)
         if config.is_public and not config.api_keys:
             logger.warning("anybody who can reach this machine may use the server: set --api-key")
-        await self._server.serve(sockets=[self._listener])
 
     def _stop(self, which: signal.Signals) -> None:
         """The first signal lets requests end, the second one does not. A terminal that closes may hang up twice, from
@@ -150,7 +146,7 @@ class _Run:
         if not self._service.is_draining:
             logger.info("%s: no new requests; waiting for those that run", which.name)
             self._service.is_draining = True
-            self._server.should_exit = True
+            self._end()
             asyncio.get_running_loop().call_later(self._config.drain_seconds, self._abort)
         elif which != signal.SIGHUP:
             logger.info("%s again: ending at once", which.name)
@@ -159,42 +155,29 @@ class _Run:
 
     def _abort(self) -> None:
         """Ends all requests; their clients are told, if they listen."""
-        assert self._server is not None
         self._client.abandon()
-        asyncio.get_running_loop().call_later(_LAST_WORDS, setattr, self._server, "force_exit", True)
+        asyncio.get_running_loop().call_later(_LAST_WORDS, self._end_at_once)
+
+    def _end(self) -> None:
+        """The server ends when its requests have; with workers, when they have ended."""
+        assert self._server is not None
+        if self._workers is None:
+            self._server.should_exit = True
+        else:
+            self._workers.drain()
+
+    def _end_at_once(self) -> None:
+        assert self._server is not None
+        self._server.force_exit = True
+        if self._workers is not None:
+            self._workers.kill()
 
     def _give_up(self) -> None:
         """The engine can't be started any more: whoever is there is told so, and the server ends."""
         self._exit_code = 1
         if self._server is not None:
-            self._server.should_exit = True
+            self._end()
             asyncio.get_running_loop().call_later(_LAST_WORDS, self._abort)
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its own idea of signals."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def open_tokenizer(source: ModelSource) -> Tokenizer:
-    """A model's tokenizer, if possible without importing torch."""
-    if (source.path / "tokenizer.json").is_file():
-        return Tokenizer.from_hf_folder(source.path)
-    # Other kinds of models are opened by code that needs torch, which takes seconds and memory to import.
-    from quire import load
-
-    return load.open_tokenizer(source)
-
-
-def _raise_file_limit() -> None:
-    """Every connection is an open file, and the usual limit is meant for programs of another kind."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _bind(config: ServerConfig) -> socket.socket:

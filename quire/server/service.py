@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from fastapi import Request
 from quire.errors import InvalidRequestError
 from quire.frontend.tokenizer import Tokenizer
 from quire.observe.prometheus import ServerMetrics
-from quire.observe.request_records import RecordBook
+from quire.observe.request_records import RecordBook, RequestRecord
 from quire.observe.tracing import Trace, Tracing
 from quire.server.config import ServerConfig
 from quire.server.embedding_call import EmbeddingCall
@@ -24,9 +24,11 @@ from quire.server.errors import ApiError
 from quire.server.generation import GenerationRequest
 from quire.server.guard.admission import Admission
 from quire.server.guard.auth import owner_of
+from quire.server.guard.counts import Counts
 from quire.server.messages import Ready
 from quire.server.prompts import EncodedPrompt, PromptEncoder
 from quire.server.response_store import OwnResponses, ResponseStore, open_store
+from quire.server.tasks import NextTurn
 from quire.server.text_call import TextCall
 
 _T = TypeVar("_T")
@@ -51,7 +53,9 @@ class GenerationService:
         metrics: ServerMetrics,
         tracing: Tracing | None = None,
         responses: ResponseStore | None = None,
+        counts: Counts | None = None,
     ) -> None:
+        """`counts`: what the limits count, if other processes share them (`quire.server.workers`)."""
         self.config = config
         self.tokenizer = tokenizer
         self.client = client
@@ -60,10 +64,15 @@ class GenerationService:
         self.encoder = PromptEncoder(tokenizer)
         self.records = RecordBook()
         self.responses = responses if responses is not None else open_store(config)
-        self.admission = Admission(ready.max_num_seqs, config.max_queued_requests, config.max_queued_tokens)
+        self.counts = counts or Counts()
+        limits = (ready.max_num_seqs, config.max_queued_requests, config.max_queued_tokens)
+        self.admission = Admission(*limits, counts=self.counts)
+        self.find_elsewhere: Callable[[str], Awaitable[RequestRecord | None]] | None = None
+        """Where else a request may be known: in the processes that serve the same engine."""
         self.started = int(time.time())
         self.is_draining = False
         self._describing = asyncio.Lock()
+        self._next_turn = NextTurn()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
 
     @property
@@ -107,7 +116,8 @@ class GenerationService:
             prompts = await self._encode(request)
             ticket.add_tokens(sum(len(prompt.token_ids) for prompt in prompts))
             trace = self._begin_trace(request, headers)
-            call = kind(request, prompts, self.tokenizer, self.client, self.config, self.metrics, ticket, trace)
+            parts = (self.client, self.config, self.metrics, ticket, trace, self._next_turn)
+            call = kind(request, prompts, self.tokenizer, *parts)
             self.records.add(call.record)
         except BaseException:
             ticket.release()
@@ -118,6 +128,11 @@ class GenerationService:
     async def in_thread(self, function: Callable[..., _T], *args: object) -> _T:
         """Runs what may take long beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+
+    async def find_record(self, name: str) -> RequestRecord | None:
+        """By the id of the response or by x-request-id."""
+        found = self.records.find(name)
+        return await self.find_elsewhere(name) if found is None and self.find_elsewhere is not None else found
 
     async def describe(self, response_id: str, explain: bool = False) -> dict[str, Any] | None:
         """What the engine's log says about a request. It has to leave its steps for that, so not too often."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 @contextlib.asynccontextmanager
@@ -20,6 +23,32 @@ async def running(*coroutines: Coroutine[Any, Any, Any]) -> AsyncIterator[list[a
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class NextTurn:
+    """Runs callbacks in the event loop's next turn, with one handle for all of them; a long row of them in several
+    turns, so that others are served in between."""
+
+    _AT_ONCE = 256
+
+    def __init__(self) -> None:
+        self._waiting: list[Callable[[], None]] = []
+
+    def add(self, callback: Callable[[], None]) -> None:
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._run)
+        self._waiting.append(callback)
+
+    def _run(self) -> None:
+        callbacks = self._waiting
+        self._waiting = callbacks[self._AT_ONCE :]
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._run)
+        for callback in callbacks[: self._AT_ONCE]:
+            try:
+                callback()
+            except Exception:
+                logger.exception("what has come could not be told")
 
 
 class AttendedClock:

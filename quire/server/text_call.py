@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 from quire.engine import make_requests
-from quire.frontend.live_request import LiveRequest
+from quire.frontend.live_request import AnswerText, LiveRequest
 from quire.frontend.reasoning import ReasoningSplitter
+from quire.observe.tracing import Trace
 from quire.outputs import Completion, RequestDelta, TokenLogprobs
-from quire.server.answer_reader import AnswerReader
+from quire.server.answer_reader import AnswerReader, Pieces
 from quire.server.engine_call import EngineCall
 from quire.server.generation import FinishReason, GenerationEvent
 from quire.server.guard.connection import new_id
@@ -26,9 +27,13 @@ class _Answer:
 
     prompt: int
     live: LiveRequest
+    text: AnswerText
+    """Of this answer, inside of `live`."""
     position: int
     """Which answer of its prompt."""
     reader: AnswerReader
+    index: int
+    """Which choice it is, if not the best of several are chosen."""
     first_token: float | None = None
     last_token: float = 0.0
     num_tokens: int = 0
@@ -41,6 +46,10 @@ class TextCall(EngineCall):
         self._lives: list[LiveRequest] = []
         self._answers: dict[str, _Answer] = {}
         super().__init__(*args)
+        params = self.request.params
+        is_plain = params.logprobs is None and params.best_of is None and not params.stop and type(self._trace) is Trace
+        self._growing = {name: one for name, one in self._answers.items() if is_plain and not one.reader.ends_at_repeat}
+        """Answers that run and of which most updates are nothing but more text."""
 
     def prompt_logprobs(self, number: int) -> tuple[TokenLogprobs | None, ...] | None:
         return self._lives[number].prompt_logprobs()
@@ -54,8 +63,27 @@ class TextCall(EngineCall):
         )
         self._lives.append(live)
         for position, name in enumerate(live.names):
-            self._answers[name] = _Answer(number, live, position, new_reader(prompt, self.request.split))
+            reader = new_reader(prompt, self.request.split)
+            text, index = live.text_of(position), number * params.n + position
+            self._answers[name] = _Answer(number, live, text, position, reader, index)
         return live.names
+
+    def update(self, update: RequestUpdate) -> None:
+        """Nearly every token of every stream goes the short way: an answer gained some text."""
+        answer = self._growing.get(update.request_id)
+        if answer is None or update.finish_reason is not None or update.prompt_scores is not None:
+            super().update(update)
+            return
+        token_ids = update.new_token_ids
+        if not token_ids:
+            return
+        text = answer.text.grow(token_ids)
+        self._count(answer, len(token_ids), time.monotonic())
+        if answer.reader.is_plain:
+            self._emit(GenerationEvent(answer.index, text, text, "", (), token_ids))
+        else:
+            self._tell_pieces(answer.index, answer.reader.feed(text, False), text, token_ids)
+        self._check_buffer()
 
     def _take(self, update: RequestUpdate) -> None:
         answer = self._answers[update.request_id]
@@ -78,9 +106,10 @@ class TextCall(EngineCall):
     def _advance(self, answer: _Answer, update: RequestUpdate) -> None:
         began = time.monotonic()
         delta = answer.live.advance(answer.position, update, partial(self._end_answer, update.request_id, answer))
-        self._count(answer, delta)
+        self._count(answer, len(delta.token_ids), began)
         if delta.finish_reason is not None:
             self._unfinished.discard(update.request_id)
+            self._growing.pop(update.request_id, None)
             if update.finish_reason is not None and update.metrics is not None:  # the engine ended it, no stop string
                 self._metrics.answer_finished(update.metrics, delta.finish_reason)
                 self.usage.rejected_tokens += update.metrics.drafted_tokens - update.metrics.accepted_tokens
@@ -89,7 +118,7 @@ class TextCall(EngineCall):
         if params.best_of is None:
             is_last = delta.finish_reason is not None
             stop_reason = answer.live.stop_reason(answer.position) if is_last else None
-            self._read(answer.prompt * params.n + answer.position, answer.reader, delta, stop_reason)
+            self._read(answer.index, answer.reader, delta, stop_reason)
             if answer.reader.is_over and not is_last:
                 self._end_answer(update.request_id, answer)
                 self._unfinished.discard(update.request_id)
@@ -117,11 +146,9 @@ class TextCall(EngineCall):
             preemptions=0,
         )
 
-    def _count(self, answer: _Answer, delta: RequestDelta) -> None:
-        count = len(delta.token_ids)
+    def _count(self, answer: _Answer, count: int, now: float) -> None:
         if not count:
             return
-        now = time.monotonic()
         if answer.first_token is None:
             answer.first_token = now
             self._metrics.tokens(count, now - self._arrival, True)
@@ -131,27 +158,38 @@ class TextCall(EngineCall):
         answer.last_token = now
         answer.num_tokens += count
         self.usage.completion_tokens += count
-        self.usage.accepted_tokens += count - 1  # a step gives one token, and one more for every guess that was right
+        if count > 1:  # a step gives one token, and one more for every guess that was right
+            self.usage.accepted_tokens += count - 1
         if answer.reader.is_reasoning:
             self.usage.reasoning_tokens += count
 
     def _read(self, index: int, reader: AnswerReader, found: RequestDelta | Completion, why: str | int | None) -> None:
         """Makes events of what is new of a choice, or (best_of) of all of it. `why` it stopped, if it did."""
         reason = cast(FinishReason | None, found.finish_reason)
-        pieces = reader.feed(found.text, reason is not None, is_cut=reason == "length")
+        text, token_ids, logprobs = found.text, found.token_ids, found.logprobs or ()
+        pieces = reader.feed(text, reason is not None, is_cut=reason == "length")
         if reader.is_over:
             reason, why = "stop", None
         if reason is not None:
             # An answer that was cut off says so, calls or not: the last of them may be half of one.
             reason = "tool_calls" if reader.num_calls and reason == "stop" else reason
             self.record.finish_reasons.append(reason)
+        self._tell_pieces(index, pieces, text, token_ids, logprobs, reason, why)
+
+    def _tell_pieces(
+        self,
+        index: int,
+        pieces: Sequence[Pieces],
+        text: str,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        reason: FinishReason | None = None,
+        why: str | int | None = None,
+    ) -> None:
         for place, (content, reasoning, calls) in enumerate(pieces):
-            event = GenerationEvent(index, "", content, reasoning, calls)
-            if place == 0:
-                event = replace(event, text=found.text, token_ids=found.token_ids, logprobs=found.logprobs or ())
-            if place == len(pieces) - 1:
-                event = replace(event, finish_reason=reason, stop_reason=why)
-            self._emit(event)
+            last = (reason, why) if place == len(pieces) - 1 else (None, None)
+            self._emit(GenerationEvent(index, text, content, reasoning, calls, token_ids, logprobs, *last))
+            text, token_ids, logprobs = "", (), ()  # they are told with the first of the pieces
 
     def _count_finished(self) -> None:
         params, seconds = self.request.params, time.monotonic() - self._arrival

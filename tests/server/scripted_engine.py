@@ -86,6 +86,8 @@ class ScriptedEngine:
                     del self._running[name]
         elif isinstance(command, messages.End):
             self._running.pop(command.name, None)
+        elif isinstance(command, messages.Describe):
+            self._send(messages.Described(command.ticket, {"request_id": command.request_id}))
 
     def _advance(self, name: str, request: messages.AddRequest) -> RequestUpdate:
         self._counts[name] += 1

@@ -216,9 +216,9 @@ def test_parquet_needs_pyarrow(tmp_path: Path) -> None:
         import pyarrow  # type: ignore[import-not-found]  # noqa: F401
     except ImportError:
         (tmp_path / "requests.parquet").write_bytes(b"PAR1")
-        with pytest.raises(QuireError, match="pip install pyarrow"):
+        with pytest.raises(QuireError, match=r"pip install 'quire\[parquet\]'"):
             RequestFile(tmp_path / "requests.parquet", "")
-        with pytest.raises(QuireError, match="pip install pyarrow"):
+        with pytest.raises(QuireError, match=r"pip install 'quire\[parquet\]'"):
             AnswerFile(tmp_path / "answers.parquet", restart=False)
         return
     check_parquet(tmp_path)
@@ -236,9 +236,59 @@ def check_parquet(folder: Path) -> None:
     assert [(one.custom_id, json.loads(one.body), one.problem) for one in read] == [
         (one["custom_id"], one["body"], None) for one in lines
     ]
+    check_parquet_bodies(folder)
     file = AnswerFile(folder / "answers.parquet", restart=False)
     file.write(b'{"id":"a","custom_id":"b","response":{"status_code":200},"error":null}\n')
     file.complete()
     file.close()
     found = pyarrow.parquet.read_table(folder / "answers.parquet").to_pylist()
     assert found == [{"id": "a", "custom_id": "b", "response": '{"status_code":200}', "error": None}]
+
+
+def check_parquet_bodies(folder: Path) -> None:
+    """Bodies as structs, which have the fields of all rows, and what is no body; other columns don't matter."""
+    import pyarrow
+    import pyarrow.parquet
+
+    bodies: list[Any] = [
+        {"prompt": "a", "max_tokens": 3},
+        {"messages": [{"role": "user", "content": "b"}, {"role": "assistant", "content": None, "name": "c"}]},
+    ]
+    rows = [{"custom_id": str(i), "method": "POST", "url": "/v1/x", "body": body} for i, body in enumerate(bodies)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "structs.parquet")
+    read = [json.loads(one.body) for one in RequestFile(folder / "structs.parquet", "")]
+    assert read[0] == bodies[0]
+    assert read[1]["messages"] == [{"role": "user", "content": "b"}, {"role": "assistant", "name": "c"}]
+
+    texts = ['{"prompt": "a"}', "{no json", '{}, "url": "/v1/embeddings"', None, "[]"]
+    rows = [{"custom_id": str(i), "url": "/v1/x", "body": body, "more": 1.5} for i, body in enumerate(texts)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "texts.parquet")
+    file = RequestFile(folder / "texts.parquet", "")
+    assert file.count() == 5
+    found = list(file)
+    assert [one.problem is None for one in found] == [True, False, False, False, False]
+    assert found[0].url == "/v1/x"
+    (folder / "broken.parquet").write_bytes(b"PAR1 and nothing else")
+    with pytest.raises(InvalidRequestError, match="can't be read as Parquet"):
+        list(RequestFile(folder / "broken.parquet", ""))
+
+
+def test_parquet_in_and_out_says_what_lines_say(tmp_path: Path, undisturbed: bytes, small_model: str) -> None:
+    """The same answers, in rows."""
+    pytest.importorskip("pyarrow")
+    import pyarrow
+    import pyarrow.parquet
+
+    lines = [json.loads(one) for one in write_requests(tmp_path / "requests.jsonl", 1) if one != "{not json"]
+    rows = [one | {"body": json.dumps(one["body"])} for one in (lines[2], lines[4])]  # one of them is wrong
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "requests.parquet")
+    summary = run_batch(
+        BatchJob(tmp_path / "requests.parquet", tmp_path / "answers.parquet", small_model, ENGINE), report
+    )
+    assert (summary.done, summary.failed) == (2, 1)
+    good, bad = pyarrow.parquet.read_table(tmp_path / "answers.parquet").to_pylist()
+    expected = json.loads(undisturbed.splitlines()[2])
+    assert (good["custom_id"], good["error"]) == (expected["custom_id"], None)
+    assert json.loads(good["response"])["body"] == expected["response"]["body"]
+    assert json.loads(bad["response"])["status_code"] == 400
+    assert not (tmp_path / "answers.parquet.part").exists()

@@ -119,7 +119,7 @@ async def _answer(
     attempt.has_begun = _is_open(service)
     call = await service.start(wanted, {})
     try:
-        events = [event async for event in call]
+        events = await call.all()
         writer = writer_kind(body, call, model, service.ready.fingerprint, service.responses.of(""))
         writer.created = 0
         whole = await service.in_thread(writer.whole, events) if writer.is_long else writer.whole(events)

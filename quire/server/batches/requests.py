@@ -17,6 +17,8 @@ import msgspec
 from quire.errors import InvalidRequestError, QuireError
 
 _MAX_ID = 512
+_COLUMNS = ("custom_id", "method", "url", "body")
+"""Of a Parquet file."""
 
 
 class _Line(msgspec.Struct):
@@ -24,6 +26,10 @@ class _Line(msgspec.Struct):
     url: str
     body: dict[str, Any]
     method: str = "POST"
+
+
+_COLUMNS = ("custom_id", "method", "url", "body")
+"""Of a Parquet file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +63,7 @@ class RequestFile:
     def count(self) -> int:
         """How many there are."""
         if self._is_parquet:
-            return int(import_pyarrow(self.path).ParquetFile(self.path).metadata.num_rows)
+            return int(_open_parquet(self.path).metadata.num_rows)
         return sum(1 for _ in self._raw_lines())
 
     def __iter__(self) -> Iterator[BatchRequest]:
@@ -107,12 +113,30 @@ def _custom_id(raw: bytes) -> str | None:
 
 
 def _parquet_lines(path: Path) -> Iterator[bytes]:
-    """Rows with the columns custom_id, url, body (JSON text or a struct) and perhaps method."""
-    for batch in import_pyarrow(path).ParquetFile(path).iter_batches():
+    """Rows with the columns custom_id, url, body (JSON text or a struct) and perhaps method; others don't matter."""
+    file = _open_parquet(path)
+    columns = [name for name in _COLUMNS if name in file.schema_arrow.names]
+    for batch in file.iter_batches(columns=columns):
         for row in batch.to_pylist():
-            body = row.get("body")
-            row["body"] = msgspec.Raw(body.encode()) if isinstance(body, str) else _without_nulls(body)
+            row["body"] = _parquet_body(row.get("body"))
             yield msgspec.json.encode({key: value for key, value in row.items() if value is not None})
+
+
+def _parquet_body(body: Any) -> Any:
+    """What is no JSON stays text, which is no body: its line says so."""
+    if not isinstance(body, str | bytes):
+        return _without_nulls(body)
+    try:
+        return msgspec.json.decode(body, type=msgspec.Raw)
+    except msgspec.DecodeError:
+        return body
+
+
+def _open_parquet(path: Path) -> Any:
+    try:
+        return import_pyarrow(path).ParquetFile(path)
+    except (OSError, ValueError) as error:  # pyarrow's own errors are such
+        raise InvalidRequestError("REQUESTS", f"{path} can't be read as Parquet: {error}") from None
 
 
 def _without_nulls(value: Any) -> Any:
@@ -127,4 +151,4 @@ def import_pyarrow(path: Path) -> Any:
     try:
         return importlib.import_module("pyarrow.parquet")
     except ImportError:
-        raise QuireError(f"{path}: Parquet files need pyarrow: pip install pyarrow, or use .jsonl") from None
+        raise QuireError(f"{path}: Parquet files need pyarrow: pip install 'quire[parquet]', or use .jsonl") from None

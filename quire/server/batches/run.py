@@ -20,8 +20,8 @@ from quire.server.batches.output import AnswerFile
 from quire.server.batches.requests import BatchRequest, RequestFile
 from quire.server.config import ServerConfig
 from quire.server.engine_client import EngineClient
+from quire.server.http_server import open_tokenizer
 from quire.server.logs import set_up_logging
-from quire.server.run import open_tokenizer
 from quire.server.service import GenerationService
 
 _AHEAD = 8

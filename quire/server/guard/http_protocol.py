@@ -22,11 +22,13 @@ import socket
 from collections.abc import Callable
 from http import HTTPStatus
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from quire.server.call_stream import DIRECT_BODY
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, error_body
 from quire.server.guard.connection import new_id
+from quire.server.guard.counts import CONNECTIONS, Counts
 
 _SEND_BUFFER = 128 * 1024
 """The kernel's part of what may be on its way to a client that does not read."""
@@ -52,10 +54,31 @@ class _GentlyClosed:
         self.close = close
 
 
+class _DirectBody:
+    """`quire.server.call_stream.DirectBody` of one response."""
+
+    __slots__ = ("_cycle", "_flow", "_transport")
+
+    def __init__(self, cycle: RequestResponseCycle, transport: asyncio.Transport) -> None:
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._transport = transport
+
+    @property
+    def is_blocked(self) -> bool:
+        return self._flow.write_paused
+
+    def write(self, data: bytes) -> None:
+        """As `RequestResponseCycle.send` writes a part of a body."""
+        if not self._cycle.disconnected and not self._cycle.response_complete:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._cycle.chunked_encoding else data)
+
+
 class LimitedProtocol(HttpToolsProtocol):
     """One connection. Made by `limited_protocol`, which sets the limits."""
 
     limits: ServerConfig
+    counts: Counts
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -74,13 +97,14 @@ class LimitedProtocol(HttpToolsProtocol):
         raw: socket.socket | None = transport.get_extra_info("socket")
         if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
-        if len(self.connections) > self.limits.max_connections:
+        if self.counts.add(CONNECTIONS, 1) > self.limits.max_connections:
             self._refuse(ApiError(503, "too many connections; try again later", retry_after=1.0))
             transport.close()
             return
         self._start_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.counts.add(CONNECTIONS, -1)
         for timer in (self._header_timer, self._write_timer, self._end_timer):
             if timer is not None:
                 timer.cancel()
@@ -149,6 +173,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refusal = ApiError(415, message)
             raise _RefusedError
         super().on_headers_complete()
+        self.scope["extensions"] = {DIRECT_BODY: _DirectBody(self.cycle, self.transport)}  # type: ignore[dict-item]
         self.cycle.transport = _GentlyClosed(self.transport, self._close_gently)  # type: ignore[assignment]
 
     def on_chunk_header(self) -> None:
@@ -254,6 +279,6 @@ class LimitedProtocol(HttpToolsProtocol):
         self._end_timer = self.loop.call_later(pause, self._probe, min(2 * pause, _LONGEST_PROBE))
 
 
-def limited_protocol(config: ServerConfig) -> type[LimitedProtocol]:
-    """The protocol with a server's limits."""
-    return type("ServerProtocol", (LimitedProtocol,), {"limits": config})
+def limited_protocol(config: ServerConfig, counts: Counts | None = None) -> type[LimitedProtocol]:
+    """The protocol with a server's limits; `counts`: those of all processes that share them."""
+    return type("ServerProtocol", (LimitedProtocol,), {"limits": config, "counts": counts or Counts()})

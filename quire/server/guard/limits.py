@@ -17,6 +17,7 @@ from quire.observe.prometheus import ServerMetrics
 from quire.observe.request_records import RequestRecord
 from quire.server.errors import ApiError, error_response, to_api_error
 from quire.server.guard.connection import request_id_of
+from quire.server.guard.counts import BODY_BYTES, Counts
 
 logger = logging.getLogger("quire.server.access")
 
@@ -106,14 +107,16 @@ class BodyLimits:
         max_total_bytes: int,
         seconds: float,
         uploads: Mapping[str, int] | None = None,
+        counts: Counts | None = None,
     ) -> None:
-        """`uploads`: paths whose bodies may be larger, since they go to the disk as they come, and take longer."""
+        """`uploads`: paths whose bodies may be larger, since they go to the disk as they come, and take longer.
+        `counts`: those of all processes that share these limits."""
         self._app = app
         self._uploads = uploads or {}
         self._max_bytes = max_bytes
         self._max_total = max_total_bytes
         self._seconds = seconds
-        self._total = 0
+        self._counts = counts or Counts()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         most = self._uploads.get(scope["path"], self._max_bytes)
@@ -137,10 +140,10 @@ class BodyLimits:
             if message["type"] == "http.request":
                 size = len(message.get("body", b""))
                 received += size
-                self._total += 0 if is_upload else size
+                total = self._counts.add(BODY_BYTES, 0 if is_upload else size)
                 if received > most:
                     raise self._too_large(received, most)
-                if self._total > self._max_total:
+                if total > self._max_total:
                     why = "too many large requests at a time; try again"
                     raise ApiError(503, why, code="too_busy", retry_after=1.0)
                 is_read = not message.get("more_body", False)
@@ -158,7 +161,7 @@ class BodyLimits:
             else:
                 await self._app(scope, limited_receive, closing_send)
         finally:
-            self._total -= 0 if is_upload else received
+            self._counts.add(BODY_BYTES, 0 if is_upload else -received)
 
     def _too_large(self, size: int, most: int) -> ApiError:
         option = "--max-body-size" if most == self._max_bytes else "--max-batch-size"

@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.server.errors import ApiError, error_body
 from quire.server.generation import FinishReason, GenerationEvent, Usage
-from quire.server.http_responses import named_event
+from quire.server.http_responses import TextEvent, named_event
 from quire.server.lifecycle import Writer, endpoint
 from quire.server.protocol.anthropic import MessagesRequest
 
@@ -22,7 +22,10 @@ class MessageWriter(Writer[MessagesRequest]):
         self._has_begun = False
         self._is_clamped = self.call.prompts[0].is_clamped
 
-    def chunk(self, event: GenerationEvent) -> Iterator[bytes]:
+    def text_chunk(self, event: GenerationEvent) -> bytes | None:
+        return self._blocks.take_text(event)
+
+    def chunks(self, event: GenerationEvent) -> Iterator[bytes]:
         if not self._has_begun:
             # Only now it is known how much of the prompt was cached.
             self._has_begun = True
@@ -110,6 +113,8 @@ class ContentBlocks:
         self._blocks: list[tuple[dict[str, Any], list[str]]] = []
         """Each as it began, with the pieces that came since."""
         self._kind: str | None = None
+        self._text_event: TextEvent | None = None
+        """How the open block goes on, if it is text."""
 
     def whole(self) -> list[dict[str, Any]]:
         """All blocks, complete."""
@@ -120,13 +125,25 @@ class ContentBlocks:
             content.append({**block, "input": tool_input(text)} if kind == "tool_use" else {**block, kind: text})
         return content
 
+    def take_text(self, event: GenerationEvent) -> bytes | None:
+        """The event that tells of text for the open block, which is one of text; None for anything else."""
+        text = event.content
+        if self._kind != "text" or not text or event.reasoning or event.tool_calls or event.finish_reason is not None:
+            return None
+        if self._text_event is None:
+            place = len(self._blocks) - 1
+            self._text_event = TextEvent(lambda text, _: _text_delta(place, text))
+        self._blocks[-1][1].append(text)
+        return self._text_event.write(text)
+
     def take(self, event: GenerationEvent) -> Iterator[bytes]:
         if event.reasoning:
             yield from self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             yield self._delta({"type": "thinking_delta", "thinking": event.reasoning}, event.reasoning)
         if event.content:
             yield from self._open("text", {"type": "text", "text": ""})
-            yield self._delta({"type": "text_delta", "text": event.content}, event.content)
+            self._blocks[-1][1].append(event.content)
+            yield _text_delta(len(self._blocks) - 1, event.content)
         for call in event.tool_calls:
             if call.name is not None:
                 yield from self.close()
@@ -138,7 +155,7 @@ class ContentBlocks:
     def close(self) -> Iterator[bytes]:
         if self._kind is not None:
             yield _event("content_block_stop", index=len(self._blocks) - 1)
-            self._kind = None
+            self._kind = self._text_event = None
 
     def _open(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
         if self._kind == kind:
@@ -151,6 +168,10 @@ class ContentBlocks:
     def _delta(self, delta: dict[str, Any], text: str) -> bytes:
         self._blocks[-1][1].append(text)
         return _event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
+
+
+def _text_delta(place: int, text: str) -> bytes:
+    return _event("content_block_delta", index=place, delta={"type": "text_delta", "text": text})
 
 
 router = endpoint(MessagesRequest, MessageWriter, "create_message", "An answer to a conversation.", "Anthropic")

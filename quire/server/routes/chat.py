@@ -24,7 +24,10 @@ class ChatWriter(ChoicesWriter[ChatCompletionRequest]):
         self._begun: set[int] = set()
         """Choices that something was said of."""
 
-    def chunk(self, event: GenerationEvent) -> Iterator[bytes]:
+    def text_choice(self, index: int, text: str) -> dict[str, Any]:
+        return {"index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
+
+    def chunks(self, event: GenerationEvent) -> Iterator[bytes]:
         delta = self._message(event)
         if event.tool_calls:
             delta["tool_calls"] = [_call_delta(call) for call in event.tool_calls]
@@ -68,6 +71,7 @@ class ChatWriter(ChoicesWriter[ChatCompletionRequest]):
         first = {"index": event.index, "delta": delta, "logprobs": None, "finish_reason": None}
         more = {} if self._begun else self._prompt_tokens()
         self._begun.add(event.index)
+        self.begun(event.index)
         return self.chunk_of(first, **more)
 
     def _prompt_tokens(self) -> dict[str, Any]:

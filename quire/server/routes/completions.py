@@ -24,14 +24,20 @@ class CompletionWriter(ChoicesWriter[CompletionRequest]):
         super().__init__(*args)
         self._logprobs: dict[int, _Logprobs] = {}
         """Of the choices that have begun."""
+        self.may_take_long = bool(self.body.echo) and self.body.logprobs is not None
 
-    def chunk(self, event: GenerationEvent) -> Iterator[bytes]:
+    def text_choice(self, index: int, text: str) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+
+    def chunks(self, event: GenerationEvent) -> Iterator[bytes]:
         if event.text or event.finish_reason is not None or event.logprobs or self.body.return_token_ids:
             yield self.chunk_of(self._choice(event))
+            if self.body.logprobs is None and not self.body.no_answer:
+                self.begun(event.index)
 
     def is_long_chunk(self, event: GenerationEvent) -> bool:
         """It holds as many logprobs as the prompt has tokens."""
-        return bool(self.body.echo) and self.body.logprobs is not None and event.index not in self._logprobs
+        return self.may_take_long and event.index not in self._logprobs
 
     def whole(self, events: list[GenerationEvent]) -> dict[str, Any]:
         return self.whole_of([self._choice(event) for event in whole_choices(events)])

@@ -55,7 +55,7 @@ async def explain_request(request: Request, request_id: str) -> Response:
     """By the id of the response or by x-request-id: what the request waited for and because of whom, what it found in
     the cache, its chunks and preemptions, and its time in parts that add up to the whole; in words, too (`text`)."""
     service = get_service(request)
-    record = service.records.find(request_id)
+    record = await service.find_record(request_id)
     explanation = None if record is None else await service.describe(record.response_id, explain=True)
     if record is None or explanation is None:
         raise ApiError(404, "there is no request of this id, or the step log has forgotten it", code="not_found")
@@ -68,7 +68,7 @@ async def get_request(request: Request, request_id: str) -> Response:
     """By the id of the response or by x-request-id: where its time went, from the engine's step log (`engine`) as
     long as that remembers it."""
     service = get_service(request)
-    record = service.records.find(request_id)
+    record = await service.find_record(request_id)
     if record is None:
         raise ApiError(404, "there is no request of this id, or it was too long ago", code="not_found")
     return JsonResponse({**record.describe(), "engine": await service.describe(record.response_id)})

@@ -9,7 +9,7 @@ from quire.outputs import TokenLogprobs
 from quire.server.errors import ApiError, error_body
 from quire.server.generation import FinishReason, GenerationEvent, Usage
 from quire.server.guard.connection import new_id
-from quire.server.http_responses import named_event
+from quire.server.http_responses import TextEvent, named_event
 from quire.server.lifecycle import Writer, endpoint
 from quire.server.protocol.responses import TOOL_FIELDS, FunctionTool, NamespaceTool, OtherTool, ResponsesRequest
 from quire.server.routes.choices import logprob_body
@@ -24,14 +24,35 @@ class ResponseWriter(Writer[ResponsesRequest]):
         super().__init__(*args)
         self._items = OutputItems(self.body.wants_logprobs, self.body.namespaces())
         self._num_events = 0
+        self._text_item = 0
+        self._text_event: TextEvent | None = None
+        """How the message goes on that is the item of this number, counted from 1."""
         self._is_over = False
+        self._stores_elsewhere = self.body.to_store is not None and self.stored.store.is_remote
+        self.is_long = self.is_long or self._stores_elsewhere
+        self.may_take_long = self._stores_elsewhere
         self._error: dict[str, Any] | None = None
 
     def begin(self) -> Iterator[bytes]:
         for kind in ("response.created", "response.in_progress"):
             yield self._event({"type": kind, "response": self._response("in_progress")})
 
-    def chunk(self, event: GenerationEvent) -> Iterator[bytes]:
+    def is_long_chunk(self, event: GenerationEvent) -> bool:
+        """It has to wait until the response is stored, and its client must not hear of the end before."""
+        return event.finish_reason is not None and self._stores_elsewhere
+
+    def text_chunk(self, event: GenerationEvent) -> bytes | None:
+        if not self._items.takes_text(event):
+            return None
+        if self._text_item != len(self._items.items):
+            self._text_item = len(self._items.items)
+            self._text_event = TextEvent(lambda text, number: self._encode(self._items.text_delta(text), number))
+        assert self._text_event is not None
+        self._items.add_text(event.content)
+        self._num_events += 1
+        return self._text_event.write(event.content, self._num_events - 1)
+
+    def chunks(self, event: GenerationEvent) -> Iterator[bytes]:
         for out in self._items.take(event):
             yield self._event(out)
         if event.finish_reason is not None:
@@ -75,6 +96,10 @@ class ResponseWriter(Writer[ResponsesRequest]):
     def _event(self, fields: Event) -> bytes:
         number = self._num_events
         self._num_events += 1
+        return self._encode(fields, number)
+
+    @staticmethod
+    def _encode(fields: Event, number: int) -> bytes:
         return named_event(fields["type"], {**fields, "sequence_number": number})
 
     def _response(self, status: str) -> dict[str, Any]:
@@ -158,6 +183,18 @@ class OutputItems:
         self._logprobs: list[TokenLogprobs] = []
         """Of tokens whose text has not come yet."""
         self._is_open = False
+
+    def takes_text(self, event: GenerationEvent) -> bool:
+        """Whether an event adds text to the message that is open, and nothing else."""
+        is_text = event.content and not event.reasoning and not event.tool_calls and event.finish_reason is None
+        return bool(is_text and self._is_open and not self._with_logprobs and self.items[-1]["type"] == "message")
+
+    def add_text(self, text: str) -> None:
+        self._pieces.append(text)
+
+    def text_delta(self, text: str) -> Event:
+        """The event that tells of it."""
+        return self._event("response.output_text.delta", content_index=0, delta=text, logprobs=[])
 
     def take(self, event: GenerationEvent) -> Iterator[Event]:
         self._logprobs += event.logprobs

@@ -1,0 +1,121 @@
+"""A call's answer as server-sent events: what has come is written once per turn of the event loop.
+
+While a client reads as fast as it is written to, nobody is woken for a token: when the engine's step has been taken in,
+`_write_now` puts what is new into the connection. A task does the rest: the beginning and the end, parts that take long
+to write, and a client that lags, whose events wait in the call (bounded, `EngineCall`) and are told together, in one,
+once it reads again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+from starlette.types import Scope, Send
+
+from quire.server.engine_call import EngineCall
+from quire.server.errors import ApiError
+from quire.server.generation import GenerationEvent
+from quire.server.http_responses import EventStream
+
+logger = logging.getLogger(__name__)
+
+DIRECT_BODY = "quire.direct_body"
+"""The ASGI extension under which a connection lends its `DirectBody`."""
+
+
+class DirectBody(Protocol):
+    """Writes on with the body of a response that has begun, as ASGI's `send` would, but at once."""
+
+    @property
+    def is_blocked(self) -> bool:
+        """The client does not take what was written."""
+
+    def write(self, data: bytes) -> None: ...
+
+
+class StreamWriter(Protocol):
+    """What a stream needs of an API's writer (`lifecycle.Writer`)."""
+
+    call: EngineCall
+    is_long: bool
+
+    def begin(self) -> Iterable[bytes]: ...
+
+    def text_chunk(self, event: GenerationEvent) -> bytes | None: ...
+
+    def chunk(self, event: GenerationEvent) -> Iterable[bytes]: ...
+
+    may_take_long: bool
+
+    def is_long_chunk(self, event: GenerationEvent) -> bool: ...
+
+    def finish(self) -> Iterable[bytes]: ...
+
+    def error_event(self, path: str, error: ApiError, request_id: str) -> bytes: ...
+
+
+class CallStream(EventStream):
+    """Streams what a writer makes of its call."""
+
+    def __init__(self, writer: StreamWriter, end: Callable[[], None], headers: Mapping[str, str]) -> None:
+        super().__init__(writer.error_event, end, headers)
+        self._writer = writer
+        self._call = writer.call
+        self._direct: DirectBody | None = None
+        self._waiting: asyncio.Future[None] | None = None
+        """Of the task, while it has nothing to do."""
+
+    async def _write_events(self, scope: Scope, send: Send) -> None:
+        self._direct = scope.get("extensions", {}).get(DIRECT_BODY)
+        await _send_all(send, self._writer.begin())
+        self._call.on_news = self._news
+        try:
+            while not (self._call.is_over and not self._call.has_events):
+                for event in self._call.take():
+                    written = self._writer.chunk(event)
+                    is_long = self._writer.may_take_long and self._writer.is_long_chunk(event)
+                    await _send_all(send, await asyncio.to_thread(list, written) if is_long else written)
+                if not self._call.has_events and not self._call.is_over:
+                    self._waiting = asyncio.get_running_loop().create_future()
+                    await self._waiting
+        finally:
+            self._waiting = self._call.on_news = None
+        self._call.raise_error()
+        finished = self._writer.finish()
+        await _send_all(send, await asyncio.to_thread(list, finished) if self._writer.is_long else finished)
+
+    def _news(self) -> None:
+        """Events have come, or the end."""
+        self._call.is_told = False
+        if self._waiting is None or self._waiting.done():
+            return  # the task is at it
+        if self._direct is None or self._direct.is_blocked or self._call.is_over:
+            self._waiting.set_result(None)
+            return
+        try:
+            self._write_now(self._direct)
+        except Exception as error:
+            self._waiting.set_exception(error)
+
+    def _write_now(self, direct: DirectBody) -> None:
+        writer, events = self._writer, self._call.take()
+        if writer.may_take_long and any(map(writer.is_long_chunk, events)):
+            self._call.put_back(events)
+            assert self._waiting is not None
+            self._waiting.set_result(None)
+            return
+        if len(events) == 1:
+            data = writer.text_chunk(events[0]) or b"".join(writer.chunk(events[0]))
+        else:
+            data = b"".join([piece for event in events for piece in writer.chunk(event)])
+        if data:
+            direct.write(data)
+
+
+async def _send_all(send: Send, pieces: Iterable[bytes]) -> None:
+    data = b"".join(pieces)
+    if data:
+        await send({"type": "http.response.body", "body": data, "more_body": True})

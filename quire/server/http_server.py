@@ -1,0 +1,89 @@
+"""The HTTP server of one process: uvicorn with this server's limits, and what the process needs for it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import resource
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from quire.checkpoints.sources import ModelSource
+from quire.frontend.tokenizer import Tokenizer
+from quire.server.config import ServerConfig
+from quire.server.guard.counts import Counts
+from quire.server.guard.http_protocol import limited_protocol
+
+_GC_THRESHOLDS = (50_000, 20, 50)
+_SWITCH_SECONDS = 0.001
+"""For which a thread that makes a large answer keeps the interpreter from the event loop; Python's own are 5 ms."""
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its own idea of signals."""
+
+    on_started: Callable[[], None] = staticmethod(lambda: None)
+    """Called when connections are accepted."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.on_started()
+
+
+def http_settings(
+    config: ServerConfig, app: ASGIApp, counts: Counts | None = None, unix_socket: str | None = None
+) -> uvicorn.Config:
+    """For the port, whose limits `counts` counts for, or for a socket of this machine, which is behind it."""
+    more: dict[str, Any] = {"ssl_certfile": config.tls_certificate, "ssl_keyfile": config.tls_key}
+    return uvicorn.Config(
+        app,
+        http=limited_protocol(config, counts),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=30,
+        **(more if unix_socket is None else {"uds": unix_socket}),
+    )
+
+
+def prepare_process() -> None:
+    """Before anything is served."""
+    _raise_file_limit()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+
+
+def settle() -> None:
+    """What is here now stays: the collector need not look through it while requests wait. Nor through a large body
+    again and again while it is being made: its parts are no garbage yet."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
+
+
+def open_tokenizer(source: ModelSource) -> Tokenizer:
+    """A model's tokenizer, if possible without importing torch."""
+    if (source.path / "tokenizer.json").is_file():
+        return Tokenizer.from_hf_folder(source.path)
+    # Other kinds of models are opened by code that needs torch, which takes seconds and memory to import.
+    from quire import load
+
+    return load.open_tokenizer(source)
+
+
+def _raise_file_limit() -> None:
+    """Every connection is an open file, and the usual limit is meant for programs of another kind."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,100 @@
+"""Who waits for which request: what the engine says finds its listener here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from quire.server import messages
+from quire.server.errors import ApiError, to_api_error
+from quire.step import RequestUpdate
+
+logger = logging.getLogger(__name__)
+
+
+class Listener(Protocol):
+    """Whoever waits for a request. Called on the event loop, in the order of events; must not block."""
+
+    def accepted(self, request_id: str) -> None: ...
+
+    def refused(self, refusal: messages.Refused) -> None: ...
+
+    def started(self, name: str, cached_tokens: int) -> None:
+        """An answer left the queue; comes again if it was preempted."""
+
+    def update(self, update: RequestUpdate) -> None: ...
+
+    def fail(self, error: ApiError) -> None:
+        """The engine is gone, and the request with it, or an update could not be taken."""
+
+
+class Listeners:
+    """The requests that are under way."""
+
+    def __init__(self) -> None:
+        self._listeners: dict[str, Listener] = {}
+        """By the request's id."""
+        self._names: dict[str, set[str]] = {}
+        """Of a request's answers that are not finished."""
+        self._requests: dict[str, str] = {}
+        """The request's id by the name of an answer."""
+
+    def __len__(self) -> int:
+        return len(self._listeners)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._listeners
+
+    def add(self, request_id: str, names: Sequence[str], listener: Listener) -> None:
+        self._listeners[request_id] = listener
+        self._names[request_id] = set(names)
+        self._requests.update(dict.fromkeys(names, request_id))
+
+    def remove(self, request_id: str) -> Listener | None:
+        """Nothing further is heard of it."""
+        listener = self._listeners.pop(request_id, None)
+        for name in self._names.pop(request_id, ()):
+            del self._requests[name]
+        return listener
+
+    def take(self, event: messages.Updates, abort: Callable[[Sequence[str]], None]) -> None:
+        """Tells everybody what is theirs; `abort` ends a request whose listener could not take it."""
+        for request_id in event.accepted:
+            if request_id in self._listeners:
+                self._listeners[request_id].accepted(request_id)
+        for refusal in event.refused:
+            refused = self.remove(refusal.request_id)
+            if refused is not None:
+                refused.refused(refusal)
+        for name in event.started:
+            if name in self._requests:
+                self._listeners[self._requests[name]].started(name, event.cached.get(name, 0))
+        for update in event.updates:
+            owner = self._requests.get(update.request_id)
+            if owner is None:
+                continue  # whoever waited has left
+            listener = self._listeners[owner]
+            if update.finish_reason is not None:
+                del self._requests[update.request_id]
+                self._names[owner].remove(update.request_id)
+                if not self._names[owner]:
+                    self.remove(owner)
+            try:
+                listener.update(update)
+            except Exception as error:
+                # A fault in one request's text must not stop the others'.
+                logger.error("request %s failed on its way back", owner)
+                abort([owner])
+                listener.fail(to_api_error(error))
+
+    def fail_all(self, error: ApiError) -> None:
+        listeners = list(self._listeners.values())
+        self._listeners.clear()
+        self._requests.clear()
+        self._names.clear()
+        for listener in dict.fromkeys(listeners):
+            try:
+                listener.fail(error)
+            except Exception:
+                logger.exception("somebody who waits could not be told that the engine is gone")

@@ -1,0 +1,418 @@
+"""What keeps the HTTP side cheap changes nothing that clients see: events written from a prepared frame, events told
+together, texts and numbers shared between streams and processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.observe.prometheus import ServerMetrics
+from quire.observe.shared_metrics import Numbers
+from quire.sampling_params import SamplingParams
+from quire.server.call_stream import DIRECT_BODY, CallStream
+from quire.server.engine_call import EngineCall
+from quire.server.errors import ApiError
+from quire.server.generation import (
+    GenerationEvent,
+    GenerationRequest,
+    TextPrompt,
+    ToolCallDelta,
+    Usage,
+    join_events,
+    whole_choices,
+)
+from quire.server.guard.admission import Admission
+from quire.server.guard.counts import ANSWERS, CONNECTIONS, Counts
+from quire.server.http_responses import TextEvent, data_event
+from quire.server.protocol.anthropic import MessagesRequest
+from quire.server.protocol.chat import ChatCompletionRequest
+from quire.server.protocol.completions import CompletionRequest
+from quire.server.protocol.responses import ResponsesRequest
+from quire.server.routes.anthropic import MessageWriter
+from quire.server.routes.chat import ChatWriter
+from quire.server.routes.completions import CompletionWriter
+from quire.server.routes.responses import ResponseWriter
+from quire.server.tasks import NextTurn
+from quire.server.workers.messages import Drain, Find, Frames, decode_config, decode_to_worker, encode_config, frame
+from tests.server.harness import ROOT
+
+anything = st.text(st.characters(exclude_categories=("Cs",)), min_size=1)
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
+WRITERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "chat": (ChatWriter, ChatCompletionRequest, CHAT),
+    "chat with usage": (ChatWriter, ChatCompletionRequest, {**CHAT, "stream_options": {"include_usage": True}}),
+    "chat with all usage": (
+        ChatWriter,
+        ChatCompletionRequest,
+        {**CHAT, "stream_options": {"continuous_usage_stats": True}},
+    ),
+    "chat with tokens": (ChatWriter, ChatCompletionRequest, {**CHAT, "return_token_ids": True}),
+    "chat of a tier": (ChatWriter, ChatCompletionRequest, {**CHAT, "service_tier": "auto"}),
+    "completions": (CompletionWriter, CompletionRequest, {"prompt": "Hi", "stream": True}),
+    "completions with echo": (CompletionWriter, CompletionRequest, {"prompt": "Hi", "stream": True, "echo": True}),
+    "responses": (ResponseWriter, ResponsesRequest, {"input": "Hi", "stream": True}),
+    "messages": (MessageWriter, MessagesRequest, {**CHAT, "model": "m", "max_tokens": 9}),
+}
+
+
+def new_writer(name: str) -> Any:
+    kind, body_kind, fields = WRITERS[name]
+    prompt = SimpleNamespace(plan=None, token_ids=(1, 2), is_clamped=False, text="Hi")
+    request = GenerationRequest("id", "req", (TextPrompt("Hi"),), SamplingParams(n=2))
+    call = SimpleNamespace(request=request, prompts=[prompt], usage=Usage(2, 0, 5))
+    writer = kind(body_kind.model_validate(fields), call, 'a "model"', "fp", SimpleNamespace(store=None))
+    writer.created = 7
+    return writer
+
+
+def text(content: str, index: int = 0) -> GenerationEvent:
+    return GenerationEvent(index, content, content, token_ids=(5,))
+
+
+EVENTS = [
+    text("One"),
+    text(' "two" \\ \x07\u2028'),
+    text("中🦩é</script>"),
+    GenerationEvent(0, token_ids=(7,)),  # half a character
+    text("a", 1),
+    GenerationEvent(0, "b", reasoning="b", token_ids=(8,)),
+    text("c"),
+    text("d"),
+    GenerationEvent(0, "{}", tool_calls=(ToolCallDelta(0, "c1", "f", "{}"),), token_ids=(9,)),
+    text("e"),
+    text("f", 1),
+    text("g"),
+    GenerationEvent(0, "h", "h", token_ids=(5,), finish_reason="stop", stop_reason="x"),
+]
+
+
+@pytest.mark.parametrize("name", list(WRITERS))
+def test_a_prepared_event_has_the_bytes_of_any_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same events from a writer that prepares nothing."""
+    monkeypatch.setattr("quire.server.routes.responses.new_id", lambda prefix: f"{prefix}1")
+    one_choice = name in ("responses", "messages")
+    events = [event for event in EVENTS if not (one_choice and event.index)]
+    quick, slow = new_writer(name), new_writer(name)
+    prepared = 0
+    for event in events:
+        written = quick.chunk(event)
+        prepared += isinstance(written, tuple)
+        assert b"".join(written) == b"".join(slow.chunks(event))
+    assert prepared >= (0 if name in ("chat with all usage", "chat with tokens") else 3)
+
+
+@given(anything, st.integers(0, 10**9))
+def test_any_text_is_escaped_as_the_encoder_does(text: str, number: int) -> None:
+    def make(text: str, number: int) -> bytes:
+        return data_event({"a": [{"delta": text}], "n": number, "z": None})
+
+    assert TextEvent(make).write(text, number) == make(text, number)
+    without = TextEvent(lambda text, _: data_event({"delta": text}))
+    assert without.write(text) == data_event({"delta": text})
+
+
+indexes = st.integers(0, 1)
+events = st.lists(
+    st.one_of(
+        st.builds(lambda i, t: GenerationEvent(i, t, t, token_ids=(len(t),)), indexes, anything),
+        st.builds(lambda i, t: GenerationEvent(i, t, reasoning=t, token_ids=(len(t),)), indexes, anything),
+        st.builds(
+            lambda i, t: GenerationEvent(i, t, tool_calls=(ToolCallDelta(0, None, None, t),), token_ids=(len(t),)),
+            indexes,
+            anything,
+        ),
+    ),
+    max_size=12,
+)
+
+
+@given(events)
+def test_events_told_together_tell_the_same_in_the_same_order(events: list[GenerationEvent]) -> None:
+    joined = join_events(events)
+    assert whole_choices(joined) == whole_choices(events)
+    for index in (0, 1):
+        told = [one for event in joined if event.index == index for one in _parts(event)]
+        assert _runs(told) == _runs([one for event in events if event.index == index for one in _parts(event)])
+
+
+def _parts(event: GenerationEvent) -> list[tuple[str, str]]:
+    """As writers tell them."""
+    found = [("reasoning", event.reasoning), ("content", event.content)]
+    found += [("call", one.arguments) for one in event.tool_calls]
+    return [one for one in found if one[1]]
+
+
+def _runs(parts: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    runs: list[tuple[str, str]] = []
+    for kind, piece in parts:
+        if runs and runs[-1][0] == kind != "call":
+            runs[-1] = (kind, runs[-1][1] + piece)
+        else:
+            runs.append((kind, piece))
+    return runs
+
+
+class Connection:
+    """A client's, which may refuse to take more."""
+
+    def __init__(self) -> None:
+        self.is_blocked = False
+        self.free = asyncio.Event()
+        self.free.set()
+        self.direct: list[bytes] = []
+        self.sent: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        self.direct.append(data)
+
+    async def send(self, message: Any) -> None:
+        await self.free.wait()
+        if message.get("body"):
+            self.sent.append(message["body"])
+
+    def block(self, is_blocked: bool) -> None:
+        self.is_blocked = is_blocked
+        self.free.clear() if is_blocked else self.free.set()
+
+
+class FakeCall(EngineCall):
+    """A call that says what it is told to."""
+
+    def __init__(self, most: int) -> None:
+        self.on_news: Callable[[], None] | None = None
+        self._next_turn = NextTurn()
+        self.is_told = self._is_over = False
+        self._events: list[GenerationEvent] = []
+        self._num_buffered, self._most = 0, most
+        self._error: ApiError | None = None
+        self._wake = None
+
+    def say(self, *words: str) -> None:
+        for word in words:
+            self._emit(text(word))
+            if self._num_buffered > self._most:
+                self._events.clear()
+                self._error = ApiError(408, "not read", code="slow_reader")
+                self.over()
+
+    def over(self) -> None:
+        self._is_over = True
+        self._notify()
+
+    _prepare = _take = _count_finished = None  # type: ignore[assignment]
+
+
+class Words:
+    """A writer."""
+
+    is_long = False
+    may_take_long = True
+
+    def __init__(self, call: FakeCall) -> None:
+        self.call = call
+
+    def begin(self) -> Iterable[bytes]:
+        return (b"<",)
+
+    def chunk(self, event: GenerationEvent) -> Iterable[bytes]:
+        if event.content == "bad":
+            raise RuntimeError("can't be written")
+        return (event.content.encode(),)
+
+    def text_chunk(self, event: GenerationEvent) -> bytes | None:
+        return None
+
+    def is_long_chunk(self, event: GenerationEvent) -> bool:
+        return event.content == "long"
+
+    def finish(self) -> Iterable[bytes]:
+        return (b">",)
+
+    def error_event(self, path: str, error: ApiError, request_id: str) -> bytes:
+        return b"!" + str(error.status).encode()
+
+
+def run_stream(scenario: Callable[[FakeCall, Connection], Any], most: int = 100) -> Connection:
+    async def run() -> Connection:
+        call, connection = FakeCall(most), Connection()
+        stream = CallStream(Words(call), lambda: None, {})  # type: ignore[arg-type]
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        scope = {"extensions": {DIRECT_BODY: connection}, "state": {"request_id": "r"}, "path": "/"}
+        task = asyncio.create_task(stream(scope, receive, connection.send))
+        await _turns()
+        await scenario(call, connection)
+        await asyncio.wait_for(task, 5)
+        return connection
+
+    return asyncio.run(run())
+
+
+async def _turns(count: int = 5) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def test_a_stream_that_is_read_needs_no_task() -> None:
+    async def scenario(call: FakeCall, connection: Connection) -> None:
+        for word in ("a", "b"):
+            call.say(word)
+            await _turns()
+        call.say("c", "d")  # two steps in one turn
+        await _turns()
+        assert connection.direct == [b"a", b"b", b"cd"]
+        call.say("e")
+        call.over()
+
+    connection = run_stream(scenario)
+    assert connection.sent == [b"<", b"e", b">"]
+
+
+def test_a_reader_who_lags_is_told_all_at_once() -> None:
+    async def scenario(call: FakeCall, connection: Connection) -> None:
+        connection.block(True)
+        for word in "abcdef":
+            call.say(word)
+            await _turns()
+        assert connection.direct == []
+        connection.block(False)
+        await _turns(20)
+        assert connection.sent == [b"<", b"a", b"bcdef"]
+        call.say("g")
+        await _turns()
+        assert connection.direct == [b"g"]
+        call.over()
+
+    assert run_stream(scenario).sent[-1] == b">"
+
+
+def test_a_reader_who_does_not_read_ends_alone() -> None:
+    async def scenario(call: FakeCall, connection: Connection) -> None:
+        connection.block(True)
+        for _ in range(200):
+            call.say("x")
+            await _turns(2)
+        assert call.is_over
+        connection.block(False)
+
+    assert run_stream(scenario).sent == [b"<", b"x", b"!408"]
+
+
+def test_what_takes_long_is_written_by_the_task_and_faults_are_told() -> None:
+    async def scenario(call: FakeCall, connection: Connection) -> None:
+        call.say("long")
+        for _ in range(100):
+            await asyncio.sleep(0.01)
+            if b"long" in connection.sent:
+                break
+        call.say("a")
+        await _turns()
+        assert connection.direct == [b"a"]
+        call.say("bad")
+
+    assert run_stream(scenario).sent == [b"<", b"long", b"!500"]
+
+
+def test_a_long_row_is_told_in_several_turns() -> None:
+    async def run() -> list[int]:
+        turn, told, seen = NextTurn(), [], []
+
+        def fail() -> None:
+            raise RuntimeError("one of them fails")
+
+        turn.add(fail)
+        for number in range(600):
+            turn.add(lambda number=number: told.append(number))  # type: ignore[misc]
+        for _ in range(4):
+            await asyncio.sleep(0)
+            seen.append(len(told))
+        assert told == list(range(600))
+        return seen
+
+    assert asyncio.run(run()) == [255, 511, 600, 600]
+
+
+def test_limits_are_counted_over_processes(tmp_path: Path) -> None:
+    first, second = (Counts(tmp_path / "counts", row, 3) for row in (1, 2))
+    admissions = [Admission(2, 2, 100, counts=counts) for counts in (first, second)]
+    tickets = [admissions[i % 2].enter(1) for i in range(4)]
+    for admission in admissions:
+        with pytest.raises(ApiError, match="4 answers are running or waiting"):
+            admission.enter(1)
+    tickets[0].release()
+    tickets[3].add_tokens(90)
+    with pytest.raises(ApiError, match="90 prompt tokens"):
+        tickets[2].add_tokens(20)
+    assert [one.num_answers for one in admissions] == [3, 3]
+    main = Counts(tmp_path / "counts", 0, 3)
+    main.clear(2)  # it was killed
+    assert (admissions[0].num_answers, admissions[0].num_tokens) == (1, 0)
+    assert first.add(CONNECTIONS, 1) == 1
+    assert main.total(ANSWERS) == 1
+
+
+_COUNT = """
+import sys, os, signal
+from pathlib import Path
+from quire.observe.prometheus import ServerMetrics
+from quire.observe.shared_metrics import Numbers
+metrics = ServerMetrics("m", Numbers(Path(sys.argv[1])))
+for _ in range(1000):
+    metrics.tokens(2, 0.02, False)
+metrics.http_request("/x", 200)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_no_count_is_lost_with_a_process(tmp_path: Path) -> None:
+    page = ServerMetrics("m")
+    files = [tmp_path / "1", tmp_path / "2"]
+    page.show([Numbers(path) for path in files])
+    page.tokens(5, 0.02, False)
+    for path in (files[0], files[0], files[1]):  # the first is started again, and goes on where it was
+        command = [sys.executable, "-c", _COUNT, str(path)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        assert subprocess.run(command, env=environment, timeout=60, check=False).returncode == -9
+    samples = {
+        (sample.name, sample.labels.get("le", ""), sample.labels.get("path", "")): sample.value
+        for family in text_string_to_metric_families(page.text().decode())
+        for sample in family.samples
+    }
+    assert samples["vllm:generation_tokens_total", "", ""] == 6005
+    assert samples["quire_http_requests_total", "", "/x"] == 3
+    for name in ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"):
+        assert samples[f"{name}_count", "", ""] == 6005
+        assert samples[f"{name}_bucket", "0.01", ""] == 6005
+        assert samples[f"{name}_bucket", "0.005", ""] == 5
+        assert samples[f"{name}_sum", "", ""] == pytest.approx(60.02)
+
+
+def test_messages_come_in_any_pieces() -> None:
+    sent = [Find(1, "a" * 1000), Drain(), Find(2, "b")]
+    data = b"".join(map(frame, sent))
+    for size in (1, 3, 500, len(data)):
+        frames = Frames()
+        found = [one for at in range(0, len(data), size) for one in frames.feed(data[at : at + size])]
+        assert [decode_to_worker(one) for one in found] == sent
+
+
+def test_a_worker_gets_the_server_s_options(tmp_path: Path) -> None:
+    from quire.server.config import ServerConfig
+
+    config = ServerConfig(
+        api_keys=("a", "b"), http_workers=3, store=tmp_path, engine={"max_num_seqs": 3}, tls_certificate=None
+    )
+    assert decode_config(encode_config(config)) == config
