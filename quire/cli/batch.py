@@ -32,6 +32,7 @@ def batch(
     concurrency: Annotated[
         int | None, Option(min=1, metavar="N", help="Requests under way; default: twice --max-num-seqs.")
     ] = None,
+    replicas: Annotated[int, Option(min=1, metavar="N", help="Engines that share the work.")] = 1,
     restart: Annotated[bool, Option("--restart", help="Begin anew, whatever an earlier run has done.")] = False,
     engine: options.EngineOptions = options.EngineOptions(),  # noqa: B008
     settings: FileOptions = FileOptions(),  # noqa: B008
@@ -52,7 +53,15 @@ def batch(
 
     answers = output if output is not None else requests.with_name(f"{requests.stem}.answers.jsonl")
     job = BatchJob(
-        requests, answers, model, engine.keywords(), tuple(served_model_name or ()), seed, concurrency, restart
+        requests,
+        answers,
+        model,
+        engine.keywords(),
+        tuple(served_model_name or ()),
+        seed,
+        concurrency,
+        restart,
+        replicas,
     )
     try:
         with BatchBar() as bar:

@@ -46,6 +46,37 @@ class Listener(Protocol):
         """The engine is gone, and the request with it, or an update could not be taken."""
 
 
+class Engines(Protocol):
+    """One engine or several, as the rest of the server sees them: `EngineClient`, `quire.server.replicas.pool`."""
+
+    @property
+    def state(self) -> State: ...
+
+    @property
+    def ready(self) -> messages.Ready | None:
+        """What the engines said about themselves."""
+
+    @property
+    def seconds_silent(self) -> float: ...
+
+    @property
+    def is_stalled(self) -> bool: ...
+
+    async def start(self) -> messages.Ready: ...
+
+    async def stop(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+    def add(self, message: messages.AddRequest, names: Sequence[str], listener: Listener) -> None: ...
+
+    def abort(self, request_ids: Sequence[str]) -> None: ...
+
+    def end(self, name: str) -> None: ...
+
+    async def describe(self, request_id: str, explain: bool = False) -> dict[str, Any] | None: ...
+
+
 class EngineClient:
     """One engine, whichever process it runs in at the moment."""
 
@@ -167,6 +198,7 @@ class EngineClient:
 
     def _became_ready(self, ready: messages.Ready) -> None:
         self.ready = ready
+        self._metrics.set_cache(ready.num_blocks, ready.block_size)
         self._metrics.memory(ready.memory)
         self.state = "ready"
         self._last_heard = self._clock.now

@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 import time
-from typing import Any, Literal
+from typing import Any
 
 LOG_FORMATS = ("human", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -44,8 +44,8 @@ class _HumanFormatter(logging.Formatter):
         return text + "".join(f" {name}={_one_line(value)}" for name, value in fields.items() if value is not None)
 
 
-def set_up_logging(log_format: str, level: str, process: Literal["server", "engine"]) -> None:
-    """Sends everything to stderr."""
+def set_up_logging(log_format: str, level: str, process: str) -> None:
+    """Sends everything to stderr; `process` says in each line whose it is."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter(process) if log_format == "json" else _HumanFormatter(process))
     root = logging.getLogger()

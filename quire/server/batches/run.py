@@ -14,13 +14,12 @@ from quire.checkpoints.sources import ModelSource, resolve
 from quire.config import EngineConfig
 from quire.errors import EngineError, QuireError
 from quire.frontend.progress import ModelBars
-from quire.observe.prometheus import ServerMetrics
 from quire.server.batches.answers import BatchAnswer, BatchAnswers, EngineGoneError
 from quire.server.batches.output import AnswerFile
 from quire.server.batches.requests import BatchRequest, RequestFile
 from quire.server.config import ServerConfig
-from quire.server.engine_client import EngineClient
 from quire.server.logs import set_up_logging
+from quire.server.replicas.open import metrics_for, open_engines
 from quire.server.run import open_tokenizer
 from quire.server.service import GenerationService
 
@@ -48,6 +47,8 @@ class BatchJob:
     """Requests under way at a time; None: twice what the engine runs at once."""
     restart: bool = False
     """Forget what an earlier run has done."""
+    replicas: int = 1
+    """Engines that share the work; the answers are the same with any number."""
 
 
 @dataclass(slots=True)
@@ -103,6 +104,7 @@ class _Run:
         self._config = ServerConfig(
             model=job.model,
             engine=dict(job.engine),
+            replicas=job.replicas,
             served_model_names=job.served_model_names,
             max_queued_requests=_UNLIMITED,
             max_queued_tokens=_UNLIMITED,
@@ -116,8 +118,8 @@ class _Run:
         self._room = asyncio.Event()
 
     async def run(self, waiting: Iterator[BatchRequest]) -> None:
-        metrics = ServerMetrics(self._config.model_names[0])
-        client = EngineClient(self._config, metrics, lambda: None)
+        metrics = metrics_for(self._config)
+        client = open_engines(self._config, metrics, lambda: None)
         try:
             ready, tokenizer = await asyncio.gather(client.start(), asyncio.to_thread(open_tokenizer, self._source))
             service = GenerationService(self._config, tokenizer, client, ready, metrics)
