@@ -17,8 +17,9 @@ from quire.step import RequestMetrics, RequestUpdate
 
 ENGINE_LOST = "engine_unavailable"
 """The code of errors that mean: this engine is gone, and another one may do it."""
-_MOST_IDLE_MOVES = 2
-"""Engines that may be lost over a request without its gaining a token: it may be the reason."""
+_MOST_LOST_RUNNING, _MOST_LOST_WAITING = 2, 8
+"""Engines that may be lost one after the other while a request runs on them, or waits there, without its gaining a
+token: it may be the reason."""
 
 
 class Mover(Protocol):
@@ -54,7 +55,9 @@ class Relay:
         """Answers that their reader has ended, while the engine has not confirmed it, with their number of tokens."""
         self._is_accepted = False
         self._is_computed = False
-        self._idle_moves = 0
+        self._is_running = False
+        self._lost_running = self._lost_waiting = 0
+        """Engines that were lost since its last token."""
 
     @property
     def age(self) -> float:
@@ -67,11 +70,12 @@ class Relay:
 
     def again(self) -> messages.AddRequest | ApiError:
         """What another engine is to be given, or why none is."""
-        self._idle_moves += 1
-        if self._idle_moves > _MOST_IDLE_MOVES:
-            lost = f"{self._idle_moves} engines failed one after the other while computing this request"
-            return ApiError(503, lost, code=ENGINE_LOST, retry_after=5.0)
-        self._is_computed = False
+        self._lost_running += self._is_running
+        self._lost_waiting += not self._is_running
+        if self._lost_running > _MOST_LOST_RUNNING or self._lost_waiting > _MOST_LOST_WAITING:
+            lost = f"{self._lost_running + self._lost_waiting} engines failed one after the other while they had this"
+            return ApiError(503, f"{lost} request", code=ENGINE_LOST, retry_after=5.0)
+        self._is_computed = self._is_running = False
         age, message = self.age, self.message
         params, deadline = message.params, message.params.get("deadline")
         if deadline is not None:
@@ -106,12 +110,13 @@ class Relay:
             self.listener.refused(refusal)
 
     def started(self, name: str, cached_tokens: int) -> None:
+        self._is_running = True
         self.listener.started(name, cached_tokens)
 
     def update(self, update: RequestUpdate) -> None:
         name = update.request_id
         if update.new_token_ids:
-            self._idle_moves = 0
+            self._lost_running = self._lost_waiting = 0
             if not self._is_computed:
                 self._is_computed = True
                 self._mover.computed(self)
