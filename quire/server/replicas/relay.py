@@ -17,9 +17,9 @@ from quire.step import RequestMetrics, RequestUpdate
 
 ENGINE_LOST = "engine_unavailable"
 """The code of errors that mean: this engine is gone, and another one may do it."""
-_MOST_LOST_RUNNING, _MOST_LOST_WAITING = 2, 8
-"""Engines that may be lost one after the other while a request runs on them, or waits there, without its gaining a
-token: it may be the reason."""
+_MOST_LOST = 3
+"""Engines that may be lost one after the other while they have a request, without its gaining a token. It may be the
+reason: what kills an engine in its first step, nobody hears of."""
 
 
 class Mover(Protocol):
@@ -55,8 +55,7 @@ class Relay:
         """Answers that their reader has ended, while the engine has not confirmed it, with their number of tokens."""
         self._is_accepted = False
         self._is_computed = False
-        self._is_running = False
-        self._lost_running = self._lost_waiting = 0
+        self._num_lost = 0
         """Engines that were lost since its last token."""
 
     @property
@@ -70,12 +69,11 @@ class Relay:
 
     def again(self) -> messages.AddRequest | ApiError:
         """What another engine is to be given, or why none is."""
-        self._lost_running += self._is_running
-        self._lost_waiting += not self._is_running
-        if self._lost_running > _MOST_LOST_RUNNING or self._lost_waiting > _MOST_LOST_WAITING:
-            lost = f"{self._lost_running + self._lost_waiting} engines failed one after the other while they had this"
-            return ApiError(503, f"{lost} request", code=ENGINE_LOST, retry_after=5.0)
-        self._is_computed = self._is_running = False
+        self._num_lost += 1
+        if self._num_lost > _MOST_LOST:
+            why = f"{self._num_lost} engines failed one after the other while they had this request"
+            return ApiError(503, why, code=ENGINE_LOST, retry_after=5.0)
+        self._is_computed = False
         age, message = self.age, self.message
         params, deadline = message.params, message.params.get("deadline")
         if deadline is not None:
@@ -110,13 +108,12 @@ class Relay:
             self.listener.refused(refusal)
 
     def started(self, name: str, cached_tokens: int) -> None:
-        self._is_running = True
         self.listener.started(name, cached_tokens)
 
     def update(self, update: RequestUpdate) -> None:
         name = update.request_id
         if update.new_token_ids:
-            self._lost_running = self._lost_waiting = 0
+            self._num_lost = 0
             if not self._is_computed:
                 self._is_computed = True
                 self._mover.computed(self)

@@ -66,7 +66,7 @@ CALLS = [
 
 @pytest.fixture(scope="module")
 def engines(small_model: str) -> LocalEngines:
-    return LocalEngines(small_model, {"max_batched_tokens": 512})
+    return LocalEngines(small_model, {"max_batched_tokens": 2048, "max_num_seqs": 64})
 
 
 def run(engines: LocalEngines, script: Callable[[LocalServer, httpx.AsyncClient], Awaitable[None]]) -> None:
