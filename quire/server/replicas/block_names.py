@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from quire.observe.cache_events import NAME_BYTES
 
-CHUNK_BLOCKS = 32
+CHUNK_BLOCKS = 8
 _FULLEST = 0.75
 """Part of the slots that may be taken: beyond, the way from one to the next free one gets long."""
 
@@ -20,7 +20,7 @@ class BlockNamer:
     """Names the blocks of prompts by the chain of hashes that the engine makes (`quire.engine.block_key`). Chunks of
     prompts that were seen before are looked up, which takes a tenth of the time that hashing takes."""
 
-    def __init__(self, block_size: int, most_chunks: int = 8192) -> None:
+    def __init__(self, block_size: int, most_chunks: int = 16384) -> None:
         self.block_size = block_size
         self._most = most_chunks
         self._seen: OrderedDict[tuple[bytes, int], tuple[array[int], bytes]] = OrderedDict()
@@ -96,14 +96,13 @@ class NameSet:
         return self._size
 
     def __contains__(self, name: int) -> bool:
-        name = name or 1
         slots, last = self._slots, self._last
-        place = name & last
-        while (found := slots[place]) != name:
-            if not found:
-                return False
+        place = (name or 1) & last
+        while found := slots[place]:
+            if found == name:
+                return True
             place = place + 1 & last
-        return True
+        return name == 0 and 1 in self
 
     def add(self, name: int) -> None:
         name = name or 1  # 0 stands for a free slot

@@ -1,7 +1,8 @@
-"""Which replica gets a request: the one that has the least to compute before the answer can begin.
+"""Which replica gets a request: the one that has the least to compute for it.
 
-That is what the replica has to do already, and what it has not cached of the prompt. So a request goes where most of
-its prompt lies unless that replica is busier by more than the difference. The picture of what is cached comes from the
+That is what the replica has to do already, what it has not cached of the prompt, and, where its cache is full, what it
+will have to compute again because that takes its place. So a request goes where most of its prompt lies unless that
+replica is busier by more than the difference. The picture of what is cached comes from the
 engines themselves (`quire.observe.cache_events`); prompts that are being computed count as cached where that happens.
 
 Pure data: no clock, no chance, no tensors. A choice takes microseconds per block of the prompt, most of which its hash.
@@ -19,7 +20,7 @@ ANSWER_TOKENS = 32
 """An answer that runs delays a newcomer like so many tokens of a prompt."""
 QUEUED_TOKENS = 256
 """And one that has no place to run in yet like so many."""
-HOME_TOKENS = 256
+HOME_TOKENS = 64
 """Where the conversation was before is worth so many tokens: it stays there when its blocks are gone, or are elsewhere
 as well."""
 _MOST_HOMES = 16384
@@ -30,6 +31,7 @@ class _Replica:
     """What is known about one of them, from its start to its end."""
 
     max_num_seqs: int = 1
+    num_blocks: int = 0
     cached: NameSet = field(default_factory=NameSet)
     expected: dict[int, int] = field(default_factory=dict)
     """Blocks that are being computed, with the number of requests that do it."""
@@ -43,12 +45,23 @@ class _Replica:
         return self.waiting_tokens + ANSWER_TOKENS * self.num_answers + QUEUED_TOKENS * queued
 
     def num_leading(self, names: Sequence[int]) -> int:
-        """How many of these blocks are here, from the first on."""
+        """How many of these blocks are here, from the first on. Engines give up the last block of a prefix first, so
+        where one is, those before it are, too: it is enough to halve the distance again and again."""
         cached, expected = self.cached, self.expected
-        for count, name in enumerate(names):
-            if name not in cached and name not in expected:
-                return count
-        return len(names)
+        if names[-1] in cached:
+            return len(names)
+        low, high = 0, len(names)
+        while low < high:
+            middle = (low + high) // 2
+            if names[middle] in cached or names[middle] in expected:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def num_evicted(self, num_new: int) -> int:
+        """How many blocks go when so many come."""
+        return min(num_new, max(0, len(self.cached) + len(self.expected) + num_new - self.num_blocks))
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +96,7 @@ class PrefixRouter:
     def join(self, replica: int, block_size: int, num_blocks: int, max_num_seqs: int) -> None:
         """A replica starts, with nothing cached and nothing to do."""
         self.block_size = block_size
-        self._replicas[replica] = _Replica(max_num_seqs, NameSet(num_blocks))
+        self._replicas[replica] = _Replica(max_num_seqs, num_blocks, NameSet(num_blocks))
 
     def leave(self, replica: int) -> None:
         """A replica is lost; whatever was assigned to it counts no more."""
@@ -110,7 +123,9 @@ class PrefixRouter:
 
         def cost(number: int) -> tuple[int, int, int]:
             replica = self._replicas[number]
-            work = replica.load + num_tokens - leading[number] * size - HOME_TOKENS * (number == home)
+            num_new = num_tokens - leading[number] * size
+            lost = size * replica.num_evicted(-(-num_new // size))
+            work = replica.load + num_new + lost - HOME_TOKENS * (number == home)
             return work, replica.num_answers, (number - self._next) % count
 
         best = min(candidates, key=cost)
