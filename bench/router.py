@@ -6,7 +6,8 @@
     python bench/router.py load             # at 10,000 requests a second, simulated
     python bench/router.py memory           # with a million cached blocks
 
-Times are those of the processor. `chat` runs the real scheduler, prefix cache and router in virtual time; a step takes 10 ms and 0.1 ms for each token.
+Times are those of the processor. `chat` runs the real scheduler, prefix cache and router in virtual time; a step takes
+10 ms and 0.1 ms for each token.
 """
 
 from __future__ import annotations
