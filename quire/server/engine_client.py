@@ -109,7 +109,7 @@ class EngineClient:
     async def start(self) -> messages.Ready:
         """Starts the engine and waits until the model is loaded; raises QuireError if that fails."""
         self._ticking = asyncio.create_task(self._clock.run())
-        self._link = EngineLink(self._config, self._clock)
+        self._link = self._new_link()
         try:
             ready = await self._link.start()
         except BaseException:
@@ -186,6 +186,10 @@ class EngineClient:
         finally:
             del self._tickets[ticket]
 
+    def _new_link(self) -> EngineLink:
+        """To a process that is to be started."""
+        return EngineLink(self._config, self._clock)
+
     def _live_link(self) -> EngineLink:
         if self._link is None or self.state != "ready":
             raise unavailable()
@@ -230,7 +234,7 @@ class EngineClient:
             await asyncio.sleep(pause)
             pause = min(_LONGEST_PAUSE, 2 * pause)
             try:
-                self._link = EngineLink(self._config, self._clock)
+                self._link = self._new_link()
                 self._became_ready(await self._link.start())
             except Exception as error:
                 logger.error("the engine could not be started: %s", one_line(error))

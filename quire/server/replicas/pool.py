@@ -56,12 +56,12 @@ class ReplicaPool:
         """`on_failure` is called when none of the engines is left."""
         self._config = config
         self._on_failure = on_failure
+        self._server_metrics = metrics
         self._metrics = PoolMetrics(metrics)
-        self.router = PrefixRouter(config.replicas)
+        parts = self._divide(config)
+        self.router = PrefixRouter(len(parts))
         self._namer = BlockNamer(self.router.block_size)
-        self.replicas = [
-            Replica(part, metrics.of_engine(str(number)), self, number) for number, part in enumerate(divide(config))
-        ]
+        self.replicas = [self._new_replica(part, number) for number, part in enumerate(parts)]
         self._relays: dict[str, Relay] = {}
         """By the request's id."""
         self._owners: dict[str, Relay] = {}
@@ -69,6 +69,13 @@ class ReplicaPool:
         self._stranded: dict[Relay, asyncio.TimerHandle] = {}
         """Requests whose engine is gone while no other could take them, and when they give up."""
         self._is_stopped = False
+
+    def _divide(self, config: ServerConfig) -> list[ServerConfig]:
+        """The configuration of each engine."""
+        return divide(config)
+
+    def _new_replica(self, config: ServerConfig, number: int) -> Replica:
+        return Replica(config, self._server_metrics.of_engine(str(number)), self, number)
 
     # Its life
 
@@ -212,7 +219,11 @@ class ReplicaPool:
         left = sum(replica.state in ("ready", "restarting", "starting") for replica in self.replicas)
         if left:
             logger.error("replica %d is given up; %d are left", number, left)
-            return
+        else:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """No engine is left."""
         self._fail_stranded(unavailable("no engine could be started again; the server goes down"))
         self._on_failure()
 
@@ -246,7 +257,7 @@ class ReplicaPool:
         self._send_again(relay)
 
     def _send_again(self, relay: Relay) -> None:
-        if not self._candidates():
+        if not self._candidates(relay):
             self._strand(relay)
             return
         message = relay.again()
@@ -275,8 +286,9 @@ class ReplicaPool:
     def _place(self, relay: Relay, message: messages.AddRequest) -> None:
         num_tokens, names = len(message.prompt_token_ids), list(relay.outputs)
         blocks = self._namer.chunks(message.prompt_token_ids, message.params.get("cache_salt"))
-        assignment = self.router.place(blocks, num_tokens, len(names), self._candidates())
+        assignment = self.router.place(blocks, num_tokens, len(names), self._candidates(relay))
         relay.assignment = assignment
+        relay.fingerprint = self._fingerprint(self.replicas[assignment.replica])
         self._metrics.placed(assignment.replica, num_tokens, assignment.num_cached)
         self.replicas[assignment.replica].add(message, names, relay)
 
@@ -285,11 +297,18 @@ class ReplicaPool:
             self.router.close(relay.assignment)
             relay.assignment = None
 
-    def _candidates(self) -> list[int]:
-        """Engines that take requests; one that hangs only where there is no other."""
+    def _candidates(self, relay: Relay | None = None) -> list[int]:
+        """Engines that take requests, or this one: an answer that has begun goes on only where the same tokens come of
+        it. One that hangs takes them only where there is no other."""
         live = [replica for replica in self.replicas if replica.state == "ready"]
+        if relay is not None and relay.fingerprint is not None and any(relay.outputs.values()):
+            live = [replica for replica in live if self._fingerprint(replica) == relay.fingerprint]
         lively = [replica.number for replica in live if not replica.is_stalled]
         return lively or [replica.number for replica in live]
+
+    @staticmethod
+    def _fingerprint(replica: Replica) -> str | None:
+        return None if replica.ready is None else replica.ready.fingerprint
 
 
 def _going_down() -> ApiError:

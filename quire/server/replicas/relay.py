@@ -47,6 +47,8 @@ class Relay:
         self.listener = listener
         self.assignment: Assignment | None = None
         """None while there is no engine that could take it."""
+        self.fingerprint: str | None = None
+        """Of the engine that has it, or had it last."""
         self.outputs: dict[str, list[int]] = {name: [] for name in names}
         """The tokens so far of the answers that are not complete."""
         self._mover = mover
@@ -57,6 +59,11 @@ class Relay:
         self._is_computed = False
         self._num_lost = 0
         """Engines that were lost since its last token."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """It has gained nothing where it is."""
+        return not self._is_computed
 
     @property
     def age(self) -> float:
