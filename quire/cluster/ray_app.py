@@ -21,14 +21,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.checkpoints.sources import resolve
 from quire.cluster.ray_engine import RayLink
-from quire.cluster.settings import RaySettings, engine_parts
+from quire.cluster.ray_pool import RayPool
+from quire.cluster.settings import RaySettings
 from quire.errors import QuireError
 from quire.observe.prometheus import ALL_ENGINES, ServerMetrics
 from quire.server.app import create_app
-from quire.server.config import ServerConfig
-from quire.server.engine_link import EngineLink
-from quire.server.replicas.elastic import ElasticPool
-from quire.server.replicas.pool import Replica
 from quire.server.run import open_tokenizer
 from quire.server.service import GenerationService
 
@@ -38,35 +35,6 @@ _FIXED = ("model", "server", "api_key_file", "http_cpus")
 """Settings that need another deployment, or another application."""
 _apps: dict[str, ASGIApp] = {}
 """The application of this process, where Serve looks for it."""
-
-
-class RayReplica(Replica):
-    """An engine in an actor."""
-
-    def __init__(self, config: ServerConfig, metrics: ServerMetrics, pool: RayPool, number: int) -> None:
-        super().__init__(config, metrics, pool, number)
-        self._settings = pool.settings
-
-    def _new_link(self) -> EngineLink:
-        return RayLink(self._config, self._clock, self._settings.bundle, self._settings.schedule_seconds)
-
-
-class RayPool(ElasticPool):
-    """Engines in actors."""
-
-    def __init__(self, config: ServerConfig, metrics: ServerMetrics, settings: RaySettings) -> None:
-        self.settings = settings
-        super().__init__(config, metrics, self._no_engine_left, settings.rule())
-
-    def _divide(self, config: ServerConfig) -> list[ServerConfig]:
-        self._parts = engine_parts(config)
-        return self._parts
-
-    def _new_replica(self, config: ServerConfig, number: int) -> Replica:
-        return RayReplica(config, self._server_metrics.of_engine(str(number)), self, number)
-
-    def _no_engine_left(self) -> None:
-        logger.error("no engine could be started again: Serve replaces this replica")
 
 
 class QuireServer:
@@ -92,7 +60,7 @@ class QuireServer:
         source = await asyncio.to_thread(resolve, settings.model)
         config = settings.config(settings.keys())
         metrics = ServerMetrics(config.model_names[0], ALL_ENGINES)
-        pool = RayPool(config, metrics, settings)
+        pool = RayPool(config, metrics, _no_engine_left, settings)
         try:
             ready, tokenizer = await asyncio.gather(pool.start(), asyncio.to_thread(open_tokenizer, source))
         except BaseException:
@@ -116,6 +84,10 @@ class QuireServer:
         """Serve calls this when the last request has ended, or the time for that is over."""
         if self._pool is not None:
             await self._pool.stop()
+
+
+def _no_engine_left() -> None:
+    logger.error("no engine could be started again: Serve replaces this replica")
 
 
 def find_app() -> ASGIApp:

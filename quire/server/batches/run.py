@@ -14,10 +14,12 @@ from quire.checkpoints.sources import ModelSource, resolve
 from quire.config import EngineConfig
 from quire.errors import EngineError, QuireError
 from quire.frontend.progress import ModelBars
+from quire.observe.prometheus import ServerMetrics
 from quire.server.batches.answers import BatchAnswer, BatchAnswers, EngineGoneError
 from quire.server.batches.output import AnswerFile
 from quire.server.batches.requests import BatchRequest, RequestFile
 from quire.server.config import ServerConfig
+from quire.server.engine_client import Engines
 from quire.server.logs import set_up_logging
 from quire.server.replicas.open import metrics_for, open_engines
 from quire.server.run import open_tokenizer
@@ -29,6 +31,7 @@ _UNLIMITED = 10**9
 _DECIDING = ("dtype", "quantization", "kernels", "kv_cache_dtype", "device", "max_model_len", "acceptance")
 """Engine options that answers may depend on."""
 
+MakeEngines = Callable[[ServerConfig, ServerMetrics, Callable[[], None]], Engines]
 Report = Callable[[int, int, int], None]
 """Told how many requests are answered, how many there are, and the tokens of the answers since the run began."""
 
@@ -64,8 +67,8 @@ class BatchSummary:
     seconds: float = 0.0
 
 
-def run_batch(job: BatchJob, report: Report) -> BatchSummary:
-    """Answers what is not answered yet; returns when all is."""
+def run_batch(job: BatchJob, report: Report, make_engines: MakeEngines = open_engines) -> BatchSummary:
+    """Answers what is not answered yet; returns when all is. `make_engines` says where they run."""
     options = EngineConfig(**job.engine)  # type: ignore[arg-type]
     deciding = {name: getattr(options, name) for name in _DECIDING}
     identity = json.dumps([quire.__version__, job.model, job.served_model_names, job.seed, deciding])
@@ -83,7 +86,7 @@ def run_batch(job: BatchJob, report: Report) -> BatchSummary:
             set_up_logging("human", "warning", "server")
             with ModelBars(job.model) as bars:
                 source = resolve(job.model, progress=bars("download"))
-            asyncio.run(_Run(job, source, answers, summary, report).run(waiting))
+            asyncio.run(_Run(job, source, answers, summary, report, make_engines).run(waiting))
         answers.complete()
         return summary
     finally:
@@ -94,8 +97,15 @@ class _Run:
     """An engine, and requests on their way through it."""
 
     def __init__(
-        self, job: BatchJob, source: ModelSource, answers: AnswerFile, summary: BatchSummary, report: Report
+        self,
+        job: BatchJob,
+        source: ModelSource,
+        answers: AnswerFile,
+        summary: BatchSummary,
+        report: Report,
+        make_engines: MakeEngines,
     ) -> None:
+        self._make_engines = make_engines
         self._source = source
         self._answers = answers
         self._summary = summary
@@ -119,7 +129,7 @@ class _Run:
 
     async def run(self, waiting: Iterator[BatchRequest]) -> None:
         metrics = metrics_for(self._config)
-        client = open_engines(self._config, metrics, lambda: None)
+        client = self._make_engines(self._config, metrics, lambda: None)
         try:
             ready, tokenizer = await asyncio.gather(client.start(), asyncio.to_thread(open_tokenizer, self._source))
             service = GenerationService(self._config, tokenizer, client, ready, metrics)

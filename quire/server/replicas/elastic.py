@@ -15,7 +15,7 @@ from quire.observe.prometheus import ServerMetrics
 from quire.server import messages
 from quire.server.config import ServerConfig
 from quire.server.engine_client import State
-from quire.server.replicas.pool import ReplicaPool
+from quire.server.replicas.pool import Replica, ReplicaPool
 from quire.server.replicas.relay import Relay
 from quire.server.replicas.scaling import Scaler, ScalingRule
 
@@ -67,7 +67,7 @@ class ElasticPool(ReplicaPool):
         """Places nobody has started an engine in don't count."""
         if self._is_stopped:
             return "stopped"
-        states = {self.replicas[number].state for number in self._here | self._leaving} or {"starting"}
+        states = {replica.state for replica in self._present()} or {"starting"}
         order: tuple[State, ...] = ("ready", "restarting", "starting", "failed", "stopped")
         return next(state for state in order if state in states)
 
@@ -177,6 +177,9 @@ class ElasticPool(ReplicaPool):
 
     def _candidates(self, relay: Relay | None = None) -> list[int]:
         return [number for number in super()._candidates(relay) if number not in self._leaving]
+
+    def _present(self) -> list[Replica]:
+        return [self.replicas[number] for number in sorted(self._here | self._leaving)]
 
     def failed(self, number: int) -> None:
         """One that could not be started again leaves its place, for another to be tried when the queue is long."""

@@ -147,8 +147,12 @@ class ReplicaPool:
                 "load": self.router.load(replica.number),
                 "cached_blocks": self.router.num_cached_blocks(replica.number),
             }
-            for replica in self.replicas
+            for replica in self._present()
         ]
+
+    def _present(self) -> list[Replica]:
+        """Those there are, or are to be."""
+        return self.replicas
 
     # Requests
 
