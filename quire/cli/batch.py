@@ -74,10 +74,7 @@ def batch(
     )
     try:
         with BatchBar() as bar:
-            if ray is None:
-                summary = run_batch(job, bar.report)
-            else:
-                summary = _run_on_ray(job, bar.report, ray)
+            summary = run_batch(job, bar.report) if ray is None else _run_on_ray(job, bar.report, ray)
     except KeyboardInterrupt:
         say("interrupted; the same command goes on where this ended")
         raise typer.Exit(130) from None

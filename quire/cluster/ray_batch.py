@@ -1,5 +1,5 @@
-"""A batch whose engines run on a Ray cluster. Requests are read and answers written here, in their order, so a batch comes
-out the same, and goes on after an interruption, as it does on one machine."""
+"""A batch whose engines run on a Ray cluster. Requests are read and answers written here, in their order, so a batch
+comes out the same, and goes on after an interruption, as it does on one machine."""
 
 from __future__ import annotations
 

@@ -156,17 +156,14 @@ def test_engines_and_machines_are_lost(cluster: Any, url: str) -> None:
     wait_for(lambda: [one["status"] for one in replicas(url)] == ["ready", "ready"], 60)
 
     def lose_machine() -> None:
-        threading.Thread(target=cluster.remove_node, args=(list(cluster.worker_nodes)[0],)).start()
+        threading.Thread(target=cluster.remove_node, args=(next(iter(cluster.worker_nodes)),)).start()
 
     found = read(url, 20, lose_machine)
     assert found == wanted
     cluster.add_node(num_cpus=1, node_ip_address="127.0.0.1", object_store_memory=80 * 2**20)
     wait_for(lambda: [one["status"] for one in replicas(url)] == ["ready", "ready"], 90)
-    text = httpx.get(f"{url}/metrics", timeout=30).text
-    moved = [
-        float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith("quire_requests_moved_total")
-    ]
-    assert sum(moved) >= 1
+    lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
+    assert sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("quire_requests_moved_total")) >= 1
 
 
 def test_a_rolling_update_loses_no_stream(url: str, model: str) -> None:
