@@ -4,6 +4,7 @@ comes out the same, and goes on after an interruption, as it does on one machine
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -18,14 +19,17 @@ from quire.server.batches.run import MakeEngines
 from quire.server.config import ServerConfig
 from quire.server.engine_client import Engines
 
+_CONNECT_SECONDS = 10.0
+
 
 @contextlib.contextmanager
 def engines_at(address: str) -> Iterator[MakeEngines]:
     """Within, there is a connection to the cluster, and engines are made there: as many as the batch has replicas, each
     with the GPUs it needs, if the cluster has any and the engine may use them."""
     try:
+        _check_reachable(address)
         ray.init(address=address, logging_level="warning", log_to_driver=False)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # Ray's own ConnectionError is an OSError
         reason = str(error).strip().partition("\n")[0]
         raise QuireError(f"--ray {address}: there is no Ray cluster that can be reached: {reason}") from None
 
@@ -44,3 +48,10 @@ def engines_at(address: str) -> Iterator[MakeEngines]:
         yield make
     finally:
         ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself tries for minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon and host and port.isdigit() and "/" not in address:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()

@@ -17,6 +17,7 @@ import httpx
 import pytest
 import yaml
 
+from quire.errors import QuireError
 from quire.server.config import EngineShare, ServerConfig
 from quire.server.messages import AddRequest, Fatal, Ready, Updates, decode_event, encode
 from tests.long_runs import IS_LONG
@@ -62,6 +63,14 @@ def test_an_actor_passes_messages_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
         await actor.stop()
 
     asyncio.run(main())
+
+
+def test_a_cluster_that_is_not_there() -> None:
+    from quire.cluster.ray_batch import engines_at
+
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(QuireError, match=f"--ray {address}: there is no Ray cluster"), engines_at(address):
+        pass
 
 
 # With a cluster

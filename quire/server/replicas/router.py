@@ -48,8 +48,6 @@ class _Replica:
         """How many of these blocks are here, from the first on. Engines give up the last block of a prefix first, so
         where one is, those before it are, too: it is enough to halve the distance again and again."""
         cached, expected = self.cached, self.expected
-        if names[-1] in cached:
-            return len(names)
         low, high = 0, len(names)
         while low < high:
             middle = (low + high) // 2
@@ -138,15 +136,22 @@ class PrefixRouter:
     def _walk(self, chunks: Iterable[Sequence[int]], candidates: Sequence[int]) -> tuple[list[int], dict[int, int]]:
         """The names that were read, and how many of them each candidate has, from the first on."""
         names: list[int] = []
-        leading = dict.fromkeys(candidates, 0)
-        following = list(candidates)
+        leading: dict[int, int] = {}
+        following = [(number, self._replicas[number]) for number in candidates]
         for chunk in chunks:
-            for number in following:
-                leading[number] += self._replicas[number].num_leading(chunk)
+            before, last = len(names), chunk[-1]
             names.extend(chunk)
-            following = [number for number in following if leading[number] == len(names)]
+            staying = []
+            for entry in following:
+                if last in entry[1].cached or (count := entry[1].num_leading(chunk)) == len(chunk):
+                    staying.append(entry)
+                else:
+                    leading[entry[0]] = before + count
+            following = staying
             if not following:
                 break
+        for number, _ in following:
+            leading[number] = len(names)
         return names, leading
 
     def computed(self, assignment: Assignment) -> None:
