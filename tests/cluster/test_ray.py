@@ -4,6 +4,7 @@ half a minute; the short one has an engine's actor without a cluster."""
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import signal
@@ -24,7 +25,8 @@ from tests.long_runs import IS_LONG
 from tests.server.harness import ROOT, SMALL_ENGINE, free_port, wait_for
 from tests.server.random_model import write_model
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'quire[ray]'")
+if importlib.util.find_spec("ray") is None:  # importing it takes long, and every process of the tests would
+    pytest.skip("Ray is not installed: pip install 'quire[ray]'", allow_module_level=True)
 
 pytestmark = pytest.mark.soak
 
@@ -65,6 +67,7 @@ def test_an_actor_passes_messages_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     asyncio.run(main())
 
 
+@pytest.mark.skipif(not IS_LONG, reason="importing all of Ray takes long: make soak")
 def test_a_cluster_that_is_not_there() -> None:
     from quire.cluster.ray_batch import engines_at
 
@@ -96,6 +99,7 @@ def cluster() -> Iterator[Any]:
         # On Linux too, Ray then stays on the loopback address.
         patch.setattr("ray._private.ray_constants.ENABLE_RAY_CLUSTER", False)
         patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        import ray
         from ray.cluster_utils import Cluster
 
         node = {"node_ip_address": "127.0.0.1", "object_store_memory": 80 * 2**20}
@@ -203,6 +207,7 @@ def test_a_rolling_update_loses_no_stream(url: str, model: str) -> None:
 
 
 def test_a_batch_has_the_same_answers(cluster: Any, model: str, tmp_path: Path) -> None:
+    import ray
     from ray import serve
 
     from quire.cluster.ray_batch import engines_at

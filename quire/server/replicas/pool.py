@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from quire.observe.prometheus import ServerMetrics
-from quire.observe.request_records import belongs_to
 from quire.server import messages
 from quire.server.config import ServerConfig
 from quire.server.engine_client import EngineClient, Listener, State, unavailable
@@ -24,6 +24,9 @@ from quire.server.replicas.router import PrefixRouter
 from quire.server.replicas.shares import divide
 
 logger = logging.getLogger(__name__)
+
+_REMEMBERED = 4096
+"""Requests of which it is known where they were, running or not."""
 
 
 class Replica(EngineClient):
@@ -68,6 +71,8 @@ class ReplicaPool:
         """By the name of an answer."""
         self._stranded: dict[Relay, asyncio.TimerHandle] = {}
         """Requests whose engine is gone while no other could take them, and when they give up."""
+        self._last_at: OrderedDict[str, int] = OrderedDict()
+        """Which engine had a request last, of those that may still be asked about."""
         self._is_stopped = False
 
     def _divide(self, config: ServerConfig) -> list[ServerConfig]:
@@ -188,11 +193,7 @@ class ReplicaPool:
 
     async def describe(self, request_id: str, explain: bool = False) -> dict[str, Any] | None:
         """What the log of the engine that has it, or had it last, says about a request."""
-        at = {
-            relay.assignment.replica
-            for name, relay in self._relays.items()
-            if relay.assignment is not None and belongs_to(name, request_id)
-        }
+        at = {self._last_at.get(request_id), self._last_at.get(f"{request_id}.0")}  # of several prompts, the first
         for replica in sorted(self.replicas, key=lambda one: one.number not in at):
             record = await replica.describe(request_id, explain)
             if record is not None:
@@ -293,6 +294,9 @@ class ReplicaPool:
         assignment = self.router.place(blocks, num_tokens, len(names), self._candidates(relay))
         relay.assignment = assignment
         relay.fingerprint = self._fingerprint(self.replicas[assignment.replica])
+        self._last_at[message.request_id] = assignment.replica
+        if len(self._last_at) > _REMEMBERED:
+            self._last_at.popitem(last=False)
         self._metrics.placed(assignment.replica, num_tokens, assignment.num_cached)
         self.replicas[assignment.replica].add(message, names, relay)
 

@@ -44,11 +44,11 @@ def calls(seed: int, count: int) -> list[tuple[str, dict[str, Any]]]:
 def test_local_engines_die_at_random(small_model: str, seed: int) -> None:
     source = random.Random(seed)
     engines = LocalEngines(small_model, {"max_batched_tokens": 512})
-    everything = calls(seed, 20)
+    everything = calls(seed, short_or_long(12, 30))
     statuses: Counter[int] = Counter()
 
     def watch(link: LocalLink, event: Updates) -> bool:
-        if source.random() < 0.02:
+        if source.random() < 0.04:
             link.kill()
             return source.random() < 0.5
         return True

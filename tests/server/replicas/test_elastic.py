@@ -106,7 +106,7 @@ def test_more_while_the_queue_is_long_and_fewer_when_it_is_short(
         pool = server.elastic
         assert pool.num_engines == 1
         wanted = await seen_by_client(http, COMPLETIONS, BODY)
-        found = await asyncio.gather(*(seen_by_client(http, COMPLETIONS, BODY) for _ in range(60)))
+        found = await asyncio.gather(*(seen_by_client(http, COMPLETIONS, BODY) for _ in range(30)))
         assert all(one == wanted for one in found)
         assert max(int(link.number) for link in engines.links) >= 1
         await until(lambda: pool.num_engines == 1 and not pool._leaving)
