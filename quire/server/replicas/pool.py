@@ -25,6 +25,7 @@ from quire.server.replicas.shares import divide
 
 logger = logging.getLogger(__name__)
 
+_LONGEST_TIMER = 86400.0
 _REMEMBERED = 4096
 """Requests of which it is known where they were, running or not."""
 
@@ -211,8 +212,9 @@ class ReplicaPool:
         self.router.join(replica.number, ready.block_size, ready.num_blocks, ready.max_num_seqs)
         self._metrics.up(replica.number, True)
         for relay in list(self._stranded):
-            self._stranded.pop(relay).cancel()
-            self._send_again(relay)
+            if relay in self._stranded:  # the call of one that fails takes its others along
+                self._stranded.pop(relay).cancel()
+                self._send_again(relay)
 
     def left(self, replica: Replica) -> None:
         """An engine is lost; its requests are told next."""
@@ -254,6 +256,8 @@ class ReplicaPool:
 
     def move(self, relay: Relay) -> None:
         """Its engine is gone: another one goes on with it, now or when there is one."""
+        if self._relays.get(relay.message.request_id) is not relay:
+            return  # whoever waited for it has left, perhaps because another prompt of the call was lost just now
         self._release(relay)
         relay.confirm_ends()
         if not relay.outputs:
@@ -281,7 +285,8 @@ class ReplicaPool:
         if self._is_stopped or self.state == "failed":
             give_up()
             return
-        self._stranded[relay] = asyncio.get_running_loop().call_later(self._config.queue_seconds, give_up)
+        seconds = min(self._config.queue_seconds, _LONGEST_TIMER)
+        self._stranded[relay] = asyncio.get_running_loop().call_later(seconds, give_up)
 
     def _fail_stranded(self, error: ApiError) -> None:
         for relay in list(self._stranded):

@@ -149,7 +149,11 @@ def test_one_that_never_comes_back_is_done_without(engines: LocalEngines, caplog
     assert "is given up; 1 are left" in caplog.text
 
 
-def test_a_request_that_kills_engines_does_not_kill_them_all(engines: LocalEngines) -> None:
+@pytest.mark.parametrize("prompts", [1, 4])
+def test_a_request_that_kills_engines_does_not_kill_them_all(engines: LocalEngines, prompts: int) -> None:
+    """Nor do other prompts of the same call, which ends with the first of them."""
+    body = {**BODY, "prompt": [BODY["prompt"]] * prompts}
+
     async def script(server: LocalServer, http: httpx.AsyncClient) -> None:
         def watch(link: LocalLink, event: Updates) -> bool:
             if link._engine.core.scheduler.table.running:
@@ -157,14 +161,42 @@ def test_a_request_that_kills_engines_does_not_kill_them_all(engines: LocalEngin
             return not link.is_dead
 
         engines.watch = watch
-        response = await http.post(COMPLETIONS, json=BODY)
+        response = await http.post(COMPLETIONS, json=body)
         assert response.status_code == 503
         assert "4 engines failed one after the other" in response.json()["error"]["message"]
         engines.kill_at()
-        assert len([link for link in engines.links if link.is_dead]) == 4
+        server.assert_empty()
+        dead = len([link for link in engines.links if link.is_dead])
+        assert dead == 4 or (prompts > 1 and 4 <= dead <= 4 * prompts)
+        await server.all_up()
         assert (await http.post(COMPLETIONS, json=BODY)).status_code == 200
 
     run(engines, script, replicas=3)
+
+
+@pytest.mark.parametrize("everyone", [False, True])
+def test_a_call_that_failed_is_not_begun_again(engines: LocalEngines, everyone: bool) -> None:
+    """An engine is lost with several prompts of one call: the first can't be moved any more, which ends the call, and
+    so the others are not moved either, whether there is another engine or they waited for one."""
+
+    async def script(server: LocalServer, http: httpx.AsyncClient) -> None:
+        def watch(link: LocalLink, event: Updates) -> bool:
+            first, *_ = server.pool._relays.values()
+            first._num_lost = 3
+            engines.kill_at()
+            for one in engines.live if everyone else [link]:
+                one.kill()
+            return False
+
+        engines.watch = watch
+        response = await http.post(COMPLETIONS, json={**BODY, "prompt": [BODY["prompt"]] * 3})
+        assert response.status_code == 503
+        await server.all_up()
+        await asyncio.sleep(0.01)
+        server.assert_empty()
+        assert not any(link._engine.core.has_work for link in engines.live)
+
+    run(engines, script)
 
 
 def test_whoever_leaves_while_nobody_can_compute_is_forgotten(engines: LocalEngines) -> None:
