@@ -72,6 +72,8 @@ class TestDockerfile:
         text = (ROOT / "pyproject.toml").read_text()
         installed = re.findall(r'pip install "\.\[([\w,]+)\]"', (DEPLOY / "Dockerfile").read_text())
         assert len(installed) == 3
+        last_run = [one["value"] for one in self.structure if one["instruction"] == "RUN"][-1]
+        assert "wget" in last_run, "KubeRay's probes use it"
         for extra in ",".join(installed).split(","):
             assert re.search(rf"^{extra} = \[", text, re.MULTILINE), extra
 
