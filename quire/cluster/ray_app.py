@@ -127,5 +127,5 @@ def build(args: Mapping[str, Any]) -> serve.Application:
 
 
 def _environment() -> dict[str, str]:
-    """What processes on other machines need of ours."""
-    return {name: os.environ[name] for name in ("QUIRE_HOME", "HF_HOME", "HF_TOKEN") if name in os.environ}
+    """What processes on other machines need of ours. Ray shows it to whoever looks: no tokens of the hub."""
+    return {name: os.environ[name] for name in ("QUIRE_HOME", "HF_HOME") if name in os.environ}
