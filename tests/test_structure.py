@@ -38,6 +38,7 @@ LAYERS = (
     ("bench",),
     ("verify", "plan"),
     ("server",),
+    ("cluster",),
     ("cli", "__main__"),
 )
 """The order of folders and top-level files: imports point to the same line or to one above it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Argument, Option
@@ -12,7 +12,11 @@ from quire.cli import options
 from quire.cli.option_groups import FileOptions, with_groups
 from quire.cli.serve import check_installed
 from quire.cli.terminal import say
+from quire.errors import QuireError
 from quire.frontend.progress import BatchBar
+
+if TYPE_CHECKING:
+    from quire.server.batches.run import BatchJob, BatchSummary, Report
 
 
 @with_groups
@@ -32,6 +36,11 @@ def batch(
     concurrency: Annotated[
         int | None, Option(min=1, metavar="N", help="Requests under way; default: twice --max-num-seqs.")
     ] = None,
+    replicas: Annotated[int, Option(min=1, metavar="N", help="Engines that share the work.")] = 1,
+    ray: Annotated[
+        str | None,
+        Option(metavar="ADDRESS", help='Run the engines on this Ray cluster: "auto", or the address of its head.'),
+    ] = None,
     restart: Annotated[bool, Option("--restart", help="Begin anew, whatever an earlier run has done.")] = False,
     engine: options.EngineOptions = options.EngineOptions(),  # noqa: B008
     settings: FileOptions = FileOptions(),  # noqa: B008
@@ -44,6 +53,7 @@ def batch(
     \b
     quire batch requests.jsonl -o answers.jsonl
     quire batch requests.jsonl --model Qwen/Qwen3-32B --tensor-parallel-size 4 --served-model-name my-model
+    quire batch requests.jsonl --model Qwen/Qwen3-8B --replicas 8 --ray auto
     A line of REQUESTS (docs/batches.md has more):
     {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}
     """
@@ -52,11 +62,19 @@ def batch(
 
     answers = output if output is not None else requests.with_name(f"{requests.stem}.answers.jsonl")
     job = BatchJob(
-        requests, answers, model, engine.keywords(), tuple(served_model_name or ()), seed, concurrency, restart
+        requests,
+        answers,
+        model,
+        engine.keywords(),
+        tuple(served_model_name or ()),
+        seed,
+        concurrency,
+        restart,
+        replicas,
     )
     try:
         with BatchBar() as bar:
-            summary = run_batch(job, bar.report)
+            summary = run_batch(job, bar.report) if ray is None else _run_on_ray(job, bar.report, ray)
     except KeyboardInterrupt:
         say("interrupted; the same command goes on where this ended")
         raise typer.Exit(130) from None
@@ -64,3 +82,15 @@ def batch(
     resumed = f" ({summary.resumed} by an earlier run)" if summary.resumed else ""
     failed = f", {summary.failed} of them with errors" if summary.failed else ""
     say(f"{answers}: {summary.done} requests answered{resumed}{failed}{rate}")
+
+
+def _run_on_ray(job: BatchJob, report: Report, address: str) -> BatchSummary:
+    """The same with engines on the machines of a cluster; the files stay here."""
+    try:
+        from quire.cluster.ray_batch import engines_at
+    except ImportError as error:
+        raise QuireError(f"--ray needs {error.name}: pip install 'quire[ray]'") from None
+    from quire.server.batches.run import run_batch
+
+    with engines_at(address) as make_engines:
+        return run_batch(job, report, make_engines)

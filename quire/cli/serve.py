@@ -30,6 +30,9 @@ class ServerOptions(OptionGroup):
     section: ClassVar[str] = "server"
     host: Annotated[str, Option(metavar="H", help="Address to listen on; 0.0.0.0 is all.")] = "127.0.0.1"
     port: Annotated[int, Option(metavar="P", help="Port to listen on; 0 takes a free one.")] = 8000
+    replicas: Annotated[
+        int, Option(metavar="N", help="Engines, each with a copy of the model and its own GPUs or share of the cores.")
+    ] = 1
     served_model_name: Annotated[
         list[str] | None, Option(metavar="NAME", help="What clients call the model. Repeat for several.")
     ] = None
@@ -88,6 +91,7 @@ class ServerOptions(OptionGroup):
         return ServerConfig(
             model=model,
             engine=engine,
+            replicas=self.replicas,
             served_model_names=tuple(self.served_model_name or ()),
             host=self.host,
             port=self.port,
@@ -132,6 +136,7 @@ def serve(
     quire serve --print-config > quire.toml && quire serve --config quire.toml
     quire serve --model Qwen/Qwen3-0.6B --device cpu --quantization int4 --kv-cache-dtype int8
     quire serve --model Qwen/Qwen3-32B --tensor-parallel-size 4 --batches ./batches --http-workers 4
+    quire serve --model Qwen/Qwen3-8B --replicas 4
     curl localhost:8000/v1/chat/completions -H 'content-type: application/json' \\
          -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
     """

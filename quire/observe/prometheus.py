@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from quire.observe.shared_metrics import Counter, Gauge, Histogram, Numbers, Reg
 from quire.observe.step_log import StepSummary
 from quire.step import RequestMetrics
 
+ALL_ENGINES = "all"
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
 _LONG_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
@@ -59,30 +61,44 @@ _HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "vllm:iteration_tokens_total": ("Tokens computed in a step.", _COUNTS),
     "quire_step_seconds": ("Time of a step.", _TOKEN_SECONDS),
 }
+_OF_STEPS = {
+    *_GAUGES,
+    *_MEMORY,
+    "vllm:num_preemptions",
+    "vllm:spec_decode_num_drafts",
+    "vllm:spec_decode_num_draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens",
+    "quire_failed_steps",
+    "quire_engine_restarts",
+    "vllm:iteration_tokens_total",
+    "quire_step_seconds",
+}
+"""What an engine's steps and its process tell; the rest is told by calls, whichever engine they went to."""
 
 
 class ServerMetrics:
     """All the numbers of one server."""
 
-    def __init__(self, model_name: str, numbers: Numbers | None = None) -> None:
-        """`numbers`: where this process counts, so that another can read it."""
+    def __init__(self, model_name: str, engine: str = "0", numbers: Numbers | None = None) -> None:
+        """`engine` is the label of what is counted here; with several, ALL_ENGINES, and each counts its own
+        (`of_engine`). `numbers`: where this process counts, so that another can read it."""
         registry = Registry(numbers)
         self.show = registry.show
         """Adds what other processes count to the page."""
         self.registry = registry.prometheus
         ProcessCollector(registry=self.registry)  # memory, descriptors and time of the HTTP process
-        self._labels = labels = {"model_name": model_name, "engine": "0"}
+        self._labels = labels = {"model_name": model_name, "engine": engine}
         names = list(labels)
         common: dict[str, Any] = {"labelnames": names, "registry": registry}
-        self._gauges = {name: Gauge(name, text, **common).labels(**labels) for name, text in _GAUGES.items()}
-        self._memory = {
-            name: Gauge(f"quire_{name}_bytes", text, **common).labels(**labels) for name, text in _MEMORY.items()
+        self._families: dict[str, dict[str, Any]] = {
+            "gauges": {name: Gauge(name, text, **common) for name, text in _GAUGES.items()},
+            "memory": {name: Gauge(f"quire_{name}_bytes", text, **common) for name, text in _MEMORY.items()},
+            "counters": {name: Counter(name, text, **common) for name, text in _COUNTERS.items()},
+            "histograms": {
+                name: Histogram(name, text, buckets=buckets, **common) for name, (text, buckets) in _HISTOGRAMS.items()
+            },
         }
-        self._counters = {name: Counter(name, text, **common).labels(**labels) for name, text in _COUNTERS.items()}
-        self._histograms = {
-            name: Histogram(name, text, buckets=buckets, **common).labels(**labels)
-            for name, (text, buckets) in _HISTOGRAMS.items()
-        }
+        self._take_labels()
         text = "Answers that came to an end, by reason."
         self._finished = Counter("vllm:request_success", text, [*names, "finished_reason"], registry=registry)
         text = "Guesses that were right, by their place among a request's guesses."
@@ -90,7 +106,7 @@ class ServerMetrics:
         self._accepted = Counter(per_place, text, [*names, "position"], registry=registry)
         text = "The cache of keys and values: always 1, with its sizes as labels."
         cache_labels = ["block_size", "num_gpu_blocks", "engine"]
-        self._cache_sizes: tuple[str, str, str] | None = None
+        self._cache_sizes: tuple[str, ...] | None = None
         self._cache_config = Gauge("vllm:cache_config_info", text, cache_labels, registry=registry)
         self._http = Counter("quire_http_requests", "HTTP requests answered.", ["path", "status"], registry=registry)
         text = "Answers that never came to an end."
@@ -110,12 +126,33 @@ class ServerMetrics:
         """The page Prometheus reads."""
         return generate_latest(self.registry)
 
+    def of_engine(self, engine: str) -> ServerMetrics:
+        """For one of several engines: the same metrics, under its own label."""
+        other = copy.copy(self)
+        other._labels = {**self._labels, "engine": engine}
+        other._take_labels(of_calls=False)
+        return other
+
+    def _take_labels(self, of_calls: bool = True) -> None:
+        """Finds the metrics under the labels: those that an engine's steps tell, those that calls tell, or both."""
+        of_steps = self._labels["engine"] != ALL_ENGINES
+
+        def labelled(kind: str) -> dict[str, Any]:
+            return {
+                name: family.labels(**self._labels)
+                for name, family in self._families[kind].items()
+                if (of_steps if name in _OF_STEPS else of_calls)
+            }
+
+        self._gauges, self._memory = labelled("gauges"), labelled("memory")
+        self._counters, self._histograms = labelled("counters"), labelled("histograms")
+
     def set_cache(self, num_blocks: int, block_size: int) -> None:
         """What the engine said about its cache when it started."""
         self._num_blocks = max(1, num_blocks)
         if self._cache_sizes is not None:
             self._cache_config.remove(*self._cache_sizes)
-        self._cache_sizes = (str(block_size), str(num_blocks), "0")
+        self._cache_sizes = (str(block_size), str(num_blocks), self._labels["engine"])
         self._cache_config.labels(*self._cache_sizes).set(1)
 
     # What the engine client tells

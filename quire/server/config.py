@@ -13,6 +13,19 @@ from quire.server.logs import LOG_FORMATS, LOG_LEVELS
 
 MIB = 2**20
 _MOST_WORKERS = 64
+MOST_REPLICAS = 64
+"""Behind one HTTP process."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineShare:
+    """What an engine process is given beside its options: all of the machine, or as one of several a part of it."""
+
+    environment: dict[str, str] = field(default_factory=dict)
+    """Its devices and threads, where they are not all."""
+    log_name: str = "engine"
+    block_events: bool = False
+    """Whether it tells which blocks it has cached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +35,8 @@ class ServerConfig:
     model: str = "smollm2"
     engine: dict[str, Any] = field(default_factory=dict)
     """Engine options, by the names of `quire.config.EngineConfig`."""
+    replicas: int = 1
+    """Engines, each with a copy of the model and with devices, or cores, of its own."""
     served_model_names: tuple[str, ...] = ()
     """What clients may call the model; empty: as it was given here, a path by its last part."""
     host: str = "127.0.0.1"
@@ -86,9 +101,13 @@ class ServerConfig:
     log_level: str = "info"
     engine_module: str = "quire.server.engine_process"
     """What the engine process runs; tests run one that breaks on demand."""
+    share: EngineShare = field(default_factory=EngineShare)
+    """Of an engine that is one of several; `quire.server.replicas.shares` divides."""
 
     def __post_init__(self) -> None:
         EngineConfig.of(self.engine)
+        if not 1 <= self.replicas <= MOST_REPLICAS:
+            raise InvalidRequestError("replicas", f"must be from 1 to {MOST_REPLICAS}, not {self.replicas}")
         if not 0 <= self.port <= 65535:
             raise InvalidRequestError("port", f"must be from 0 to 65535, not {self.port}")
         if (self.tls_certificate is None) != (self.tls_key is None):

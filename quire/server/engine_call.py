@@ -30,7 +30,7 @@ from quire.observe.step_log import encode_params
 from quire.observe.tracing import Trace
 from quire.outputs import TokenLogprobs
 from quire.server.config import ServerConfig
-from quire.server.engine_client import EngineClient
+from quire.server.engine_client import Engines
 from quire.server.errors import ApiError
 from quire.server.generation import GenerationEvent, GenerationRequest, Usage, join_events
 from quire.server.guard.admission import Ticket
@@ -53,7 +53,7 @@ class EngineCall(ABC):
         request: GenerationRequest,
         prompts: Sequence[EncodedPrompt],
         tokenizer: Tokenizer,
-        client: EngineClient,
+        client: Engines,
         config: ServerConfig,
         metrics: ServerMetrics,
         ticket: Ticket,

@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from quire.errors import QuireError
 from quire.observe.prometheus import ServerMetrics
@@ -31,6 +31,37 @@ _DESCRIBE_SECONDS = 5.0
 _LAST_WORDS = 0.5
 _UPDATES_AT_ONCE = 2048
 """Taken in before they are told: some 10 ms of work."""
+
+
+class Engines(Protocol):
+    """One engine or several, as the rest of the server sees them: `EngineClient`, `quire.server.replicas.pool`."""
+
+    @property
+    def state(self) -> State: ...
+
+    @property
+    def ready(self) -> messages.Ready | None:
+        """What the engines said about themselves."""
+
+    @property
+    def seconds_silent(self) -> float: ...
+
+    @property
+    def is_stalled(self) -> bool: ...
+
+    async def start(self) -> messages.Ready: ...
+
+    async def stop(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+    def add(self, message: messages.AddRequest, names: Sequence[str], listener: Listener) -> None: ...
+
+    def abort(self, request_ids: Sequence[str]) -> None: ...
+
+    def end(self, name: str) -> None: ...
+
+    async def describe(self, request_id: str, explain: bool = False) -> dict[str, Any] | None: ...
 
 
 class EngineClient:
@@ -60,7 +91,7 @@ class EngineClient:
     async def start(self) -> messages.Ready:
         """Starts the engine and waits until the model is loaded; raises QuireError if that fails."""
         self._ticking = asyncio.create_task(self._clock.run())
-        self._link = EngineLink(self._config, self._clock)
+        self._link = self._new_link()
         try:
             ready = await self._link.start()
         except BaseException:
@@ -135,6 +166,10 @@ class EngineClient:
         finally:
             del self._tickets[ticket]
 
+    def _new_link(self) -> EngineLink:
+        """To a process that is to be started."""
+        return EngineLink(self._config, self._clock)
+
     def _live_link(self) -> EngineLink:
         if self._link is None or self.state != "ready":
             raise unavailable()
@@ -142,6 +177,7 @@ class EngineClient:
 
     def _became_ready(self, ready: messages.Ready) -> None:
         self.ready = ready
+        self._metrics.set_cache(ready.num_blocks, ready.block_size)
         self._metrics.memory(ready.memory)
         self.state = "ready"
         self._last_heard = self._clock.now
@@ -173,7 +209,7 @@ class EngineClient:
             await asyncio.sleep(pause)
             pause = min(_LONGEST_PAUSE, 2 * pause)
             try:
-                self._link = EngineLink(self._config, self._clock)
+                self._link = self._new_link()
                 self._became_ready(await self._link.start())
             except Exception as error:
                 logger.error("the engine could not be started: %s", one_line(error))

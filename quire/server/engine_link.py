@@ -92,11 +92,21 @@ class EngineLink:
             config.engine_module,
             stdin=asyncio.subprocess.PIPE,
             stdout=2,  # whatever a library prints belongs with the log
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            env={**os.environ, **config.share.environment, "PYTHONPATH": os.pathsep.join(paths)},
         )
         stdin = self._process.stdin
         assert stdin is not None
-        first = EngineProcessConfig(config.model, config.engine, commands, events, config.log_format, config.log_level)
+        share = config.share
+        first = EngineProcessConfig(
+            config.model,
+            config.engine,
+            commands,
+            events,
+            config.log_format,
+            config.log_level,
+            share.log_name,
+            share.block_events,
+        )
         stdin.write(msgspec.json.encode(first) + b"\n")
         with contextlib.suppress(ConnectionError):  # it is gone already, which shows below
             await stdin.drain()

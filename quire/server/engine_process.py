@@ -33,6 +33,7 @@ from quire.config import EngineConfig
 from quire.errors import EngineError, QuireError
 from quire.frontend.progress import ModelBars
 from quire.models.load import Progress
+from quire.observe.cache_events import CacheEvents
 from quire.observe.explain import explain_request
 from quire.observe.explain_text import add_grammar
 from quire.observe.request_records import describe_request
@@ -78,6 +79,7 @@ class EngineLoop:
         self._failures = 0
         self._memory: EngineMemory | None = None
         self._idle_collector = IdleCollector(time.monotonic())
+        self._cache_events: CacheEvents | None = None
 
     def observe(self, entry: StepLogEntry) -> None:
         """Hears of every step that is over."""
@@ -94,8 +96,10 @@ class EngineLoop:
         self._out.steps.append(summary)
         self._last_steps.append(summary)
 
-    def run(self, engine: Engine) -> None:
+    def run(self, engine: Engine, block_events: bool = False) -> None:
         """Returns when told to shut down."""
+        if block_events:
+            self._cache_events = CacheEvents(engine.core.scheduler.blocks)
         requests = EngineRequests(engine)
         self._memory = EngineMemory(engine.decoder.device)
         self._poller.register(requests.wake_fd, zmq.POLLIN)
@@ -192,6 +196,8 @@ class EngineLoop:
         out.num_free_blocks = engine.core.scheduler.blocks.pool.num_free
         if self._memory is not None:
             out.memory = self._memory.look(time.monotonic())
+        if self._cache_events is not None:
+            out.blocks_stored, out.blocks_removed = self._cache_events.take()
         self.send(out)
         self._out = messages.Updates()
         self._failed_names.clear()
@@ -216,7 +222,7 @@ def main(build: Callable[..., Engine] = build_engine) -> int:
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=messages.EngineProcessConfig)
     folder = Path(config.commands_address.removeprefix("ipc://")).parent
     threading.Thread(target=_exit_with_parent, args=(folder,), daemon=True).start()
-    set_up_logging(config.log_format, config.log_level, "engine")
+    set_up_logging(config.log_format, config.log_level, config.log_name)
     context = zmq.Context()
     commands: zmq.Socket[bytes] = context.socket(zmq.PULL)
     commands.set_hwm(0)
@@ -235,7 +241,7 @@ def main(build: Callable[..., Engine] = build_engine) -> int:
         gc.freeze()
         loop.send(_ready(source.name, engine))
         with full_collections_put_off():
-            loop.run(engine)
+            loop.run(engine, config.block_events)
     except QuireError as error:
         loop.log_last_steps()
         loop.send(messages.Fatal(str(error), is_users_fault=not isinstance(error, EngineError)))

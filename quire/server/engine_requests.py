@@ -16,7 +16,7 @@ from quire.engine import Request, make_requests
 from quire.errors import InvalidRequestError, QuireError
 from quire.observe.step_log import decode_params
 from quire.sampling_params import SamplingParams
-from quire.server.messages import AddRequest, Refused
+from quire.server.messages import AddRequest, Refused, Resume
 from quire.step import FinishReason, RequestUpdate
 
 logger = logging.getLogger(__name__)
@@ -145,6 +145,8 @@ class EngineRequests:
         requests = make_requests(
             message.request_id, message.prompt_token_ids, params, message.seed, eos, message.resolved, message.pooling
         )
+        if message.resume is not None:
+            requests = _resumed(requests, message.resume, now)
         added: list[str] = []
         try:
             for request in requests:
@@ -174,3 +176,12 @@ class EngineRequests:
         update = RequestUpdate(name, (), reason, error=error, metrics=self._core.end(name, reason, now))
         self._updates.append(update)
         self.forget([update])
+
+
+def _resumed(requests: list[Request], resume: Resume, now: float) -> list[Request]:
+    """The answers that are not complete, with their tokens so far: to the engine they are like preempted ones."""
+    going_on = [request for request in requests if request.request_id in resume.outputs]
+    for request in going_on:
+        request.token_ids.extend(resume.outputs[request.request_id])
+        request.queued_since = now - resume.age
+    return going_on

@@ -45,7 +45,7 @@ class _HumanFormatter(logging.Formatter):
 
 
 def set_up_logging(log_format: str, level: str, process: str) -> None:
-    """Sends everything to stderr."""
+    """Sends everything to stderr; `process` says in each line whose it is."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter(process) if log_format == "json" else _HumanFormatter(process))
     root = logging.getLogger()

@@ -18,6 +18,15 @@ from quire.step import FinishReason, Pooling, RequestUpdate
 ErrorKind = Literal["invalid", "internal"]
 
 
+class Resume(msgspec.Struct):
+    """A request that another engine had begun and lost: it goes on where it was."""
+
+    outputs: dict[str, tuple[int, ...]]
+    """The tokens so far of its answers that are not complete, by their names; the others are not made again."""
+    age: float
+    """Seconds since it was first added: its place in the queue is that of a request which came then."""
+
+
 class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
     """Generate answers to a prompt. With several (params.n, best_of) their names are `request_id/0` and so on."""
 
@@ -31,6 +40,7 @@ class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
     """Seconds after which it ends with "deadline" if it has not begun to run."""
     pooling: Pooling | None = None
     """For embeddings: no answer, but the prompt's hidden states pooled this way."""
+    resume: Resume | None = None
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -110,6 +120,10 @@ class Updates(msgspec.Struct, tag="updates", omit_defaults=True):
     """Now, cached ones included."""
     memory: dict[str, int] = {}
     """Bytes the engine process takes, by name; from time to time."""
+    blocks_stored: bytes = b""
+    """Blocks that were cached, by the names of `quire.observe.cache_events`, if the engine was asked to tell them."""
+    blocks_removed: bytes = b""
+    """Blocks that are cached no longer."""
 
 
 class Described(msgspec.Struct, tag="described"):
@@ -142,6 +156,9 @@ class EngineProcessConfig(msgspec.Struct):
     events_address: str
     log_format: str = "human"
     log_level: str = "info"
+    log_name: str = "engine"
+    block_events: bool = False
+    """Whether it tells which blocks it has cached."""
 
 
 encode: Callable[[Command | Event], bytes] = msgspec.msgpack.Encoder().encode

@@ -13,16 +13,15 @@ from quire.checkpoints.sources import ModelSource, resolve
 from quire.errors import QuireError
 from quire.frontend.progress import ModelBars
 from quire.frontend.tokenizer import Tokenizer
-from quire.observe.prometheus import ServerMetrics
 from quire.observe.tracing import Tracing
 from quire.server.app import create_app
 from quire.server.batches.queue import BatchQueue
 from quire.server.batches.store import BatchStore
 from quire.server.config import ServerConfig
-from quire.server.engine_client import EngineClient
 from quire.server.http_server import HttpServer, http_settings, open_tokenizer, prepare_process, settle
 from quire.server.logs import set_up_logging
 from quire.server.messages import Ready
+from quire.server.replicas.open import metrics_for, open_engines
 from quire.server.response_store import ResponseStore, open_store
 from quire.server.service import GenerationService
 from quire.server.workers.hub import WorkerHub
@@ -56,10 +55,10 @@ class _Run:
         self._source = source
         self._listener = listener
         self._responses = responses
-        self._metrics = ServerMetrics(config.model_names[0])
+        self._metrics = metrics_for(config)
         endpoint = config.otlp_traces_endpoint
         self._tracing = None if endpoint is None else Tracing.to_endpoint(endpoint)
-        self._client = EngineClient(config, self._metrics, self._give_up)
+        self._client = open_engines(config, self._metrics, self._give_up)
         self._service: GenerationService | None = None
         self._store = None if config.batches is None else BatchStore(config.batches, config.max_batch_bytes)
         self._queue: BatchQueue | None = None
@@ -101,7 +100,6 @@ class _Run:
 
     async def _serve(self, ready: Ready, tokenizer: Tokenizer) -> None:
         config = self._config
-        self._metrics.set_cache(ready.num_blocks, ready.block_size)
         if config.http_workers > 1:
             self._workers = WorkerHub(config, self._listener, self._give_up)
         hub = self._workers

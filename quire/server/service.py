@@ -19,7 +19,7 @@ from quire.observe.tracing import Trace, Tracing
 from quire.server.config import ServerConfig
 from quire.server.embedding_call import EmbeddingCall
 from quire.server.engine_call import EngineCall
-from quire.server.engine_client import EngineClient, unavailable
+from quire.server.engine_client import Engines, unavailable
 from quire.server.errors import ApiError
 from quire.server.generation import GenerationRequest
 from quire.server.guard.admission import Admission
@@ -48,7 +48,7 @@ class GenerationService:
         self,
         config: ServerConfig,
         tokenizer: Tokenizer,
-        client: EngineClient,
+        client: Engines,
         ready: Ready,
         metrics: ServerMetrics,
         tracing: Tracing | None = None,

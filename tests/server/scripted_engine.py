@@ -76,8 +76,12 @@ class ScriptedEngine:
         if isinstance(command, messages.AddRequest):
             n = command.params.get("n", 1)
             names = [command.request_id] if n == 1 else [f"{command.request_id}/{i}" for i in range(n)]
-            self._running.update(dict.fromkeys(names, command))
+            if command.resume is not None:
+                names = list(command.resume.outputs)
             self._counts.update(dict.fromkeys(names, 0))
+            if command.resume is not None:  # it counts on where another one was
+                self._counts.update({name: len(tokens) for name, tokens in command.resume.outputs.items()})
+            self._running.update(dict.fromkeys(names, command))
             out.accepted.append(command.request_id)
             out.started.extend(names)
         elif isinstance(command, messages.Abort):

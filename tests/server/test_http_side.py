@@ -369,7 +369,7 @@ import sys, os, signal
 from pathlib import Path
 from quire.observe.prometheus import ServerMetrics
 from quire.observe.shared_metrics import Numbers
-metrics = ServerMetrics("m", Numbers(Path(sys.argv[1])))
+metrics = ServerMetrics("m", numbers=Numbers(Path(sys.argv[1])))
 for _ in range(1000):
     metrics.tokens(2, 0.02, False)
 metrics.http_request("/x", 200)

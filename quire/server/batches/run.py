@@ -19,9 +19,10 @@ from quire.server.batches.answers import BatchAnswer, BatchAnswers, EngineGoneEr
 from quire.server.batches.output import AnswerFile
 from quire.server.batches.requests import BatchRequest, RequestFile
 from quire.server.config import ServerConfig
-from quire.server.engine_client import EngineClient
+from quire.server.engine_client import Engines
 from quire.server.http_server import open_tokenizer
 from quire.server.logs import set_up_logging
+from quire.server.replicas.open import metrics_for, open_engines
 from quire.server.service import GenerationService
 
 _AHEAD = 8
@@ -30,6 +31,7 @@ _UNLIMITED = 10**9
 _DECIDING = ("dtype", "quantization", "kernels", "kv_cache_dtype", "device", "max_model_len", "acceptance")
 """Engine options that answers may depend on."""
 
+MakeEngines = Callable[[ServerConfig, ServerMetrics, Callable[[], None]], Engines]
 Report = Callable[[int, int, int], None]
 """Told how many requests are answered, how many there are, and the tokens of the answers since the run began."""
 
@@ -48,6 +50,8 @@ class BatchJob:
     """Requests under way at a time; None: twice what the engine runs at once."""
     restart: bool = False
     """Forget what an earlier run has done."""
+    replicas: int = 1
+    """Engines that share the work; the answers are the same with any number."""
 
 
 @dataclass(slots=True)
@@ -63,8 +67,8 @@ class BatchSummary:
     seconds: float = 0.0
 
 
-def run_batch(job: BatchJob, report: Report) -> BatchSummary:
-    """Answers what is not answered yet; returns when all is."""
+def run_batch(job: BatchJob, report: Report, make_engines: MakeEngines = open_engines) -> BatchSummary:
+    """Answers what is not answered yet; returns when all is. `make_engines` says where they run."""
     options = EngineConfig(**job.engine)  # type: ignore[arg-type]
     deciding = {name: getattr(options, name) for name in _DECIDING}
     identity = json.dumps([quire.__version__, job.model, job.served_model_names, job.seed, deciding])
@@ -82,7 +86,7 @@ def run_batch(job: BatchJob, report: Report) -> BatchSummary:
             set_up_logging("human", "warning", "server")
             with ModelBars(job.model) as bars:
                 source = resolve(job.model, progress=bars("download"))
-            asyncio.run(_Run(job, source, answers, summary, report).run(waiting))
+            asyncio.run(_Run(job, source, answers, summary, report, make_engines).run(waiting))
         answers.complete()
         return summary
     finally:
@@ -93,8 +97,15 @@ class _Run:
     """An engine, and requests on their way through it."""
 
     def __init__(
-        self, job: BatchJob, source: ModelSource, answers: AnswerFile, summary: BatchSummary, report: Report
+        self,
+        job: BatchJob,
+        source: ModelSource,
+        answers: AnswerFile,
+        summary: BatchSummary,
+        report: Report,
+        make_engines: MakeEngines,
     ) -> None:
+        self._make_engines = make_engines
         self._source = source
         self._answers = answers
         self._summary = summary
@@ -103,6 +114,7 @@ class _Run:
         self._config = ServerConfig(
             model=job.model,
             engine=dict(job.engine),
+            replicas=job.replicas,
             served_model_names=job.served_model_names,
             max_queued_requests=_UNLIMITED,
             max_queued_tokens=_UNLIMITED,
@@ -116,8 +128,8 @@ class _Run:
         self._room = asyncio.Event()
 
     async def run(self, waiting: Iterator[BatchRequest]) -> None:
-        metrics = ServerMetrics(self._config.model_names[0])
-        client = EngineClient(self._config, metrics, lambda: None)
+        metrics = metrics_for(self._config)
+        client = self._make_engines(self._config, metrics, lambda: None)
         try:
             ready, tokenizer = await asyncio.gather(client.start(), asyncio.to_thread(open_tokenizer, self._source))
             service = GenerationService(self._config, tokenizer, client, ready, metrics)

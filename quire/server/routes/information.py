@@ -13,6 +13,7 @@ from quire import __version__
 from quire.observe.explain_text import add_outside, explanation_text
 from quire.server.errors import ApiError
 from quire.server.http_responses import JsonResponse
+from quire.server.replicas.pool import ReplicaPool
 from quire.server.service import GenerationService, get_service
 
 router = APIRouter()
@@ -20,9 +21,13 @@ router = APIRouter()
 
 @router.get("/health", tags=["operation"])
 async def health(request: Request) -> Response:
-    """200 while there is an engine, 503 while it is being replaced. Needs no key."""
+    """200 while there is an engine, 503 while it is being replaced; with replicas, how each of them is. Needs no
+    key."""
     client = get_service(request).client
-    return JsonResponse({"status": client.state}, 200 if client.state == "ready" else 503)
+    body: dict[str, Any] = {"status": client.state}
+    if isinstance(client, ReplicaPool):
+        body["replicas"] = client.describe_replicas()
+    return JsonResponse(body, 200 if client.state == "ready" else 503)
 
 
 @router.get("/ready", tags=["operation"])

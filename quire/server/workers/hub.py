@@ -21,7 +21,7 @@ from quire.observe.request_records import RequestRecord
 from quire.observe.shared_metrics import Numbers
 from quire.process.temporary_folders import temporary_folder
 from quire.server.config import ServerConfig
-from quire.server.engine_client import EngineClient
+from quire.server.engine_client import Engines
 from quire.server.guard.counts import Counts
 from quire.server.service import GenerationService
 from quire.server.workers.messages import Drain, Find, State, WorkerConfig, encode_config
@@ -57,7 +57,7 @@ class WorkerHub:
         self._counts_path = self.folder / "counts"
         self.counts = Counts(self._counts_path, 0, config.http_workers + 1)
         self._service: GenerationService | None = None
-        self._client: EngineClient | None = None
+        self._client: Engines | None = None
         self._server: asyncio.Server | None = None
         self._links: dict[int, WorkerLink] = {}
         self._processes: dict[int, asyncio.subprocess.Process] = {}
@@ -71,7 +71,7 @@ class WorkerHub:
         """Where the server's own process answers what workers don't."""
         return str(self.folder / "inner")
 
-    async def start(self, service: GenerationService, client: EngineClient) -> None:
+    async def start(self, service: GenerationService, client: Engines) -> None:
         """Starts the workers; returns when they accept connections."""
         self._service, self._client = service, client
         service.find_elsewhere = self.find_record
@@ -229,7 +229,7 @@ class WorkerHub:
                     with contextlib.suppress(ProcessLookupError):
                         self._processes[worker].kill()
 
-    async def _tell_state(self, client: EngineClient) -> None:
+    async def _tell_state(self, client: Engines) -> None:
         """Workers hear how the engine is when that changes."""
         while True:
             for link in self._links.values():

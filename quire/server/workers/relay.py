@@ -12,7 +12,7 @@ import msgspec
 
 from quire.observe.request_records import RequestRecord
 from quire.server import messages
-from quire.server.engine_client import EngineClient
+from quire.server.engine_client import Engines
 from quire.server.errors import ApiError
 from quire.server.response_store import StoredResponse
 from quire.server.service import GenerationService
@@ -56,7 +56,7 @@ class Hub(Protocol):
 class WorkerLink(asyncio.Protocol):
     """The connection of one worker. What the engine says in one turn goes out in one message."""
 
-    def __init__(self, hub: Hub, client: EngineClient) -> None:
+    def __init__(self, hub: Hub, client: Engines) -> None:
         self._hub = hub
         self._client = client
         self._frames = Frames()

@@ -22,15 +22,15 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quire.checkpoints.sources import resolve
 from quire.frontend.tokenizer import Tokenizer
-from quire.observe.prometheus import ServerMetrics
 from quire.observe.shared_metrics import Numbers
 from quire.observe.tracing import Tracing
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
-from quire.server.engine_client import EngineClient
+from quire.server.engine_client import Engines
 from quire.server.guard.counts import Counts
 from quire.server.http_server import HttpServer, http_settings, open_tokenizer, prepare_process, settle
 from quire.server.logs import set_up_logging
+from quire.server.replicas.open import metrics_for
 from quire.server.service import GenerationService
 from quire.server.workers.accept import Accepting
 from quire.server.workers.engines import RemoteEngines
@@ -87,10 +87,10 @@ async def _serve(first: WorkerConfig, config: ServerConfig, tokenizer: Tokenizer
         lambda: RemoteEngines(first.ready), str(folder / "link")
     )
     counts = Counts(folder / "counts", first.worker, config.http_workers + 1)
-    metrics = ServerMetrics(config.model_names[0], Numbers(folder / f"numbers-{first.worker}"))
+    metrics = metrics_for(config, Numbers(folder / f"numbers-{first.worker}"))
     endpoint = config.otlp_traces_endpoint
     tracing = None if endpoint is None else Tracing.to_endpoint(endpoint)
-    client, store = cast(EngineClient, engines), RemoteStore(config, engines)
+    client, store = cast(Engines, engines), RemoteStore(config, engines)
     service = GenerationService(config, tokenizer, client, first.ready, metrics, tracing, store, counts)
     app = Forward(create_app(service), str(folder / "inner"))
     server = _Server(http_settings(config, app, counts), socket.socket(fileno=first.listener), counts)

@@ -1,0 +1,333 @@
+"""What the router of `quire serve --replicas N` costs and gains, without a model.
+
+    python bench/router.py                  # all of it
+    python bench/router.py chat             # 50 conversations over 3 replicas, against round robin and a single engine
+    python bench/router.py cost             # per request, by the length of its prompt
+    python bench/router.py load             # at 10,000 requests a second, simulated
+    python bench/router.py memory           # with a million cached blocks
+
+Times are those of the processor. `chat` runs the real scheduler, prefix cache and router in virtual time; a step takes
+10 ms and 0.1 ms for each token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import random
+import statistics
+import sys
+import time
+import tracemalloc
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
+
+from quire.engine import Request, Scheduler, SchedulerConfig, Step, StepResult
+from quire.observe.cache_events import NAME_BYTES, CacheEvents
+from quire.sampling_params import SamplingParams
+from quire.server.replicas.block_names import BlockNamer, NameSet
+from quire.server.replicas.router import Assignment, PrefixRouter
+
+STEP_SECONDS, TOKEN_SECONDS = 10e-3, 100e-6
+BLOCKS = 2400
+"""Of one replica; a single engine has those of all."""
+
+
+# A chat in virtual time
+
+
+@dataclass
+class Conversation:
+    """Grows by an answer and a question each turn."""
+
+    number: int
+    tokens: list[int]
+    turns: int
+    source: random.Random
+
+    def ask(self) -> None:
+        self.tokens += [self.source.randrange(30_000) for _ in range(self.source.randint(30, 200))]
+
+
+@dataclass
+class Run:
+    """What came of it."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    ttft: list[float] = field(default_factory=list)
+    each: list[int] = field(default_factory=list)
+    """Requests that each replica got."""
+
+    @property
+    def hit_rate(self) -> float:
+        return self.cached_tokens / self.prompt_tokens
+
+    def quantile(self, part: float) -> float:
+        return sorted(self.ttft)[int(part * (len(self.ttft) - 1))]
+
+
+class Replica:
+    """An engine whose steps take as long as is said above."""
+
+    def __init__(self, num_blocks: int, max_num_seqs: int) -> None:
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                num_blocks=num_blocks + 1, max_num_seqs=max_num_seqs, max_batched_tokens=2048, max_model_len=8192
+            )
+        )
+        self.events = CacheEvents(self.scheduler.blocks)
+        self.is_busy = False
+
+    def begin(self, now: float) -> tuple[Step, float] | None:
+        """The next step and when it is over."""
+        step = self.scheduler.schedule(now)
+        self.is_busy = not step.is_empty
+        return (step, now + STEP_SECONDS + TOKEN_SECONDS * step.num_tokens) if self.is_busy else None
+
+
+class Chat:
+    """Conversations over some replicas, each of which asks when it has thought about the last answer."""
+
+    def __init__(self, num_replicas: int, by_prefix: bool, conversations: int, turns: int, seed: int = 0) -> None:
+        shared = BLOCKS * 3 // num_replicas
+        self._replicas = [Replica(shared, 64 * 3 // num_replicas) for _ in range(num_replicas)]
+        self._router = PrefixRouter(num_replicas)
+        for number in range(num_replicas):
+            self._router.join(number, 16, shared, 64 * 3 // num_replicas)
+        self._namer = BlockNamer(16)
+        self._by_prefix = by_prefix
+        self._turn = itertools.cycle(range(num_replicas))
+        self._ids = itertools.count()
+        self._source = random.Random(seed)
+        self._queue: list[tuple[float, int, object]] = []
+        self._running: dict[str, tuple[Conversation, float, Assignment | None, list[int]]] = {}
+        self.run = Run(each=[0] * num_replicas)
+        system = [self._source.randrange(30_000) for _ in range(300)]
+        for number in range(conversations):
+            one = Conversation(number, list(system), turns, random.Random(seed * 1000 + number))
+            one.ask()
+            self._at(self._source.uniform(0, 10), one)
+
+    def play(self) -> Run:
+        while self._queue:
+            now, _, event = heapq.heappop(self._queue)
+            if isinstance(event, Conversation):
+                self._send(event, now)
+            else:
+                assert isinstance(event, tuple)
+                self._commit(*event, now)
+        return self.run
+
+    def _at(self, when: float, event: object) -> None:
+        heapq.heappush(self._queue, (when, next(self._ids), event))
+
+    def _send(self, conversation: Conversation, now: float) -> None:
+        prompt = tuple(conversation.tokens)
+        assignment = None
+        if self._by_prefix:
+            every = range(len(self._replicas))
+            assignment = self._router.place(self._namer.chunks(prompt), len(prompt), 1, every)
+            number = assignment.replica
+        else:
+            number = next(self._turn)
+        name = f"c{conversation.number}.{conversation.turns}"
+        length = conversation.source.randint(20, 150)
+        params = SamplingParams(max_tokens=length, ignore_eos=True)
+        self._running[name] = (conversation, now, assignment, [])
+        self._replicas[number].scheduler.add(Request(name, prompt, params, seed=0), now)
+        self.run.prompt_tokens += len(prompt)
+        self.run.each[number] += 1
+        if not self._replicas[number].is_busy:
+            self._begin(number, now)
+
+    def _begin(self, number: int, now: float) -> None:
+        begun = self._replicas[number].begin(now)
+        if begun is not None:
+            step, end = begun
+            self._at(end, (number, step))
+
+    def _commit(self, number: int, step: Step, now: float) -> None:
+        replica = self._replicas[number]
+        self.run.cached_tokens += sum(admission.num_cached_tokens for admission in step.admitted)
+        tokens = {
+            one.request_id: (hash((one.request_id, one.start)) % 30_000,) for one in step.scheduled if one.samples
+        }
+        updates = replica.scheduler.commit(step, StepResult(step.step_id, tokens), now)
+        self._router.note_blocks(number, *replica.events.take())
+        for update in updates:
+            conversation, arrival, assignment, answer = self._running[update.request_id]
+            if update.new_token_ids and not answer:
+                self.run.ttft.append(now - arrival)
+                if assignment is not None:
+                    self._router.computed(assignment)
+            answer.extend(update.new_token_ids)
+            if update.finish_reason is not None:
+                del self._running[update.request_id]
+                if assignment is not None:
+                    self._router.close(assignment)
+                self._next_turn(conversation, answer, now)
+        self._begin(number, now)
+
+    def _next_turn(self, conversation: Conversation, answer: list[int], now: float) -> None:
+        conversation.turns -= 1
+        if conversation.turns:
+            conversation.tokens += answer
+            conversation.ask()
+            self._at(now + self._source.expovariate(0.5), conversation)
+
+
+def chat_runs(conversations: int = 50, turns: int = 8) -> dict[str, Run]:
+    """The same conversations, three ways."""
+    settings = {"one engine": (1, True), "router": (3, True), "round robin": (3, False)}
+    return {name: Chat(*setting, conversations, turns).play() for name, setting in settings.items()}
+
+
+def show_chat() -> None:
+    runs = chat_runs()
+    single = runs["one engine"].hit_rate
+    print("50 conversations of 8 turns, 300 tokens shared; prompt tokens found in the cache, time to first token (ms)")
+    print(f"{'':14}{'hit rate':>10}{'of single':>11}{'p50':>8}{'p95':>8}{'mean':>8}   requests")
+    for name, run in runs.items():
+        times = [1000 * one for one in (run.quantile(0.5), run.quantile(0.95), statistics.mean(run.ttft))]
+        shown = "".join(f"{one:>8.1f}" for one in times)
+        print(f"{name:14}{run.hit_rate:>10.3f}{run.hit_rate / single:>11.3f}{shown}   {run.each}")
+
+
+# What a choice costs
+
+
+def show_cost(num_replicas: int = 8) -> None:
+    print(
+        f"one choice among {num_replicas} replicas, µs (median of 200): prompts of new text, and those cached somewhere"
+    )
+    print(f"{'tokens':>8}{'new':>10}{'cached':>10}")
+    source = random.Random(0)
+    for length in (100, 500, 1000, 2000, 4000, 8000, 32_000):
+        router, namer = new_router(num_replicas, 10_000), BlockNamer(16)
+        new, cached = [], []
+        for number in range(200):
+            prompt = tuple(source.randrange(30_000) for _ in range(length))
+            new.append(choose(router, namer, prompt))
+            names = namer.names(prompt)
+            router.note_blocks(number % num_replicas, pack(names), b"")
+            cached.append(choose(router, namer, prompt))
+            router.note_blocks(number % num_replicas, b"", pack(names))
+        print(f"{length:>8}{1e6 * statistics.median(new):>10.1f}{1e6 * statistics.median(cached):>10.1f}")
+
+
+def new_router(num_replicas: int, num_blocks: int) -> PrefixRouter:
+    router = PrefixRouter(num_replicas)
+    for number in range(num_replicas):
+        router.join(number, 16, num_blocks, 256)
+    return router
+
+
+def choose(router: PrefixRouter, namer: BlockNamer, prompt: tuple[int, ...]) -> float:
+    began = time.thread_time()
+    assignment = router.place(namer.chunks(prompt), len(prompt), 1, range(len(router._replicas)))
+    router.computed(assignment)
+    router.close(assignment)
+    return time.thread_time() - began
+
+
+def pack(names: Sequence[int]) -> bytes:
+    return b"".join(name.to_bytes(NAME_BYTES, "little") for name in names)
+
+
+def show_load(rate: int = 10_000, seconds: float = 3.0, num_replicas: int = 8) -> None:
+    """Everything the router does for a request: its choice, the news of its blocks and of those that went for them, its
+    first token, its end. Each takes a second, so `rate` of them are under way."""
+    source = random.Random(0)
+    router, namer = new_router(num_replicas, 20_000), BlockNamer(16)
+    system = [source.randrange(30_000) for _ in range(256)]
+    chats = [system + [source.randrange(30_000) for _ in range(64)] for _ in range(5000)]
+    under_way: deque[Assignment] = deque()
+    cached: list[deque[int]] = [deque() for _ in range(num_replicas)]
+    spent, prompt_tokens, cached_tokens = [], 0, 0
+    every = range(num_replicas)
+    for _ in range(int(rate * seconds)):
+        chat = source.choice(chats)
+        if len(chat) > 1500:
+            del chat[320:]
+        chat += [source.randrange(30_000) for _ in range(source.randint(20, 120))]
+        prompt = tuple(chat)
+        began = time.thread_time()
+        assignment = router.place(namer.chunks(prompt), len(prompt), 1, every)
+        under_way.append(assignment)
+        spent.append(time.thread_time() - began)
+        replica, new = assignment.replica, assignment.expected
+        prompt_tokens, cached_tokens = prompt_tokens + len(prompt), cached_tokens + assignment.num_cached
+        cached[replica].extend(new)
+        old = [cached[replica].popleft() for _ in range(max(0, len(cached[replica]) - 20_000))]
+        stored, removed = pack(new), pack(old)
+        began = time.thread_time()
+        router.note_blocks(replica, stored, removed)
+        router.computed(assignment)
+        if len(under_way) > rate:
+            router.close(under_way.popleft())
+        spent[-1] += time.thread_time() - began
+    spent.sort()
+    mean, last = statistics.mean(spent), spent[int(0.99 * len(spent))]
+    length, part = prompt_tokens // len(spent), cached_tokens / prompt_tokens
+    print(f"{rate} requests/s over {num_replicas} replicas: prompts of {length} tokens in the mean, {part:.2f} cached")
+    times = ("mean", mean), ("median", statistics.median(spent)), ("p99", last)
+    print("per request: " + ", ".join(f"{name} {1e6 * value:.1f} µs" for name, value in times))
+    print(f"so a second of such load takes {mean * rate:.2f} s of one core")
+
+
+# Its memory
+
+
+def show_memory(num_blocks: int = 1_000_000, num_replicas: int = 4) -> None:
+    source = random.Random(0)
+    names = [source.getrandbits(64) for _ in range(num_blocks)]
+    each = num_blocks // num_replicas
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    router = new_router(num_replicas, each)
+    for number in range(num_replicas):
+        for first in range(number * each, (number + 1) * each, 1000):
+            router.note_blocks(number, pack(names[first : first + 1000]), b"")
+    taken = tracemalloc.get_traced_memory()[0] - before
+    assert sum(router.num_cached_blocks(number) for number in range(num_replicas)) == num_blocks
+    before = tracemalloc.get_traced_memory()[0]
+    plain = {name + 1 - 1 for name in names}
+    usual = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert len(plain) == num_blocks
+    print(f"{num_blocks} cached blocks over {num_replicas} replicas: {taken / 2**20:.1f} MiB, {taken / num_blocks:.1f} "
+          f"bytes a block (a Python set of the same: {usual / 2**20:.1f} MiB)")  # fmt: skip
+    table = NameSet(each)
+    began = time.thread_time()
+    for name in names[:each]:
+        table.add(name)
+    seconds = time.thread_time() - began
+    began = time.thread_time()
+    for name in names[:each]:
+        table.discard(name)
+    gone = time.thread_time() - began
+    print(f"a block that comes takes {1e6 * seconds / each:.2f} µs, one that goes {1e6 * gone / each:.2f} µs")
+
+
+PARTS = {"chat": show_chat, "cost": show_cost, "load": show_load, "memory": show_memory}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all, if none is given")
+    for number, name in enumerate(parser.parse_args().parts or PARTS):
+        if name not in PARTS:
+            parser.error(f"there is no {name!r}; choose from {', '.join(PARTS)}")
+        if number:
+            print()
+        PARTS[name]()
+
+
+if __name__ == "__main__":
+    main()

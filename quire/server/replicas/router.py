@@ -1,0 +1,211 @@
+"""Which replica gets a request: the one that has the least to compute for it.
+
+That is what the replica has to do already, what it has not cached of the prompt, and, where its cache is full, what it
+will have to compute again because that takes its place. So a request goes where most of its prompt lies unless that
+replica is busier by more than the difference. The picture of what is cached comes from the
+engines themselves (`quire.observe.cache_events`); prompts that are being computed count as cached where that happens.
+
+Pure data: no clock, no chance, no tensors. A choice takes microseconds per block of the prompt, most of which its hash.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from quire.server.replicas.block_names import NameSet, read_names
+
+ANSWER_TOKENS = 32
+"""An answer that runs delays a newcomer like so many tokens of a prompt."""
+QUEUED_TOKENS = 256
+"""And one that has no place to run in yet like so many."""
+HOME_TOKENS = 64
+"""Where the conversation was before is worth so many tokens: it stays there when its blocks are gone, or are elsewhere
+as well."""
+_MOST_HOMES = 16384
+
+
+@dataclass(slots=True)
+class _Replica:
+    """What is known about one of them, from its start to its end."""
+
+    max_num_seqs: int = 1
+    num_blocks: int = 0
+    cached: NameSet = field(default_factory=NameSet)
+    expected: dict[int, int] = field(default_factory=dict)
+    """Blocks that are being computed, with the number of requests that do it."""
+    waiting_tokens: int = 0
+    num_answers: int = 0
+
+    @property
+    def load(self) -> int:
+        """In prompt tokens."""
+        queued = max(0, self.num_answers - self.max_num_seqs)
+        return self.waiting_tokens + ANSWER_TOKENS * self.num_answers + QUEUED_TOKENS * queued
+
+    def num_leading(self, names: Sequence[int]) -> int:
+        """How many of these blocks are here, from the first on. Engines give up the last block of a prefix first, so
+        where one is, those before it are, too: it is enough to halve the distance again and again."""
+        cached, expected = self.cached, self.expected
+        low, high = 0, len(names)
+        while low < high:
+            middle = (low + high) // 2
+            if names[middle] in cached or names[middle] in expected:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def num_evicted(self, num_new: int) -> int:
+        """How many blocks go when so many come."""
+        return min(num_new, max(0, len(self.cached) + len(self.expected) + num_new - self.num_blocks))
+
+
+@dataclass(slots=True, eq=False)
+class Assignment:
+    """A request's place: on which replica, and how it adds to that one's load."""
+
+    replica: int
+    num_cached: int
+    """Tokens of the prompt that are there, or will be."""
+    waiting_tokens: int
+    """Those that are still to be computed."""
+    num_answers: int
+    expected: tuple[int, ...]
+    """Blocks that come to be cached through it."""
+    counted: _Replica
+    """Where it is counted: the replica of that number may be another one by now."""
+    is_open: bool = True
+
+
+class PrefixRouter:
+    """Chooses replicas, which are numbered, and keeps count of what they have to do."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self.block_size = 16
+        self._replicas = [_Replica() for _ in range(num_replicas)]
+        self._homes: OrderedDict[int, int] = OrderedDict()
+        """Where prompts went, by the name of their last full block, the latest last."""
+        self._next = 0
+
+    # What the engines tell
+
+    def join(self, replica: int, block_size: int, num_blocks: int, max_num_seqs: int) -> None:
+        """A replica starts, with nothing cached and nothing to do."""
+        self.block_size = block_size
+        self._replicas[replica] = _Replica(max_num_seqs, num_blocks, NameSet(num_blocks))
+
+    def leave(self, replica: int) -> None:
+        """A replica is lost; whatever was assigned to it counts no more."""
+        self._replicas[replica] = _Replica()
+
+    def note_blocks(self, replica: int, stored: bytes, removed: bytes) -> None:
+        """Blocks that a replica has, or has no more."""
+        cached = self._replicas[replica].cached
+        for name in read_names(removed):
+            cached.discard(name)
+        for name in read_names(stored):
+            cached.add(name)
+
+    # What requests ask
+
+    def place(
+        self, chunks: Iterable[Sequence[int]], num_tokens: int, num_answers: int, candidates: Sequence[int]
+    ) -> Assignment:
+        """The best of the candidates, of which there must be one, for a prompt whose blocks have these names (read as
+        far as they are cached anywhere, and one chunk more). Equals take turns."""
+        names, leading = self._walk(chunks, candidates)
+        home = self._home(names)
+        size, count = self.block_size, len(self._replicas)
+
+        def cost(number: int) -> tuple[int, int, int]:
+            replica = self._replicas[number]
+            num_new = num_tokens - leading[number] * size
+            lost = size * replica.num_evicted(-(-num_new // size))
+            work = replica.load + num_new + lost - HOME_TOKENS * (number == home)
+            return work, replica.num_answers, (number - self._next) % count
+
+        best = min(candidates, key=cost)
+        self._next = (best + 1) % count
+        cached, rest = leading[best] * size, tuple(names[leading[best] :])
+        assignment = Assignment(best, cached, num_tokens - cached, num_answers, rest, self._replicas[best])
+        self._count(assignment, names)
+        return assignment
+
+    def _walk(self, chunks: Iterable[Sequence[int]], candidates: Sequence[int]) -> tuple[list[int], dict[int, int]]:
+        """The names that were read, and how many of them each candidate has, from the first on."""
+        names: list[int] = []
+        leading: dict[int, int] = {}
+        following = [(number, self._replicas[number]) for number in candidates]
+        for chunk in chunks:
+            before, last = len(names), chunk[-1]
+            names.extend(chunk)
+            staying = []
+            for entry in following:
+                if last in entry[1].cached or (count := entry[1].num_leading(chunk)) == len(chunk):
+                    staying.append(entry)
+                else:
+                    leading[entry[0]] = before + count
+            following = staying
+            if not following:
+                break
+        for number, _ in following:
+            leading[number] = len(names)
+        return names, leading
+
+    def computed(self, assignment: Assignment) -> None:
+        """A prompt is computed: its blocks are cached or not, as the engine says."""
+        if not assignment.is_open:
+            return
+        replica = assignment.counted
+        replica.waiting_tokens -= assignment.waiting_tokens
+        assignment.waiting_tokens = 0
+        for name in assignment.expected:
+            if replica.expected[name] == 1:
+                del replica.expected[name]
+            else:
+                replica.expected[name] -= 1
+        assignment.expected = ()
+
+    def answered(self, assignment: Assignment) -> None:
+        """One of its answers is complete."""
+        if assignment.is_open:
+            assignment.num_answers -= 1
+            assignment.counted.num_answers -= 1
+
+    def close(self, assignment: Assignment) -> None:
+        """The request is over, or not here any more. Does nothing the second time."""
+        self.computed(assignment)
+        if assignment.is_open:
+            assignment.is_open = False
+            assignment.counted.num_answers -= assignment.num_answers
+
+    def load(self, replica: int) -> int:
+        """What a replica has to do, in prompt tokens."""
+        return self._replicas[replica].load
+
+    def num_cached_blocks(self, replica: int) -> int:
+        return len(self._replicas[replica].cached)
+
+    def _count(self, assignment: Assignment, names: Sequence[int]) -> None:
+        replica = assignment.counted
+        replica.waiting_tokens += assignment.waiting_tokens
+        replica.num_answers += assignment.num_answers
+        expected = replica.expected
+        for name in assignment.expected:
+            expected[name] = expected.get(name, 0) + 1
+        if names:
+            self._homes[names[-1]] = assignment.replica
+            self._homes.move_to_end(names[-1])
+            if len(self._homes) > _MOST_HOMES:
+                self._homes.popitem(last=False)
+
+    def _home(self, names: Sequence[int]) -> int | None:
+        """Where the longest beginning of a prompt that was a prompt itself has been sent."""
+        homes = self._homes
+        if homes:
+            for name in reversed(names):
+                if name in homes:
+                    return homes[name]
+        return None

@@ -1,0 +1,213 @@
+"""What is under deploy/ can't be run by the tests, but it can be read: the Dockerfile by a parser, the rest by its
+schema, and every command in it by the command line it is for."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import dockerfile_parse
+import pytest
+import typer
+import yaml
+
+from quire.cli.main import app
+from quire.cluster.settings import RaySettings
+from quire.config import EngineConfig
+from quire.errors import InvalidRequestError
+from quire.server.config import ServerConfig
+
+ROOT = Path(__file__).parents[1]
+DEPLOY = ROOT / "deploy"
+KNOWN = {
+    "ARG", "CMD", "COMMENT", "COPY", "ENTRYPOINT", "ENV", "EXPOSE", "FROM", "HEALTHCHECK", "RUN", "STOPSIGNAL", "USER",
+    "VOLUME", "WORKDIR",
+}  # fmt: skip
+
+
+def read_yaml(name: str) -> Any:
+    return yaml.safe_load((DEPLOY / name).read_text())
+
+
+def parse_quire(arguments: list[str]) -> dict[str, Any]:
+    """The options of a command line, read as `quire` reads them."""
+    command = typer.main.get_command(app).commands[arguments[0]]  # type: ignore[attr-defined]
+    context = command.make_context(arguments[0], list(arguments[1:]))
+    options: dict[str, Any] = context.params
+    return options
+
+
+def with_defaults(text: str) -> str:
+    """`${NAME:-default}` as compose fills it in where NAME is not set."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
+
+
+class TestDockerfile:
+    structure = dockerfile_parse.DockerfileParser(
+        fileobj=(DEPLOY / "Dockerfile").open("rb"), cache_content=True
+    ).structure
+
+    def test_instructions(self) -> None:
+        assert {one["instruction"] for one in self.structure} <= KNOWN
+        stages = [one["value"] for one in self.structure if one["instruction"] == "FROM"]
+        assert [re.search(r"AS (\w+)$", stage)[1] for stage in stages] == ["base", "cpu", "cuda", "ray"]  # type: ignore[index]
+        known: set[str] = set()
+        for stage in stages:
+            source, _, name = stage.partition(" AS ")
+            assert source in known or source.startswith("python:${PYTHON_VERSION}"), source
+            known.add(name)
+
+    def test_what_is_copied_is_there_and_not_left_out(self) -> None:
+        ignored = (ROOT / ".dockerignore").read_text().splitlines()
+        for one in self.structure:
+            if one["instruction"] == "COPY":
+                for source in one["value"].split()[:-1]:
+                    assert (ROOT / source).exists(), source
+                    assert f"!{source}" in ignored, source
+
+    def test_extras_exist(self) -> None:
+        text = (ROOT / "pyproject.toml").read_text()
+        installed = re.findall(r'pip install "\.\[([\w,]+)\]"', (DEPLOY / "Dockerfile").read_text())
+        assert len(installed) == 3
+        last_run = [one["value"] for one in self.structure if one["instruction"] == "RUN"][-1]
+        assert "wget" in last_run, "KubeRay's probes use it"
+        for extra in ",".join(installed).split(","):
+            assert re.search(rf"^{extra} = \[", text, re.MULTILINE), extra
+
+    def test_commands(self) -> None:
+        """Each image's own, and those the comments show."""
+        shown = re.findall(r"^#.*quire:cpu (serve .*)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+        own = [json.loads(one["value"]) for one in self.structure if one["instruction"] == "CMD"]
+        commands = [command for command in own if command != ["bash"]] + [shlex.split(line) for line in shown]
+        assert len(commands) == 3
+        for command in commands:
+            assert parse_quire(command)["host"] == "0.0.0.0"
+        entries = [json.loads(one["value"]) for one in self.structure if one["instruction"] == "ENTRYPOINT"]
+        assert entries == [["tini", "--", "quire"], ["tini", "--", "quire"], []]
+
+    def test_it_does_not_run_as_root(self) -> None:
+        last = ""
+        users = {}
+        for one in self.structure:
+            if one["instruction"] == "FROM":
+                last = one["value"].partition(" AS ")[2]
+            if one["instruction"] == "USER":
+                users[last] = one["value"]
+        assert users == {"cpu": "quire", "cuda": "quire", "ray": "quire"}
+
+
+class TestCompose:
+    compose = read_yaml("compose.yaml")
+
+    @pytest.mark.parametrize("name", ["quire-cpu", "quire-cuda"])
+    def test_the_servers(self, name: str) -> None:
+        service = self.compose["services"][name]
+        options = parse_quire([with_defaults(part) for part in service["command"]])
+        assert options["replicas"] == 1
+        assert options["api_key_file"] == Path("/run/secrets/api_key")
+        assert service["build"]["target"] == service["profiles"][0] == name.removeprefix("quire-")
+        assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
+        assert service["networks"]["default"]["aliases"] == ["quire"]
+        # Those who are served at SIGTERM have the time that the server gives them.
+        assert int(service["stop_grace_period"].removesuffix("s")) > ServerConfig().drain_seconds
+
+    def test_all_that_is_mentioned_is_there(self) -> None:
+        compose = self.compose
+        known = {"name", "services", "secrets", "volumes", "x-quire"}
+        assert set(compose) == known
+        for name, service in compose["services"].items():
+            assert "image" in service, name
+            assert set(service["profiles"]) <= {"cpu", "cuda"}
+            assert set(service.get("secrets", [])) <= set(compose["secrets"])
+            assert set(service.get("depends_on", [])) <= set(compose["services"])
+            for volume in service["volumes"]:
+                source, target, *_ = volume.split(":")
+                assert target.startswith("/")
+                assert (DEPLOY / source).exists() if source.startswith(".") else source in compose["volumes"], volume
+            for port in service["ports"]:
+                assert port.startswith("127.0.0.1:"), "reached from this machine alone, unless somebody wants more"
+
+    def test_prometheus_finds_the_server(self) -> None:
+        (job,) = read_yaml("prometheus/prometheus.yml")["scrape_configs"]
+        assert job["static_configs"] == [{"targets": ["quire:8000"]}]
+        assert job["authorization"]["credentials_file"] == "/run/secrets/api_key"
+        assert "api_key" in self.compose["services"]["prometheus"]["secrets"]
+
+    def test_grafana_finds_prometheus_and_the_dashboard(self) -> None:
+        (source,) = read_yaml("grafana/provisioning/datasources/prometheus.yaml")["datasources"]
+        assert (source["type"], source["url"]) == ("prometheus", "http://prometheus:9090")
+        (provider,) = read_yaml("grafana/provisioning/dashboards/quire.yaml")["providers"]
+        volumes = [volume.split(":") for volume in self.compose["services"]["grafana"]["volumes"]]
+        targets = {target: source for source, target, *_ in volumes}
+        dashboard = f"{provider['options']['path']}/quire.json"
+        assert targets[dashboard] == "./grafana/quire.json"
+        home = self.compose["services"]["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+        assert home == dashboard
+
+
+class TestRay:
+    def applications(self) -> list[dict[str, Any]]:
+        service = read_yaml("kuberay.yaml")
+        assert (service["apiVersion"], service["kind"]) == ("ray.io/v1", "RayService")
+        inner = yaml.safe_load(service["spec"]["serveConfigV2"])
+        return [*read_yaml("ray_serve.yaml")["applications"], *inner["applications"]]
+
+    def test_settings_are_settings(self) -> None:
+        applications = self.applications()
+        assert len(applications) == 2
+        for application in applications:
+            assert application["import_path"] == "quire.cluster.ray_app:build"
+            settings = RaySettings.of(application["args"])
+            assert settings.bundle == {"CPU": 1.0, "GPU": 1.0}
+            EngineConfig.of(settings.engine)
+            assert settings.config(()).replicas == settings.max_replicas + 1
+
+    def test_the_cluster_has_room_for_the_engines(self) -> None:
+        cluster = read_yaml("kuberay.yaml")["spec"]["rayClusterConfig"]
+        settings = RaySettings.of(self.applications()[1]["args"])
+        (group,) = cluster["workerGroupSpecs"]
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"] == settings.max_replicas
+        (container,) = group["template"]["spec"]["containers"]
+        assert int(container["resources"]["limits"]["nvidia.com/gpu"]) == settings.gpus_per_replica
+        for spec in (cluster["headGroupSpec"], group):
+            pod = spec["template"]["spec"]
+            volumes = {volume["name"] for volume in pod["volumes"]}
+            for one in pod["containers"]:
+                assert one["image"] == "quire:ray"
+                mounts = {mount["name"]: mount["mountPath"] for mount in one["volumeMounts"]}
+                assert set(mounts) <= volumes
+                assert settings.api_key_file is not None
+                assert settings.api_key_file.startswith(mounts["key"])
+
+    @pytest.mark.parametrize(
+        ("args", "field"),
+        [
+            ({"modle": "x"}, "modle"),
+            ({"min_replicas": 3, "max_replicas": 2}, "min_replicas"),
+            ({"max_replicas": "many"}, "max_replicas"),
+            ({"gpus_per_replica": 2}, "gpus_per_replica"),
+            ({"server": {"port": 1}}, "server.port"),
+            ({"server": {"prot": 1}}, "server.prot"),
+            ({"server": {"max_queued_requests": 0}}, "max_queued_requests"),
+            ({"engine": {"dtpye": "float32"}}, "dtpye"),
+            ({"cpus_per_replica": -1}, "gpus_per_replica"),
+        ],
+    )
+    def test_what_is_wrong_is_named(self, args: dict[str, Any], field: str) -> None:
+        with pytest.raises(InvalidRequestError, match=re.escape(field)):
+            RaySettings.of(args)
+
+    def test_from_a_command_line(self, tmp_path: Path) -> None:
+        """`serve run quire.cluster.ray_app:build max_replicas=3` gives text."""
+        keys = tmp_path / "keys"
+        keys.write_text("one\n\n two \n")
+        settings = RaySettings.of({"max_replicas": "3", "cpus_per_replica": "0.5", "api_key_file": str(keys)})
+        assert (settings.rule().highest, settings.bundle, settings.keys()) == (3, {"CPU": 0.5}, ("one", "two"))
+        assert settings.config(()).engine == {"device": "cpu"}
+        assert RaySettings.of(settings.as_dict()) == settings
+        keys.write_text("\n")
+        with pytest.raises(InvalidRequestError, match="holds no key"):
+            settings.keys()
