@@ -41,6 +41,7 @@ from quire.runner.device import pick_device
 from quire.server import messages
 from quire.server.engine_memory import EngineMemory
 from quire.server.engine_requests import EngineRequests
+from quire.server.engine_watch import EngineWatch
 from quire.server.logs import set_up_logging
 from quire.step import RequestUpdate, StepLogEntry
 
@@ -75,6 +76,8 @@ class EngineLoop:
         self._failed_names: set[str] = set()
         self._failures = 0
         self._memory: EngineMemory | None = None
+        self._watch: EngineWatch | None = None
+        """While somebody watches."""
         self._idle_collector = IdleCollector(time.monotonic())
 
     def observe(self, entry: StepLogEntry) -> None:
@@ -91,6 +94,8 @@ class EngineLoop:
         summary = summarize(entry)
         self._out.steps.append(summary)
         self._last_steps.append(summary)
+        if self._watch is not None:
+            self._watch.observe(entry)
 
     def run(self, engine: Engine) -> None:
         """Returns when told to shut down."""
@@ -116,6 +121,9 @@ class EngineLoop:
                 updates = core.step(now)
                 requests.forget(updates)
                 self._send_updates(requests, updates, engine)
+                if self._watch is not None:
+                    for frame in self._watch.take_frames(time.monotonic(), is_idle=not core.has_work):
+                        self.send(frame)
                 if engine.runner.broken is not None:
                     raise EngineError(engine.runner.broken)
                 if self._failures >= _FAILURES_IN_A_ROW:
@@ -125,7 +133,10 @@ class EngineLoop:
 
     def _wait(self, is_compiling: bool) -> None:
         """Until there may be something to do. A silence is time to look for garbage."""
-        if is_compiling:
+        frame_due = None if self._watch is None else self._watch.wait_seconds(time.monotonic())
+        if frame_due is not None:
+            self._poller.poll(1000 * frame_due)
+        elif is_compiling:
             self._poller.poll(_HEARTBEAT)
         elif not self._idle_collector.is_due(time.monotonic()):
             self._poller.poll()
@@ -165,6 +176,8 @@ class EngineLoop:
                 tell = explain_request if command.explain else describe_request
                 record = tell(entries, command.request_id, engine.core.scheduler.config)
                 self.send(messages.Described(command.ticket, record))
+            case messages.Watch():
+                self._watch = EngineWatch(engine.step_log, engine.core.scheduler.config) if command.is_on else None
 
     def _send_updates(self, requests: EngineRequests, updates: list[RequestUpdate], engine: Engine) -> None:
         out = self._out
@@ -178,6 +191,8 @@ class EngineLoop:
         out.num_free_blocks = engine.core.scheduler.blocks.pool.num_free
         if self._memory is not None:
             out.memory = self._memory.look(time.monotonic())
+            if self._watch is not None:
+                self._watch.note_memory(out.memory)
         self.send(out)
         self._out = messages.Updates()
         self._failed_names.clear()
