@@ -52,6 +52,13 @@ class Column(NamedTuple):
     failed: int
 
 
+_ADDED = (
+    *("steps", "prompt_tokens", "decodes", "accepted", "refused", "sampled"),
+    *("cached_tokens", "admitted_tokens", "preempted", "failed"),
+)
+"""Fields that several steps have the sum of."""
+
+
 @dataclass(slots=True)
 class LiveRequest:
     """What steps have said of an answer that has not ended."""
@@ -300,8 +307,5 @@ def _merged(columns: Sequence[Column]) -> list[Column]:
 def _sum(columns: Sequence[Column]) -> Column:
     if len(columns) == 1:
         return columns[0]
-    last = columns[-1]
-    names = ("steps", "prompt_tokens", "decodes", "accepted", "refused", "sampled")
-    names += ("cached_tokens", "admitted_tokens", "preempted", "failed")
-    added = {name: sum(getattr(one, name) for one in columns) for name in names}
-    return last._replace(seconds=round(sum(one.seconds for one in columns), 6), **added)
+    added = {name: sum(getattr(one, name) for one in columns) for name in _ADDED}
+    return columns[-1]._replace(seconds=round(sum(one.seconds for one in columns), 6), **added)

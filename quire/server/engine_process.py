@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import hashlib
 import logging
+import math
 import os
 import shutil
 import signal
@@ -135,7 +136,7 @@ class EngineLoop:
         """Until there may be something to do. A silence is time to look for garbage."""
         frame_due = None if self._watch is None else self._watch.wait_seconds(time.monotonic())
         if frame_due is not None:
-            self._poller.poll(1000 * frame_due)
+            self._poller.poll(math.ceil(1000 * frame_due))
         elif is_compiling:
             self._poller.poll(_HEARTBEAT)
         elif not self._idle_collector.is_due(time.monotonic()):

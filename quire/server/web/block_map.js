@@ -1,6 +1,6 @@
 // The block pool as a map: a square for each block, in the colour of whoever computed what it holds.
 
-import { byId, legend, plural } from "/page/dom.js";
+import { byId, colours, legend, plural } from "/page/dom.js";
 import { CACHED, FREE, SHARED, UNSEEN, USED, ownerOf, stateOf } from "/page/timeline.js";
 
 const HIGHEST = 280;
@@ -42,8 +42,8 @@ export class BlockMap {
       this.canvas.height = height * devicePixelRatio;
       this.canvas.style.height = `${height}px`;
       this.drawn = new Float64Array(codes.length).fill(-1);
-      const style = getComputedStyle(this.canvas);
-      this.plain = { [FREE]: style.getPropertyValue("--free"), [UNSEEN]: style.getPropertyValue("--unseen") };
+      const found = colours(["--free", "--unseen"]);
+      this.plain = { [FREE]: found["--free"], [UNSEEN]: found["--unseen"] };
     }
     const context = this.canvas.getContext("2d");
     context.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);

@@ -13,6 +13,18 @@ export function make(tag, properties = {}, ...children) {
   return element;
 }
 
+// Colours of the style sheet as a canvas takes them, for light or dark: {"--free": "rgb(…)", …}.
+export function colours(names) {
+  const probe = document.body.appendChild(make("span", { hidden: true }));
+  const found = {};
+  for (const name of names) {
+    probe.style.color = `var(${name})`;
+    found[name] = getComputedStyle(probe).color;
+  }
+  probe.remove();
+  return found;
+}
+
 export function legend(target, entries) {
   target.replaceChildren(...entries.map(([kind, text]) => make("span", {}, make("i", { className: kind }), text)));
 }

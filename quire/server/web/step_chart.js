@@ -1,16 +1,20 @@
 // Steps as columns: what each computed above, how long it took below.
 
-import { byId, legend, plural } from "/page/dom.js";
+import { byId, colours, legend, plural } from "/page/dom.js";
 import { STEP } from "/page/timeline.js";
 
 const PITCH = 6;
 const PARTS = [[STEP.prompt, "--prompt"], [STEP.decodes, "--decode"], [STEP.accepted, "--accepted"], [STEP.refused, "--refused"]];
 const LEFT = 44;
+const COLOURS = ["--prompt", "--decode", "--accepted", "--refused", "--quiet", "--bad", "--line", "--text"];
 
 export class StepChart {
   constructor(canvas, onPick) {
     this.canvas = canvas;
     this.steps = [];
+    this.dark = matchMedia("(prefers-color-scheme: dark)");
+    this.colours = null;
+    this.dark.addEventListener("change", () => (this.colours = null));
     legend(byId("steps-legend"), [["prompt", "prompt tokens"], ["decode", "decodes"], ["accepted", "guesses accepted"], ["refused", "refused"], ["time", "time, below"]]);
     canvas.addEventListener("click", (event) => {
       const at = Math.floor((event.offsetX - LEFT) / PITCH) - this.offset;
@@ -33,8 +37,8 @@ export class StepChart {
     canvas.height = height * devicePixelRatio;
     const context = canvas.getContext("2d");
     context.scale(devicePixelRatio, devicePixelRatio);
-    const style = getComputedStyle(canvas);
-    const colour = (name) => style.getPropertyValue(name);
+    this.colours ??= colours(COLOURS);
+    const colour = (name) => this.colours[name];
     context.font = "11px system-ui, sans-serif";
     const upper = Math.round(height * 0.62);
     const lower = height - upper - 12;
@@ -46,15 +50,15 @@ export class StepChart {
       [upper + 14, `${(1000 * slowest).toPrecision(3)} ms`]], width);
     steps.forEach((step, at) => {
       const x = LEFT + (at + this.offset) * PITCH;
-      const steps_ = step[STEP.steps];
+      const count = step[STEP.steps];
       let below = 0;
       for (const [part, name] of PARTS) {
-        const above = below + step[part] / steps_;
+        const above = below + step[part] / count;
         context.fillStyle = colour(name);
         context.fillRect(x, upper - high(above), PITCH - 1, high(above) - high(below));
         below = above;
       }
-      const long = (step[STEP.seconds] / steps_ / slowest) * lower;
+      const long = (step[STEP.seconds] / count / slowest) * lower;
       context.fillStyle = step[STEP.failed] ? colour("--bad") : colour("--quiet");
       context.fillRect(x, height - long, PITCH - 1, Math.max(1, long));
       if (step[STEP.preempted]) {

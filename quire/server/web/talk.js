@@ -153,7 +153,10 @@ function setBusy(busy) {
   byId("stop").hidden = !busy;
   byId("conversation").setAttribute("aria-busy", String(busy));
   byId("talk-status").textContent = busy ? "Answering" : "";
-  if (busy && document.activeElement === byId("send")) byId("stop").focus();
+  // Whoever pressed a button that is gone now finds the next one that makes sense.
+  const lost = [document.body, byId("send"), byId("stop")].includes(document.activeElement);
+  if (busy && lost) byId("stop").focus();
+  else if (!busy && lost) byId("question").focus();
 }
 
 function say(turn) {
@@ -165,10 +168,21 @@ function say(turn) {
   byId("talk-status").textContent = texts[turn.state];
 }
 
+// Only what changed is made anew: the focus stays where it is, and a screen reader hears what is new.
 function render() {
   const list = byId("conversation");
   byId("empty").hidden = turns.length > 0;
-  list.replaceChildren(...turns.map((turn, index) => renderTurn(turn, index)));
+  turns.forEach((turn, index) => {
+    const version = `${turn.state} ${turn.finish === "tool_calls" && index === turns.length - 1}`;
+    if (turn.version !== version) {
+      const made = renderTurn(turn, index);
+      turn.item?.replaceWith(made);
+      turn.item = made;
+      turn.version = version;
+    }
+    if (list.children[index] !== turn.item) list.insertBefore(turn.item, list.children[index] ?? null);
+  });
+  while (list.children.length > turns.length) list.lastChild.remove();
   list.scrollTop = list.scrollHeight;
 }
 
@@ -191,7 +205,7 @@ function renderTurn(turn, index) {
 
 function renderOutcome(turn, index) {
   const actions = make("div", { className: "actions" });
-  const add = (text, act, more = {}) => actions.append(make("button", { type: "button", className: "plain", onclick: act, disabled: running !== null, ...more }, text));
+  const add = (text, act) => actions.append(make("button", { type: "button", className: "plain", onclick: act }, text));
   add(turn.state === "failed" ? "Try again" : "Regenerate", () => askAgain(index));
   if (turn.content) add("Copy", (event) => copy(event.target, turn.content));
   if (turn.link) {
@@ -218,8 +232,9 @@ function renderVerdict(turn) {
 
 function renderQuestion(turn, index) {
   const item = make("li", { className: "turn user", "aria-label": "You" }, make("div", { className: "text" }, turn.content));
-  const edit = make("button", { type: "button", className: "plain", disabled: running !== null }, "Edit");
+  const edit = make("button", { type: "button", className: "plain" }, "Edit");
   edit.addEventListener("click", () => {
+    if (running) return;
     const area = make("textarea", { rows: 3, value: turn.content, "aria-label": "Your message" });
     const save = make("button", { type: "button", className: "primary" }, "Ask");
     const cancel = make("button", { type: "button" }, "Cancel");
@@ -228,7 +243,10 @@ function renderQuestion(turn, index) {
       turns = [...turns.slice(0, index), { role: "user", content: area.value }];
       ask({});
     });
-    cancel.addEventListener("click", render);
+    cancel.addEventListener("click", () => {
+      turn.version = null;
+      render();
+    });
     item.replaceChildren(make("div", { className: "edit" }, area, make("div", {}, cancel, save)));
     area.focus();
   });

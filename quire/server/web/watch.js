@@ -10,7 +10,7 @@ import { CACHED, FREE, STEP, Timeline, UNSEEN, ownerOf } from "/page/timeline.js
 
 const WINDOW_SECONDS = 5;
 const TABLE_PAUSE = 400;  // milliseconds between two drawings of the table, and of a page on which nothing happens
-const TILES = ["Output", "Prompts", "Running", "Waiting", "Cache hits", "Blocks", "Step", "Memory"];
+const TILES = ["Output", "Prompts", "Running", "Waiting", "Cache hits", "Blocks in use", "Cached", "Step", "Memory"];
 
 export function startWatch() {
   const timeline = new Timeline();
@@ -159,8 +159,9 @@ export function startWatch() {
       [rate(sum(STEP.prompt) / span), "tok/s"],
       [String(isIdle || !last ? timeline.requests.size : last[STEP.running]), ""],
       [String(Math.max(timeline.queue.length, isIdle || !last ? 0 : last[STEP.waiting])), ""],
-      sum(STEP.admitted) ? [`${Math.round((100 * sum(STEP.cached)) / sum(STEP.admitted))} %`, "of prompts"] : ["–", ""],
-      [`${isIdle ? 0 : used}`, `of ${total.toLocaleString("en")}, ${counts[CACHED].toLocaleString("en")} cached`],
+      sum(STEP.admitted) ? [`${Math.round((100 * sum(STEP.cached)) / sum(STEP.admitted))} %`, ""] : ["–", ""],
+      [(isIdle ? 0 : used).toLocaleString("en"), `of ${total.toLocaleString("en")}`],
+      [counts[CACHED].toLocaleString("en"), "blocks"],
       steps.length ? [(1000 * (sum(STEP.seconds) / sum(STEP.steps))).toPrecision(3), "ms"] : ["–", ""],
       bytes ? [(bytes / 2 ** 30).toFixed(2), `GiB${memory.gpu_memory_total ? ` of ${(memory.gpu_memory_total / 2 ** 30).toFixed(0)}` : ""}`] : ["–", ""],
     ];
