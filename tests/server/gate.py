@@ -14,6 +14,7 @@ class Gate:
         self._target = port
         self._connections: list[socket.socket] = []
         self._listener: socket.socket | None = None
+        self._bytes_left: float = float("inf")
         self.port = 0
         self.open()
 
@@ -30,9 +31,15 @@ class Gate:
         self._listener = listener
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
 
+    def shut_after(self, num_bytes: int) -> None:
+        """Shuts itself when the server has said so much more."""
+        self._bytes_left = num_bytes
+
     def shut(self) -> None:
         """Nobody gets in, and whoever is in is thrown out."""
-        assert self._listener is not None
+        self._bytes_left = float("inf")
+        if self._listener is None:
+            return
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -48,15 +55,18 @@ class Gate:
                 outer, _ = listener.accept()
                 inner = socket.create_connection(("127.0.0.1", self._target))
                 self._connections += (outer, inner)
-                for pair in ((outer, inner), (inner, outer)):
-                    threading.Thread(target=_pass_on, args=pair, daemon=True).start()
+                threading.Thread(target=self._pass_on, args=(outer, inner), daemon=True).start()
+                threading.Thread(target=self._pass_on, args=(inner, outer, True), daemon=True).start()
 
-
-def _pass_on(source: socket.socket, target: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while data := source.recv(65536):
-            target.sendall(data)
-    for one in (source, target):
+    def _pass_on(self, source: socket.socket, target: socket.socket, is_answer: bool = False) -> None:
         with contextlib.suppress(OSError):
-            one.shutdown(socket.SHUT_RDWR)
-            one.close()
+            while data := source.recv(65536):
+                target.sendall(data)
+                if is_answer:
+                    self._bytes_left -= len(data)
+                    if self._bytes_left <= 0:
+                        self.shut()
+        for one in (source, target):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+                one.close()
