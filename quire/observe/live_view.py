@@ -155,9 +155,9 @@ class LiveView:
             if progress and not is_key:
                 frame["progress"] = progress
         if is_key:
+            frame["key"] = self._everything(wall) | {"begins": self._key_time is None}
             self._key_time = now
             self.blocks.take_changes()
-            frame["key"] = self._everything(wall)
         else:
             frame["blocks"] = self.blocks.take_changes()
             if self._changed:

@@ -13,6 +13,8 @@ import pytest
 from quire.observe.request_records import RecordBook
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
+from quire.server.engine_client import EngineClient
+from quire.server.messages import Command, Watch
 from quire.server.routes.page import FILES
 
 
@@ -68,3 +70,18 @@ def test_the_page_can_be_left_out() -> None:
     keyed = get({"/": {"accept": "text/html"}}, page=False, api_keys=("k",))
     assert keyed["/"].status_code == 401
     assert keyed["/"].headers["content-type"] == "application/json"
+
+
+def test_an_engine_that_comes_after_another_is_watched_too() -> None:
+    metrics = SimpleNamespace(memory=lambda memory: None)
+    client = EngineClient(ServerConfig(), metrics, lambda: None)  # type: ignore[arg-type]
+    sent: list[Command] = []
+    client._link = SimpleNamespace(send=sent.append)  # type: ignore[assignment]
+    ready: Any = SimpleNamespace(memory={})
+    client._became_ready(ready)
+    assert sent == []
+    client.watch(lambda watched: None)
+    client._became_ready(ready)
+    client.watch(None)
+    client._became_ready(ready)
+    assert sent == [Watch(True), Watch(True), Watch(False)]

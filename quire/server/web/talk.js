@@ -56,10 +56,13 @@ function sendQuestion() {
 
 function stop() {
   running?.abort();
+  running = null;
+  setBusy(false);
 }
 
 // Asks for an answer to the turns there are. `expected` is what a link says of the answer.
 async function ask({ expected = null }) {
+  if (running) return;
   const typed = typedSettings();
   let fields, seed;
   try {
@@ -77,21 +80,23 @@ async function ask({ expected = null }) {
   const before = turns.slice();
   turns.push(turn);
   render();
-  running = new AbortController();
+  const own = (running = new AbortController());
   setBusy(true);
   const body = { model, messages: question, stream: true, stream_options: { include_usage: true }, return_token_ids: true, ...fields, seed };
   try {
-    await streamJson("/v1/chat/completions", body, running.signal, (event) => take(turn, event));
+    await streamJson("/v1/chat/completions", body, own.signal, (event) => take(turn, event));
     turn.state = "done";
     turn.digest = digest(turn.tokenIds, turn.logprobs);
   } catch (error) {
     turn.state = error.name === "AbortError" ? "stopped" : "failed";
     turn.error = error.message;
   }
-  running = null;
-  setBusy(false);
   if (turn.state === "done") turn.link = linkTo(linkOf(turn, before));
-  say(turn);
+  if (running === own || running === null) {  // not if somebody has asked anew meanwhile
+    running = null;
+    setBusy(false);
+    say(turn);
+  }
   render();
 }
 

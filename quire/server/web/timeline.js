@@ -44,15 +44,15 @@ export class Timeline {
 
   // Adds a frame; goes to it if we were at the end.
   push({ frame, queue }) {
+    if (frame.key?.begins) this.clear();  // of another engine, which counts its requests anew
     const wasLive = this.position === this.last;
     this.learnNames(frame);
     this.frames.push({ ...frame, queue, undo: null });
     if (wasLive) this.seek(this.last);
     let old = 0;
     while (old < this.last && this.frames[old].time < frame.time - KEPT_SECONDS) old++;
-    // What lies before the position has been undone or never will be; the state stays as it is.
-    old = Math.min(old, Math.max(0, this.position));
     if (old >= 50) {
+      if (this.position < old) this.seek(old);  // whoever looked at it is taken along
       this.frames.splice(0, old);
       this.position -= old;
     }
