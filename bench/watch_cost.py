@@ -12,61 +12,39 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import re
+import os
 import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # started as a script, only its own folder is there
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
 
-from bench.server import served
+from bench.server import served, serving
 from quire.bench.jobs import Job, Lengths, TokenSource, random_jobs
 from quire.engine import SchedulerConfig
 from quire.observe.live_view import LiveView
 from quire.sampling_params import SamplingParams
 from quire.step import Admission, ScheduledRequest, Step, StepLogEntry, StepResult
 
-ROOT = Path(__file__).parents[1]
+CATCHING_UP = 1.5
+"""Seconds in which a watcher is told of the steps that the log remembers."""
 GRACE = 6.0
 """Seconds after which the engine is told that nobody watches."""
 
 
 @contextlib.contextmanager
-def server(options: list[str]) -> Iterator[str]:
-    """Its address."""
-    command = [sys.executable, "-m", "quire.cli.main", "serve", "--port=0", "--no-prefix-caching", *options]
-    with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(command, cwd=ROOT, stderr=output)
-        try:
-            found = None
-            while found is None:
-                time.sleep(0.2)
-                output.seek(0)
-                found = re.search(r"http://\S+:\d+", output.read())
-                if process.poll() is not None:
-                    raise SystemExit("the server did not start")
-            yield found[0]
-        finally:
-            process.terminate()
-            process.wait()
-
-
-@contextlib.contextmanager
-def watcher(url: str, read: list[int]) -> Iterator[None]:
-    """Somebody who watches; the bytes of each piece are added to `read`."""
+def watcher(url: str, read: list[bytes]) -> Iterator[None]:
+    """Somebody who watches; the lines that come are added to `read`."""
     response = urllib.request.urlopen(f"{url}/page/watch")
 
     def drain() -> None:
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            while piece := response.read1(65536):
-                read.append(len(piece))
+            read.extend(response)
 
     thread = threading.Thread(target=drain, daemon=True)
     thread.start()
@@ -77,22 +55,52 @@ def watcher(url: str, read: list[int]) -> Iterator[None]:
         thread.join(2)
 
 
+def cpu_seconds() -> float:
+    """What all processes below this one have taken so far: the server's, which a busy machine makes no longer."""
+    found, pids = 0.0, [os.getpid()]
+    while pids:
+        pid = pids.pop()
+        children = [Path(f"/proc/{pid}/task/{thread}/children") for thread in os.listdir(f"/proc/{pid}/task")]
+        below = [int(child) for file in children for child in file.read_text().split()]
+        pids += below
+        for child in below:
+            fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+            found += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return found
+
+
+def measured(url: str, jobs: list[Job]) -> tuple[float, float]:
+    """Tokens a second, and the seconds of processor time they took the server."""
+    before = cpu_seconds()
+    rate, _ = served(url, jobs, [])
+    return rate, cpu_seconds() - before
+
+
 def compare(url: str, jobs: list[Job], repeats: int) -> None:
     served(url, jobs[:2], [])
-    shares = []
+    shares, costs, begun = [], [], []
     for number in range(repeats):
-        alone, _ = served(url, jobs, [])
-        read: list[int] = []
+        alone, alone_cpu = measured(url, jobs)
+        read: list[bytes] = []
         with watcher(url, read):
+            before = cpu_seconds()
+            time.sleep(CATCHING_UP)
+            begun.append(cpu_seconds() - before)
+            read.clear()
             start = time.monotonic()
-            watched, _ = served(url, jobs, [])
+            watched, watched_cpu = measured(url, jobs)
             seconds = time.monotonic() - start
         shares.append(watched / alone)
-        sizes = f"{len(read) / seconds:.1f} messages and {sum(read) / seconds / 1024:.1f} KiB a second"
-        print(f"round {number + 1}: alone {alone:.1f} tok/s, watched {watched:.1f} tok/s ({sizes})", flush=True)
+        costs.append(watched_cpu / alone_cpu)
+        frames = sum(line.startswith(b"event: frame") for line in read)
+        sizes = f"{frames / seconds:.1f} frames and {sum(map(len, read)) / seconds / 1024:.1f} KiB a second"
+        took = f"{alone_cpu:.2f} and {watched_cpu:.2f} s of processor time"
+        print(f"round {number + 1}: alone {alone:.1f} tok/s, watched {watched:.1f} tok/s ({took}; {sizes})", flush=True)
         time.sleep(GRACE)
-    spread = f"{min(shares):.1%} to {max(shares):.1%}"
-    print(f"watched: {statistics.median(shares):.1%} of the throughput (median of {repeats} rounds, {spread})")
+    print(f"to begin with, the steps of the log take {statistics.median(begun):.2f} s of processor time, once")
+    for what, found in (("throughput", shares), ("processor time", costs)):
+        spread = f"{min(found):.1%} to {max(found):.1%}"
+        print(f"watched: {statistics.median(found):.1%} of the {what} (median of {repeats} rounds, {spread})")
 
 
 def measure_view(num_requests: int) -> None:
@@ -145,7 +153,7 @@ def main() -> None:
     prompts = Lengths.around("--input-len", options.input_len, 0.3)
     answers = Lengths.around("--output-len", options.output_len, 0.3)
     jobs = random_jobs(options.requests, prompts, answers, TokenSource(0, options.vocab_size))
-    with server(options.serve) as url:
+    with serving(options.serve) as url:
         compare(url, jobs, options.repeats)
 
 

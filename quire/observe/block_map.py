@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import groupby
 
 FREE, USED, SHARED, CACHED, UNSEEN = range(5)
@@ -18,9 +19,10 @@ class BlockMap:
 
     def __init__(self, num_blocks: int, is_complete: bool) -> None:
         """`num_blocks` includes block 0, which nobody gets. `is_complete`: no step is missed, so the rest is free."""
-        self._references = [0 if is_complete else -1] * num_blocks
+        self._references = [0] * num_blocks
         self._owners = [0] * num_blocks
         self._holds_tokens = bytearray(num_blocks)
+        self._codes = [FREE if is_complete else UNSEEN] * num_blocks
         self._changed: set[int] = set()
 
     def take(self, block: int, owner: int) -> None:
@@ -28,68 +30,65 @@ class BlockMap:
         self._references[block] = 1
         self._owners[block] = owner
         self._holds_tokens[block] = 0
-        self._changed.add(block)
+        self._note(block)
 
     def share(self, block: int) -> None:
         """A request found what it needs in it."""
-        self._references[block] = max(0, self._references[block]) + 1
+        self._references[block] += 1
         self._holds_tokens[block] = 1
-        self._changed.add(block)
+        self._note(block)
 
     def give_up(self, block: int, holds_tokens: bool) -> None:
         """A request ended or gave way; `holds_tokens` if others can find them there."""
         self._references[block] = max(0, self._references[block] - 1)
         self._holds_tokens[block] |= holds_tokens
-        self._changed.add(block)
+        self._note(block)
 
     def fill(self, block: int, owner: int) -> None:
         """A copy brought what this owner had computed."""
         self._owners[block] = owner
         self._holds_tokens[block] = 1
-        self._changed.add(block)
+        self._note(block)
 
     def forget(self, block: int) -> None:
         """What a copy should have brought never came."""
         self._holds_tokens[block] = 0
-        self._changed.add(block)
+        self._note(block)
 
     def owner(self, block: int) -> int:
         return self._owners[block]
 
     def state(self, block: int) -> int:
-        references = self._references[block]
-        if references > 0:
-            return SHARED if references > 1 else USED
-        if references < 0:
-            return UNSEEN
-        return CACHED if self._holds_tokens[block] else FREE
+        return self._codes[block] % _STATES
 
     def take_changes(self) -> list[int]:
         """Block, code, block, code, … of those that changed since the last call."""
         flat: list[int] = []
         for block in sorted(self._changed):
-            flat += (block, self._code(block))
+            flat += (block, self._codes[block])
         self._changed.clear()
         return flat
 
     def runs(self) -> list[int]:
         """The whole map from block 1 on: code, how many of it, code, how many, …"""
         flat: list[int] = []
-        for code, blocks in groupby(map(self._code, range(1, len(self._references)))):
-            flat += (code, sum(1 for _ in blocks))
+        for code, blocks in groupby(self._codes[1:]):
+            flat += (code, len(list(blocks)))
         return flat
 
     def owners(self) -> set[int]:
         """Those whose tokens are in some block."""
-        return {self._owners[block] for block in range(1, len(self._owners)) if self.state(block) not in (FREE, UNSEEN)}
+        return {code // _STATES for code in set(self._codes)} - {0}
 
     def counts(self) -> dict[str, int]:
         """Blocks by the name of their state."""
-        counts = dict.fromkeys(STATE_NAMES, 0)
-        for block in range(1, len(self._references)):
-            counts[STATE_NAMES[self.state(block)]] += 1
-        return counts
+        counts = Counter(code % _STATES for code in self._codes[1:])
+        return {name: counts[state] for state, name in enumerate(STATE_NAMES)}
 
-    def _code(self, block: int) -> int:
-        state = self.state(block)
-        return self._owners[block] * _STATES + state if state not in (FREE, UNSEEN) else state
+    def _note(self, block: int) -> None:
+        references = self._references[block]
+        state = CACHED if self._holds_tokens[block] else FREE
+        if references:
+            state = SHARED if references > 1 else USED
+        self._codes[block] = state if state == FREE else self._owners[block] * _STATES + state
+        self._changed.add(block)

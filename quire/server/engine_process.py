@@ -179,6 +179,9 @@ class EngineLoop:
                 self.send(messages.Described(command.ticket, record))
             case messages.Watch():
                 self._watch = EngineWatch(engine.step_log, engine.core.scheduler.config) if command.is_on else None
+                if self._watch is not None and self._memory is not None:
+                    self._memory.look(now)
+                    self._watch.note_memory(self._memory.last)
 
     def _send_updates(self, requests: EngineRequests, updates: list[RequestUpdate], engine: Engine) -> None:
         out = self._out

@@ -81,6 +81,7 @@ def keyed() -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    """For one module at a time: while it is there, nobody else can have an event loop in this thread."""
     yield from open_browser()

@@ -31,7 +31,7 @@ export class BlockMap {
     const count = codes.length - 1;
     const width = this.canvas.clientWidth;
     if (count < 1 || width < 1) return;
-    const size = Math.max(2, Math.min(16, Math.floor(Math.sqrt((width * HIGHEST) / count))));
+    const size = Math.max(2, Math.min(26, Math.floor(Math.sqrt((width * HIGHEST) / count))));
     const key = `${count} ${width} ${devicePixelRatio} ${this.dark.matches}`;
     if (key !== this.key || this.drawn === null) {
       this.key = key;

@@ -29,4 +29,9 @@ export function legend(target, entries) {
   target.replaceChildren(...entries.map(([kind, text]) => make("span", {}, make("i", { className: kind }), text)));
 }
 
+// "3.21 ms", "154 ms", "1.87 s"
+export function duration(seconds) {
+  return seconds < 0.9995 ? `${(1000 * seconds).toPrecision(3)} ms` : `${seconds.toPrecision(3)} s`;
+}
+
 export const plural = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;

@@ -1,7 +1,7 @@
 // The explanation of one request, in a dialog: where its time went, as a bar and in words.
 
 import { getJson } from "/page/api.js";
-import { byId, make } from "/page/dom.js";
+import { byId, duration, make } from "/page/dom.js";
 
 let isReady = false;
 
@@ -27,11 +27,11 @@ function bar(answer) {
   const parts = Object.entries(answer.parts).filter(([, seconds]) => seconds > 0);
   const total = parts.reduce((sum, [, seconds]) => sum + seconds, 0) || 1;
   const spans = parts.map(([part, seconds]) => {
-    const span = make("span", { className: `part-${part}`, title: `${part}: ${(1000 * seconds).toFixed(1)} ms` });
+    const span = make("span", { className: `part-${part}`, title: `${part}: ${duration(seconds)}` });
     span.style.flexGrow = String(seconds / total);
     return span;
   });
-  const words = parts.map(([part, seconds]) => `${part} ${(1000 * seconds).toFixed(1)} ms`).join(", ");
+  const words = parts.map(([part, seconds]) => `${part} ${duration(seconds)}`).join(", ");
   return make("div", {}, make("div", { className: "parts", role: "img", "aria-label": words }, ...spans),
     make("p", { className: "quiet" }, words));
 }

@@ -1,6 +1,6 @@
 // Steps as columns: what each computed above, how long it took below.
 
-import { byId, colours, legend, plural } from "/page/dom.js";
+import { byId, colours, duration, legend, plural } from "/page/dom.js";
 import { STEP } from "/page/timeline.js";
 
 const PITCH = 6;
@@ -47,7 +47,7 @@ export class StepChart {
     const slowest = Math.max(1e-6, ...steps.map((step) => step[STEP.seconds] / step[STEP.steps]));
     const high = (tokens) => (Math.sqrt(tokens) / Math.sqrt(most)) * (upper - 14);
     this.drawAxis(context, colour, [[upper - high(most), `${Math.round(most)} tok`], [upper - high(most / 4), `${Math.round(most / 4)}`],
-      [upper + 14, `${(1000 * slowest).toPrecision(3)} ms`]], width);
+      [upper + 14, duration(slowest)]], width);
     steps.forEach((step, at) => {
       const x = LEFT + (at + this.offset) * PITCH;
       const count = step[STEP.steps];
@@ -70,7 +70,7 @@ export class StepChart {
         context.strokeRect(x - 0.5, 0.5, PITCH, height - 1);
       }
     });
-    canvas.setAttribute("aria-label", `The last ${plural(steps.length, "column")} of steps; up to ${Math.round(most)} tokens and ${(1000 * slowest).toPrecision(3)} ms each`);
+    canvas.setAttribute("aria-label", `The last ${plural(steps.length, "column")} of steps; up to ${Math.round(most)} tokens and ${duration(slowest)} each`);
   }
 
   drawAxis(context, colour, marks, width) {
@@ -91,12 +91,12 @@ export function describeStep(step) {
   const count = step[STEP.steps];
   const what = count === 1 ? `Step ${step[STEP.id]}` : `Steps ${step[STEP.id] - count + 1} to ${step[STEP.id]}`;
   const parts = [
-    `${(1000 * step[STEP.seconds]).toFixed(2)} ms${count === 1 ? "" : " in all"}`,
+    `${duration(step[STEP.seconds])}${count === 1 ? "" : " in all"}`,
     `${plural(step[STEP.prompt], "prompt token")}`,
     `${plural(step[STEP.decodes], "decode")}`,
   ];
   const guesses = step[STEP.accepted] + step[STEP.refused];
-  if (guesses) parts.push(`${step[STEP.accepted]} of ${plural(guesses, "guess")}${guesses === 1 ? "" : "es"} accepted`.replace("guesss", "guess"));
+  if (guesses) parts.push(`${step[STEP.accepted]} of ${guesses} guessed tokens accepted`);
   if (step[STEP.preempted]) parts.push(`${step[STEP.preempted]} preempted`);
   if (step[STEP.failed]) parts.push("failed");
   return `${what}: ${parts.join(", ")}; ${step[STEP.running]} running, ${step[STEP.waiting]} waiting, ${step[STEP.free]} blocks free`;

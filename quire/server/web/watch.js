@@ -2,7 +2,7 @@
 
 import { reportDown, whenUp } from "/page/connection.js";
 import { BlockMap, countStates, describeBlock } from "/page/block_map.js";
-import { byId, make } from "/page/dom.js";
+import { byId, duration, make } from "/page/dom.js";
 import { explain } from "/page/explain.js";
 import { drawRequests } from "/page/requests.js";
 import { StepChart, describeStep } from "/page/step_chart.js";
@@ -162,7 +162,7 @@ export function startWatch() {
       sum(STEP.admitted) ? [`${Math.round((100 * sum(STEP.cached)) / sum(STEP.admitted))} %`, ""] : ["–", ""],
       [(isIdle ? 0 : used).toLocaleString("en"), `of ${total.toLocaleString("en")}`],
       [counts[CACHED].toLocaleString("en"), "blocks"],
-      steps.length ? [(1000 * (sum(STEP.seconds) / sum(STEP.steps))).toPrecision(3), "ms"] : ["–", ""],
+      steps.length ? duration(sum(STEP.seconds) / sum(STEP.steps)).split(" ") : ["–", ""],
       bytes ? [(bytes / 2 ** 30).toFixed(2), `GiB${memory.gpu_memory_total ? ` of ${(memory.gpu_memory_total / 2 ** 30).toFixed(0)}` : ""}`] : ["–", ""],
     ];
     values.forEach(([value, unit], at) => {
