@@ -28,7 +28,7 @@ from quire.server.routes import (
     tokenize,
 )
 from quire.server.service import GenerationService
-from quire.server.watch_hub import WatchHub
+from quire.server.watch_hub import WatchHubs
 
 ROUTERS = tuple(
     one.router for one in (chat, completions, responses, stored, anthropic, embeddings, tokenize, information)
@@ -52,14 +52,15 @@ def create_app(service: GenerationService, queue: BatchQueue | None = None) -> A
         api.include_router(batches.router, responses=_ERRORS)
         uploads["/v1/files"] = config.max_batch_bytes
     if config.page:
-        api.state.watch_hub = WatchHub(service.client, service.records, lambda: service.is_draining)
+        api.state.watch_hubs = WatchHubs(service.client, service.records, lambda: service.is_draining)
         api.include_router(page.router)
     errors.install(api)
     api.openapi = lambda: _openapi(api)  # type: ignore[method-assign]
     # Only HTTP comes in: uvicorn runs without websockets and lifespan (`run`).
     app: ASGIApp = api
     if config.api_keys:
-        app = Authentication(app, config.api_keys, PageSessions(config.api_keys) if config.page else None)
+        sessions = PageSessions(config.api_keys, config.tls_certificate is not None) if config.page else None
+        app = Authentication(app, config.api_keys, sessions)
     if config.cors_origins:
         # Outside of the keys: a browser asks first, and without one, whether it may ask.
         app = CORSMiddleware(

@@ -156,6 +156,11 @@ class EngineClient:
         finally:
             del self._tickets[ticket]
 
+    @property
+    def engines(self) -> Sequence[EngineClient]:
+        """Those that can be watched, each by itself."""
+        return (self,)
+
     def watch(self, listener: Callable[[messages.Watched], None] | None) -> None:
         """Has the engine tell `listener` what it does, and every engine that comes after it; None: no more."""
         self._on_watched = listener

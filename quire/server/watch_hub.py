@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -36,12 +37,33 @@ class _Segment(NamedTuple):
     time: float
 
 
-class WatchHub:
-    """Nothing is asked of the engine, and nothing kept, unless somebody watches. All watchers read the same events,
-    each at its own pace; one that falls behind what is kept goes on where that begins."""
+class WatchHubs:
+    """A hub for each engine that somebody wants to see."""
 
     def __init__(self, client: EngineClient, records: RecordBook, is_closing: Callable[[], bool]) -> None:
         """`is_closing` says whether the server goes down: it waits for connections to end."""
+        self._client = client
+        self._records = records
+        self._is_closing = is_closing
+        self._hubs: WeakKeyDictionary[EngineClient, WatchHub] = WeakKeyDictionary()
+        """Engines may come and go."""
+
+    def of(self, number: int) -> WatchHub:
+        """The hub of one of the engines; raises ApiError if there is none of this number."""
+        engines = self._client.engines
+        if not 0 <= number < len(engines):
+            raise ApiError(404, f"engine: there are {len(engines)}, counted from 0", field="engine", code="not_found")
+        engine = engines[number]
+        if engine not in self._hubs:
+            self._hubs[engine] = WatchHub(engine, self._records, self._is_closing)
+        return self._hubs[engine]
+
+
+class WatchHub:
+    """Of one engine, of which nothing is asked, and nothing kept, unless somebody watches. All watchers read the same
+    events, each at its own pace; one that falls behind what is kept goes on where that begins."""
+
+    def __init__(self, client: EngineClient, records: RecordBook, is_closing: Callable[[], bool]) -> None:
         self._client = client
         self._records = records
         self._events: list[bytes] = []

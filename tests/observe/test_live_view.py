@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from quire.server import watch_hub
 from quire.server.engine_watch import EngineWatch
 from quire.server.errors import ApiError
 from quire.server.messages import Watched
-from quire.server.watch_hub import WatchHub
+from quire.server.watch_hub import WatchHub, WatchHubs
 from quire.simulate.scenario import make_scenario
 from quire.simulate.simulation import Simulation
 from quire.step import Admission, Finished, ScheduledRequest, Step, StepLogEntry, StepResult
@@ -197,6 +198,17 @@ def hub_of(engine: EngineStub, is_closing: list[bool]) -> WatchHub:
     records.add(RequestRecord("cmpl-1", "req-1", "/v1/completions", 5.0, prompt_tokens=3))
     records.add(RequestRecord("cmpl-2", "req-2", "/v1/completions", 6.0, state="running"))
     return WatchHub(engine, records, lambda: is_closing[0])  # type: ignore[arg-type]
+
+
+def test_each_engine_has_a_hub_of_its_own() -> None:
+    engines = [EngineStub(), EngineStub()]
+    hubs = WatchHubs(SimpleNamespace(engines=engines), RecordBook(), lambda: False)  # type: ignore[arg-type]
+    assert hubs.of(0) is hubs.of(0) is not hubs.of(1)
+    with pytest.raises(ApiError):
+        hubs.of(2)
+    engines.pop()
+    with pytest.raises(ApiError):
+        hubs.of(1)
 
 
 async def received(stream: Any, count: int) -> list[dict[str, Any]]:

@@ -22,7 +22,12 @@ def get(paths: dict[str, dict[str, str]], **config: Any) -> dict[str, httpx.Resp
     """The answers to GET, from an application without an engine."""
     ready = SimpleNamespace(fingerprint="fp", max_model_len=8)
     metrics = SimpleNamespace(http_request=lambda path, status: None)
-    fields = {"config": ServerConfig(**config), "client": None, "records": RecordBook(), "metrics": metrics}
+    fields = {
+        "config": ServerConfig(**config),
+        "client": SimpleNamespace(engines=[None]),
+        "records": RecordBook(),
+        "metrics": metrics,
+    }
     app = create_app(SimpleNamespace(**fields, ready=ready, is_draining=False))  # type: ignore[arg-type]
 
     async def ask() -> dict[str, httpx.Response]:

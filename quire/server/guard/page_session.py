@@ -66,7 +66,9 @@ _FORM_HEADERS = _form_headers()
 class PageSessions:
     """Gives out cookies for keys, and finds the key behind a cookie."""
 
-    def __init__(self, keys: Iterable[str]) -> None:
+    def __init__(self, keys: Iterable[str], is_secure: bool) -> None:
+        """`is_secure`: the server speaks HTTPS, so the cookie never goes over anything else."""
+        self._is_secure = is_secure
         self._keys = [key.strip().encode() for key in keys]
 
     def key_behind(self, scope: Scope) -> bytes | None:
@@ -96,10 +98,9 @@ class PageSessions:
         return response
 
     def _set_cookie(self, response: Response, scope: Scope, value: str, seconds: int) -> None:
-        is_secure = scope.get("scheme") == "https"
         name = cookie_name(scope)
         # Lax, not strict: a link to an answer may stand in somebody's mail. Only GET is sent the cookie then.
-        response.set_cookie(name, value, max_age=seconds, httponly=True, samesite="lax", secure=is_secure)
+        response.set_cookie(name, value, max_age=seconds, httponly=True, samesite="lax", secure=self._is_secure)
 
 
 async def read_key(receive: Receive) -> bytes:

@@ -16,7 +16,7 @@ from quire.server.errors import ApiError, error_body
 from quire.server.guard.page_session import PageSessions, security_headers
 from quire.server.http_responses import EventStream, JsonResponse, named_event
 from quire.server.service import get_service
-from quire.server.watch_hub import WatchHub
+from quire.server.watch_hub import WatchHubs
 
 router = APIRouter(include_in_schema=False)
 
@@ -64,14 +64,16 @@ async def about(request: Request) -> Response:
         "fingerprint": ready.fingerprint,
         "max_model_len": ready.max_model_len,
         "has_keys": bool(service.config.api_keys),
+        "engines": len(service.client.engines),
     }
     return JsonResponse(body, headers={"cache-control": "no-store"})
 
 
 @router.get("/page/watch")
-async def watch(request: Request) -> Response:
-    """What the engine does: the last ten minutes as far as they are known, then a frame a few times a second."""
-    hub: WatchHub = request.app.state.watch_hub
+async def watch(request: Request, engine: int = 0) -> Response:
+    """What an engine does: the last ten minutes as far as they are known, then a frame a few times a second."""
+    hubs: WatchHubs = request.app.state.watch_hubs
+    hub = hubs.of(engine)
     hub.check_room()
 
     def failed(path: str, error: ApiError, request_id: str) -> bytes:
@@ -83,7 +85,7 @@ async def watch(request: Request) -> Response:
 @router.post("/page/sign_out")
 async def sign_out(request: Request) -> Response:
     """Takes the cookie back."""
-    return PageSessions(()).signed_out(request.scope)
+    return PageSessions((), get_service(request).config.tls_certificate is not None).signed_out(request.scope)
 
 
 @router.get("/page/{name}")

@@ -55,6 +55,7 @@ async function start() {
   byId("model").title = `Quire ${about.version}, ${about.fingerprint}, ${about.max_model_len} tokens of context`;
   document.title = `Quire: ${about.models[0]}`;
   byId("sign-out").hidden = !about.has_keys;
+  watch.setEngines(about.engines);
   startTalk(about);
 }
 

@@ -1,5 +1,6 @@
 // The watching view: frames come in, the page shows the moment that was chosen, the last one unless somebody scrubs.
 
+import { getJson } from "/page/api.js";
 import { reportDown, whenUp } from "/page/connection.js";
 import { BlockMap, countStates, describeBlock } from "/page/block_map.js";
 import { byId, duration, make } from "/page/dom.js";
@@ -42,6 +43,11 @@ export function startWatch() {
     draw();
   });
   byId("block").addEventListener("input", drawBlock);
+  byId("engine").addEventListener("change", () => {
+    stopListening();
+    goLive();
+    open();
+  });
   addEventListener("resize", () => draw());
   setInterval(() => {
     if (isOpen && isLive && performance.now() - heard > TABLE_PAUSE) draw(true);
@@ -57,7 +63,7 @@ export function startWatch() {
   function open() {
     isOpen = true;
     if (source !== null) return;
-    source = new EventSource("/page/watch");
+    source = new EventSource(`/page/watch?engine=${byId("engine").value || 0}`);
     isFresh = true;
     source.addEventListener("frame", (event) => {
       if (isFresh) timeline.clear();
@@ -77,8 +83,26 @@ export function startWatch() {
       // Ours to decide when to try again: the key may be the reason, too.
       stopListening();
       reportDown();
-      whenUp(() => isOpen && open());
+      whenUp(openAgain);
     });
+  }
+
+  async function openAgain() {
+    try {
+      setEngines((await getJson("/page/about")).engines);
+      if (isOpen) open();
+    } catch {
+      whenUp(openAgain);
+    }
+  }
+
+  // A server may have several, and they may come and go.
+  function setEngines(count) {
+    const choice = byId("engine");
+    const chosen = Number(choice.value) < count ? choice.value : "0";
+    choice.replaceChildren(...Array.from({ length: count }, (_, number) => make("option", { value: String(number) }, String(number + 1))));
+    choice.value = chosen || "0";
+    byId("engines").hidden = count < 2;
   }
 
   function stopListening() {
@@ -174,7 +198,7 @@ export function startWatch() {
     });
   }
 
-  return { open, close };
+  return { open, close, setEngines };
 }
 
 const rate = (value) => (value >= 100 ? Math.round(value).toLocaleString("en") : value.toFixed(1));
