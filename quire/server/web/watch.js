@@ -11,6 +11,7 @@ import { CACHED, FREE, STEP, Timeline, UNSEEN, ownerOf } from "/page/timeline.js
 
 const WINDOW_SECONDS = 5;
 const TABLE_PAUSE = 400;  // milliseconds between two drawings of the table, and of a page on which nothing happens
+const FIRST_RETRY = 200, LONGEST_RETRY = 10_000;  // milliseconds
 const TILES = ["Output", "Prompts", "Running", "Waiting", "Cache hits", "Blocks in use", "Cached", "Step", "Memory"];
 
 export function startWatch() {
@@ -21,6 +22,7 @@ export function startWatch() {
   let isOpen = false;
   let heard = 0;  // when the last frame came, by the page's clock
   let scheduled = false;
+  let retryPause = FIRST_RETRY;
   let tableDrawn = 0;
   let chosen = null;  // the column that was picked; null: the last
   const map = new BlockMap(byId("blocks"), pickBlock);
@@ -68,6 +70,7 @@ export function startWatch() {
     source.addEventListener("frame", (event) => {
       if (isFresh) timeline.clear();
       isFresh = false;
+      retryPause = FIRST_RETRY;
       timeline.push(JSON.parse(event.data));
       if (!isLive && timeline.position < 0) timeline.seek(0);
       heard = performance.now();
@@ -83,7 +86,7 @@ export function startWatch() {
       // Ours to decide when to try again: the key may be the reason, too.
       stopListening();
       reportDown();
-      whenUp(openAgain);
+      retryLater();
     });
   }
 
@@ -92,8 +95,14 @@ export function startWatch() {
       setEngines((await getJson("/page/about")).engines);
       if (isOpen) open();
     } catch {
-      whenUp(openAgain);
+      retryLater();
     }
+  }
+
+  // Less and less often: it may be there and still say no, to one watcher too many.
+  function retryLater() {
+    setTimeout(() => whenUp(openAgain), retryPause);
+    retryPause = Math.min(LONGEST_RETRY, 2 * retryPause);
   }
 
   // A server may have several, and they may come and go.
