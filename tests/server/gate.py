@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from collections.abc import Callable
 
 
 class Gate:
@@ -14,7 +15,8 @@ class Gate:
         self._target = port
         self._connections: list[socket.socket] = []
         self._listener: socket.socket | None = None
-        self._bytes_left: float = float("inf")
+        self._bytes_left = 0
+        self._act: Callable[[], None] | None = None
         self.port = 0
         self.open()
 
@@ -31,13 +33,12 @@ class Gate:
         self._listener = listener
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
 
-    def shut_after(self, num_bytes: int) -> None:
-        """Shuts itself when the server has said so much more."""
-        self._bytes_left = num_bytes
+    def when_said(self, num_bytes: int, act: Callable[[], None]) -> None:
+        """Does something as soon as the server has said so much more."""
+        self._bytes_left, self._act = num_bytes, act
 
     def shut(self) -> None:
         """Nobody gets in, and whoever is in is thrown out."""
-        self._bytes_left = float("inf")
         if self._listener is None:
             return
         with contextlib.suppress(OSError):
@@ -62,10 +63,11 @@ class Gate:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
                 target.sendall(data)
-                if is_answer:
+                if is_answer and self._act is not None:
                     self._bytes_left -= len(data)
                     if self._bytes_left <= 0:
-                        self.shut()
+                        act, self._act = self._act, None
+                        act()
         for one in (source, target):
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)

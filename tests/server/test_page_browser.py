@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
+import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -125,14 +127,18 @@ def test_regenerate_and_edit(page: Any) -> None:
     assert page.locator(".turn").count() == 2
 
 
-def test_stop(page: Any, shared_small_server: Server) -> None:
-    """Stopped in the page itself as soon as the answer has begun: the small model is quick."""
+def test_stop(page: Any, gate: Gate, shared_small_server: Server) -> None:
+    """The small model is quick: its process is held as soon as the answer has begun, until the page has let it go."""
     before = num_aborted(shared_small_server)
-    answer = ask(page, "At length, please.", schema=LONG)
-    look = "(one) => new Promise((done) => { const look = () => one.textContent.length < 20 ? "
-    look += "requestAnimationFrame(look) : done(document.getElementById('stop').click()); look(); })"
-    answer.locator(".text").last.evaluate(look)
-    expect(page.locator("#talk-status")).to_contain_text("Stopped after")
+    engine = shared_small_server.engine_pid
+    gate.when_said(10_000, lambda: os.kill(engine, signal.SIGSTOP))
+    try:
+        answer = ask(page, "At length, please.", schema=LONG)
+        expect(answer.locator(".text").last).to_have_text(re.compile(r".{20}", re.DOTALL))
+        page.click("#stop")
+        expect(page.locator("#talk-status")).to_contain_text("Stopped after")
+    finally:
+        os.kill(engine, signal.SIGCONT)
     expect(answer.locator(".same-answer")).to_have_count(0)
     expect(page.locator("#send")).to_be_visible()
     wait_for(lambda: num_aborted(shared_small_server) == before + 1, what="the engine to be told")
@@ -224,9 +230,14 @@ def test_watch_under_load_scrub_and_explain(page: Any, shared_small_server: Serv
     expect(page.locator("#live")).to_have_attribute("aria-pressed", "false")
     back = page.locator("#blocks").get_attribute("aria-label")
     assert back != there
-    for _ in range(3):
-        page.keyboard.press("PageUp")
+    page.keyboard.press("End")
+    expect(page.locator("#live")).to_have_attribute("aria-pressed", "true")
+    for _ in range(30):  # the crowd has just left
+        page.keyboard.press("ArrowLeft")
+        if state.filter(has_text="answering").count():
+            break
     expect(state.filter(has_text="answering").first).to_be_visible()
+    expect(page.locator("#moment")).to_contain_text("s back")
     page.click("#live")
     expect(page.locator("#blocks")).to_have_attribute("aria-label", there)
     expect(state.filter(has_text="ended: length").first).to_be_visible()
@@ -238,7 +249,7 @@ def test_watch_under_load_scrub_and_explain(page: Any, shared_small_server: Serv
 
 
 def test_a_server_that_goes_away_and_comes_back(page: Any, gate: Gate) -> None:
-    gate.shut_after(20_000)
+    gate.when_said(20_000, gate.shut)
     answer = ask(page, "At length, please.", schema=LONG)
     expect(answer.locator("[role=alert]")).to_contain_text("before the answer was complete")
     expect(page.locator("#connection")).to_contain_text("can't be reached")
