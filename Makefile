@@ -40,6 +40,7 @@ bench: .venv/test-installed
 	$(BIN)/python bench/sampling.py
 	$(BIN)/python bench/throughput_cpu.py
 	$(BIN)/python bench/server.py
+	$(BIN)/python bench/watch_cost.py
 	$(BIN)/python bench/stalls.py
 
 clients: .venv/test-installed

@@ -27,8 +27,10 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from bisect import bisect
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from pathlib import Path
 
@@ -88,12 +90,10 @@ def on_the_way(log: Path, arrivals: list[float]) -> list[float]:
     return sorted(moment - ends[bisect(ends, moment) - 1] for moment in arrivals)
 
 
-@contextlib.contextmanager
-def server(dtype: str, log: Path, limits: Mapping[str, object] = ENGINE) -> Iterator[str]:
-    """Its address."""
+def server(dtype: str, log: Path, limits: Mapping[str, object] = ENGINE) -> AbstractContextManager[str]:
+    """One that writes a log of its steps; its address."""
     options = [f"--{name.replace('_', '-')}={value}" for name, value in limits.items()]
-    with serving(f"--dtype={dtype}", *options, "--no-prefix-caching", f"--step-log={log}") as url:
-        yield url
+    return serving(f"--dtype={dtype}", *options, "--no-prefix-caching", f"--step-log={log}")
 
 
 @contextlib.contextmanager
@@ -110,10 +110,19 @@ def serving(*options: str) -> Iterator[str]:
                 found = re.search(r"http://\S+:\d+", output.read())
                 if process.poll() is not None:
                     raise SystemExit("the server did not start")
+            _wait_until_open(found[0])
             yield found[0]
         finally:
             process.terminate()
             process.wait()
+
+
+def _wait_until_open(url: str) -> None:
+    """A server says where it is a moment before it takes connections."""
+    for _ in range(100):
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health"):
+            return
+        time.sleep(0.1)
 
 
 def main() -> None:

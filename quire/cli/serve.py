@@ -72,6 +72,7 @@ class ServerOptions(OptionGroup):
     allowed_host: Annotated[
         list[str] | None, Option(metavar="NAME", help="Serve only this Host header. Repeat for several.")
     ] = None
+    page: Annotated[bool, Option(help="Serve a page at / to talk to the model and to watch the engine.")] = True
     tls_cert: Annotated[Path | None, Option(metavar="FILE", help="Certificate (PEM): serve HTTPS.")] = None
     tls_key: Annotated[Path | None, Option(metavar="FILE", help="The certificate's key (PEM).")] = None
     otlp_traces_endpoint: Annotated[
@@ -98,6 +99,7 @@ class ServerOptions(OptionGroup):
             api_keys=_keys(self.api_key or [], self.api_key_file),
             cors_origins=tuple(self.cors_origin or ()),
             allowed_hosts=tuple(self.allowed_host or ()),
+            page=self.page,
             tls_certificate=_readable("--tls-cert", self.tls_cert),
             tls_key=_readable("--tls-key", self.tls_key),
             max_body_bytes=parse_bytes("--max-body-size", self.max_body_size, low=1),

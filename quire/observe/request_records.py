@@ -181,5 +181,9 @@ class RecordBook:
             if self._by_request_id.get(old.request_id) == old.response_id:
                 del self._by_request_id[old.request_id]
 
+    def waiting(self) -> list[RequestRecord]:
+        """Those that have not begun, oldest first."""
+        return [record for record in self._records.values() if record.state == "queued"]
+
     def find(self, name: str) -> RequestRecord | None:
         return self._records.get(self._by_request_id.get(name, name))

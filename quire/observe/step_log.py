@@ -82,7 +82,8 @@ class StepLog:
         return len(self._ring)
 
     def __iter__(self) -> Iterator[StepLogEntry]:
-        return map(unpack, self._ring)
+        """As it is now; each entry is made when it is asked for."""
+        return map(unpack, tuple(self._ring))
 
     def about(self, request_id: str) -> tuple[list[StepLogEntry], UnpackedEntries]:
         """The entries from a request's arrival to its end, and those before them: whoever asks about one request need

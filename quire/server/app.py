@@ -14,6 +14,7 @@ from quire.server import errors
 from quire.server.batches.queue import BatchQueue
 from quire.server.guard.auth import AllowedHosts, Authentication
 from quire.server.guard.limits import BodyLimits, RequestContext
+from quire.server.guard.page_session import PageSessions
 from quire.server.routes import (
     anthropic,
     batches,
@@ -21,11 +22,13 @@ from quire.server.routes import (
     completions,
     embeddings,
     information,
+    page,
     responses,
     stored,
     tokenize,
 )
 from quire.server.service import GenerationService
+from quire.server.watch_hub import WatchHubs
 
 ROUTERS = tuple(
     one.router for one in (chat, completions, responses, stored, anthropic, embeddings, tokenize, information)
@@ -48,12 +51,16 @@ def create_app(service: GenerationService, queue: BatchQueue | None = None) -> A
         api.state.batches = queue
         api.include_router(batches.router, responses=_ERRORS)
         uploads["/v1/files"] = config.max_batch_bytes
+    if config.page:
+        api.state.watch_hubs = WatchHubs(service.client, service.records, lambda: service.is_draining)
+        api.include_router(page.router)
     errors.install(api)
     api.openapi = lambda: _openapi(api)  # type: ignore[method-assign]
     # Only HTTP comes in: uvicorn runs without websockets and lifespan (`run`).
     app: ASGIApp = api
     if config.api_keys:
-        app = Authentication(app, config.api_keys)
+        sessions = PageSessions(config.api_keys, config.tls_certificate is not None) if config.page else None
+        app = Authentication(app, config.api_keys, sessions)
     if config.cors_origins:
         # Outside of the keys: a browser asks first, and without one, whether it may ask.
         app = CORSMiddleware(

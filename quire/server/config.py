@@ -48,6 +48,8 @@ class ServerConfig:
     """Web pages of these origins may use the server."""
     allowed_hosts: tuple[str, ...] = ()
     """Values of the Host header that are served; empty: all."""
+    page: bool = True
+    """Whether there is a page to talk to the model and to watch the engine, at /."""
     tls_certificate: Path | None = None
     tls_key: Path | None = None
     max_body_bytes: int = 4 * MIB

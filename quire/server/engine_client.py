@@ -44,6 +44,10 @@ class Engines(Protocol):
         """What the engines said about themselves."""
 
     @property
+    def engines(self) -> Sequence[EngineClient]:
+        """Those that can be watched, each by itself."""
+
+    @property
     def seconds_silent(self) -> float: ...
 
     @property
@@ -82,6 +86,7 @@ class EngineClient:
         self._last_heard = 0.0
         """By that clock."""
         self._last_steps: deque[StepSummary] = deque(maxlen=_LAST_STEPS)
+        self._on_watched: Callable[[messages.Watched], None] | None = None
         self.state: State = "starting"
         self.ready: messages.Ready | None = None
         """What the engine said about itself, the last time it started."""
@@ -170,6 +175,17 @@ class EngineClient:
         """To a process that is to be started."""
         return EngineLink(self._config, self._clock)
 
+    @property
+    def engines(self) -> Sequence[EngineClient]:
+        """Those that can be watched, each by itself."""
+        return (self,)
+
+    def watch(self, listener: Callable[[messages.Watched], None] | None) -> None:
+        """Has the engine tell `listener` what it does, and every engine that comes after it; None: no more."""
+        self._on_watched = listener
+        if self._link is not None and self.state == "ready":
+            self._link.send(messages.Watch(listener is not None))
+
     def _live_link(self) -> EngineLink:
         if self._link is None or self.state != "ready":
             raise unavailable()
@@ -181,6 +197,8 @@ class EngineClient:
         self._metrics.memory(ready.memory)
         self.state = "ready"
         self._last_heard = self._clock.now
+        if self._on_watched is not None:
+            self.watch(self._on_watched)
 
     async def _supervise(self) -> None:
         """Serves the engine's events until it is gone, then gets a new one. Ends when that fails for good."""
@@ -256,6 +274,8 @@ class EngineClient:
                     future = self._tickets.get(event.ticket)
                     if future is not None and not future.done():
                         future.set_result(event.record)
+                elif isinstance(event, messages.Watched) and self._on_watched is not None:
+                    self._on_watched(event)
                 # If this process lags, several steps are taken in at once and told together.
                 event = link.receive_now() if num_updates < _UPDATES_AT_ONCE else None
             await asyncio.sleep(0)  # what has come is told before more is looked at, and others have their turn

@@ -17,6 +17,8 @@ class EngineMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._next = 0.0
+        self.last: dict[str, int] = {}
+        """What was found the last time."""
 
     def look(self, now: float) -> dict[str, int]:
         """Bytes by name; nothing where the last look was just now."""
@@ -29,6 +31,7 @@ class EngineMemory:
             found["gpu_memory_used"] = total - free
             found["gpu_memory_total"] = total
             found["gpu_memory_allocated"] = torch.cuda.memory_allocated(self._device)
+        self.last = found
         return found
 
 

@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import hashlib
 import logging
+import math
 import os
 import shutil
 import signal
@@ -43,6 +44,7 @@ from quire.runner.device import pick_device
 from quire.server import messages
 from quire.server.engine_memory import EngineMemory
 from quire.server.engine_requests import EngineRequests
+from quire.server.engine_watch import EngineWatch
 from quire.server.logs import set_up_logging
 from quire.step import RequestUpdate, StepLogEntry
 
@@ -78,6 +80,8 @@ class EngineLoop:
         self._failed_names: set[str] = set()
         self._failures = 0
         self._memory: EngineMemory | None = None
+        self._watch: EngineWatch | None = None
+        """While somebody watches."""
         self._idle_collector = IdleCollector(time.monotonic())
         self._cache_events: CacheEvents | None = None
 
@@ -95,6 +99,8 @@ class EngineLoop:
         summary = summarize(entry)
         self._out.steps.append(summary)
         self._last_steps.append(summary)
+        if self._watch is not None:
+            self._watch.observe(entry)
 
     def run(self, engine: Engine, block_events: bool = False) -> None:
         """Returns when told to shut down."""
@@ -123,6 +129,9 @@ class EngineLoop:
                 requests.forget(updates)
                 self._send_updates(requests, updates, engine)
                 self._describe(requests, engine)
+                if self._watch is not None:
+                    for frame in self._watch.take_frames(time.monotonic(), is_idle=not core.has_work):
+                        self.send(frame)
                 if engine.runner.broken is not None:
                     raise EngineError(engine.runner.broken)
                 if self._failures >= _FAILURES_IN_A_ROW:
@@ -132,7 +141,10 @@ class EngineLoop:
 
     def _wait(self, is_compiling: bool) -> None:
         """Until there may be something to do. A silence is time to look for garbage."""
-        if is_compiling:
+        frame_due = None if self._watch is None else self._watch.wait_seconds(time.monotonic())
+        if frame_due is not None:
+            self._poller.poll(math.ceil(1000 * frame_due))
+        elif is_compiling:
             self._poller.poll(_HEARTBEAT)
         elif not self._idle_collector.is_due(time.monotonic()):
             self._poller.poll()
@@ -169,6 +181,11 @@ class EngineLoop:
                 requests.end(command.name, command.reason, now)
             case messages.Describe():
                 self._asked.append(command)
+            case messages.Watch():
+                self._watch = EngineWatch(engine.step_log, engine.core.scheduler.config) if command.is_on else None
+                if self._watch is not None and self._memory is not None:
+                    self._memory.look(now)
+                    self._watch.note_memory(self._memory.last)
 
     def _describe(self, requests: EngineRequests, engine: Engine) -> None:
         """Answers what was asked about requests: after a step, as that tells of the ends of those before it."""
@@ -196,6 +213,8 @@ class EngineLoop:
         out.num_free_blocks = engine.core.scheduler.blocks.pool.num_free
         if self._memory is not None:
             out.memory = self._memory.look(time.monotonic())
+            if self._watch is not None:
+                self._watch.note_memory(out.memory)
         if self._cache_events is not None:
             out.blocks_stored, out.blocks_removed = self._cache_events.take()
         self.send(out)

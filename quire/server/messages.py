@@ -65,11 +65,17 @@ class Describe(msgspec.Struct, tag="describe"):
     """In full: where every moment of its time went."""
 
 
+class Watch(msgspec.Struct, tag="watch"):
+    """Somebody wants to see what the engine does (`Watched`), or nobody any more."""
+
+    is_on: bool
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """Go away; requests still running are aborted."""
 
 
-Command = AddRequest | Abort | End | Describe | Shutdown
+Command = AddRequest | Abort | End | Describe | Watch | Shutdown
 """What goes down: all that the engine is asked."""
 
 
@@ -133,6 +139,17 @@ class Described(msgspec.Struct, tag="described"):
     record: dict[str, Any] | None
 
 
+class Watched(msgspec.Struct, tag="watched"):
+    """What happened in the last moments, for those who watch."""
+
+    frame: bytes
+    """JSON, as `quire.observe.live_view` makes it."""
+    is_key: bool
+    """It tells everything, not only what changed."""
+    time: float
+    """Of its last step."""
+
+
 class Fatal(msgspec.Struct, tag="fatal"):
     """The engine process ends itself."""
 
@@ -142,7 +159,7 @@ class Fatal(msgspec.Struct, tag="fatal"):
     """A QuireError at the start (no such model, not enough memory): starting again won't help."""
 
 
-Event = Loading | Ready | Updates | Described | Fatal
+Event = Loading | Ready | Updates | Described | Watched | Fatal
 """What comes up: all that the engine says."""
 
 

@@ -129,7 +129,8 @@ class _Run:
         host, port = self._listener.getsockname()[:2]
         scheme = "https" if config.tls_certificate else "http"
         shown = f"[{host}]" if ":" in host else host
-        logger.info("serving %s at %s://%s:%d (its API: /docs)", config.model_names[0], scheme, shown, port)
+        what = "a page to talk and to watch: /, its API: /docs" if config.page else "its API: /docs"
+        logger.info("serving %s at %s://%s:%d (%s)", config.model_names[0], scheme, shown, port, what)
         if config.is_public and not config.api_keys:
             logger.warning("anybody who can reach this machine may use the server: set --api-key")
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.frontend.templates import QWEN
+from tests.server.browser import open_browser
 from tests.server.harness import KEY, SMALL_ENGINE, Server
 from tests.server.random_model import write_model
 from tests.server.scripted_model import write_scripted_model
@@ -77,3 +79,9 @@ def keyed() -> Iterator[Server]:
     """The same, for those who know a key."""
     with Server(api_keys=[KEY]) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """For one module at a time: while it is there, nobody else can have an event loop in this thread."""
+    yield from open_browser()

@@ -7,15 +7,22 @@ import ssl
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from quire.server.guard.auth import ApiKeys
+from tests.server.browser import expect
 from tests.server.harness import SMALL_ENGINE, Server, wait_for
 
 ORIGIN = "https://app.example"
 PATHS = (
+    "/",
+    "/page/main.js",
+    "/page/about",
+    "/page/watch",
+    "/page/sign_in.html",
     "/v1/models",
     "/metrics",
     "/docs",
@@ -175,3 +182,104 @@ def test_no_other_path_is(server: Server, method: str, target: str) -> None:
 )
 def test_no_header_opens_a_path(server: Server, headers: tuple[str, ...]) -> None:
     assert raw_status(server, "GET /v1/models", *headers) == 401
+
+
+# The page: a browser can't send a key with its first request.
+
+HTML = {"accept": "text/html,application/xhtml+xml"}
+
+
+def sign_in(client: httpx.Client, key: str) -> httpx.Response:
+    return client.post("/", data={"key": key})
+
+
+def test_a_browser_without_a_key_sees_a_form_and_nothing_else(client: httpx.Client) -> None:
+    form = client.get("/", headers=HTML)
+    assert form.status_code == 401
+    assert form.headers["content-type"].startswith("text/html")
+    policy = form.headers["content-security-policy"]
+    assert "default-src 'none'; script-src 'none'; style-src 'sha256-" in policy
+    assert "src=" not in form.text
+    assert "href=" not in form.text
+    for path in ("/page/main.js", "/page/about", "/page/watch", "/v1/models", "/docs", "/index.html"):
+        other = client.get(path, headers=HTML)
+        assert other.status_code == 401, path
+        assert other.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_a_cookie_is_given_for_a_key_and_is_as_good(client: httpx.Client) -> None:
+    wrong = sign_in(client, "firs")
+    assert wrong.status_code == 401
+    assert "not known here" in wrong.text
+    assert "set-cookie" not in wrong.headers
+    given = sign_in(client, "second")
+    assert given.status_code == 303
+    assert given.headers["location"] == "/"
+    cookie = given.headers["set-cookie"]
+    assert all(word in cookie for word in ("HttpOnly", "Secure", "SameSite=lax", "Path=/"))
+    assert "second" not in cookie
+    page = client.get("/", headers=HTML)
+    assert page.status_code == 200
+    assert page.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+    assert client.get("/v1/models").status_code == 200
+    # What changes something is taken from our own page only: others on this host are sent the cookie, too.
+    body = {"prompt": "x"}
+    own = f"https://127.0.0.1:{client.base_url.port}"
+    for origin, status in ((own, 200), ("https://127.0.0.1:1", 401), (ORIGIN, 401), ("null", 401), ("", 401)):
+        assert client.post("/tokenize", json=body, headers={"origin": origin}).status_code == status, origin
+    assert client.post("/tokenize", json=body).status_code == 401
+    # A key that is sent goes before the cookie, a wrong one too.
+    assert client.get("/v1/models", headers={"authorization": "Bearer wrong"}).status_code == 401
+    assert client.post("/page/sign_out", headers={"origin": own}).status_code == 204
+    assert client.get("/v1/models").status_code == 401
+
+
+def test_cookies_that_nobody_gave(client: httpx.Client) -> None:
+    value = sign_in(client, "first").cookies[f"quire_page_{client.base_url.port}"]
+    until, _, proof = value.partition(".")
+    client.cookies.clear()
+    later, dead = str(int(until) + 1), "1000000000"
+    for made in (f"{later}.{proof}", f"{dead}.{proof}", f"{until}.", f".{proof}", "first", "", f"{until}.{proof[:-1]}"):
+        header = {"cookie": f"quire_page_{client.base_url.port}={made}"}
+        assert client.get("/v1/models", headers=header).status_code == 401, made
+    header = {"cookie": f"a=b; quire_page_{client.base_url.port}={value}"}
+    assert client.get("/v1/models", headers=header).status_code == 200
+    assert client.get("/v1/models", headers={"cookie": f"quire_page={value}"}).status_code == 401
+    assert client.post("/", content=b"key=" + b"x" * 20_000).status_code == 413
+
+
+def test_who_signs_in_owns_what_the_key_owns(client: httpx.Client) -> None:
+    """A response stored with the key is there for its cookie, and for no other's."""
+    key = {"authorization": "Bearer first"}
+    made = client.post("/v1/responses", json={"input": "x", "max_output_tokens": 1, "seed": 1}, headers=key, timeout=60)
+    assert made.status_code == 200, made.text
+    sign_in(client, "first")
+    assert client.get(f"/v1/responses/{made.json()['id']}").status_code == 200
+    client.cookies.clear()
+    sign_in(client, "second")
+    assert client.get(f"/v1/responses/{made.json()['id']}").status_code == 404
+
+
+def test_in_a_browser(server: Server, browser: Any) -> None:
+    with browser.new_context(ignore_https_errors=True) as context:
+        page = context.new_page()
+        page.goto(server.url + "/#watch")
+        page.fill("#key", "wrong")
+        page.click("button")
+        expect(page.locator("#wrong")).to_be_visible()
+        assert context.cookies() == []
+        page.fill("#key", "first")
+        page.keyboard.press("Enter")
+        expect(page.locator("#tab-watch")).to_have_attribute("aria-selected", "true")  # the fragment is still there
+        expect(page.locator("#step-text")).not_to_be_empty()  # frames come
+        page.click("#tab-talk")
+        context.clear_cookies()
+        page.fill("#question", "Hello?")
+        page.keyboard.press("Enter")
+        expect(page.locator("#signed-out")).to_be_visible()
+        page.click("#sign-in-again")
+        page.fill("#key", "first")
+        page.keyboard.press("Enter")
+        page.click("#sign-out")
+        expect(page.locator("#key")).to_be_visible()
+        assert context.cookies() == []

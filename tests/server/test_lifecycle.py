@@ -53,7 +53,10 @@ def server(small_model: str) -> Iterator[Server]:
 
 
 def test_sigterm_lets_requests_end_and_takes_no_new_ones(server: Server) -> None:
+    """Somebody who watches is not waited for."""
     pid = server.engine_pid
+    watcher = threading.Thread(target=server.get, args=("/page/watch",), daemon=True)
+    watcher.start()
     thread, events = stream_in_background(server, {**LONG, "max_tokens": 60})
     assert server.process is not None
     server.process.send_signal(signal.SIGTERM)
@@ -63,6 +66,8 @@ def test_sigterm_lets_requests_end_and_takes_no_new_ones(server: Server) -> None
     assert events[-1]["choices"][0]["finish_reason"] == "length"
     assert server.process.wait(20) == 0
     wait_for(lambda: not is_alive(pid), what="the engine's end")
+    watcher.join(20)
+    assert not watcher.is_alive()
 
 
 def test_a_second_sigterm_ends_at_once(server: Server) -> None:
@@ -163,6 +168,7 @@ def test_the_command_line_serves(tmp_path: Path, small_model: str) -> None:
     port = free_port()
     code = "import sys; from quire.cli.main import main; sys.argv = ['quire', 'serve', *sys.argv[1:]]; main()"
     arguments = ["--port", str(port), "--api-key", "from-flag", "--api-key-file", str(keys), "--log-format", "json"]
+    arguments += ["--no-page"]
     arguments += ["--model", small_model, "--served-model-name", "small", "--kv-cache-memory", "4MiB"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "QUIRE_API_KEY": "from-env, two"}
     log = tmp_path / "log"
@@ -176,11 +182,13 @@ def test_the_command_line_serves(tmp_path: Path, small_model: str) -> None:
             for key, status in {"from-flag": 200, "from-file": 200, "from-env": 200, "two": 200, "other": 401}.items():
                 response = client.get("/v1/models", headers={"authorization": f"Bearer {key}"})
                 assert response.status_code == status, key
+            page = client.get("/", headers={"authorization": "Bearer two", "accept": "text/html"})
+            assert page.status_code == 404
     finally:
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
     lines = [json.loads(line) for line in log.read_text().splitlines() if line.strip()]
     requests = [line for line in lines if line["message"] == "request"]
-    assert {line["status"] for line in requests} == {200, 401}
+    assert {line["status"] for line in requests} == {200, 401, 404}
     assert all(line["request_id"] and line["process"] == "server" for line in requests)
     assert "from-flag" not in log.read_text()

@@ -1,5 +1,5 @@
 """Who may use the server: those who send one of its keys, under a name it answers to. Everything but /health is
-behind the key."""
+behind the key; a browser that asks for the page without one is asked for it (`page_session`)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.server.errors import ApiError, error_response
+from quire.server.guard.page_session import PageSessions, read_key, sign_in_form, wants_page
 
 _OPEN_PATHS = frozenset({"/health"})
 
@@ -31,26 +32,45 @@ class ApiKeys:
 class Authentication:
     """ASGI middleware. The path it decides on is the one the router will use, whatever Host or URL say."""
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Iterable[str], sessions: PageSessions | None = None) -> None:
+        """`sessions`: the page is served, so a cookie that was given for a key is as good as the key."""
         self._app = app
         self._keys = ApiKeys(keys)
+        self._sessions = sessions
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] not in _OPEN_PATHS:
-            key = key_of(scope)
-            if key is None or key not in self._keys:
-                what = "no API key was sent" if key is None else "the API key is not known here"
-                error = ApiError(401, f"{what}: send one as `Authorization: Bearer KEY`", code="invalid_api_key")
-                response = error_response(scope, error)
-                response.headers["www-authenticate"] = "Bearer"
-                await response(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        if scope["path"] in _OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        sessions = self._sessions
+        if sessions is not None and scope["path"] == "/" and scope["method"] == "POST":
+            key = await read_key(receive)
+            response = sessions.signed_in(scope, key) if key in self._keys else sign_in_form(is_wrong=True)
+            await response(scope, receive, send)
+            return
+        sent = key_of(scope)
+        if sent is None and sessions is not None:
+            sent = sessions.key_behind(scope)
+        if sent is not None and sent in self._keys:
+            scope["state"]["owner"] = _owner(sent)
+            await self._app(scope, receive, send)
+        elif sessions is not None and wants_page(scope):
+            await sign_in_form()(scope, receive, send)
+        else:
+            what = "no API key was sent" if sent is None else "the API key is not known here"
+            error = ApiError(401, f"{what}: send one as `Authorization: Bearer KEY`", code="invalid_api_key")
+            refusal = error_response(scope, error)
+            refusal.headers["www-authenticate"] = "Bearer"
+            await refusal(scope, receive, send)
 
 
 def owner_of(scope: Scope) -> str:
-    """A name for whoever sent the key, from which the key can't be told."""
-    return hashlib.sha256(b"owner of responses: " + (key_of(scope) or b"")).hexdigest()[:32]
+    """A name for whoever sent the key, from which the key can't be told; "" where there are no keys."""
+    return str(scope["state"].get("owner", ""))
+
+
+def _owner(key: bytes) -> str:
+    return hashlib.sha256(b"owner of responses: " + key).hexdigest()[:32]
 
 
 class AllowedHosts:

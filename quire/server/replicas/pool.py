@@ -135,6 +135,10 @@ class ReplicaPool:
         )
 
     @property
+    def engines(self) -> Sequence[EngineClient]:
+        return self._present()
+
+    @property
     def seconds_silent(self) -> float:
         """Of the one that spoke last."""
         return min((replica.seconds_silent for replica in self.replicas if replica.state == "ready"), default=0.0)

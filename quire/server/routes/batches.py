@@ -156,4 +156,4 @@ def _queue(request: Request) -> BatchQueue:
 
 
 def _owner(request: Request) -> str:
-    return owner_of(request.scope) if get_service(request).config.api_keys else ""
+    return owner_of(request.scope)

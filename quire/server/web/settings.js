@@ -1,0 +1,82 @@
+// The form of parameters: read into fields of a request, kept as the texts that were typed.
+
+import { byId } from "/page/dom.js";
+
+const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty"];
+const TEXTS = ["system", "stop", "schema", "tools", "tool_choice", "seed", ...NUMBERS];
+const NUM_ALTERNATIVES = 5;
+
+export class SettingsError extends Error {
+  constructor(field, message) {
+    super(message);
+    this.field = field;
+  }
+}
+
+const form = () => byId("settings");
+const field = (name) => form().elements.namedItem(name);
+
+// As typed, for a link: only what was filled in.
+export function typedSettings() {
+  const typed = {};
+  for (const name of TEXTS) if (field(name).value.trim() !== "") typed[name] = field(name).value;
+  if (field("logprobs").checked) typed.logprobs = true;
+  return typed;
+}
+
+export function typeSettings(typed) {
+  for (const name of TEXTS) field(name).value = typeof typed[name] === "string" ? typed[name] : "";
+  field("logprobs").checked = typed.logprobs === true;
+}
+
+export function drawSeed() {
+  return crypto.getRandomValues(new Uint32Array(1))[0];
+}
+
+// Fields of a chat completion for settings as typed; raises SettingsError with the field that is wrong.
+export function requestFields(typed) {
+  const fields = {};
+  for (const name of NUMBERS) {
+    if (typed[name] === undefined) continue;
+    const number = Number(typed[name]);
+    if (!Number.isFinite(number)) throw new SettingsError(name, `${name.replaceAll("_", " ")} is not a number`);
+    fields[name] = number;
+  }
+  if (typed.stop !== undefined) fields.stop = typed.stop;
+  if (typed.logprobs) Object.assign(fields, { logprobs: true, top_logprobs: NUM_ALTERNATIVES });
+  if (typed.schema !== undefined) {
+    const schema = parse("schema", "the JSON schema", typed.schema);
+    fields.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
+  }
+  if (typed.tools !== undefined) {
+    fields.tools = parse("tools", "the list of tools", typed.tools);
+    if (!Array.isArray(fields.tools)) throw new SettingsError("tools", "the tools are not a JSON list");
+    if (typed.tool_choice !== undefined) fields.tool_choice = typed.tool_choice;
+  }
+  return fields;
+}
+
+export function seedOf(typed) {
+  if (typed.seed === undefined) return drawSeed();
+  const seed = Number(typed.seed);
+  if (!Number.isSafeInteger(seed)) throw new SettingsError("seed", "the seed is not a whole number");
+  return seed;
+}
+
+export function showSettingsError(error) {
+  for (const name of TEXTS) field(name).removeAttribute("aria-invalid");
+  byId("settings-error").textContent = error === null ? "" : error.message;
+  if (error !== null && field(error.field)) {
+    byId("settings-panel").open = true;
+    field(error.field).setAttribute("aria-invalid", "true");
+    field(error.field).focus();
+  }
+}
+
+function parse(name, what, text) {
+  try {
+    return JSON.parse(text);
+  } catch (error) {
+    throw new SettingsError(name, `${what} is not JSON: ${error.message}`);
+  }
+}
