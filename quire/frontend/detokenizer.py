@@ -18,11 +18,20 @@ class IncrementalDetokenizer:
     With `prompt_ids` the answer is read as the continuation of that prompt: a SentencePiece tokenizer then
     keeps the space before the first word, which `decode` drops only at the very start of a text.
 
+    `special_mark` stands before each special token's text, for readers who must tell it from the same text in others.
+
     Ids past the tokenizer's vocabulary add nothing (a model may have more rows than its tokenizer tokens).
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        prompt_ids: Sequence[int] = (),
+        special_mark: str = "",
+    ) -> None:
         self._tokenizer = tokenizer
+        self._special_mark = special_mark
         self._skip_special_tokens = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._strip_space = tokenizer.strips_first_space and not any(map(self._bytes, prompt_ids))
@@ -33,6 +42,8 @@ class IncrementalDetokenizer:
         if data and self._strip_space:
             self._strip_space = False
             data = data.removeprefix(b" ")
+        if self._special_mark and data and token_id in self._tokenizer.special_token_ids:
+            return self._utf8.decode(b"", final=True) + self._special_mark + self._utf8.decode(data)
         return self._utf8.decode(data)
 
     def finish(self) -> str:

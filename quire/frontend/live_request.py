@@ -19,9 +19,11 @@ from quire.step import PromptScores, TokenScore
 class _Answer:
     """One of the answers, as far as it has come."""
 
-    def __init__(self, tokenizer: Tokenizer, continued: Sequence[int], params: SamplingParams, seed: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, continued: Sequence[int], params: SamplingParams, seed: int, mark: str
+    ) -> None:
         # Spaces between special tokens need no switch: no decoder that `Tokenizer` accepts puts any there.
-        self.detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, continued)
+        self.detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, continued, mark)
         self.matcher: StopMatcher | None = None
         if params.stop:
             self.matcher = StopMatcher(stop_automaton(params.stop), params.include_stop_str_in_output)
@@ -72,10 +74,12 @@ class LiveRequest:
         tokenizer: Tokenizer,
         continues_prompt: bool,
         deltas_only: bool = False,
+        special_mark: str = "",
     ) -> None:
         """`params` as the caller gave them; `continues_prompt`: the answer goes on with the prompt's text, as
         opposed to a chat's new turn; `deltas_only`: outputs need not repeat the logprobs of deltas and prompt,
-        which for long ones takes long to write (`best_of` shows no deltas: its outputs have them)."""
+        which for long ones takes long to write (`best_of` shows no deltas: its outputs have them); `special_mark`
+        stands before special tokens in the text."""
         self.request_id = request_id
         self.names = [request.request_id for request in requests]
         self.grammar: Grammar | None = None
@@ -88,7 +92,7 @@ class LiveRequest:
         self._deltas_only = deltas_only
         self._tokenizer = tokenizer
         continued = prompt_token_ids if continues_prompt else ()
-        self._answers = [_Answer(tokenizer, continued, params, request.seed) for request in requests]
+        self._answers = [_Answer(tokenizer, continued, params, one.seed, special_mark) for one in requests]
         self._completions: list[Completion | None] = [None] * len(requests)
         self._prompt_scores: dict[int, TokenScore] = {}
 

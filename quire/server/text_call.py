@@ -49,9 +49,8 @@ class TextCall(EngineCall):
         prompt = self.prompts[number]
         ids, params = prompt.token_ids, prompt.params
         requests = make_requests(request_id, ids, params, self._seeds[number])
-        live = LiveRequest(
-            request_id, prompt.text, ids, requests, params, self.tokenizer, prompt.continues, deltas_only=True
-        )
+        mark = prompt.plan.special_mark if prompt.plan is not None else ""
+        live = LiveRequest(request_id, prompt.text, ids, requests, params, self.tokenizer, prompt.continues, True, mark)
         self._lives.append(live)
         for position, name in enumerate(live.names):
             self._answers[name] = _Answer(number, live, position, new_reader(prompt, self.request.split))
@@ -148,7 +147,8 @@ class TextCall(EngineCall):
         for place, (content, reasoning, calls) in enumerate(pieces):
             event = GenerationEvent(index, "", content, reasoning, calls)
             if place == 0:
-                event = replace(event, text=found.text, token_ids=found.token_ids, logprobs=found.logprobs or ())
+                text = found.text.replace(reader.special_mark, "") if reader.special_mark else found.text
+                event = replace(event, text=text, token_ids=found.token_ids, logprobs=found.logprobs or ())
             if place == len(pieces) - 1:
                 event = replace(event, finish_reason=reason, stop_reason=why)
             self._emit(event)
@@ -166,7 +166,8 @@ def new_reader(prompt: EncodedPrompt, split: bool) -> AnswerReader:
         return AnswerReader(None, None, partial(new_id, "call-"))
     splitter = ReasoningSplitter(prompt.inside_reasoning) if plan.support.thinks else None
     is_shaped = bool(plan.tools) and prompt.params.structured is not None
-    return AnswerReader(splitter, plan.new_parser(), plan.new_call_id, plan.parallel, is_shaped)
+    parser = plan.new_parser(prompt.is_begun)
+    return AnswerReader(splitter, parser, plan.new_call_id, plan.parallel, is_shaped, plan.special_mark)
 
 
 def _parts(update: RequestUpdate) -> Iterator[RequestUpdate]:
