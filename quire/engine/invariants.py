@@ -49,7 +49,7 @@ def check_blocks(blocks: BlockManager, holders: Iterable[Request]) -> None:
         check_links(block)
     references: Counter[int] = Counter()
     for request in holders:
-        references.update([block.block_id for block in request.block_table])
+        references.update([block.block_id for block in request.block_table if block.block_id])
         check_table(blocks, request)
     if 0 in free_ids or references[0]:
         raise InvariantError("block 0 is handed out")
@@ -75,17 +75,21 @@ def check_links(block: Block) -> None:
 
 def check_table(blocks: BlockManager, request: Request) -> None:
     """One request's blocks carry its own tokens, as many as it has computed."""
+    config, groups = blocks.config, blocks.config.num_groups
+    kept = config.first_kept(request.num_committed_tokens)
     for index, block in enumerate(request.block_table):
+        if block.block_id == 0 and (index // groups >= kept or index % groups < groups - config.num_windowed):
+            raise InvariantError(f"request {request.request_id} lacks a block at {index}, which it may look at")
         if block.key is None:
             continue
         if blocks.cache.is_partial(block.key):
-            first, held = index * blocks.block_size, block.key.token_ids
+            first, held = index // groups * blocks.block_size, block.key.token_ids
             matches = tuple(request.token_ids[first : first + len(held)]) == held
         else:
             matches = index >= len(request.block_keys) or same_prefix(block.key, request.block_keys[index])
         if not matches:
             raise InvariantError(f"request {request.request_id} holds {block}, which is another prefix")
-    if len(request.block_table) * blocks.block_size < request.num_computed_tokens:
+    if blocks.num_held(request) < request.num_computed_tokens:
         raise InvariantError(
             f"request {request.request_id} computed {request.num_computed_tokens} tokens into "
             f"{len(request.block_table)} blocks"
@@ -161,5 +165,6 @@ def _check_counts(scheduler: Scheduler) -> None:
             raise InvariantError(f"{name} committed {committed}, computed {computed} of {tokens} tokens")
         if not tokens <= request.max_total_tokens <= scheduler.config.max_model_len:
             raise InvariantError(f"{name} has {tokens} of at most {request.max_total_tokens} tokens")
-        if len(request.block_keys) > len(request.token_ids) // scheduler.config.block_size:
+        config = scheduler.config
+        if len(request.block_keys) > len(request.token_ids) // config.block_size * config.num_groups:
             raise InvariantError(f"{name} has names for blocks it has not filled")

@@ -170,7 +170,7 @@ class RequestTable:
             raise CapacityError(
                 f"request {request.request_id}: prompt ({num_prompt} tokens) and answer (up to "
                 f"{limit - num_prompt}) need room for {limit - 1} tokens, the cache holds "
-                f"{config.num_usable_blocks * config.block_size} ({config.num_usable_blocks} blocks of "
+                f"{config.num_cache_tokens} ({config.num_usable_blocks // config.num_groups} blocks of "
                 f"{config.block_size}): lower max_tokens, shorten the prompt or give the cache more memory"
             )
         return limit

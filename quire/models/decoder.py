@@ -28,7 +28,8 @@ class Batch:
     kernels: Kernels
     positions: Tensor
     """int64 [rows]: where in its sequence each row stands."""
-    paged: PagedBatch
+    paged: tuple[PagedBatch, ...]
+    """By group of layers: they differ in block tables and slots."""
 
 
 class WeightSource(Protocol):
@@ -118,7 +119,7 @@ class Attention:
         self.output = Linear(parameters, f"{name}.output")
 
     def __call__(self, batch: Batch, x: Tensor, cache: LayerCache) -> Tensor:
-        kernels, paged, spec = batch.kernels, batch.paged, self.spec
+        kernels, paged, spec = batch.kernels, batch.paged[cache.group], self.spec
         qkv = self.qkv(batch, x)
         query = kernels.qkv_to_cache_(
             qkv, spec.heads, self.norms, batch.positions, self.cos_sin, cache, paged.slot_mapping
@@ -244,9 +245,15 @@ class Decoder:
         self.weights = parameters.taken
         """All of them by name, as the kernels packed them."""
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, paged: PagedBatch, caches: Sequence[LayerCache]) -> Tensor:
+    def __call__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        paged: PagedBatch | tuple[PagedBatch, ...],
+        caches: Sequence[LayerCache],
+    ) -> Tensor:
         """The final hidden states [rows, hidden] of int64 token_ids [rows] at int64 positions [rows]."""
-        batch = Batch(self.kernels, positions, paged)
+        batch = Batch(self.kernels, positions, paged if isinstance(paged, tuple) else (paged,))
         x = self.kernels.embedding(token_ids, self.embedding).to(self.dtype)
         if self.spec.embedding_scale != 1:
             x = self.kernels.scale_add(x, self.spec.embedding_scale)

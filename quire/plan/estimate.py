@@ -160,7 +160,7 @@ def estimate(model: PlannedModel, device: Device, form: Form, load: Load) -> Est
         plan = plan_cache(spec, config, limits, form.key_dtype, free, needs)
     except CapacityError as error:
         return Estimate(form, False, str(error).split(":")[0])
-    at_once = min(limits.max_num_seqs, (plan.num_blocks - 1) // -(-length // plan.block_size))
+    at_once = min(limits.max_num_seqs, (plan.num_blocks - 1) // plan.blocks_at(length))
     times = StepTimes(spec, device, form)
     context = load.input_tokens + load.output_tokens // 2
     step, prompt = times.step(at_once, context), times.prompt(load.input_tokens)

@@ -108,7 +108,7 @@ class InputBatch:
 
     token_ids: Tensor
     positions: Tensor
-    paged: PagedBatch
+    paged: tuple[PagedBatch, ...]
     draw_indices: Tensor
     """Which of the step's token rows tokens are drawn from."""
     draw_request_rows: Tensor
@@ -130,7 +130,6 @@ def build_batch(
     request_rows: RequestRows,
     kernels: Kernels,
     uploader: Uploader,
-    block_size: int,
     heads: HeadShape,
     lag: Tensor | None,
 ) -> InputBatch:
@@ -164,15 +163,13 @@ def build_batch(
         by_row = torch.zeros_like(request_rows.num_computed_tokens)
         by_row[sent[4].long()] = lag
         kernels.shorten_attention_work_(lists, by_row)
-    token_ids, places, slots = kernels.gather_inputs(
-        sent[0], sent[1], request_rows.token_ids, request_rows.block_tables, block_size
-    )
-    paged = PagedBatch(
+    token_ids, places, paged = request_rows.inputs(
+        kernels,
+        sent[0],
+        sent[1],
         query_start=sent[2],
         context_lens=sent[3],
-        block_tables=request_rows.block_tables,
         table_rows=sent[4],
-        slot_mapping=slots,
         max_query_len=int(shape.counts.max()),
         max_context_len=int(ends.max()),
         work=lists,

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import LayerCache, PagedBatch
+from quire.kernels.ops import LayerCache
 from quire.models.decoder import Decoder
 from quire.runner.batch import StepShape
 from quire.runner.request_rows import RequestRows
@@ -48,7 +48,6 @@ class DecodeGraphs:
         decoder: Decoder,
         caches: list[LayerCache],
         rows: RequestRows,
-        block_size: int,
         max_num_seqs: int,
         max_context_len: int,
     ) -> None:
@@ -61,7 +60,6 @@ class DecodeGraphs:
         assert self._kernels.sample_rows is not None
         self._sample_rows = self._kernels.sample_rows
         self._uploader = Uploader(device)
-        self._block_size = block_size
         self._heads = spec.heads
         self._max_context_len = max_context_len
         self._sizes = graph_sizes(max_num_seqs)
@@ -142,15 +140,13 @@ class DecodeGraphs:
     def _compute(self, size: int, name: str) -> None:
         rows, positions, next_positions = self._inputs[: 3 * self._largest].view(3, -1)[:, :size].unbind()
         work = self._inputs[3 * self._largest :].view(-1, 8)[: 1 + self._most_work[size, name]]
-        token_ids, places, slots = self._kernels.gather_inputs(
-            rows, positions, self._rows.token_ids, self._rows.block_tables, self._block_size
-        )
-        paged = PagedBatch(
+        token_ids, places, paged = self._rows.inputs(
+            self._kernels,
+            rows,
+            positions,
             query_start=rows,  # this and the next: in `work` already
             context_lens=positions,
-            block_tables=self._rows.block_tables,
             table_rows=rows,
-            slot_mapping=slots,
             max_query_len=1,
             max_context_len=self._max_context_len,
             work={name: work},

@@ -49,7 +49,6 @@ class Runner:
         decoder: Decoder,
         kv_cache: KVCache,
         request_rows: RequestRows,
-        block_size: int,
         constrainer: Constrainer | None = None,
         graphs: DecodeGraphs | RecordedSteps | None = None,
         drafter: ModelDrafter | None = None,
@@ -63,7 +62,6 @@ class Runner:
         self._decoder = decoder
         self._kv_cache = kv_cache
         self._request_rows = request_rows
-        self._block_size = block_size
         self._heads = spec.heads
         self._uploader = Uploader(device)
         self._sampler = Sampler(max_num_seqs, spec.vocab_size, kernels, device)
@@ -144,13 +142,12 @@ class Runner:
                 write_guesses(shape, self._request_rows, self._uploader, lag)
             sampled = self._sample(outputs, drawn_for, shape, draws, decoded.logits.float())
         else:
-            batch = build_batch(
-                shape, self._request_rows, self._decoder.kernels, self._uploader, self._block_size, self._heads, lag
-            )
+            kernels = self._decoder.kernels
+            batch = build_batch(shape, self._request_rows, kernels, self._uploader, self._heads, lag)
             hidden = self._decoder(batch.token_ids, batch.positions, batch.paged, self._kv_cache.layers)
             if drawn_for:
                 logits = self._decoder.logits(hidden[batch.draw_indices])
-                sample_rows = self._decoder.kernels.sample_rows
+                sample_rows = kernels.sample_rows
                 if is_plain and sample_rows is not None:
                     sampled = self._draw_plain(sample_rows, batch, logits)
                     outputs.add_tokens(drawn_for, sampled, shape.draw_offsets.tolist())

@@ -60,7 +60,8 @@ def expected_plan(weights: WeightPlan, config: EngineConfig) -> CachePlan:
     needs = Needs(weights=check_weights_fit(weights, free))
     limits = config.limits(weights.device.type)
     dtype = pick_cache_dtype(config.kv_cache_dtype, weights.dtype, weights.device)
-    return plan_cache(weights.files.spec, config, limits, dtype, free - needs.weights, needs)
+    step = weights.kernels.keys_at_once
+    return plan_cache(weights.files.spec, config, limits, dtype, free - needs.weights, needs, step)
 
 
 def start_worker(
@@ -78,26 +79,27 @@ def start_worker(
     needs = measure_needs(decoder, limits, config.block_size, config.cuda_graphs)
     cache_dtype = pick_cache_dtype(config.kv_cache_dtype, dtype, device)
     if draft is not None:
-        needs = replace(needs, weights=needs.weights + draft.decoder.nbytes)
+        needs = replace(needs, weights=needs.weights + draft.decoder.nbytes, keeps_all=True)
         if draft.has_own_cache:
             needs = replace(needs, draft_block=bytes_per_block(draft.decoder.spec, config.block_size, cache_dtype))
-    plan = plan_cache(spec, config, limits, cache_dtype, free_memory(device), needs)
+    plan = plan_cache(spec, config, limits, cache_dtype, free_memory(device), needs, kernels.keys_at_once)
     plan = plan if agree is None else agree(plan)
     by_dimension = kernels.keys_by_dimension(cache_dtype, plan.block_size)
-    cache = KVCache(spec, plan.num_blocks, plan.num_host_blocks, plan.block_size, cache_dtype, device, by_dimension)
-    rows = RequestRows(limits.max_num_seqs, plan.max_model_len, plan.block_size, device)
+    sizes = plan.num_blocks, plan.num_host_blocks, plan.block_size
+    cache = KVCache(spec, *sizes, cache_dtype, device, by_dimension, plan.groups)
+    num_groups = len(plan.groups.members)
+    rows = RequestRows(limits.max_num_seqs, plan.max_model_len, plan.block_size, device, num_groups)
     constrainer = Constrainer(grammars, limits.max_num_seqs, spec.vocab_size, device)
     graphs = _make_graphs(decoder, config, cache, rows, plan)
     drafter: ModelDrafter | None = None
     if draft is not None:
         own = cache
         if draft.has_own_cache:
-            sizes = plan.num_blocks, plan.num_host_blocks, plan.block_size
             own = KVCache(draft.decoder.spec, *sizes, cache_dtype, device)
         own_graphs = _make_graphs(draft.decoder, config, own, rows, plan)
-        drafter = ModelDrafter(draft.decoder, own, draft.has_own_cache, rows, plan.block_size, own_graphs)
+        drafter = ModelDrafter(draft.decoder, own, draft.has_own_cache, rows, own_graphs)
     rejects = config.acceptance == "rejection"
-    runner = Runner(decoder, cache, rows, plan.block_size, constrainer, graphs, drafter, rejects)
+    runner = Runner(decoder, cache, rows, constrainer, graphs, drafter, rejects)
     weights = f"{format_bytes(needs.weights)}: {formats}" if formats else format_bytes(needs.weights)
     description = (
         f"{spec.family}, {decoder.num_parameters / 1e6:,.0f}M parameters ({weights}) "
@@ -111,9 +113,9 @@ def _make_graphs(
 ) -> DecodeGraphs | RecordedSteps | None:
     kernels, max_num_seqs = decoder.kernels, len(rows.token_ids)
     if config.cuda_graphs and RecordedSteps.fit(decoder):
-        return RecordedSteps(decoder, cache.layers, rows, plan.block_size)
+        return RecordedSteps(decoder, cache.layers, rows)
     if config.cuda_graphs and kernels.decode_lists(1, 1, 1, decoder.spec.heads) and kernels.sample_rows is not None:
-        graphs = DecodeGraphs(decoder, cache.layers, rows, plan.block_size, max_num_seqs, plan.max_model_len)
+        graphs = DecodeGraphs(decoder, cache.layers, rows, max_num_seqs, plan.max_model_len)
         graphs.warm_up()
         return graphs
     return None
