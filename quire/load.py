@@ -156,7 +156,6 @@ def scheduler_config(config: EngineConfig, plan: CachePlan, limits: Limits) -> S
         num_groups=len(plan.groups.members),
         num_windowed=plan.groups.num_windowed,
         window=plan.groups.window,
-        window_step=plan.groups.window_step,
     )
 
 

@@ -158,7 +158,6 @@ class Bench:
             num_groups=count,
             num_windowed=groups.num_windowed,
             window=groups.window,
-            window_step=groups.window_step,
         )
         spec, device = decoder.spec, decoder.device
         dtype = cache_dtype or decoder.dtype

@@ -89,9 +89,9 @@ class BlockManager:
         num_covered = len(hits.found) - len(hits.host_slots)
         num_fresh = self.config.blocks_for(num_tokens) - num_covered
         num_needed = self.config.blocks_for(reserve_tokens) - num_covered
-        num_free = self.pool.num_free - _num_unused(hits.device)
+        num_free = self.pool.num_free - sum(not block.ref_count for block in hits.device)
         partial, num_partial = hits.partial or ([], 0)
-        if num_needed > num_free - _num_unused(partial):
+        if num_needed > num_free - sum(not block.ref_count for block in partial):
             partial, num_partial = [], 0  # its blocks are needed
         if num_needed > num_free:
             return None
@@ -118,13 +118,12 @@ class BlockManager:
             # Last block first, so that in this tier too a prefix outlives what hangs on it.
             if isinstance(hit, tuple):
                 self.host.touch(hit[0])
-        groups, places = self._groups, range(0, len(hits.found), self._groups)
-        num_host = sum(any(isinstance(hit, tuple) for hit in hits.found[at : at + groups]) for at in places)
-        request.num_published_blocks = len(places)
-        request.num_left_blocks = self.config.first_kept(len(places) * self.block_size)
+        request.num_published_blocks = num_found = len(hits.found) // self._groups
+        request.num_left_blocks = self.config.first_kept(num_found * self.block_size)
+        num_host = -(-len(hits.host_slots) // self._groups)
         return Placement(
             num_ready_blocks=len(hits.found) + len(partial),
-            num_device_tokens=(len(places) - num_host) * self.block_size + num_partial,
+            num_device_tokens=(num_found - num_host) * self.block_size + num_partial,
             num_host_tokens=num_host * self.block_size,
         )
 
@@ -172,9 +171,7 @@ class BlockManager:
 
     def release(self, request: Request) -> None:
         """Gives up all its blocks, the last first, so that shared prefixes outlive tails."""
-        for block in reversed(request.block_table):
-            if block.block_id:
-                self.pool.release(block)
+        self._give_back([block for block in request.block_table if block.block_id])
         request.block_table = []
         request.num_published_blocks = request.num_left_blocks = 0
 
@@ -224,18 +221,18 @@ class BlockManager:
             number = place // groups + 1
             if group == groups - 1 and min(unbroken) >= number - self.config.first_kept(number * self.block_size):
                 num_found = number
-        kept = self.config.first_kept(num_found * self.block_size)
-        for place, hit in enumerate(found[: num_found * groups]):
-            hits.found.append(hit if place % groups < self._num_full or place // groups >= kept else None)
+        full, kept = self._num_full, self.config.first_kept(num_found * self.block_size)
+        needed = (place % groups < full or place // groups >= kept for place in range(num_found * groups))
+        hits.found = [hit if is_needed else None for hit, is_needed in zip(found, needed, strict=False)]
         hits.device = [hit for hit in hits.found if isinstance(hit, Block)]
         hits.host_slots = [hit[1] for hit in hits.found if isinstance(hit, tuple)]
         first = num_found * self.block_size
         rest = request.token_ids[first : min(num_usable, first + self.block_size)]
         parents = keys[(num_found - 1) * groups : num_found * groups] if num_found else [None] * groups
-        partial = [self.cache.find_partial(one, rest, extra) for one, extra in zip(parents, extra_keys, strict=True)]
-        blocks = [one[0] for one in partial if one is not None]
-        if len(blocks) == groups:
-            hits.partial = blocks, min(one[1] for one in partial if one is not None)
+        partial = (self.cache.find_partial(one, rest, extra) for one, extra in zip(parents, extra_keys, strict=True))
+        held = [one for one in partial if one is not None]
+        if len(held) == groups:
+            hits.partial = [block for block, _ in held], min(count for _, count in held)
         return hits
 
     def _extra_keys(self, request: Request) -> list[tuple[str, ...]]:
@@ -255,8 +252,7 @@ class BlockManager:
         finally:
             self.host.unpin()
             if fresh is None:
-                for block in reversed(shared):
-                    self.pool.release(block)
+                self._give_back(shared)
         return fresh
 
     def _allocate(self, count: int) -> list[Block] | None:
@@ -289,7 +285,3 @@ class BlockManager:
         slot = self.host.store(block.key)
         if slot is not None:
             self._copies.append(BlockCopy("device_to_host", block.block_id, slot))
-
-
-def _num_unused(blocks: Iterable[Block]) -> int:
-    return sum(block.ref_count == 0 for block in blocks)

@@ -31,9 +31,7 @@ class SchedulerConfig:
     num_windowed: int = 0
     """So many of them, the last ones, look back no further than a window; what lies before it is given back."""
     window: int = 0
-    """Of these, in tokens."""
-    window_step: int = 1
-    """Keys are read from the window's begin rounded down to a multiple of this."""
+    """Of these, in tokens, and what else is read before it."""
 
     def __post_init__(self) -> None:
         for field, low in (
@@ -66,17 +64,10 @@ class SchedulerConfig:
     def num_usable_blocks(self) -> int:
         return self.num_blocks - 1
 
-    @property
-    def num_cache_tokens(self) -> int:
-        """How many tokens fit, where every layer keeps all."""
-        return self.num_usable_blocks // self.num_groups * self.block_size
-
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold that many tokens, of all groups together."""
         return -(-num_tokens // self.block_size) * self.num_groups
 
     def first_kept(self, num_tokens: int) -> int:
         """From which place of its sequence on a windowed group needs blocks for whatever follows so many tokens."""
-        if not self.num_windowed:
-            return 0
-        return max(0, num_tokens - self.window + 1) // self.window_step * self.window_step // self.block_size
+        return max(0, num_tokens - self.window + 1) // self.block_size if self.num_windowed else 0

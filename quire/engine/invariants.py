@@ -54,14 +54,18 @@ def check_blocks(blocks: BlockManager, holders: Iterable[Request]) -> None:
     if 0 in free_ids or references[0]:
         raise InvariantError("block 0 is handed out")
     for block in pool.blocks:
-        is_free = block.block_id in free_ids
-        if block.ref_count != references[block.block_id]:
-            raise InvariantError(f"{block} is in {references[block.block_id]} block tables")
-        if block.block_id != 0 and is_free != (block.ref_count == 0):
-            raise InvariantError(f"{block} is {'both' if is_free else 'neither'} free and owned")
-        if (block.next is not None) != is_free or (block.previous is not None) != is_free:
-            raise InvariantError(f"{block} has stray links")
+        check_block(block, block.block_id in free_ids, references[block.block_id])
     _check_names(blocks)
+
+
+def check_block(block: Block, is_free: bool, num_tables: int) -> None:
+    """A block is in so many block tables, or free."""
+    if block.ref_count != num_tables:
+        raise InvariantError(f"{block} is in {num_tables} block tables")
+    if block.block_id != 0 and is_free != (block.ref_count == 0):
+        raise InvariantError(f"{block} is {'both' if is_free else 'neither'} free and owned")
+    if (block.next is not None) != is_free or (block.previous is not None) != is_free:
+        raise InvariantError(f"{block} has stray links")
 
 
 def check_links(block: Block) -> None:
@@ -104,13 +108,8 @@ def _check_names(blocks: BlockManager) -> None:
         if block.key is None or block.key.digest != digest:
             raise InvariantError(f"{block} is cached under another name")
     host = blocks.host
-    slots = list(host.free_slots)
-    for digest, key, slot in host.items():
-        slots.append(slot)
-        if key.digest != digest:
-            raise InvariantError(f"host slot {slot} is stored under another name")
-    if sorted(slots) != list(range(host.num_slots)) or not all(map(host.is_sound, slots)):
-        raise InvariantError("host slots are lost or used twice")
+    if host.num_free + len(host) != host.num_slots or not all(map(host.is_sound, range(host.num_slots))):
+        raise InvariantError("host slots are lost, used twice or stored under another name")
     if host.pinned:
         raise InvariantError(f"host slots {sorted(host.pinned)} stayed pinned")
 

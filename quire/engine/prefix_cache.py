@@ -33,11 +33,8 @@ class PrefixCache:
         size, groups = self.block_size, len(extra_keys)
         for first in range(len(keys) // groups * size, num_blocks * size, size):
             tokens = tuple(token_ids[first : first + size])
-            if keys:  # as `key` does it: this is done for every block
-                parents = keys[-groups:]
-                keys += [BlockKey(self._digest(one.digest, tokens, ()), tokens, one, ()) for one in parents]
-            else:
-                keys += [self.key(None, tokens, extra) for extra in extra_keys]
+            parents: Sequence[BlockKey | None] = keys[-groups:] or [None] * groups
+            keys += [self.key(parent, tokens, extra) for parent, extra in zip(parents, extra_keys, strict=True)]
 
     def key(self, parent: BlockKey | None, token_ids: Sequence[int], extra_keys: tuple[str, ...]) -> BlockKey:
         """The identity of a block that holds these tokens after its parent's."""

@@ -185,12 +185,11 @@ class Scheduler:
             if num_tokens - start != 1:
                 chunks.append(request)
                 continue
-            new_block_ids: tuple[int, ...] = ()
+            new_block_ids: tuple[int, ...] | None = ()
             if start * groups == len(request.block_table) * block_size:
-                grown = self._grow(request, plan)
-                if grown is None:
+                new_block_ids = self._grow(request, plan)
+                if new_block_ids is None:
                     continue
-                new_block_ids = grown
             if start < request.computed_before:
                 request.recomputed_tokens += 1
             ahead = guesses and request.num_guesses > 0

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from quire.constrain import Grammar
-from quire.engine import Request, RequestMetrics, RequestUpdate
+from quire.engine import Request
 from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.stop_strings import StopMatcher, stop_automaton
 from quire.frontend.tokenizer import Tokenizer
 from quire.outputs import Completion, Logprob, RequestDelta, RequestOutput, TokenLogprobs
 from quire.sampling_params import SamplingParams
-from quire.step import PromptScores, TokenScore
+from quire.step import PromptScores, RequestMetrics, RequestUpdate, TokenScore
 
 
 class _Answer:

@@ -139,28 +139,6 @@ def _scale(blocks: Tensor, first: int) -> Tensor:
     return blocks[:, first : first + 2].contiguous().view(torch.float16).float()
 
 
-def _nibbles(packed: Tensor) -> Tensor:
-    """Low halves of a block's bytes, then the high halves, as float32."""
-    half = packed.shape[1]
-    numbers = torch.empty(packed.shape[0], 2 * half, device=packed.device)
-    numbers[:, :half] = packed & 15
-    numbers[:, half:] = packed >> 4
-    return numbers
-
-
-def _q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].view(torch.int8).float().mul_(_scale(blocks, 0))
-
-
-def _q4_0(blocks: Tensor) -> Tensor:
-    return _nibbles(blocks[:, 2:]).sub_(8).mul_(_scale(blocks, 0))
-
-
-def _q4_1(blocks: Tensor) -> Tensor:
-    # Two operations and not one fused: the product is rounded before the minimum is added, as elsewhere.
-    return _nibbles(blocks[:, 4:]).mul_(_scale(blocks, 0)).add_(_scale(blocks, 2))
-
-
 def _codes(packed: Tensor, bits: int, group: int) -> Tensor:
     """Codes of so many bits: of each `group` bytes first the lowest bits of all of them, then the next, as uint8."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device).view(-1, 1)
@@ -171,14 +149,6 @@ def _five_bits(low: Tensor, high: Tensor) -> Tensor:
     """Nibbles of 16 bytes below the bits of a 32-bit number, as float32."""
     bits = high.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=high.device) & 1
     return (_codes(low, 4, 16) | bits.flatten(1) << 4).float()
-
-
-def _q5_0(blocks: Tensor) -> Tensor:
-    return _five_bits(blocks[:, 6:], blocks[:, 2:6]).sub_(16).mul_(_scale(blocks, 0))
-
-
-def _q5_1(blocks: Tensor) -> Tensor:
-    return _five_bits(blocks[:, 8:], blocks[:, 4:8]).mul_(_scale(blocks, 0)).add_(_scale(blocks, 2))
 
 
 def _mxfp4(blocks: Tensor) -> Tensor:
@@ -202,14 +172,6 @@ def _q3_k(blocks: Tensor) -> Tensor:
     return _scaled(codes.float() - 4, scales)
 
 
-def _q4_k(blocks: Tensor) -> Tensor:
-    return _scaled(_codes(blocks[:, 16:], 4, 32), *_q4_k_scales(blocks))
-
-
-def _q5_k(blocks: Tensor) -> Tensor:
-    return _scaled(_codes(blocks[:, 48:], 4, 32) | _codes(blocks[:, 16:48], 1, 32) << 4, *_q4_k_scales(blocks))
-
-
 def _q6_k(blocks: Tensor) -> Tensor:
     scales = _scale(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8)
     codes = _codes(blocks[:, :128], 4, 64) | _codes(blocks[:, 128:192], 2, 32) << 4
@@ -231,15 +193,18 @@ def _scaled(codes: Tensor, scales: Tensor, minima: Tensor | None = None) -> Tens
 
 
 _EXPANDERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "Q8_0": _q8_0,
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
+    "Q8_0": lambda blocks: blocks[:, 2:].view(torch.int8).float().mul_(_scale(blocks, 0)),
+    "Q4_0": lambda blocks: _codes(blocks[:, 2:], 4, 16).float().sub_(8).mul_(_scale(blocks, 0)),
+    # Two operations and not one fused: the product is rounded before the minimum is added, as elsewhere.
+    "Q4_1": lambda blocks: _codes(blocks[:, 4:], 4, 16).float().mul_(_scale(blocks, 0)).add_(_scale(blocks, 2)),
+    "Q5_0": lambda blocks: _five_bits(blocks[:, 6:], blocks[:, 2:6]).sub_(16).mul_(_scale(blocks, 0)),
+    "Q5_1": lambda blocks: _five_bits(blocks[:, 8:], blocks[:, 4:8]).mul_(_scale(blocks, 0)).add_(_scale(blocks, 2)),
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
+    "Q4_K": lambda blocks: _scaled(_codes(blocks[:, 16:], 4, 32), *_q4_k_scales(blocks)),
+    "Q5_K": lambda blocks: _scaled(
+        _codes(blocks[:, 48:], 4, 32) | _codes(blocks[:, 16:48], 1, 32) << 4, *_q4_k_scales(blocks)
+    ),
     "Q6_K": _q6_k,
     "MXFP4": _mxfp4,
 }

@@ -59,6 +59,10 @@ class PagedBatch:
     """What the backend's `attention_work` made of the batch, on the device; None: it does so itself."""
 
 
+Batches = tuple[PagedBatch, ...]
+"""One for each group of layers, which differ in block tables and slots only."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerCache:
     """One layer's keys and values: [num_blocks, num_kv_heads, block_size, head_dim] each, in the model's dtype, in FP8,

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import Activation, ExpertWeights, HeadNorms, Kernels, LayerCache, MoeSpec, PagedBatch
+from quire.kernels.ops import Activation, Batches, ExpertWeights, HeadNorms, Kernels, LayerCache, MoeSpec
 from quire.kernels.weights import Weight
 from quire.models.rope import cos_sin_table
 from quire.models.spec import LayerSpec, MlpSpec, ModelSpec, RopeSpec
@@ -28,8 +28,7 @@ class Batch:
     kernels: Kernels
     positions: Tensor
     """int64 [rows]: where in its sequence each row stands."""
-    paged: tuple[PagedBatch, ...]
-    """By group of layers: they differ in block tables and slots."""
+    paged: Batches
 
 
 class WeightSource(Protocol):
@@ -245,15 +244,9 @@ class Decoder:
         self.weights = parameters.taken
         """All of them by name, as the kernels packed them."""
 
-    def __call__(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        paged: PagedBatch | tuple[PagedBatch, ...],
-        caches: Sequence[LayerCache],
-    ) -> Tensor:
+    def __call__(self, token_ids: Tensor, positions: Tensor, paged: Batches, caches: Sequence[LayerCache]) -> Tensor:
         """The final hidden states [rows, hidden] of int64 token_ids [rows] at int64 positions [rows]."""
-        batch = Batch(self.kernels, positions, paged if isinstance(paged, tuple) else (paged,))
+        batch = Batch(self.kernels, positions, paged)
         x = self.kernels.embedding(token_ids, self.embedding).to(self.dtype)
         if self.spec.embedding_scale != 1:
             x = self.kernels.scale_add(x, self.spec.embedding_scale)

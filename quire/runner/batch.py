@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import HeadShape, Int32Array, Kernels, PagedBatch
+from quire.kernels.ops import Batches, HeadShape, Int32Array, Kernels
 from quire.runner.request_rows import RequestRows
 from quire.sampling.upload import Uploader
 from quire.step import ScheduledRequest
@@ -81,8 +81,7 @@ class StepShape:
     @property
     def draw_follows(self) -> npt.NDArray[np.int64]:
         """The guess that each draw comes after; -1 where that is a real token."""
-        owners = np.flatnonzero(self.samples).tolist()
-        return np.array([token for owner in owners for token in (-1, *self.guesses[owner])], np.int64)
+        return np.roll(self.draw_guesses, 1)  # of each request, the last one's own is -1
 
     @property
     def draw_guesses(self) -> npt.NDArray[np.int64]:
@@ -108,7 +107,7 @@ class InputBatch:
 
     token_ids: Tensor
     positions: Tensor
-    paged: tuple[PagedBatch, ...]
+    paged: Batches
     draw_indices: Tensor
     """Which of the step's token rows tokens are drawn from."""
     draw_request_rows: Tensor

@@ -24,25 +24,20 @@ class LayerGroups:
     """By group, its layers; the last ones of a kind may be fewer."""
     num_windowed: int = 0
     window: int = 0
-    """The longest there is, in tokens."""
-    window_step: int = 1
+    """How far back these read, in tokens."""
 
     @classmethod
-    def of(cls, spec: ModelSpec, window_step: int = 1, longest: int | None = None) -> LayerGroups:
-        """Few groups with few empty places. One for all layers, if none has a window shorter than the `longest`
-        sequence."""
+    def of(cls, spec: ModelSpec, keys_at_once: int = 1, longest: int | None = None) -> LayerGroups:
+        """Few groups with few empty places; one for all layers, if no window is shorter than the `longest` sequence."""
         windows = [layer.attention.sliding_window or 0 for layer in spec.layers]
         kinds = [[i for i, window in enumerate(windows) if bool(window) is has_one] for has_one in (False, True)]
         if not 0 < max(windows) < (longest or spec.max_position):
             return cls(spec.num_layers, (tuple(range(spec.num_layers)),))
-
-        def groups(size: int) -> int:
-            return sum(-(-len(kind) // size) for kind in kinds)
-
-        sizes = (size for size in range(1, spec.num_layers + 1) if groups(size) <= _MOST_GROUPS)
-        size = min(sizes, key=lambda size: (groups(size) * size, groups(size)))
+        counts = {size: sum(-(-len(kind) // size) for kind in kinds) for size in range(1, spec.num_layers + 1)}
+        few = [size for size, count in counts.items() if count <= _MOST_GROUPS]
+        size = min(few, key=lambda size: (counts[size] * size, counts[size]))
         members = (tuple(kind[at : at + size]) for kind in kinds for at in range(0, len(kind), size))
-        return cls(size, tuple(members), -(-len(kinds[1]) // size), max(windows), window_step)
+        return cls(size, tuple(members), -(-len(kinds[1]) // size), max(windows) + keys_at_once - 1)
 
 
 def bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype, groups: LayerGroups | None = None) -> int:
@@ -75,18 +70,19 @@ class KVCache:
     ) -> None:
         """Without `groups` all layers are in one."""
         groups = groups or LayerGroups(spec.num_layers, (tuple(range(spec.num_layers)),))
-        layers, pinned = groups.size, device.type == "cuda"
+        size, pinned = groups.size, device.type == "cuda"
         shape = (spec.heads.num_kv_heads, block_size)
         kinds = [((*shape, spec.heads.head_dim), dtype)] + ([(shape, torch.float32)] if dtype == torch.int8 else [])
-        self._device = [torch.empty(layers, 2, num_blocks, *each, dtype=kind, device=device) for each, kind in kinds]
+        self._device = [torch.empty(size, 2, num_blocks, *each, dtype=kind, device=device) for each, kind in kinds]
         self._host = [
-            torch.empty(num_host_blocks, layers, 2, *each, dtype=kind, pin_memory=pinned) for each, kind in kinds
+            torch.empty(num_host_blocks, size, 2, *each, dtype=kind, pin_memory=pinned) for each, kind in kinds
         ]
-        places = {layer: (place, group) for group, own in enumerate(groups.members) for place, layer in enumerate(own)}
-        self.layers = [
-            replace(LayerCache(*(side for kind in self._device for side in kind[place])), group=group)
-            for place, group in (places[layer] for layer in range(spec.num_layers))
-        ]
+        layers: dict[int, LayerCache] = {}
+        for group, own in enumerate(groups.members):
+            for place, layer in enumerate(own):
+                sides = (side for kind in self._device for side in kind[place])
+                layers[layer] = replace(LayerCache(*sides), group=group)
+        self.layers = [layers[layer] for layer in range(spec.num_layers)]
         if keys_by_dimension:
             by_dimension = (num_blocks, spec.heads.num_kv_heads, spec.heads.head_dim, block_size)
             self.layers = [replace(layer, keys=layer.keys.view(by_dimension).mT) for layer in self.layers]

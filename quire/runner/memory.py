@@ -45,9 +45,8 @@ class CachePlan:
     def blocks_at(self, num_tokens: int) -> int:
         """How many blocks a request of that length needs for its next token."""
         groups, size = self.groups, self.block_size
-        inside = min(num_tokens, groups.window + groups.window_step + size)
-        full = len(groups.members) - groups.num_windowed
-        return full * -(-num_tokens // size) + groups.num_windowed * -(-inside // size)
+        windowed = -(-min(num_tokens, groups.window + size) // size) * groups.num_windowed
+        return windowed + -(-num_tokens // size) * (len(groups.members) - groups.num_windowed)
 
     def describe(self) -> str:
         """For the start-up message: what fits."""
@@ -86,8 +85,6 @@ class Needs:
     """At the largest step."""
     draft_block: int = 0
     """What a block takes in the cache of a draft model."""
-    keeps_all: bool = False
-    """A second decoder has the same blocks: none is given back because it has left a window of the first."""
     graphs: int = 0
     """One pool for all of them: the activations of the largest."""
 
@@ -141,7 +138,7 @@ def _peak_of_step(decoder: Decoder, num_tokens: int, num_scored: int, block_size
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    hidden = decoder(places % spec.vocab_size, places, batch, cache.layers)
+    hidden = decoder(places % spec.vocab_size, places, (batch,), cache.layers)
     scores = decoder.logits(hidden[:num_scored]).float()
     _ = scores.clone(), scores.exp()  # sampling with filters holds about as much at once
     torch.cuda.synchronize(device)
@@ -149,17 +146,22 @@ def _peak_of_step(decoder: Decoder, num_tokens: int, num_scored: int, block_size
 
 
 def plan_cache(
-    spec: ModelSpec, config: EngineConfig, limits: Limits, dtype: torch.dtype, free: int, needs: Needs, step: int = 1
+    spec: ModelSpec,
+    config: EngineConfig,
+    limits: Limits,
+    dtype: torch.dtype,
+    free: int,
+    needs: Needs,
+    groups: LayerGroups,
 ) -> CachePlan:
     """For keys and values of a dtype. `free` is what is left once the weights are loaded, what else they `need` not yet
-    taken off; `step` is how many keys the kernels read at once."""
+    taken off."""
     table = needs.table(free)
     free = max(free - needs.activations - needs.graphs, 0)
     if config.max_model_len is not None and config.max_model_len > spec.max_position:
         raise InvalidRequestError(
             "max_model_len", f"is {config.max_model_len}, but the model was made for at most {spec.max_position}"
         )
-    groups = LayerGroups.of(spec, step, 1 if needs.keeps_all else config.max_model_len)
     block_bytes = bytes_per_block(spec, config.block_size, dtype, groups) + needs.draft_block
     wanted = limits.kv_cache_memory
     budget = int(wanted * free) if isinstance(wanted, float) else parse_bytes("kv_cache_memory", wanted)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import Kernels, PagedBatch
+from quire.kernels.ops import Batches, Kernels, PagedBatch
 from quire.sampling.draws import Indices, effective_temperature
 from quire.sampling.upload import Uploader
 from quire.step import Admission, Step
@@ -43,18 +43,14 @@ class RequestRows:
         table_values: list[int] = []
         groups, num_rows, width = self.block_tables.shape
 
-        def append_blocks(row: int, block_ids: tuple[int, ...]) -> None:
+        for admission in step.admitted:
+            self._num_blocks[admission.row] = 0
+        gained = [(one.row, one.block_ids) for one in step.admitted]
+        for row, block_ids in gained + [(one.row, one.new_block_ids) for one in step.scheduled if one.new_block_ids]:
             first, end = self._num_blocks[row], self._num_blocks[row] + len(block_ids)
             table_index.extend((n % groups * num_rows + row) * width + n // groups for n in range(first, end))
             table_values.extend(block_ids)
             self._num_blocks[row] = end
-
-        for admission in step.admitted:
-            self._num_blocks[admission.row] = 0
-            append_blocks(admission.row, admission.block_ids)
-        for scheduled in step.scheduled:
-            if scheduled.new_block_ids:
-                append_blocks(scheduled.row, scheduled.new_block_ids)
         if table_index:
             where, values = self._uploader.upload(np.array(table_index), np.array(table_values, np.int32))
             self.block_tables.view(-1)[where] = values
@@ -68,7 +64,7 @@ class RequestRows:
 
     def inputs(
         self, kernels: Kernels, token_rows: Tensor, positions: Tensor, **sequences: Any
-    ) -> tuple[Tensor, Tensor, tuple[PagedBatch, ...]]:
+    ) -> tuple[Tensor, Tensor, Batches]:
         """Tokens and their places, of some positions in request rows, and the batch for each group of layers; the other
         fields of these are `sequences`."""
         found = [

@@ -167,7 +167,6 @@ def _with_groups(rng: random.Random, config: SchedulerConfig) -> SchedulerConfig
         num_groups=groups,
         num_windowed=rng.randint(1 if groups == 1 else 0, groups),
         window=rng.choice([1, 2, 5, 9]),
-        window_step=rng.choice([1, 4]),
     )
 
 
@@ -186,7 +185,7 @@ def _arrival_of(
     max_tokens: int | None
     if rng.random() < 0.95:
         # Mostly something that fits: the rest checks that refusals come when they should.
-        capacity = min(config.max_model_len, config.num_cache_tokens + 1)
+        capacity = min(config.max_model_len, config.num_usable_blocks // config.num_groups * config.block_size + 1)
         prompt = (prompt or (0,))[: max(1, capacity - 1)]
         most = max(1, capacity - len(prompt))
         max_tokens = rng.choice([rng.randint(1, most), min(most, rng.randint(1, 4)), most])

@@ -127,7 +127,7 @@ class Simulation:
             num_prompt = len(arrival.prompt)
             total = min(config.max_model_len, num_prompt + (arrival.params.max_tokens or config.max_model_len))
             fits = 0 < num_prompt < config.max_model_len
-            fits = fits and total - 1 <= config.num_cache_tokens
+            fits = fits and total - 1 <= config.num_usable_blocks // config.num_groups * config.block_size
             if (
                 config.block_size % 2 and fits and arrival.pooling is None
             ):  # the client has an idea, which is not always right
