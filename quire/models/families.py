@@ -324,11 +324,13 @@ FAMILIES: tuple[Family, ...] = (
     Family("olmo2", "OLMo 2", ("Olmo2ForCausalLM",), _olmo2, "olmo2"),
     Family("granite", "Granite 3", ("GraniteForCausalLM",), _granite, "granite", gguf_interleaved_rope=True),
     Family(
+        "granitemoeshared", "Granite 3 with shared experts", ("GraniteMoeSharedForCausalLM",), _granite_moe,
+        "granitemoe", "expert_shared_feed_forward_length", names=_GRANITE_MOE_NAMES, gguf_interleaved_rope=True,
+    ),
+    Family(
         "granitemoe", "Granite 3 with experts", ("GraniteMoeForCausalLM",), _granite_moe, "granitemoe",
         names=_GRANITE_MOE_NAMES, gguf_interleaved_rope=True,
     ),
-    Family("granitemoeshared", "Granite 3 with shared experts", ("GraniteMoeSharedForCausalLM",), _granite_moe,
-           names=_GRANITE_MOE_NAMES),
     Family("granitemoehybrid", "Granite 4 without Mamba layers", ("GraniteMoeHybridForCausalLM",), _granite_hybrid,
            names=_GRANITE4_NAMES),
     Family(

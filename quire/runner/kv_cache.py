@@ -11,8 +11,6 @@ from quire.kernels.ops import LayerCache
 from quire.models.spec import ModelSpec
 from quire.step import BlockCopy
 
-_MOST_GROUPS = 8
-
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
@@ -28,13 +26,13 @@ class LayerGroups:
 
     @classmethod
     def of(cls, spec: ModelSpec, keys_at_once: int = 1, longest: int | None = None) -> LayerGroups:
-        """Few groups with few empty places; one for all layers, if no window is shorter than the `longest` sequence."""
+        """Few groups, at most eight, with few empty places. One, if no window is shorter than the `longest` sequence."""
         windows = [layer.attention.sliding_window or 0 for layer in spec.layers]
         kinds = [[i for i, window in enumerate(windows) if bool(window) is has_one] for has_one in (False, True)]
         if not 0 < max(windows) < (longest or spec.max_position):
             return cls(spec.num_layers, (tuple(range(spec.num_layers)),))
         counts = {size: sum(-(-len(kind) // size) for kind in kinds) for size in range(1, spec.num_layers + 1)}
-        few = [size for size, count in counts.items() if count <= _MOST_GROUPS]
+        few = [size for size, count in counts.items() if count <= 8]
         size = min(few, key=lambda size: (counts[size] * size, counts[size]))
         members = (tuple(kind[at : at + size]) for kind in kinds for at in range(0, len(kind), size))
         return cls(size, tuple(members), -(-len(kinds[1]) // size), max(windows) + keys_at_once - 1)
