@@ -26,7 +26,7 @@ class LayerGroups:
 
     @classmethod
     def of(cls, spec: ModelSpec, keys_at_once: int = 1, longest: int | None = None) -> LayerGroups:
-        """Few groups, at most eight, with few empty places. One, if no window is shorter than the `longest` sequence."""
+        """Few groups, at most eight, with few empty places; one, if no window is shorter than the `longest` text."""
         windows = [layer.attention.sliding_window or 0 for layer in spec.layers]
         kinds = [[i for i, window in enumerate(windows) if bool(window) is has_one] for has_one in (False, True)]
         if not 0 < max(windows) < (longest or spec.max_position):
