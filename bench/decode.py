@@ -1,6 +1,7 @@
 """Decode: milliseconds per step while 1, 8, 32, 128 or 256 requests compute one token each.
 
     python bench/decode.py --shape qwen3-0.6b
+    python bench/decode.py --shape gpt-oss-20b --expert-format MXFP4
     python bench/decode.py --shape tiny --batches 1,8 --steps 32  # to try it on a CPU
 
 Prompts of 128 tokens, 256 steps, random weights. Steps count while all requests of the batch gain a token. The figure

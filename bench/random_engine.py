@@ -39,9 +39,10 @@ def random_decoder(
     seed: int = 0,
     max_position: int = MAX_MODEL_LEN,
     formats: Sequence[str] = (),
+    expert_format: str | None = None,
 ) -> Decoder:
     """Random values drawn on the device itself: norms are 1, everything else is normal. With `formats`, the matrices
-    between embedding and head are in these, in turn."""
+    between embedding and head are in these, in turn; with an `expert_format`, those of experts are in that."""
     generator = torch.Generator(device).manual_seed(seed)
     loaded: dict[str, Weight] = {}
     for name, parameter in spec.parameters().items():
@@ -57,6 +58,10 @@ def random_decoder(
             if format.dtype is None:
                 parts = quantized(format, value.view(-1, shape[-1]))
                 loaded[name] = Weight.of(format, shape, *(part.view(*shape[:-1], *part.shape[1:]) for part in parts))
+        if expert_format is not None and len(parameter.shape) == 3 and not name.endswith("_bias"):
+            format, shape = FORMATS[expert_format], tuple(parameter.shape)
+            parts = quantized(format, value.flatten(0, 1))
+            loaded[name] = Weight.of(format, shape, *(part.view(*shape[:-1], *part.shape[1:]) for part in parts))
     del value  # so that each goes as its packed one comes
     return Decoder(spec, kernels, loaded, dtype, min(max_position, spec.max_position))
 
@@ -77,6 +82,10 @@ def quantized(format: Format, numbers: Tensor) -> tuple[Tensor, ...]:
     if format.group:
         codes, scales = to_fp8(numbers.view(rows, -1, format.group))
         return codes.view(rows, size), scales
+    if format.name == "MXFP4":  # any codes, of 2**-8 in the mean: about as large as the numbers
+        blocks = torch.randint(0, 256, (rows * size // format.num_elements, format.num_bytes), device=numbers.device)
+        blocks[:, 0] = 127 - 7
+        return (blocks.to(torch.uint8).view(rows, -1),)
     if format.codes is None and format.name != "Q4_0":  # any bits will do
         blocks = torch.randint(0, 256, (rows * size // format.num_elements, format.num_bytes), device=numbers.device)
         blocks = blocks.to(torch.uint8)
@@ -122,6 +131,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--formats", nargs="*", default=(), help="of the matrices, in turn: FP8, INT8, INT4_G128, Q4_K ..."
     )
+    parser.add_argument("--expert-format", help="of the matrices of experts: MXFP4 as gpt-oss has them, FP8 ...")
     parser.add_argument("--kernels", default="auto", help="auto, or a backend by its name")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-batched-tokens", type=int, help="default: the engine's own choice")
@@ -148,7 +158,8 @@ def open_machine(options: argparse.Namespace) -> Machine:
         cuda_graphs=not options.eager,
     )
     kernels = select_kernels(device, dtype, options.kernels)
-    decoder = random_decoder(spec_of(options.shape), kernels, dtype, device, formats=options.formats)
+    formats = {"formats": options.formats, "expert_format": options.expert_format}
+    decoder = random_decoder(spec_of(options.shape), kernels, dtype, device, **formats)
     engine = assemble(decoder, config, name=options.shape)
     if options.depth is not None:
         engine.core.depth = options.depth

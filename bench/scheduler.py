@@ -22,11 +22,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
 
-from quire.engine import Scheduler, SchedulerConfig, Step, StepResult, make_requests
+from quire.engine import Scheduler, SchedulerConfig, make_requests
 from quire.observe.step_log import StepLog
 from quire.process.gc_pauses import full_collections_put_off
 from quire.sampling_params import SamplingParams
-from quire.step import StepLogEntry
+from quire.step import Step, StepLogEntry, StepResult
 
 
 def fake_result(step: Step) -> StepResult:

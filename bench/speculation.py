@@ -24,10 +24,10 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
 
 from quire import LLM, RequestOutput, SamplingParams
-from quire.engine import Scheduler, SchedulerConfig, StepResult, make_requests
+from quire.engine import Scheduler, SchedulerConfig, make_requests
 from quire.speculate.adaptive import StepCosts
 from quire.speculate.speculator import Speculator
-from quire.step import ScheduledRequest, Step, StepLogEntry
+from quire.step import ScheduledRequest, Step, StepLogEntry, StepResult
 from tests.speculate.every_kind import TEXT, answers, essence, num_accepted
 
 QUESTIONS = (

@@ -79,8 +79,8 @@ def show_step(llm: LLM, entry: StepLogEntry, logits: Tensor) -> None:
     rows = llm.engine.runner._request_rows  # nobody else looks at them
     stop("quire/runner/request_rows.py", "the request's row on the device")
     blocks = -(-(last + 1) // llm.engine.plan.block_size)
-    show(block_table=rows.block_tables[scheduled.row, :blocks].tolist())
-    first = rows.block_tables[scheduled.row, scheduled.start // llm.engine.plan.block_size].item()
+    show(block_table=rows.block_tables[0, scheduled.row, :blocks].tolist())
+    first = rows.block_tables[0, scheduled.row, scheduled.start // llm.engine.plan.block_size].item()
     slot = first * llm.engine.plan.block_size + scheduled.start % llm.engine.plan.block_size
     show(first_slot=f"{slot} (block {first}, place {scheduled.start % llm.engine.plan.block_size})")
     count = scheduled.num_tokens

@@ -16,7 +16,7 @@ from quire.constrain import GrammarCompiler
 from quire.engine import EngineCore, Scheduler
 from quire.frontend.engine_info import EngineInfo, engine_info
 from quire.frontend.tokenizer import Tokenizer
-from quire.load import LoadedModel, Share, load_model, scheduler_config
+from quire.load import Share, load_model, scheduler_config
 from quire.models.decoder import Decoder
 from quire.models.load import Progress
 from quire.models.spec import ModelSpec
@@ -70,38 +70,21 @@ def build_engine(
     """Loads the model's weights and makes an engine around them; `progress` follows the weights, `listeners` hear
     of every step that is over."""
     use_own_cores()
-    if config.tensor_parallel_size == 1:
-        loaded = load_model(source, config, pick_device(config.device), Share(), progress)
-        return _assembled(source.name, loaded, config, listeners)
-    from quire.parallel.ranks import start_ranks  # which brings torch.distributed
+    ranks: Ranks | None = None
+    if config.tensor_parallel_size > 1:
+        from quire.parallel.ranks import start_ranks  # which brings torch.distributed
 
-    ranks = start_ranks(source, config)
+        ranks = start_ranks(source, config)
     try:
-        loaded = load_model(source, ranks.config, ranks.device, ranks.share, progress)
-        return _assembled(source.name, loaded, ranks.config, listeners, ranks)
+        share, device = (Share(), pick_device(config.device)) if ranks is None else (ranks.share, ranks.device)
+        config = config if ranks is None else ranks.config
+        loaded = load_model(source, config, device, share, progress)
+        about = {name: getattr(loaded, name) for name in ("tokenizer", "eos_token_ids", "formats", "draft", "spec")}
+        return assemble(loaded.decoder, config, name=source.name, listeners=listeners, ranks=ranks, **about)
     except BaseException as error:
+        if ranks is None:
+            raise
         raise ranks.fail(error) from error
-
-
-def _assembled(
-    name: str,
-    loaded: LoadedModel,
-    config: EngineConfig,
-    listeners: Sequence[Callable[[StepLogEntry], None]],
-    ranks: Ranks | None = None,
-) -> Engine:
-    return assemble(
-        loaded.decoder,
-        config,
-        name=name,
-        tokenizer=loaded.tokenizer,
-        eos_token_ids=loaded.eos_token_ids,
-        listeners=listeners,
-        formats=loaded.formats,
-        draft=loaded.draft,
-        spec=loaded.spec,
-        ranks=ranks,
-    )
 
 
 def assemble(

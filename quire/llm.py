@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from quire.assemble import Engine, build_engine
 from quire.checkpoints.sources import resolve
 from quire.config import EngineConfig
-from quire.engine import RequestMetrics, RequestUpdate, make_requests
+from quire.engine import make_requests
 from quire.errors import EngineError, InvalidRequestError, QuireError
 from quire.frontend import inputs
 from quire.frontend.beam_search import BeamSearchOutput, BeamSearchParams, LiveBeams, check_choices
@@ -33,6 +33,7 @@ from quire.observe.tracing import Tracing
 from quire.outputs import RequestDelta, RequestOutput
 from quire.process.gc_pauses import full_collections_put_off
 from quire.sampling_params import SamplingParams
+from quire.step import RequestMetrics, RequestUpdate
 
 Message = Mapping[str, Any]
 
@@ -303,8 +304,7 @@ class LLM:
                     engine.core.end(name, "abort", now)
                 raise
             self._live[request_id] = live
-            for index, request in enumerate(requests):
-                self._owners[request.request_id] = (live, index)
+            self._owners |= {request.request_id: (live, index) for index, request in enumerate(requests)}
             return request_id
 
     def _deltas(self, updates: list[RequestUpdate]) -> list[RequestDelta]:

@@ -74,6 +74,8 @@ class StructuredOutput:
     """The answer is one of these."""
     grammar: str | None = check.text(MAX_GRAMMAR)
     """A context-free grammar in Lark's notation."""
+    control_tokens: tuple[str, ...] = check.strings((), MAX_CHOICES, MAX_CHOICE_TEXT)
+    """Control tokens that it names and may have the model write; without, it writes text alone."""
 
     def __post_init__(self) -> None:
         check.check_fields(self, "structured.")

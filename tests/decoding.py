@@ -67,7 +67,7 @@ def run_tokens(decoder: Decoder, caches: list[LayerCache], tokens: Sequence[int]
     hidden = decoder(
         torch.tensor(tokens[start:], device=device),
         torch.arange(start, len(tokens), device=device),
-        batch,
+        (batch,),
         caches,
     )
     return decoder.logits(hidden).float()

@@ -18,7 +18,7 @@ from quire.models.config_parts import plain_attention
 from quire.models.decoder import Decoder
 from quire.models.spec import LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from quire.observe.step_log import StepLog
-from quire.runner.kv_cache import KVCache
+from quire.runner.kv_cache import KVCache, LayerGroups
 from quire.runner.recorded import RecordedSteps
 from quire.runner.request_rows import RequestRows
 from quire.runner.runner import Runner
@@ -144,6 +144,9 @@ class Bench:
         recorded: bool = True,
         cache_dtype: torch.dtype | None = None,
     ) -> None:
+        groups = LayerGroups.of(decoder.spec, decoder.kernels.keys_at_once, 1024)
+        count = len(groups.members)
+        num_blocks, num_host_blocks = 1 + (num_blocks - 1) * count, num_host_blocks * count
         config = SchedulerConfig(
             num_blocks=num_blocks,
             max_num_seqs=max_num_seqs,
@@ -152,19 +155,20 @@ class Bench:
             block_size=block_size,
             num_host_blocks=num_host_blocks,
             prefix_caching=prefix_caching,
+            num_groups=count,
+            num_windowed=groups.num_windowed,
+            window=groups.window,
         )
         spec, device = decoder.spec, decoder.device
         dtype = cache_dtype or decoder.dtype
         by_dimension = decoder.kernels.keys_by_dimension(dtype, block_size)
-        cache = KVCache(spec, num_blocks, num_host_blocks, block_size, dtype, device, by_dimension)
+        cache = KVCache(spec, num_blocks, num_host_blocks, block_size, dtype, device, by_dimension, groups)
         for layer in cache.layers:  # whoever reads what nobody wrote is found out
             for side, scales in zip((layer.keys, layer.values), layer.scales, strict=True):
                 (side if scales is None else scales).fill_(float("nan"))
-        rows = RequestRows(max_num_seqs, 1024, block_size, device)
-        graphs = (
-            RecordedSteps(decoder, cache.layers, rows, block_size) if recorded and RecordedSteps.fit(decoder) else None
-        )
-        self.runner = Runner(decoder, cache, rows, block_size, graphs=graphs)
+        rows = RequestRows(max_num_seqs, 1024, block_size, device, count)
+        graphs = RecordedSteps(decoder, cache.layers, rows) if recorded and RecordedSteps.fit(decoder) else None
+        self.runner = Runner(decoder, cache, rows, graphs=graphs)
         self.log = StepLog()
         self.core = EngineCore(Scheduler(config, guess=guess), self.runner, depth, on_step=self.log.append)
         self._preempt_every = preempt_every

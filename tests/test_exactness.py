@@ -108,10 +108,14 @@ def test_every_family_is_exact_in_every_scenario(family: str, dtype: str) -> Non
     is_whole = IS_LONG or family in OF_ALL_KINDS
     prompts, params = workload(24 if is_whole else 10, seed=len(family))
     expected = solo(decoder, prompts, params)
+    windows = [layer.attention.sliding_window for layer in decoder.spec.layers]
     for name in SCENARIOS if is_whole else OF_EVERY_FAMILY:
-        got = Bench(decoder, **SCENARIOS[name]).run(prompts, params)
+        options = SCENARIOS[name]
+        if "hardly" in name and any(windows):  # these need less
+            options = {**options, "num_blocks": 13}
+        got = Bench(decoder, **options).run(prompts, params)
         assert_same(got, expected)
-        if "every third" in name or "hardly" in name:
+        if "every third" in name or ("hardly" in name and not all(windows)):
             assert got.preemptions > 0, name
         if "swapped" in name:
             assert got.host_tokens + got.cached_tokens > 0

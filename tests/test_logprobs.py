@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire import LLM, SamplingParams
-from quire.engine import RequestUpdate, make_requests
+from quire.engine import make_requests
 from quire.errors import InvalidRequestError
 from quire.kernels.select import select_kernels
 from quire.kernels.weights import Weight
@@ -21,7 +21,7 @@ from quire.models.decoder import Decoder
 from quire.outputs import TokenLogprobs
 from quire.sampling.logprobs import ROWS_AT_ONCE, ScoreTensors, read_scores, score_on_device
 from quire.sampling.sampler import NOT_NUMBERS
-from quire.step import TokenScore
+from quire.step import RequestUpdate, TokenScore
 from tests.decoding import all_logits
 from tests.random_models import SPECS, Bench, Transcript, random_decoder
 

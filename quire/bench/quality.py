@@ -121,7 +121,7 @@ class _Reader:
             max_context_len=length,
             work={name: torch.from_numpy(values).to(decoder.device) for name, values in work.items()},
         )
-        hidden = decoder(torch.tensor(window, device=decoder.device), positions, batch, self._cache.layers)
+        hidden = decoder(torch.tensor(window, device=decoder.device), positions, (batch,), self._cache.layers)
         for some in torch.split(hidden[:-1], _ROWS_AT_ONCE):
             yield decoder.logits(some).double()
 

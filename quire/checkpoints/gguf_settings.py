@@ -25,6 +25,7 @@ KEYS = {
     "n_shared_experts": "expert_shared_count", "n_group": "expert_group_count",
     "num_experts_per_tok": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "shared_intermediate_size": "expert_shared_feed_forward_length",
     "first_k_dense_replace": "leading_dense_block_count", "routed_scaling_factor": "expert_weights_scale",
 }  # fmt: skip
 """What config.json calls a setting, and what GGUF does, after the architecture's name."""

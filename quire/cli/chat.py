@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -80,7 +81,12 @@ class Conversation:
     """The messages so far and how to go on from them."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None, verbose: bool = False) -> None:
+        from quire.cli.channels import ChannelReader  # a command that only shows its help does without
+        from quire.frontend.tool_calls import ToolSupport
+
+        tokenizer = llm.engine.tokenizer
         self._llm = llm
+        self._new_reader = partial(ChannelReader, tokenizer, ToolSupport(tokenizer))
         self._params = params
         self._system = system
         self._verbose = verbose
@@ -111,7 +117,7 @@ class Conversation:
     def answer(self, text: str) -> None:
         """Streams the answer; on Ctrl-C what was said so far stays in the conversation."""
         self._messages.append({"role": "user", "content": text})
-        pieces: list[str] = []
+        reader = self._new_reader()
         try:
             request_id = self._llm.add_chat_request(self._messages, self._params)
         except QuireError as error:
@@ -122,8 +128,7 @@ class Conversation:
             while self._llm.has_work:
                 if interrupted.is_set():
                     self._llm.abort(request_id)
-                for delta in self._llm.step():
-                    pieces.append(delta.text)
+                for delta in map(reader.read, self._llm.step()):
                     sys.stdout.write(delta.text)
                     sys.stdout.flush()
                     self._last = delta.output or self._last
@@ -132,7 +137,7 @@ class Conversation:
             say(f"error: {self._last.error}")
         if self._verbose and self._last is not None:
             say(details([self._last]))
-        self._messages.append({"role": "assistant", "content": "".join(pieces)})
+        self._messages.append({"role": "assistant", "content": reader.content})
 
     def command(self, line: str) -> str | None:
         """Carries out a /command; returns "quit" for that one."""

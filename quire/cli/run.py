@@ -79,11 +79,17 @@ def run(
 def _answer(
     llm: LLM, texts: list[str], params: Sequence[SamplingParams], system: str | None, raw: bool, json_lines: bool
 ) -> list[RequestOutput]:
+    from quire.cli.channels import ChannelReader  # a command that only shows its help does without
+    from quire.frontend.tool_calls import ToolSupport
+
     start = [{"role": "system", "content": system}] if system is not None else []
     request_ids = [
         llm.add_request(text, one) if raw else llm.add_chat_request([*start, {"role": "user", "content": text}], one)
         for text, one in zip(texts, params, strict=True)
     ]
+    tokenizer = llm.engine.tokenizer
+    support = None if raw else ToolSupport(tokenizer)
+    readers = {request_id: ChannelReader(tokenizer, support) for request_id in request_ids}
     printer: _JsonPrinter | AnswerPrinter
     printer = _JsonPrinter(request_ids, texts) if json_lines else AnswerPrinter(request_ids, texts)
     started = time.monotonic()
@@ -93,7 +99,7 @@ def _answer(
     try:
         with GenerationBar(len(texts)) if silent else contextlib.nullcontext() as bar:
             while llm.has_work:
-                deltas = llm.step()
+                deltas = [readers[delta.request_id].read(delta) for delta in llm.step()]
                 for delta in deltas:
                     printer.take(delta)
                 outputs += [delta.output for delta in deltas if delta.output is not None]

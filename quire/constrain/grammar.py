@@ -56,6 +56,11 @@ class Vocabulary:
 
         self.guidance = build_tokenizer(self.tokens, self.special_token_ids, self.eos_token_ids, encode)
 
+    def special_ids(self, texts: Sequence[str]) -> list[int]:
+        """The special tokens with these texts."""
+        wanted = {text.encode() for text in texts}
+        return [i for i in self.special_token_ids if self.tokens[i] in wanted]
+
 
 class Grammar:
     """A compiled grammar. Many requests may use it at once; each takes a matcher of its own.
@@ -65,8 +70,12 @@ class Grammar:
     the limit asks for a `private_matcher` and is judged by that.
     """
 
-    def __init__(self, text: str, vocabulary: Vocabulary, num_bytes: int) -> None:
+    def __init__(
+        self, text: str, vocabulary: Vocabulary, num_bytes: int, control_token_ids: Sequence[int] = ()
+    ) -> None:
         self.vocabulary = vocabulary
+        self.control_token_ids = tuple(control_token_ids)
+        """Control tokens it may have the model write, beside tokens of text."""
         self.num_bytes = num_bytes
         """What it takes in memory, before requests grow its automaton."""
         self._text = text
@@ -235,7 +244,7 @@ class GrammarCompiler:
             self._verdicts.put(structured, verdict, _text_bytes(structured))
         if verdict.error:
             raise InvalidRequestError(field_of(structured), verdict.error)
-        grammar = Grammar(text, vocabulary, verdict.num_bytes)
+        grammar = Grammar(text, vocabulary, verdict.num_bytes, vocabulary.special_ids(structured.control_tokens))
         if grammar.error:
             raise InvalidRequestError(field_of(structured), grammar.error)
         self._in_use[structured] = grammar

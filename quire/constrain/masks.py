@@ -12,7 +12,8 @@ Masks that were started too early, before a token they depend on was known, are 
 
 Where it meets other controls:
 - Only tokens of text are ever allowed, and the end-of-sequence tokens where the text may end. So a
-  grammar can't have the model write control tokens, not even a Lark grammar that names one.
+  grammar can't have the model write control tokens, not even a Lark grammar that names one, unless the request says so
+  (`StructuredOutput.control_tokens`).
 - The request ends when nothing can follow, or with an end-of-sequence token, `ignore_eos` or not.
 - `min_tokens` forbids ends where the text could also go on. Where only an end can follow, the grammar wins.
 - Stop strings and stop tokens end an answer as ever, so possibly before its text is a whole one.
@@ -31,7 +32,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.constrain.grammar import GrammarCompiler, GrammarState, Vocabulary
+from quire.constrain.grammar import Grammar, GrammarCompiler, GrammarState, Vocabulary
 from quire.constrain.guidance import import_llguidance
 from quire.errors import QuireError
 from quire.sampling.draws import Indices
@@ -192,7 +193,8 @@ class Constrainer:
                 is_allowed = bool(words[place - 1, guess // 32] >> guess % 32 & 1)
                 if is_allowed and matcher.consume_token(guess) and not matcher.is_stopped():
                     there[place] = matcher
-            found = self._worker.fill_ahead(there, words)
+            grammars = {place: self._states[int(request_rows[place])].grammar for place in there}
+            found = self._worker.fill_ahead(there, grammars, words)
             for place in found:
                 undefined[place] = False
             walking = {
@@ -275,7 +277,11 @@ class _MaskWorker:
         rows = np.fromiter(states, np.int64, len(states))
         may_end = np.fromiter((state.may_end for state in states.values()), np.bool_, len(states))
         # llguidance lets a complement (~) or a token wildcard match control tokens, ends included.
-        words = self.words[rows] & np.where(may_end[:, None], self._text_and_ends, self._text)
+        allowed = np.where(may_end[:, None], self._text_and_ends, self._text)
+        for place, state in enumerate(states.values()):
+            if state.grammar.control_token_ids:
+                allowed[place] |= self._control(state.grammar)
+        words = self.words[rows] & allowed
         self.words[rows] = words
         is_empty: list[bool] = (words == 0).all(axis=1).tolist()
         errors: dict[int, str] = {}
@@ -287,7 +293,12 @@ class _MaskWorker:
                 self.words[row] = self._text
         return errors
 
-    def fill_ahead(self, matchers: Mapping[int, llguidance.LLMatcher], words: Words) -> list[int]:
+    def _control(self, grammar: Grammar) -> Words:
+        return _packed(grammar.control_token_ids, self.words.shape[1])
+
+    def fill_ahead(
+        self, matchers: Mapping[int, llguidance.LLMatcher], grammars: Mapping[int, Grammar], words: Words
+    ) -> list[int]:
         """Fills some rows of words of the caller's own; returns those that allow anything."""
         if not matchers:
             return []
@@ -296,7 +307,8 @@ class _MaskWorker:
         self._executor.unsafe_compute_mask_ptr(pairs, words.ctypes.data, num_words * 4, count)
         found = []
         for place, matcher in matchers.items():
-            words[place] &= self._text_and_ends if matcher.is_accepting() else self._text
+            allowed = self._text_and_ends if matcher.is_accepting() else self._text
+            words[place] &= allowed | self._control(grammars[place])
             if not matcher.is_error() and words[place].any():
                 found.append(place)
             else:

@@ -39,11 +39,13 @@ class Placement:
 class _Hits:
     """A walk over the two tiers: for each leading block its device block, or its key and host slot."""
 
-    found: list[Block | tuple[BlockKey, int]]
+    found: list[Block | tuple[BlockKey, int] | None]
+    """None where nothing is needed: it has left the window."""
     device: list[Block]
     host_slots: list[int]
-    partial: tuple[Block, int] | None = None
-    """A device block that holds that many of the tokens after all of these; it is copied, for its owner goes on."""
+    partial: tuple[list[Block], int] | None = None
+    """Device blocks, one of each group, that hold that many of the tokens after all of these; they are copied, for
+    their owner goes on."""
 
 
 class BlockManager:
@@ -57,6 +59,8 @@ class BlockManager:
         self.pool = pool or BlockPool(config.num_blocks)
         self.cache = cache or PrefixCache(config.block_size)
         self.host = HostTier(config.num_host_blocks)
+        self._groups = config.num_groups
+        self._num_full = config.num_groups - config.num_windowed
         self._copies: list[BlockCopy] = []
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
@@ -65,78 +69,94 @@ class BlockManager:
         self._copies.clear()
         return copies
 
-    def grow(self, request: Request) -> Block | None:
-        """One more block at the end of the table; None if there is none."""
-        blocks = self._allocate(1)
+    def grow(self, request: Request) -> tuple[int, ...] | None:
+        """Blocks for as many tokens as one holds, at the end of the table; None if there are none."""
+        blocks = self._allocate(self._groups)
         if blocks is None:
             return None
-        request.block_table.append(blocks[0])
-        return blocks[0]
+        request.block_table += blocks
+        return tuple(block.block_id for block in blocks)
+
+    def num_held(self, request: Request) -> int:
+        """How many tokens its table has blocks for."""
+        return len(request.block_table) // self._groups * self.block_size
 
     def place(self, request: Request, reserve_tokens: int) -> Placement | None:
         """Fills the table of a request with blocks for all its known tokens: cached ones as far as they go, and fresh
         ones for the rest. None, and nothing changed, unless `reserve_tokens` would fit too."""
         num_tokens = len(request.token_ids)
         hits = self._match(request, num_tokens)
-        num_fresh = self.config.blocks_for(num_tokens) - len(hits.device)
-        num_needed = self.config.blocks_for(reserve_tokens) - len(hits.device)
-        num_free = self.pool.num_free - sum(block.ref_count == 0 for block in hits.device)
-        if hits.partial is not None and hits.partial[0].ref_count == 0 and num_needed > num_free - 1:
-            hits.partial = None  # its block is needed
+        num_covered = len(hits.found) - len(hits.host_slots)
+        num_fresh = self.config.blocks_for(num_tokens) - num_covered
+        num_needed = self.config.blocks_for(reserve_tokens) - num_covered
+        num_free = self.pool.num_free - sum(not block.ref_count for block in hits.device)
+        partial, num_partial = hits.partial or ([], 0)
+        if num_needed > num_free - sum(not block.ref_count for block in partial):
+            partial, num_partial = [], 0  # its blocks are needed
         if num_needed > num_free:
             return None
-        held = hits.device if hits.partial is None else [*hits.device, hits.partial[0]]
+        held = [*hits.device, *partial]
         fresh = self._share_and_allocate(held, hits.host_slots, num_fresh)
         if fresh is None:
             return None
         fresh.reverse()
         for hit in hits.found:
-            if isinstance(hit, Block):
-                request.block_table.append(hit)
+            if hit is None or isinstance(hit, Block):
+                request.block_table.append(hit or self.pool.blocks[0])
                 continue
             key, slot = hit
             block = fresh.pop()
             self._copies.append(BlockCopy("host_to_device", slot, block.block_id))
             self.cache.publish(key, block)
             request.block_table.append(block)
-        num_partial = 0
-        if hits.partial is not None:
-            source, num_partial = hits.partial
-            self._copies.append(BlockCopy("device_to_device", source.block_id, fresh[-1].block_id))
+        for source, target in zip(partial, reversed(fresh), strict=False):
+            self._copies.append(BlockCopy("device_to_device", source.block_id, target.block_id))
             self.pool.release(source)
         while fresh:
             request.block_table.append(fresh.pop())
         for hit in reversed(hits.found):
             # Last block first, so that in this tier too a prefix outlives what hangs on it.
-            if not isinstance(hit, Block):
+            if isinstance(hit, tuple):
                 self.host.touch(hit[0])
-        request.num_published_blocks = len(hits.found)
+        request.num_published_blocks = num_found = len(hits.found) // self._groups
+        request.num_left_blocks = self.config.first_kept(num_found * self.block_size)
+        num_host = -(-len(hits.host_slots) // self._groups)
         return Placement(
-            num_ready_blocks=len(hits.found) + (num_partial > 0),
-            num_device_tokens=len(hits.device) * self.block_size + num_partial,
-            num_host_tokens=len(hits.host_slots) * self.block_size,
+            num_ready_blocks=len(hits.found) + len(partial),
+            num_device_tokens=(num_found - num_host) * self.block_size + num_partial,
+            num_host_tokens=num_host * self.block_size,
         )
 
     def publish(self, request: Request) -> None:
-        """Offers the blocks its committed tokens have filled to the cache."""
+        """Offers the blocks its committed tokens have filled to the cache, and gives up what has left the window.
+        No step yet to be scheduled looks at them, and those in flight come before any of the next owner's."""
         num_full = request.num_committed_tokens // self.block_size
+        groups = self._groups
         if self.config.prefix_caching:
-            self.cache.extend_keys(request.block_keys, request.token_ids, num_full, request.extra_keys)
-            for index in range(request.num_published_blocks, num_full):
+            self.cache.extend_keys(request.block_keys, request.token_ids, num_full, self._extra_keys(request))
+            for index in range(request.num_published_blocks * groups, num_full * groups):
                 self.cache.publish(request.block_keys[index], request.block_table[index])
         request.num_published_blocks = num_full
+        kept = self.config.first_kept(request.num_committed_tokens)
+        for index in range(request.num_left_blocks * groups, kept * groups):
+            if index % groups >= self._num_full:
+                self.pool.release(request.block_table[index])
+                request.block_table[index] = self.pool.blocks[0]
+        request.num_left_blocks = kept
 
     def publish_partial(self, request: Request) -> None:
         """Offers the block that its committed tokens have filled in part, for those whose prompt goes on from there:
         the other answers to its prompt, or the beams that follow it."""
         num_full, num_rest = divmod(request.num_committed_tokens, self.block_size)
-        if not self.config.prefix_caching or not num_rest or request.block_table[num_full].key is not None:
+        place, extra_keys = num_full * self._groups, self._extra_keys(request)
+        if not self.config.prefix_caching or not num_rest or request.block_table[place].key is not None:
             return
         first = num_full * self.block_size
-        self.cache.extend_keys(request.block_keys, request.token_ids, num_full, request.extra_keys)
-        parent = request.block_keys[num_full - 1] if num_full else None
-        key = self.cache.key(parent, request.token_ids[first : first + num_rest], request.extra_keys)
-        self.cache.publish(key, request.block_table[num_full])
+        self.cache.extend_keys(request.block_keys, request.token_ids, num_full, extra_keys)
+        tokens = request.token_ids[first : first + num_rest]
+        for group, extra in enumerate(extra_keys):
+            parent = request.block_keys[place + group - self._groups] if num_full else None
+            self.cache.publish(self.cache.key(parent, tokens, extra), request.block_table[place + group])
 
     def demote(self, request: Request) -> bool:
         """Saves a request's cached blocks to the host tier; whether any of them is there now."""
@@ -151,10 +171,9 @@ class BlockManager:
 
     def release(self, request: Request) -> None:
         """Gives up all its blocks, the last first, so that shared prefixes outlive tails."""
-        for block in reversed(request.block_table):
-            self.pool.release(block)
+        self._give_back([block for block in request.block_table if block.block_id])
         request.block_table = []
-        request.num_published_blocks = 0
+        request.num_published_blocks = request.num_left_blocks = 0
 
     def void(self, copies: Iterable[BlockCopy]) -> None:
         """These copies were never made, or not known to be: whatever they brought is forgotten."""
@@ -178,33 +197,48 @@ class BlockManager:
         if request.score_prompt_from is not None:
             # A prompt position is scored by computing the token before it.
             num_usable = min(num_usable, request.score_prompt_from - 1)
-        num_blocks = num_usable // self.block_size
-        keys = request.block_keys
-        self.cache.extend_keys(keys, request.token_ids, num_blocks, request.extra_keys)
-        previous: BlockKey | None = None
-        for index in range(num_blocks):
-            key = keys[index]
+        num_blocks, groups = num_usable // self.block_size, self._groups
+        keys, extra_keys = request.block_keys, self._extra_keys(request)
+        self.cache.extend_keys(keys, request.token_ids, num_blocks, extra_keys)
+        found: list[Block | tuple[BlockKey, int] | None] = []
+        unbroken = [0] * groups
+        """By group, how many of the last blocks were found in a row."""
+        num_found = 0
+        for place in range(num_blocks * groups):
+            group, key = place % groups, keys[place]
             # The chain so far was just found equal: link to it, so the next comparison ends at once.
-            key.parent = previous
-            block = self.cache.find(key)
-            if block is not None:
-                assert block.key is not None
-                found = block.key
-                hits.found.append(block)
-                hits.device.append(block)
-            else:
-                stored = self.host.find(key)
-                if stored is None:
-                    break
-                found = stored[0]
-                hits.found.append(stored)
-                hits.host_slots.append(stored[1])
-            found.parent = previous
-            keys[index] = previous = found
-        first = len(hits.found) * self.block_size
+            key.parent = keys[place - groups] if place >= groups else None
+            hit = self.cache.find(key) or self.host.find(key)
+            if hit is not None:
+                stored = hit.key if isinstance(hit, Block) else hit[0]
+                assert stored is not None
+                stored.parent = key.parent
+                keys[place] = stored
+            elif group < self._num_full:
+                break
+            found.append(hit)
+            unbroken[group] = unbroken[group] + 1 if hit is not None else 0
+            number = place // groups + 1
+            if group == groups - 1 and min(unbroken) >= number - self.config.first_kept(number * self.block_size):
+                num_found = number
+        full, kept = self._num_full, self.config.first_kept(num_found * self.block_size)
+        needed = (place % groups < full or place // groups >= kept for place in range(num_found * groups))
+        hits.found = [hit if is_needed else None for hit, is_needed in zip(found, needed, strict=False)]
+        hits.device = [hit for hit in hits.found if isinstance(hit, Block)]
+        hits.host_slots = [hit[1] for hit in hits.found if isinstance(hit, tuple)]
+        first = num_found * self.block_size
         rest = request.token_ids[first : min(num_usable, first + self.block_size)]
-        hits.partial = self.cache.find_partial(previous, rest, request.extra_keys)
+        parents = keys[(num_found - 1) * groups : num_found * groups] if num_found else [None] * groups
+        partial = (self.cache.find_partial(one, rest, extra) for one, extra in zip(parents, extra_keys, strict=True))
+        held = [one for one in partial if one is not None]
+        if len(held) == groups:
+            hits.partial = [block for block, _ in held], min(count for _, count in held)
         return hits
+
+    def _extra_keys(self, request: Request) -> list[tuple[str, ...]]:
+        """What each group's keys begin with: their blocks hold different things."""
+        extra = request.extra_keys
+        return [extra, *((*extra, f"group {group}") for group in range(1, self._groups))]
 
     def _share_and_allocate(self, shared: list[Block], host_slots: Iterable[int], num_fresh: int) -> list[Block] | None:
         """References `shared`, then takes fresh blocks; if that can't be done, nothing is held."""
@@ -218,8 +252,7 @@ class BlockManager:
         finally:
             self.host.unpin()
             if fresh is None:
-                for block in reversed(shared):
-                    self.pool.release(block)
+                self._give_back(shared)
         return fresh
 
     def _allocate(self, count: int) -> list[Block] | None:

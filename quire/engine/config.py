@@ -26,6 +26,12 @@ class SchedulerConfig:
     num_host_blocks: int = 0
     """Blocks of the host tier below the prefix cache; 0 turns it off, and preemption recomputes."""
     prefix_caching: bool = True
+    num_groups: int = 1
+    """Groups of layers: each has blocks of its own for the same tokens, one after the other in block tables."""
+    num_windowed: int = 0
+    """So many of them, the last ones, look back no further than a window; what lies before it is given back."""
+    window: int = 0
+    """Of these, in tokens, and what else is read before it."""
 
     def __post_init__(self) -> None:
         for field, low in (
@@ -59,5 +65,9 @@ class SchedulerConfig:
         return self.num_blocks - 1
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold that many tokens."""
-        return -(-num_tokens // self.block_size)
+        """How many blocks hold that many tokens, of all groups together."""
+        return -(-num_tokens // self.block_size) * self.num_groups
+
+    def first_kept(self, num_tokens: int) -> int:
+        """From which place of its sequence on a windowed group needs blocks for whatever follows so many tokens."""
+        return max(0, num_tokens - self.window + 1) // self.block_size if self.num_windowed else 0

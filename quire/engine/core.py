@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import Protocol
 
 from quire.engine.idle_check import IdleCheck
@@ -33,16 +34,6 @@ class Runner(Protocol):
 
     def submit(self, step: Step) -> Pending:
         """Starts a step. Steps are computed in the order of submission, each after all before it."""
-
-
-class _NeverStarted:
-    """Stands for a step whose submission failed."""
-
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
-
-    def result(self) -> StepResult:
-        raise EngineError(_describe(self._error)) from self._error
 
 
 class EngineCore:
@@ -111,7 +102,10 @@ class EngineCore:
             pending = self.runner.submit(step)
         except BaseException as error:
             # Earlier steps are sound: they are committed first, then this one fails in its turn.
-            self._in_flight.append((step, _NeverStarted(error)))
+            failure, failed = EngineError(_describe(error)), Future[StepResult]()
+            failure.__cause__ = error
+            failed.set_exception(failure)
+            self._in_flight.append((step, failed))
             if not isinstance(error, Exception):
                 raise
             while self._in_flight:

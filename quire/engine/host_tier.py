@@ -29,10 +29,6 @@ class HostTier:
             yield digest, key, slot
 
     @property
-    def free_slots(self) -> tuple[int, ...]:
-        return tuple(self._free)
-
-    @property
     def num_free(self) -> int:
         return len(self._free)
 

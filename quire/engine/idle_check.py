@@ -7,7 +7,7 @@ every time, and the blocks and host slots, each by itself, a slice at a time.
 
 from __future__ import annotations
 
-from quire.engine.invariants import InvariantError, check_links, check_requests
+from quire.engine.invariants import InvariantError, check_block, check_links, check_requests
 from quire.engine.scheduler import Scheduler
 
 
@@ -59,12 +59,9 @@ class IdleCheck:
         start, end = self._next_block, self._next_block + self._slice_size
         self._next_block = end if end < len(blocks.pool.blocks) else 0
         for block in blocks.pool.blocks[start:end]:
-            if block.ref_count:
-                raise InvariantError(f"{block} is in no block table")
+            check_block(block, is_free=block.block_id != 0, num_tables=0)
             if block.block_id != 0:
                 check_links(block)
-            elif block.previous is not None or block.next is not None:
-                raise InvariantError(f"{block} has stray links")
             if block.key is not None and not blocks.cache.knows(block):
                 raise InvariantError(f"{block} is cached under another name")
 

@@ -49,19 +49,23 @@ def check_blocks(blocks: BlockManager, holders: Iterable[Request]) -> None:
         check_links(block)
     references: Counter[int] = Counter()
     for request in holders:
-        references.update([block.block_id for block in request.block_table])
+        references.update([block.block_id for block in request.block_table if block.block_id])
         check_table(blocks, request)
     if 0 in free_ids or references[0]:
         raise InvariantError("block 0 is handed out")
     for block in pool.blocks:
-        is_free = block.block_id in free_ids
-        if block.ref_count != references[block.block_id]:
-            raise InvariantError(f"{block} is in {references[block.block_id]} block tables")
-        if block.block_id != 0 and is_free != (block.ref_count == 0):
-            raise InvariantError(f"{block} is {'both' if is_free else 'neither'} free and owned")
-        if (block.next is not None) != is_free or (block.previous is not None) != is_free:
-            raise InvariantError(f"{block} has stray links")
+        check_block(block, block.block_id in free_ids, references[block.block_id])
     _check_names(blocks)
+
+
+def check_block(block: Block, is_free: bool, num_tables: int) -> None:
+    """A block is in so many block tables, or free."""
+    if block.ref_count != num_tables:
+        raise InvariantError(f"{block} is in {num_tables} block tables")
+    if block.block_id != 0 and is_free != (block.ref_count == 0):
+        raise InvariantError(f"{block} is {'both' if is_free else 'neither'} free and owned")
+    if (block.next is not None) != is_free or (block.previous is not None) != is_free:
+        raise InvariantError(f"{block} has stray links")
 
 
 def check_links(block: Block) -> None:
@@ -75,17 +79,21 @@ def check_links(block: Block) -> None:
 
 def check_table(blocks: BlockManager, request: Request) -> None:
     """One request's blocks carry its own tokens, as many as it has computed."""
+    config, groups = blocks.config, blocks.config.num_groups
+    kept = config.first_kept(request.num_committed_tokens)
     for index, block in enumerate(request.block_table):
+        if block.block_id == 0 and (index // groups >= kept or index % groups < groups - config.num_windowed):
+            raise InvariantError(f"request {request.request_id} lacks a block at {index}, which it may look at")
         if block.key is None:
             continue
         if blocks.cache.is_partial(block.key):
-            first, held = index * blocks.block_size, block.key.token_ids
+            first, held = index // groups * blocks.block_size, block.key.token_ids
             matches = tuple(request.token_ids[first : first + len(held)]) == held
         else:
             matches = index >= len(request.block_keys) or same_prefix(block.key, request.block_keys[index])
         if not matches:
             raise InvariantError(f"request {request.request_id} holds {block}, which is another prefix")
-    if len(request.block_table) * blocks.block_size < request.num_computed_tokens:
+    if blocks.num_held(request) < request.num_computed_tokens:
         raise InvariantError(
             f"request {request.request_id} computed {request.num_computed_tokens} tokens into "
             f"{len(request.block_table)} blocks"
@@ -100,13 +108,8 @@ def _check_names(blocks: BlockManager) -> None:
         if block.key is None or block.key.digest != digest:
             raise InvariantError(f"{block} is cached under another name")
     host = blocks.host
-    slots = list(host.free_slots)
-    for digest, key, slot in host.items():
-        slots.append(slot)
-        if key.digest != digest:
-            raise InvariantError(f"host slot {slot} is stored under another name")
-    if sorted(slots) != list(range(host.num_slots)) or not all(map(host.is_sound, slots)):
-        raise InvariantError("host slots are lost or used twice")
+    if host.num_free + len(host) != host.num_slots or not all(map(host.is_sound, range(host.num_slots))):
+        raise InvariantError("host slots are lost, used twice or stored under another name")
     if host.pinned:
         raise InvariantError(f"host slots {sorted(host.pinned)} stayed pinned")
 
@@ -161,5 +164,6 @@ def _check_counts(scheduler: Scheduler) -> None:
             raise InvariantError(f"{name} committed {committed}, computed {computed} of {tokens} tokens")
         if not tokens <= request.max_total_tokens <= scheduler.config.max_model_len:
             raise InvariantError(f"{name} has {tokens} of at most {request.max_total_tokens} tokens")
-        if len(request.block_keys) > len(request.token_ids) // scheduler.config.block_size:
+        config = scheduler.config
+        if len(request.block_keys) > len(request.token_ids) // config.block_size * config.num_groups:
             raise InvariantError(f"{name} has names for blocks it has not filled")

@@ -26,16 +26,15 @@ class PrefixCache:
         yield from self._blocks.items()
 
     def extend_keys(
-        self, keys: list[BlockKey], token_ids: list[int], num_blocks: int, extra_keys: tuple[str, ...]
+        self, keys: list[BlockKey], token_ids: list[int], num_blocks: int, extra_keys: Sequence[tuple[str, ...]]
     ) -> None:
-        """Appends the missing keys of a sequence's first `num_blocks` blocks: each block is hashed once."""
-        size = self.block_size
-        for first in range(len(keys) * size, num_blocks * size, size):
+        """Appends the missing keys of a sequence's first `num_blocks` blocks: each block is hashed once. There is a key
+        for each group of layers, whose chain begins with its own `extra_keys`."""
+        size, groups = self.block_size, len(extra_keys)
+        for first in range(len(keys) // groups * size, num_blocks * size, size):
             tokens = tuple(token_ids[first : first + size])
-            if keys:  # as `key` does it: this is done for every block
-                keys.append(BlockKey(self._digest(keys[-1].digest, tokens, ()), tokens, keys[-1], ()))
-            else:
-                keys.append(self.key(None, tokens, extra_keys))
+            parents: Sequence[BlockKey | None] = keys[-groups:] or [None] * groups
+            keys += [self.key(parent, tokens, extra) for parent, extra in zip(parents, extra_keys, strict=True)]
 
     def key(self, parent: BlockKey | None, token_ids: Sequence[int], extra_keys: tuple[str, ...]) -> BlockKey:
         """The identity of a block that holds these tokens after its parent's."""

@@ -166,12 +166,13 @@ class RequestTable:
         if request.params.max_tokens is not None:
             limit = min(limit, num_prompt + request.params.max_tokens)
         # The last token is sampled but never computed, so it needs no room.
-        if config.blocks_for(limit - 1) > config.num_usable_blocks:
+        num_blocks = config.num_usable_blocks // config.num_groups
+        if limit - 1 > num_blocks * config.block_size:
             raise CapacityError(
                 f"request {request.request_id}: prompt ({num_prompt} tokens) and answer (up to "
                 f"{limit - num_prompt}) need room for {limit - 1} tokens, the cache holds "
-                f"{config.num_usable_blocks * config.block_size} ({config.num_usable_blocks} blocks of "
-                f"{config.block_size}): lower max_tokens, shorten the prompt or give the cache more memory"
+                f"{num_blocks * config.block_size} ({num_blocks} blocks of {config.block_size}): lower max_tokens, "
+                "shorten the prompt or give the cache more memory"
             )
         return limit
 

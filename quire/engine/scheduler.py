@@ -171,7 +171,7 @@ class Scheduler:
     def _schedule_running(self, plan: _StepPlan) -> None:
         """First everyone with one token to compute, then longer stretches out of what is left."""
         chunks: list[Request] = []
-        block_size = self.config.block_size
+        block_size, groups = self.config.block_size, self.config.num_groups
         scheduled, requests, guesses = plan.scheduled, plan.requests, self._guess is not None
         append = scheduled.append
         for request in self.table.running.snapshot():
@@ -185,12 +185,11 @@ class Scheduler:
             if num_tokens - start != 1:
                 chunks.append(request)
                 continue
-            new_block_ids: tuple[int, ...] = ()
-            if start == len(request.block_table) * block_size:
-                block_id = self._grow(request, plan)
-                if block_id is None:
+            new_block_ids: tuple[int, ...] | None = ()
+            if start * groups == len(request.block_table) * block_size:
+                new_block_ids = self._grow(request, plan)
+                if new_block_ids is None:
                     continue
-                new_block_ids = (block_id,)
             if start < request.computed_before:
                 request.recomputed_tokens += 1
             ahead = guesses and request.num_guesses > 0
@@ -219,19 +218,19 @@ class Scheduler:
         request.num_computed_tokens = end
         request.num_placeholders += samples
 
-    def _grow(self, request: Request, plan: _StepPlan) -> int | None:
+    def _grow(self, request: Request, plan: _StepPlan) -> tuple[int, ...] | None:
         """A block for the next token: a free one, else one of the least important running request.
 
         The running queue is walked in its order, so whoever gives way has not been scheduled in this step.
         """
         while request.row is not None:
             try:
-                block = self.blocks.grow(request)
+                block_ids = self.blocks.grow(request)
             except QuireError as error:
                 self.table.finish(request, "error", plan.now, error=str(error))
                 return None
-            if block is not None:
-                return block.block_id
+            if block_ids is not None:
+                return block_ids
             plan.preempting = True
             why = f"request {request.request_id} needed a block and none was free"
             self.table.preempt(self.table.running[-1], why)
@@ -298,7 +297,7 @@ class Scheduler:
     def _add_guesses(self, plan: _StepPlan, guess: Guess) -> None:
         """Guessed tokens behind those of the requests that sample, out of what everyone else has left: budget that is
         unused, and blocks of which every running request could still take one."""
-        block_size, drafts = self.config.block_size, self._num_drafts is not None
+        drafts = self._num_drafts is not None
         for index, request in enumerate(plan.requests):
             if request.draft_state is False:
                 continue
@@ -311,7 +310,7 @@ class Scheduler:
             most = max(0, min(plan.budget, request.max_total_tokens - request.num_tokens))
             computed = request.num_computed_tokens
             new_block_ids = self._grow_for_guesses(request, computed + min(len(guesses), most), entry.new_block_ids)
-            guesses = tuple(guesses[: min(most, len(request.block_table) * block_size - computed)])
+            guesses = tuple(guesses[: min(most, self.blocks.num_held(request) - computed)])
             request.num_computed_tokens = computed = computed + len(guesses)
             request.num_placeholders += len(guesses)
             request.num_guesses += len(guesses)
@@ -321,7 +320,7 @@ class Scheduler:
                 num_drafts = min(self._num_drafts(request), left) if left > 0 else 0
                 # The drawn token and all drafts but the last are computed by whoever drafts.
                 new_block_ids = self._grow_for_guesses(request, computed + num_drafts, new_block_ids)
-                num_drafts = min(num_drafts, len(request.block_table) * block_size - computed)
+                num_drafts = min(num_drafts, self.blocks.num_held(request) - computed)
             if guesses:
                 plan.num_decodes = min(plan.num_decodes, index)
                 plan.budget -= len(guesses)
@@ -333,15 +332,15 @@ class Scheduler:
 
     def _grow_for_guesses(self, request: Request, end: int, new_block_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Blocks for tokens up to `end`, as far as there are some that nobody needs; appended to the step's."""
-        block_size, pool = self.config.block_size, self.blocks.pool
-        while end > len(request.block_table) * block_size and pool.num_free > len(self.table.running):
+        blocks, groups = self.blocks, self.config.num_groups
+        while end > blocks.num_held(request) and blocks.pool.num_free > groups * len(self.table.running):
             try:
-                block = self.blocks.grow(request)
+                block_ids = blocks.grow(request)
             except QuireError:
                 return new_block_ids
-            if block is None:
+            if block_ids is None:
                 return new_block_ids
-            new_block_ids = (*new_block_ids, block.block_id)
+            new_block_ids += block_ids
         return new_block_ids
 
     def _take_oldest(self, step: Step, result: StepResult) -> list[Request]:

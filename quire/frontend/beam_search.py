@@ -18,12 +18,13 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from quire.engine import EngineCore, RequestUpdate, make_requests
+from quire.engine import EngineCore, make_requests
 from quire.errors import InvalidRequestError, QuireError
 from quire.field_checks import check_bool, check_int, check_real, checked_ids
 from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.tokenizer import Tokenizer
 from quire.sampling_params import MAX_LOGPROBS, SamplingParams
+from quire.step import RequestUpdate
 
 Continuations = Sequence[tuple[int, float]]
 """(token id, logprob) of the most likely next tokens, the likeliest first."""

@@ -12,13 +12,14 @@ from quire.errors import InvalidRequestError, TemplateError
 from quire.frontend import template_sandbox as sandbox
 from quire.frontend.call_form import CallForm, find_call_form
 from quire.frontend.control_tokens import ControlTokens, Placeholders, holds
+from quire.frontend.earlier_reasoning import named_thinking, says_thinking
 from quire.frontend.messages import check_list, check_messages, plain_data
 from quire.frontend.template_limits import TemplateLimitError, limited
 from quire.frontend.tokenizer import Tokenizer
 
 _MAX_SOURCE = 1024 * 1024
 # The fields of an assistant's message that the model wrote token by token.
-_OWN_WORDS = ("content", "reasoning_content")
+_OWN_WORDS = ("content", "reasoning_content", "thinking")
 
 
 class ChatOptions(TypedDict, total=False):
@@ -47,6 +48,7 @@ class ChatTemplate:
         self.source = source
         self._named_tokens = dict(named_tokens or {})
         self._knows_developer = "developer" in source
+        self._says_thinking = says_thinking(source)
         self._kept: tuple[Tokenizer, ControlTokens] | None = None
         self._call_form: CallForm | None = None
         try:
@@ -114,6 +116,8 @@ class ChatTemplate:
 
     def _check(self, messages: object, options: ChatOptions) -> dict[str, Any]:
         checked = check_messages(messages, self._knows_developer)
+        if self._says_thinking:
+            checked = named_thinking(checked)
         if any("tool_calls" in message for message in checked):
             checked = self._form_of_calls().suit(checked)
         request = {

@@ -18,17 +18,35 @@ class IncrementalDetokenizer:
     With `prompt_ids` the answer is read as the continuation of that prompt: a SentencePiece tokenizer then
     keeps the space before the first word, which `decode` drops only at the very start of a text.
 
+    `special_mark` stands before each special token's text, for readers who must tell it from the same text in others.
+
     Ids past the tokenizer's vocabulary add nothing (a model may have more rows than its tokenizer tokens).
     """
 
-    __slots__ = ("_is_between", "_skip_special_tokens", "_strip_space", "_texts", "_tokenizer", "_utf8")
+    __slots__ = (
+        "_is_between",
+        "_skip_special_tokens",
+        "_special_mark",
+        "_strip_space",
+        "_texts",
+        "_tokenizer",
+        "_utf8",
+    )
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        prompt_ids: Sequence[int] = (),
+        special_mark: str = "",
+    ) -> None:
         self._tokenizer = tokenizer
+        self._special_mark = special_mark
         self._skip_special_tokens = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._strip_space = tokenizer.strips_first_space and not any(map(self._bytes, prompt_ids))
-        self._texts = tokenizer.whole_texts[skip_special_tokens]
+        # With marks, special tokens have other texts than everybody else's.
+        self._texts = {} if special_mark else tokenizer.whole_texts[skip_special_tokens]
         self._is_between = not self._strip_space
         """Whether the text so far ends with a whole character, so that the next token's text is its own."""
 
@@ -41,6 +59,10 @@ class IncrementalDetokenizer:
         if data and self._strip_space:
             self._strip_space = False
             data = data.removeprefix(b" ")
+        if self._special_mark and data and token_id in self._tokenizer.special_token_ids:
+            text = self._utf8.decode(b"", final=True) + self._special_mark + self._utf8.decode(data)
+            self._is_between = not self._utf8.getstate()[0]
+            return text
         text = self._utf8.decode(data)
         self._is_between = not self._strip_space and not self._utf8.getstate()[0]
         if was_between and self._is_between and token_id < self._tokenizer.vocab_size:

@@ -74,7 +74,7 @@ def engine_info(
         weight_bytes=decoder.nbytes,
         weight_formats=tuple(formats),
         cache_dtype=str(plan.dtype).removeprefix("torch."),
-        cache_bytes=plan.num_blocks * plan.bytes_per_block,
+        cache_bytes=plan.nbytes,
         cache_tokens=plan.num_tokens,
         cache_bytes_per_token=plan.bytes_per_block // plan.block_size,
         host_cache_tokens=plan.num_host_blocks * plan.block_size,

@@ -35,9 +35,19 @@ _LLAMA3_WORDS = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}
 _QWEN2_WORDS = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_WORD_TAIL}"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN_WORDS = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASED_WORDS = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
+    r"|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SEED_WORDS = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_HUNYUAN_WORDS = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 
 
@@ -45,8 +55,9 @@ _TEKKEN_WORDS = (
 class _PreTokenizer:
     """How text is cut before byte-level merging."""
 
-    words: str | None = None
-    """Regex of one word; None is GPT-2's, which is built into the byte-level pre-tokenizer."""
+    words: str | tuple[str, ...] = ()
+    """Regex of one word, or several that cut one after the other; none is GPT-2's, which is built into the byte-level
+    pre-tokenizer."""
     single_digits: bool = False
     nfc: bool = False
     whole_words_first: bool = False
@@ -57,21 +68,45 @@ class _PreTokenizer:
 
 _LLAMA3 = _PreTokenizer(_LLAMA3_WORDS, whole_words_first=True, adds_bos=True)
 _GPT2 = _PreTokenizer()
+_GPT4 = _PreTokenizer(_LLAMA3_WORDS)
+_STARCODER = _PreTokenizer(single_digits=True)
 _PRE_TOKENIZERS = {
     "default": _GPT2,
     "gpt-2": _GPT2,
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
+    "falcon3": _PreTokenizer(_LLAMA3_WORDS, whole_words_first=True),
     "qwen2": _PreTokenizer(_QWEN2_WORDS, nfc=True),
     # SmolLM3 is a Llama 3 tokenizer without a beginning-of-sequence token, which llama.cpp calls this.
     "smaug-bpe": _PreTokenizer(_LLAMA3_WORDS, whole_words_first=True),
-    "smollm": _PreTokenizer(single_digits=True),
-    "tekken": _PreTokenizer(_TEKKEN_WORDS, whole_words_first=True, adds_bos=True),
+    "smollm": _STARCODER,
+    "tekken": _PreTokenizer(_CASED_WORDS % ("", "", ""), whole_words_first=True, adds_bos=True),
+    # gpt-oss and Phi-4-mini.
+    "gpt-4o": _PreTokenizer(_CASED_WORDS % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?", "{1,3}")),
+    # Phi-4, OLMo 2 and 3, Granite 4: GPT-4's.
+    "dbrx": _GPT4,
+    "glm4": _GPT4,
+    "chatglm-bpe": _GPT4,
+    # StarCoder 2, and Granite 3, whose tokenizer llama.cpp knows by another model's name.
+    "starcoder": _STARCODER,
+    "refact": _STARCODER,
+    "command-r": _PreTokenizer(single_digits=True, nfc=True),
+    "seed-coder": _PreTokenizer(_SEED_WORDS),
+    "hunyuan-dense": _PreTokenizer(_HUNYUAN_WORDS),
 }
 
+# Architectures whose control tokens swallow the white space behind them, but for these: files do not say so, their
+# models' tokenizer.json do. For SentencePiece alone: later models of such an architecture have other tokenizers.
+_STRIPPING = {"phi3": ("<unk>", "<s>", "<|endoftext|>")}
+
 # Ends of turn that some files mark as control tokens without listing them as ends.
-_END_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>")
+_END_TEXTS = (
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>"),
+    *("<end_of_turn>", "<|end|>", "<|return|>", "<|call|>"),
+)
+_MESSAGE_END = "<|end|>"
+"""Phi's end of turn; where there is `<|call|>` (gpt-oss) it is the end of a message, after which others may follow."""
 
 
 def read_gguf_tokenizer(metadata: Mapping[str, object]) -> TokenizerParts:
@@ -90,7 +125,8 @@ def read_gguf_tokenizer(metadata: Mapping[str, object]) -> TokenizerParts:
         )
     ids = {name: _token_id(fields, key, tokens) for name, key in _NAMED_TOKENS.items()}
     named = {name: (tokens[token_id], token_id) for name, token_id in ids.items() if token_id is not None}
-    backend.add_tokens(_added_tokens(tokens, types, {token_id for _, token_id in named.values()}))
+    unstripped = _STRIPPING.get(str(metadata.get("general.architecture"))) if model == "llama" else None
+    backend.add_tokens(_added_tokens(tokens, types, {token_id for _, token_id in named.values()}, unstripped))
     bos = named.get("bos_token") if fields.boolean("add_bos_token", adds_bos) else None
     eos = named.get("eos_token") if fields.boolean("add_eos_token", False) else None
     backend.post_processor = processors.TemplateProcessing(
@@ -98,7 +134,7 @@ def read_gguf_tokenizer(metadata: Mapping[str, object]) -> TokenizerParts:
         special_tokens=[token for token in (bos, eos) if token is not None],
     )
     ends = [ids["eos_token"], *(_token_id(fields, key, tokens) for key in ("eot_token_id", "eom_token_id"))]
-    ends += [i for i, token in enumerate(tokens) if types[i] == _CONTROL and token in _END_TEXTS]
+    ends += _end_ids(tokens, types)
     return TokenizerParts(
         backend=backend,
         vocab_size=len(tokens),
@@ -108,6 +144,13 @@ def read_gguf_tokenizer(metadata: Mapping[str, object]) -> TokenizerParts:
         named_tokens={name: token for name, (token, _) in named.items()},
         chat_templates=_chat_templates(metadata),
     )
+
+
+def _end_ids(tokens: Sequence[str], types: Sequence[int]) -> list[int]:
+    found = {token: i for i, token in enumerate(tokens) if types[i] == _CONTROL and token in _END_TEXTS}
+    if "<|call|>" in found:
+        found.pop(_MESSAGE_END, None)
+    return list(found.values())
 
 
 def _token_id(fields: Fields, key: str, tokens: Sequence[str]) -> int | None:
@@ -151,9 +194,9 @@ def _byte_level(fields: Fields, tokens: Sequence[str]) -> tuple[tokenizers.Token
     steps: list[pre_tokenizers.PreTokenizer] = []
     if pre.single_digits:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
-    if pre.words is not None:
-        steps.append(pre_tokenizers.Split(Regex(pre.words), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.words is None))
+    cuts = (pre.words,) if isinstance(pre.words, str) else pre.words
+    steps += [pre_tokenizers.Split(Regex(words), behavior="isolated") for words in cuts]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pre.words))
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     backend.decoder = decoders.ByteLevel()
     return backend, pre.adds_bos
@@ -208,14 +251,22 @@ def _build_bpe(tokens: Sequence[str], merges: list[tuple[str, str]], **options: 
         ) from None
 
 
-def _added_tokens(tokens: Sequence[str], types: Sequence[int], named: set[int]) -> list[AddedToken]:
-    """Control tokens (and those with a role by name) are special; user-defined ones are only matched whole.
+def _added_tokens(
+    tokens: Sequence[str], types: Sequence[int], named: set[int], unstripped: Sequence[str] | None
+) -> list[AddedToken]:
+    """Control tokens (and those with a role by name) are special; user-defined ones are only matched whole. All but the
+    `unstripped` ones swallow the white space behind them; None: none does.
 
     All are in the vocabulary already, so they keep their ids.
     """
     marked = named.union(index for index, kind in enumerate(types) if kind in (_CONTROL, _UNKNOWN, _USER_DEFINED))
     return [
-        AddedToken(tokens[index], special=types[index] != _USER_DEFINED or index in named, normalized=False)
+        AddedToken(
+            tokens[index],
+            special=types[index] != _USER_DEFINED or index in named,
+            normalized=False,
+            rstrip=unstripped is not None and tokens[index] not in unstripped,
+        )
         for index in sorted(marked)
         if tokens[index]
     ]

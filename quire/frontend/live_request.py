@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from quire.constrain import Grammar
-from quire.engine import Request, RequestMetrics, RequestUpdate
+from quire.engine import Request
 from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.stop_strings import StopMatcher, stop_automaton
 from quire.frontend.tokenizer import Tokenizer
 from quire.outputs import Completion, Logprob, RequestDelta, RequestOutput, TokenLogprobs
 from quire.sampling_params import SamplingParams
-from quire.step import PromptScores, TokenScore
+from quire.step import PromptScores, RequestMetrics, RequestUpdate, TokenScore
 
 
 class AnswerText:
@@ -21,9 +21,11 @@ class AnswerText:
 
     __slots__ = ("detokenizer", "matcher", "params", "pieces", "scores", "seed", "token_ids")
 
-    def __init__(self, tokenizer: Tokenizer, continued: Sequence[int], params: SamplingParams, seed: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, continued: Sequence[int], params: SamplingParams, seed: int, mark: str
+    ) -> None:
         # Spaces between special tokens need no switch: no decoder that `Tokenizer` accepts puts any there.
-        self.detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, continued)
+        self.detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, continued, mark)
         self.matcher: StopMatcher | None = None
         if params.stop:
             self.matcher = StopMatcher(stop_automaton(params.stop), params.include_stop_str_in_output)
@@ -84,10 +86,12 @@ class LiveRequest:
         tokenizer: Tokenizer,
         continues_prompt: bool,
         deltas_only: bool = False,
+        special_mark: str = "",
     ) -> None:
         """`params` as the caller gave them; `continues_prompt`: the answer goes on with the prompt's text, as
         opposed to a chat's new turn; `deltas_only`: outputs need not repeat the logprobs of deltas and prompt,
-        which for long ones takes long to write (`best_of` shows no deltas: its outputs have them)."""
+        which for long ones takes long to write (`best_of` shows no deltas: its outputs have them); `special_mark`
+        stands before special tokens in the text."""
         self.request_id = request_id
         self.names = [request.request_id for request in requests]
         self.grammar: Grammar | None = None
@@ -100,7 +104,7 @@ class LiveRequest:
         self._deltas_only = deltas_only
         self._tokenizer = tokenizer
         continued = prompt_token_ids if continues_prompt else ()
-        self._answers = [AnswerText(tokenizer, continued, params, request.seed) for request in requests]
+        self._answers = [AnswerText(tokenizer, continued, params, one.seed, special_mark) for one in requests]
         self._completions: list[Completion | None] = [None] * len(requests)
         self._prompt_scores: dict[int, TokenScore] = {}
 

@@ -154,30 +154,10 @@ def _codes(packed: Tensor, bits: int, group: int) -> Tensor:
 _Blocks = tuple[Tensor, Tensor, Tensor | None]
 
 
-def _q8_0(blocks: Tensor) -> _Blocks:
-    return blocks[:, 2:].contiguous().view(torch.int8), _scale(blocks, 0), None
-
-
-def _q4_0(blocks: Tensor) -> _Blocks:
-    return _codes(blocks[:, 2:], 4, 16).sub_(8), _scale(blocks, 0), None
-
-
-def _q4_1(blocks: Tensor) -> _Blocks:
-    return _codes(blocks[:, 4:], 4, 16), _scale(blocks, 0), -_scale(blocks, 2)
-
-
 def _five_bits(low: Tensor, high: Tensor) -> Tensor:
     """Nibbles of 16 bytes below the bits of a 32-bit number."""
     bits = high.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=high.device) & 1
     return _codes(low, 4, 16) | bits.flatten(1).view(torch.int8) << 4
-
-
-def _q5_0(blocks: Tensor) -> _Blocks:
-    return _five_bits(blocks[:, 6:], blocks[:, 2:6]).sub_(16), _scale(blocks, 0), None
-
-
-def _q5_1(blocks: Tensor) -> _Blocks:
-    return _five_bits(blocks[:, 8:], blocks[:, 4:8]), _scale(blocks, 0), -_scale(blocks, 2)
 
 
 def _mxfp4(blocks: Tensor) -> _Blocks:
@@ -200,10 +180,6 @@ def _q3_k(blocks: Tensor) -> _Blocks:
     return codes.sub_(4), _scale(blocks, 108) * (factors - 32), None
 
 
-def _q4_k(blocks: Tensor) -> _Blocks:
-    return _codes(blocks[:, 16:], 4, 32), *_q4_k_scales(blocks)
-
-
 def _q5_k(blocks: Tensor) -> _Blocks:
     return _codes(blocks[:, 48:], 4, 32) | _codes(blocks[:, 16:48], 1, 32) << 4, *_q4_k_scales(blocks)
 
@@ -223,14 +199,14 @@ def _q4_k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _DECODERS: dict[str, Callable[[Tensor], _Blocks]] = {
-    "Q8_0": _q8_0,
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
+    "Q8_0": lambda blocks: (blocks[:, 2:].contiguous().view(torch.int8), _scale(blocks, 0), None),
+    "Q4_0": lambda blocks: (_codes(blocks[:, 2:], 4, 16).sub_(8), _scale(blocks, 0), None),
+    "Q4_1": lambda blocks: (_codes(blocks[:, 4:], 4, 16), _scale(blocks, 0), -_scale(blocks, 2)),
+    "Q5_0": lambda blocks: (_five_bits(blocks[:, 6:], blocks[:, 2:6]).sub_(16), _scale(blocks, 0), None),
+    "Q5_1": lambda blocks: (_five_bits(blocks[:, 8:], blocks[:, 4:8]), _scale(blocks, 0), -_scale(blocks, 2)),
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
-    "Q4_K": _q4_k,
+    "Q4_K": lambda blocks: (_codes(blocks[:, 16:], 4, 32), *_q4_k_scales(blocks)),
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
     "MXFP4": _mxfp4,

@@ -59,6 +59,10 @@ class PagedBatch:
     """What the backend's `attention_work` made of the batch, on the device; None: it does so itself."""
 
 
+Batches = tuple[PagedBatch, ...]
+"""One for each group of layers, which differ in block tables and slots only."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerCache:
     """One layer's keys and values: [num_blocks, num_kv_heads, block_size, head_dim] each, in the model's dtype, in FP8,
@@ -70,6 +74,8 @@ class LayerCache:
     """float32 [num_blocks, num_kv_heads, block_size]: what the int8 keys of a token and head are to be multiplied with.
     It is 1/127 of their largest magnitude, and NaN where not all of them are finite."""
     value_scales: Tensor | None = None
+    group: int = 0
+    """Which of the step's batches has the tables for it: layers with a window have others than those without."""
 
     @property
     def scales(self) -> tuple[Tensor | None, Tensor | None]:
@@ -218,6 +224,10 @@ class Kernels(Protocol):
     @property
     def sample_rows(self) -> SampleRows | None:
         """Sampling in one go, where the backend has it."""
+
+    @property
+    def keys_at_once(self) -> int:
+        """Attention reads no key that lies before the window's begin rounded down to a multiple of this."""
 
     def computes(self, format: Format) -> bool:
         """Whether the backend computes with this block format as it is stored; others are expanded when loaded."""

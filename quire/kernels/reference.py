@@ -49,6 +49,7 @@ class ReferenceKernels:
     """Plain torch. Meets `quire.kernels.ops.Kernels`; other backends inherit what they don't replace."""
 
     name = "reference"
+    keys_at_once = 1
     sample_rows: SampleRows | None = None
     record: Callable[[Callable[[], None]], Callable[[], None] | None] | None = None
 
@@ -192,7 +193,8 @@ class ReferenceKernels:
         tables = batch.table_rows.tolist()
         for i, context_len in enumerate(context_lens):
             first_row, end_row = starts[i], starts[i + 1]
-            keys, values = _gather_tiles(cache, batch.block_tables[tables[i]], context_len)
+            first = max(0, context_len - (end_row - first_row) - spec.sliding_window + 1) if spec.sliding_window else 0
+            keys, values = _gather_tiles(cache, batch.block_tables[tables[i]], first, context_len)
             for row in range(first_row, end_row, QUERY_TILE):
                 tile_rows = slice(row, min(row + QUERY_TILE, end_row))
                 position = context_len - (end_row - row)
@@ -310,10 +312,11 @@ def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
     return whole.where(scales.isfinite(), 0.0).to(torch.int8), scales.squeeze(-1)
 
 
-def _gather_tiles(cache: LayerCache, block_table: Tensor, context_len: int) -> tuple[Tensor, Tensor]:
-    """A sequence's keys and values in float32 as [kv_heads, tiles, KEY_TILE, head_dim], zeros past its end.
+def _gather_tiles(cache: LayerCache, block_table: Tensor, first: int, context_len: int) -> tuple[Tensor, Tensor]:
+    """A sequence's keys and values in float32 as [kv_heads, tiles, KEY_TILE, head_dim], zeros past its end and before
+    the `first` that is seen.
 
-    What lies past the end belongs to nobody and may be NaN, so it is replaced, not multiplied by zero.
+    What lies there belongs to nobody, or to another, and may be NaN, so it is replaced, not multiplied by zero.
     """
     block_size = cache.block_size
     num_slots = -(-context_len // KEY_TILE) * KEY_TILE
@@ -324,8 +327,8 @@ def _gather_tiles(cache: LayerCache, block_table: Tensor, context_len: int) -> t
         bits = side.view(torch.uint8) if side.dtype == torch.float8_e4m3fn else side
         found = bits[blocks].view(side.dtype).float()
         numbers = found if scales is None else found * scales[blocks].unsqueeze(-1)
-        flat = numbers.transpose(0, 1).reshape(heads, -1, head_dim)[:, :context_len]
-        return F.pad(flat, (0, 0, 0, num_slots - context_len)).view(heads, -1, KEY_TILE, head_dim)
+        flat = numbers.transpose(0, 1).reshape(heads, -1, head_dim)[:, first:context_len]
+        return F.pad(flat, (0, 0, first, num_slots - context_len)).view(heads, -1, KEY_TILE, head_dim)
 
     return gather(cache.keys, cache.key_scales), gather(cache.values, cache.value_scales)
 

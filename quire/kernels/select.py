@@ -39,10 +39,8 @@ def select_kernels(device: torch.device, dtype: torch.dtype, name: str = "auto")
 
 
 def _triton_kernels(device: torch.device, dtype: torch.dtype, name: str) -> Kernels:
-    problem = None
-    if device.type != "cuda":
-        problem = f"they run on NVIDIA GPUs, not on {device}"
-    else:
+    problem = f"they run on NVIDIA GPUs, not on {device}"
+    if device.type == "cuda":
         try:
             from quire.kernels.triton.kernels import TritonKernels  # triton comes with torch's CUDA builds only
 

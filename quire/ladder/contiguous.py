@@ -117,7 +117,7 @@ def next_tokens(
     batch = cache.batch(decoder, spans)
     token_ids = as_token_tensor(decoder, [token for tokens in new_tokens.values() for token in tokens])
     positions = torch.tensor([place for _, start, end in spans for place in range(start, end)], device=decoder.device)
-    hidden = decoder(token_ids, positions, batch, cache.layers)
+    hidden = decoder(token_ids, positions, (batch,), cache.layers)
     for sequence, _, end in spans:
         cache.lengths[sequence] = end
     last_rows = batch.query_start[1:].long() - 1

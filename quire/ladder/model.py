@@ -139,7 +139,7 @@ def compare(decoder: Decoder, tokens: Sequence[int]) -> tuple[float, int]:
     ours = forward(decoder, tokens)
     cache = ContiguousCache(decoder, 1, len(tokens))
     batch = cache.batch(decoder, [(0, 0, len(tokens))])
-    hidden = decoder(as_token_tensor(decoder, tokens), torch.arange(len(tokens)), batch, cache.layers)
+    hidden = decoder(as_token_tensor(decoder, tokens), torch.arange(len(tokens)), (batch,), cache.layers)
     return float((ours - decoder.logits(hidden).float()).abs().max()), int(ours[-1].argmax())
 
 

@@ -53,6 +53,6 @@ def _compute(decoder: Decoder, cache: ContiguousCache, new: Sequence[int], start
     """Computes tokens from a position on; the likeliest token after each of them."""
     batch = cache.batch(decoder, [(0, start, start + len(new))])
     positions = torch.arange(start, start + len(new), device=decoder.device)
-    hidden = decoder(as_token_tensor(decoder, new), positions, batch, cache.layers)
+    hidden = decoder(as_token_tensor(decoder, new), positions, (batch,), cache.layers)
     following: list[int] = decoder.logits(hidden).float().argmax(-1).tolist()
     return following

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import Activation, ExpertWeights, HeadNorms, Kernels, LayerCache, MoeSpec, PagedBatch
+from quire.kernels.ops import Activation, Batches, ExpertWeights, HeadNorms, Kernels, LayerCache, MoeSpec
 from quire.kernels.weights import Weight
 from quire.models.rope import cos_sin_table
 from quire.models.spec import LayerSpec, MlpSpec, ModelSpec, RopeSpec
@@ -28,7 +28,7 @@ class Batch:
     kernels: Kernels
     positions: Tensor
     """int64 [rows]: where in its sequence each row stands."""
-    paged: PagedBatch
+    paged: Batches
 
 
 class WeightSource(Protocol):
@@ -118,7 +118,7 @@ class Attention:
         self.output = Linear(parameters, f"{name}.output")
 
     def __call__(self, batch: Batch, x: Tensor, cache: LayerCache) -> Tensor:
-        kernels, paged, spec = batch.kernels, batch.paged, self.spec
+        kernels, paged, spec = batch.kernels, batch.paged[cache.group], self.spec
         qkv = self.qkv(batch, x)
         query = kernels.qkv_to_cache_(
             qkv, spec.heads, self.norms, batch.positions, self.cos_sin, cache, paged.slot_mapping
@@ -244,7 +244,7 @@ class Decoder:
         self.weights = parameters.taken
         """All of them by name, as the kernels packed them."""
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, paged: PagedBatch, caches: Sequence[LayerCache]) -> Tensor:
+    def __call__(self, token_ids: Tensor, positions: Tensor, paged: Batches, caches: Sequence[LayerCache]) -> Tensor:
         """The final hidden states [rows, hidden] of int64 token_ids [rows] at int64 positions [rows]."""
         batch = Batch(self.kernels, positions, paged)
         x = self.kernels.embedding(token_ids, self.embedding).to(self.dtype)

@@ -201,6 +201,16 @@ def _granite_moe(config: Fields, spec: ModelSpec) -> ModelSpec:
     return _granite(config, spec).with_layers(mlp=moe)
 
 
+def _granite_hybrid(config: Fields, spec: ModelSpec) -> ModelSpec:
+    if not set(config.list_of("layer_types", str, ["mamba"])) <= {"attention", "full_attention"}:
+        raise UnsupportedModelError(f"{config.file}: Mamba layers are not supported, only models without them are.")
+    if config.string("position_embedding_type", "nope") != "rope":
+        spec = spec.with_layers(rope=None)
+    if config.integer("num_local_experts", 8, low=0):
+        return _granite_moe(config, spec)
+    return _granite(config, spec).with_layers(mlp=MlpSpec(config.integer("shared_intermediate_size", 1024)))
+
+
 def _glm(config: Fields, spec: ModelSpec) -> ModelSpec:
     return spec.with_layers(qkv_bias=config.boolean("attention_bias", True))
 
@@ -264,6 +274,7 @@ _GRANITE_MOE_NAMES = {
     "shared_gate_up": "shared_mlp.input_linear",
     "shared_down": "shared_mlp.output_linear",
 }
+_GRANITE4_NAMES = _GRANITE_MOE_NAMES | {"gate_up": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"}
 _GLM_NAMES = {"gate_up": "mlp.gate_up_proj"}
 _GLM4_NAMES = {"attention_post_norm": "post_self_attn_layernorm", "mlp_post_norm": "post_mlp_layernorm"} | _GLM_NAMES
 _GLM4_MOE_NAMES = {f"shared_{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
@@ -313,11 +324,15 @@ FAMILIES: tuple[Family, ...] = (
     Family("olmo2", "OLMo 2", ("Olmo2ForCausalLM",), _olmo2, "olmo2"),
     Family("granite", "Granite 3", ("GraniteForCausalLM",), _granite, "granite", gguf_interleaved_rope=True),
     Family(
+        "granitemoeshared", "Granite 3 with shared experts", ("GraniteMoeSharedForCausalLM",), _granite_moe,
+        "granitemoe", "expert_shared_feed_forward_length", names=_GRANITE_MOE_NAMES, gguf_interleaved_rope=True,
+    ),
+    Family(
         "granitemoe", "Granite 3 with experts", ("GraniteMoeForCausalLM",), _granite_moe, "granitemoe",
         names=_GRANITE_MOE_NAMES, gguf_interleaved_rope=True,
     ),
-    Family("granitemoeshared", "Granite 3 with shared experts", ("GraniteMoeSharedForCausalLM",), _granite_moe,
-           names=_GRANITE_MOE_NAMES),
+    Family("granitemoehybrid", "Granite 4 without Mamba layers", ("GraniteMoeHybridForCausalLM",), _granite_hybrid,
+           names=_GRANITE4_NAMES),
     Family(
         "glm", "GLM-4-9B", ("GlmForCausalLM",), _glm,
         head_dim=128, partial_rotary=0.5, names=_GLM_NAMES, interleaved_rope=True,

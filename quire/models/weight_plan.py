@@ -88,11 +88,11 @@ class WeightPlan:
         for name in self.formats:
             for format, shape in self._stored(name):
                 sizes[format.name] += format.nbytes(shape)
-        plain = PLAIN[self.dtype].name
         blocks = [name for name, _ in sizes.most_common() if FORMATS[name].dtype is None]
-        texts = [f"{', '.join(blocks)} {self._origin()}"] if blocks else []
+        origin = "made while loading" if self.quantization in QUANTIZED else "computed as stored"
+        texts = [f"{', '.join(blocks)} {origin}"] if blocks else []
         dtype = str(self.dtype).removeprefix("torch.")
-        texts += [dtype] if plain in sizes else []
+        texts += [dtype] if PLAIN[self.dtype].name in sizes else []
         if expanded := self.expanded():
             why = "as quantization=none asks" if self.quantization == "none" else "no kernel for it here"
             texts.append(f"{', '.join(expanded)} expanded to {dtype}: {why}")
@@ -100,9 +100,6 @@ class WeightPlan:
         if uneven:
             texts.append(f"{uneven} matrices in {dtype}: their input size is no multiple of {MULTIPLE}")
         return "; ".join(texts)
-
-    def _origin(self) -> str:
-        return "made while loading" if self.quantization in QUANTIZED else "computed as stored"
 
     def expanded(self) -> list[str]:
         """The files' block formats of which some tensor becomes plain numbers."""

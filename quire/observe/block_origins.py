@@ -18,10 +18,11 @@ def cached_from(
 ) -> dict[str, int]:
     """Tokens by the request that computed them; most first. `before`: entries older than those of `log`."""
     found = admission.num_cached_tokens + admission.num_host_tokens
-    if not found or not admission.block_ids:
+    held = [block for block in admission.block_ids if block]  # 0 stands for what has left a window
+    if not found or not held:
         return {}
-    size = _block_size(found, len(admission.block_ids))
-    tokens = {block: min(size, found - place * size) for place, block in enumerate(admission.block_ids)}
+    size = _block_size(found, len(held))
+    tokens = {block: min(size, found - place * size) for place, block in enumerate(held)}
     counts: Counter[str] = Counter()
     for block, name in _origins(log, step, admission, before).items():
         counts[name] += max(0, tokens[block])
@@ -40,8 +41,9 @@ def _origins(
     log: Sequence[StepLogEntry], step: Step, admission: Admission, before: Sequence[StepLogEntry]
 ) -> dict[int, str]:
     """Goes back through the log. A block that was filled by a copy is looked for where the copy came from."""
-    wanted: dict[tuple[str, int], list[int]] = {("device", block): [block] for block in admission.block_ids}
-    origins: dict[int, str] = dict.fromkeys(admission.block_ids, UNKNOWN)
+    held = [block for block in admission.block_ids if block]
+    wanted: dict[tuple[str, int], list[int]] = {("device", block): [block] for block in held}
+    origins: dict[int, str] = dict.fromkeys(held, UNKNOWN)
     last = next((index for index in range(len(log) - 1, -1, -1) if log[index].step is step), len(log) - 1)
     for entry in islice(chain(reversed(log[: last + 1]), reversed(before)), _MOST_STEPS):
         earlier = entry.step

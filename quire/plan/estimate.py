@@ -22,6 +22,7 @@ from quire.models.weight_plan import QUANTIZED, quantized_format
 from quire.parallel.division import Division
 from quire.plan.devices import Device
 from quire.plan.work import Work, decode_work, gathered, layer_inputs, prompt_work
+from quire.runner.kv_cache import LayerGroups
 from quire.runner.memory import CachePlan, Needs, plan_cache
 
 
@@ -165,10 +166,11 @@ def estimate(model: PlannedModel, device: Device, form: Form, load: Load) -> Est
         graphs = _activations(spec, limits.max_num_seqs, limits.max_num_seqs, item)
         needs = replace(needs, activations=activations, graphs=graphs)
     try:
-        plan = plan_cache(spec, config, limits, form.key_dtype, free, needs)
+        groups = LayerGroups.of(spec, 1, config.max_model_len)
+        plan = plan_cache(spec, config, limits, form.key_dtype, free, needs, groups)
     except CapacityError as error:
         return Estimate(form, False, str(error).split(":")[0])
-    at_once = min(limits.max_num_seqs, (plan.num_blocks - 1) // -(-length // plan.block_size))
+    at_once = min(limits.max_num_seqs, (plan.num_blocks - 1) // plan.blocks_at(length))
     times = StepTimes(model.spec, device, form)
     context = load.input_tokens + load.output_tokens // 2
     step, prompt = times.step(at_once, context), times.prompt(load.input_tokens)

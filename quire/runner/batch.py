@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import HeadShape, Int32Array, Kernels, PagedBatch
+from quire.kernels.ops import Batches, HeadShape, Int32Array, Kernels
 from quire.runner.request_rows import RequestRows
 from quire.sampling.upload import Uploader
 from quire.step import ScheduledRequest
@@ -81,8 +81,7 @@ class StepShape:
     @property
     def draw_follows(self) -> npt.NDArray[np.int64]:
         """The guess that each draw comes after; -1 where that is a real token."""
-        owners = np.flatnonzero(self.samples).tolist()
-        return np.array([token for owner in owners for token in (-1, *self.guesses[owner])], np.int64)
+        return np.roll(self.draw_guesses, 1)  # of each request, the last one's own is -1
 
     @property
     def draw_guesses(self) -> npt.NDArray[np.int64]:
@@ -108,7 +107,7 @@ class InputBatch:
 
     token_ids: Tensor
     positions: Tensor
-    paged: PagedBatch
+    paged: Batches
     draw_indices: Tensor
     """Which of the step's token rows tokens are drawn from."""
     draw_request_rows: Tensor
@@ -130,7 +129,6 @@ def build_batch(
     request_rows: RequestRows,
     kernels: Kernels,
     uploader: Uploader,
-    block_size: int,
     heads: HeadShape,
     lag: Tensor | None,
 ) -> InputBatch:
@@ -164,15 +162,13 @@ def build_batch(
         by_row = torch.zeros_like(request_rows.num_computed_tokens)
         by_row[sent[4].long()] = lag
         kernels.shorten_attention_work_(lists, by_row)
-    token_ids, places, slots = kernels.gather_inputs(
-        sent[0], sent[1], request_rows.token_ids, request_rows.block_tables, block_size
-    )
-    paged = PagedBatch(
+    token_ids, places, paged = request_rows.inputs(
+        kernels,
+        sent[0],
+        sent[1],
         query_start=sent[2],
         context_lens=sent[3],
-        block_tables=request_rows.block_tables,
         table_rows=sent[4],
-        slot_mapping=slots,
         max_query_len=int(shape.counts.max()),
         max_context_len=int(ends.max()),
         work=lists,

@@ -40,13 +40,11 @@ class ModelDrafter:
         cache: KVCache,
         has_own_cache: bool,
         request_rows: RequestRows,
-        block_size: int,
         graphs: Graphs | None,
     ) -> None:
         self._decoder = decoder
         self._cache = cache
         self._request_rows = request_rows
-        self._block_size = block_size
         self._graphs = graphs
         self._uploader = Uploader(decoder.device)
         self._num_computed: Indices | None = None
@@ -126,7 +124,7 @@ class ModelDrafter:
         if decoded is not None:
             return decoded.logits
         decoder, rows = self._decoder, self._request_rows
-        batch = build_batch(shape, rows, decoder.kernels, self._uploader, self._block_size, decoder.spec.heads, None)
+        batch = build_batch(shape, rows, decoder.kernels, self._uploader, decoder.spec.heads, None)
         return decoder.logits(decoder(batch.token_ids, batch.positions, batch.paged, self._cache.layers))
 
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import LayerCache, PagedBatch
+from quire.kernels.ops import LayerCache
 from quire.models.decoder import Decoder
 from quire.runner.batch import StepShape
 from quire.runner.request_rows import RequestRows
@@ -43,17 +43,8 @@ class DecodeOutput:
 class DecodeGraphs:
     """Captures and replays them."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        caches: list[LayerCache],
-        rows: RequestRows,
-        block_size: int,
-        max_num_seqs: int,
-        max_context_len: int,
-    ) -> None:
-        spec = decoder.spec
-        device = rows.token_ids.device
+    def __init__(self, decoder: Decoder, caches: list[LayerCache], rows: RequestRows) -> None:
+        spec, device = decoder.spec, rows.token_ids.device
         self._decoder = decoder
         self._caches = caches
         self._rows = rows
@@ -61,20 +52,18 @@ class DecodeGraphs:
         assert self._kernels.sample_rows is not None
         self._sample_rows = self._kernels.sample_rows
         self._uploader = Uploader(device)
-        self._block_size = block_size
         self._heads = spec.heads
-        self._max_context_len = max_context_len
-        self._sizes = graph_sizes(max_num_seqs)
+        self._max_context_len = rows.token_ids.shape[1] - 1
+        self._sizes = graph_sizes(len(rows.token_ids))
         self._most_work: dict[tuple[int, str], int] = {}
         """Of each size and kind of list: how many items it has room for."""
         for size, before in zip(self._sizes, [0, *self._sizes], strict=False):
-            lists = self._kernels.decode_lists(before + 1, size, max_context_len, spec.heads)
+            lists = self._kernels.decode_lists(before + 1, size, self._max_context_len, spec.heads)
             self._most_work |= {(size, name): max(min(_MAX_WORK, most), 512) for name, most in lists.items()}
         self._to_capture = list(self._most_work)
         """The largest is last and captured first."""
-        largest = -(-self._sizes[-1] // 16) * 16  # parts of the inputs begin at multiples of 16 numbers
+        self._largest = largest = -(-self._sizes[-1] // 16) * 16  # parts of the inputs begin at multiples of 16 numbers
         self._graphs: dict[tuple[int, str], torch.cuda.CUDAGraph] = {}
-        self._largest = largest
         self._inputs = torch.zeros(3 * largest + 8 * (1 + _MAX_WORK), dtype=torch.int32, device=device)
         self._sampled = torch.zeros(2, largest, dtype=torch.int64, device=device)
         self._logits = torch.zeros(largest, spec.vocab_size, dtype=decoder.dtype, device=device)
@@ -142,15 +131,13 @@ class DecodeGraphs:
     def _compute(self, size: int, name: str) -> None:
         rows, positions, next_positions = self._inputs[: 3 * self._largest].view(3, -1)[:, :size].unbind()
         work = self._inputs[3 * self._largest :].view(-1, 8)[: 1 + self._most_work[size, name]]
-        token_ids, places, slots = self._kernels.gather_inputs(
-            rows, positions, self._rows.token_ids, self._rows.block_tables, self._block_size
-        )
-        paged = PagedBatch(
+        token_ids, places, paged = self._rows.inputs(
+            self._kernels,
+            rows,
+            positions,
             query_start=rows,  # this and the next: in `work` already
             context_lens=positions,
-            block_tables=self._rows.block_tables,
             table_rows=rows,
-            slot_mapping=slots,
             max_query_len=1,
             max_context_len=self._max_context_len,
             work={name: work},

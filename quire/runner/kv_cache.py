@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,17 +12,44 @@ from quire.models.spec import ModelSpec
 from quire.step import BlockCopy
 
 
-def bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
-    """What one block costs: keys and values of `block_size` tokens in every layer, and the scales of int8 ones."""
-    heads = spec.heads
+@dataclass(frozen=True, slots=True)
+class LayerGroups:
+    """The layers in groups of one size: a block holds keys and values of one group, whichever that is. Layers with a
+    window are in groups of their own, the last ones, so that what has left it can be given back."""
+
+    size: int
+    members: tuple[tuple[int, ...], ...]
+    """By group, its layers; the last ones of a kind may be fewer."""
+    num_windowed: int = 0
+    window: int = 0
+    """How far back these read, in tokens."""
+
+    @classmethod
+    def of(cls, spec: ModelSpec, keys_at_once: int = 1, longest: int | None = None) -> LayerGroups:
+        """Few groups, at most eight, with few empty places; one, if no window is shorter than the `longest` text."""
+        windows = [layer.attention.sliding_window or 0 for layer in spec.layers]
+        kinds = [[i for i, window in enumerate(windows) if bool(window) is has_one] for has_one in (False, True)]
+        if not 0 < max(windows) < (longest or spec.max_position):
+            return cls(spec.num_layers, (tuple(range(spec.num_layers)),))
+        counts = {size: sum(-(-len(kind) // size) for kind in kinds) for size in range(1, spec.num_layers + 1)}
+        few = [size for size, count in counts.items() if count <= 8]
+        size = min(few, key=lambda size: (counts[size] * size, counts[size]))
+        members = (tuple(kind[at : at + size]) for kind in kinds for at in range(0, len(kind), size))
+        return cls(size, tuple(members), -(-len(kinds[1]) // size), max(windows) + keys_at_once - 1)
+
+
+def bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype, groups: LayerGroups | None = None) -> int:
+    """What `block_size` tokens cost: keys and values in every layer, and the scales of int8 ones; a block of each group
+    of layers."""
+    heads, groups = spec.heads, groups or LayerGroups.of(spec)
     per_head = heads.head_dim * dtype.itemsize + (torch.float32.itemsize if dtype == torch.int8 else 0)
-    return 2 * spec.num_layers * heads.num_kv_heads * per_head * block_size
+    return 2 * groups.size * len(groups.members) * heads.num_kv_heads * per_head * block_size
 
 
 class KVCache:
-    """[layers, 2, num_blocks, kv_heads, block_size, head_dim], and for the tier [slots, layers, 2, ...]: a block on the
-    host lies in one piece, so that it travels in one copy, from pinned memory and without anybody waiting. A cache of
-    int8 has tensors of scales besides, without the last dimension.
+    """[layers, 2, num_blocks, kv_heads, block_size, head_dim] for the layers of one group, and for the tier [slots,
+    layers, 2, ...]: a block on the host lies in one piece, so that it travels in one copy, from pinned memory and
+    without anybody waiting. A cache of int8 has tensors of scales besides, without the last dimension.
 
     Memory is asked for but not touched here, so an operating system that commits pages on first use gives
     a large cache for free until it is needed.
@@ -37,17 +64,23 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         keys_by_dimension: bool = False,
+        groups: LayerGroups | None = None,
     ) -> None:
-        layers, pinned = spec.num_layers, device.type == "cuda"
+        """Without `groups` all layers are in one."""
+        groups = groups or LayerGroups(spec.num_layers, (tuple(range(spec.num_layers)),))
+        size, pinned = groups.size, device.type == "cuda"
         shape = (spec.heads.num_kv_heads, block_size)
         kinds = [((*shape, spec.heads.head_dim), dtype)] + ([(shape, torch.float32)] if dtype == torch.int8 else [])
-        self._device = [torch.empty(layers, 2, num_blocks, *each, dtype=kind, device=device) for each, kind in kinds]
+        self._device = [torch.empty(size, 2, num_blocks, *each, dtype=kind, device=device) for each, kind in kinds]
         self._host = [
-            torch.empty(num_host_blocks, layers, 2, *each, dtype=kind, pin_memory=pinned) for each, kind in kinds
+            torch.empty(num_host_blocks, size, 2, *each, dtype=kind, pin_memory=pinned) for each, kind in kinds
         ]
-        self.layers = [
-            LayerCache(*(side for kind in self._device for side in kind[layer])) for layer in range(spec.num_layers)
-        ]
+        layers: dict[int, LayerCache] = {}
+        for group, own in enumerate(groups.members):
+            for place, layer in enumerate(own):
+                sides = (side for kind in self._device for side in kind[place])
+                layers[layer] = replace(LayerCache(*sides), group=group)
+        self.layers = [layers[layer] for layer in range(spec.num_layers)]
         if keys_by_dimension:
             by_dimension = (num_blocks, spec.heads.num_kv_heads, spec.heads.head_dim, block_size)
             self.layers = [replace(layer, keys=layer.keys.view(by_dimension).mT) for layer in self.layers]

@@ -13,7 +13,7 @@ from quire.kernels.ops import PagedBatch
 from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec
 from quire.models.weight_plan import WeightPlan
-from quire.runner.kv_cache import KVCache, bytes_per_block
+from quire.runner.kv_cache import KVCache, LayerGroups, bytes_per_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,8 @@ class CachePlan:
     num_host_blocks: int
     block_size: int
     bytes_per_block: int
+    """Of blocks for the same tokens, one for each group of layers."""
+    groups: LayerGroups
     dtype: torch.dtype
     """Of keys and values."""
     max_model_len: int
@@ -33,19 +35,31 @@ class CachePlan:
 
     @property
     def num_tokens(self) -> int:
-        return (self.num_blocks - 1) * self.block_size
+        """That fit where nothing has left a window."""
+        return (self.num_blocks - 1) // len(self.groups.members) * self.block_size
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_blocks * self.bytes_per_block // len(self.groups.members)
+
+    def blocks_at(self, num_tokens: int) -> int:
+        """How many blocks a request of that length needs for its next token."""
+        groups, size = self.groups, self.block_size
+        windowed = -(-min(num_tokens, groups.window + size) // size) * groups.num_windowed
+        return windowed + -(-num_tokens // size) * (len(groups.members) - groups.num_windowed)
 
     def describe(self) -> str:
         """For the start-up message: what fits."""
-        full = self.num_tokens / self.max_model_len
+        full = (self.num_blocks - 1) / self.blocks_at(self.max_model_len)
         kind = {torch.int8: "int8 ", torch.float8_e4m3fn: "fp8 "}.get(self.dtype, "")
         text = (
-            f"{kind}cache of {self.num_tokens:,} tokens ({format_bytes(self.num_blocks * self.bytes_per_block)}): "
+            f"{kind}cache of {self.num_tokens:,} tokens ({format_bytes(self.nbytes)}): "
             f"{full:,.1f} requests of the full length of {self.max_model_len:,}"
         )
         if self.num_host_blocks:
-            host_bytes = format_bytes(self.num_host_blocks * self.bytes_per_block)
-            text += f"; host tier of {self.num_host_blocks * self.block_size:,} tokens ({host_bytes})"
+            num_host = self.num_host_blocks // len(self.groups.members)
+            host_bytes = format_bytes(num_host * self.bytes_per_block)
+            text += f"; host tier of {num_host * self.block_size:,} tokens ({host_bytes})"
         return f"{text} ({self.needs})"
 
 
@@ -124,7 +138,7 @@ def _peak_of_step(decoder: Decoder, num_tokens: int, num_scored: int, block_size
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    hidden = decoder(places % spec.vocab_size, places, batch, cache.layers)
+    hidden = decoder(places % spec.vocab_size, places, (batch,), cache.layers)
     scores = decoder.logits(hidden[:num_scored]).float()
     _ = scores.clone(), scores.exp()  # sampling with filters holds about as much at once
     torch.cuda.synchronize(device)
@@ -132,7 +146,13 @@ def _peak_of_step(decoder: Decoder, num_tokens: int, num_scored: int, block_size
 
 
 def plan_cache(
-    spec: ModelSpec, config: EngineConfig, limits: Limits, dtype: torch.dtype, free: int, needs: Needs
+    spec: ModelSpec,
+    config: EngineConfig,
+    limits: Limits,
+    dtype: torch.dtype,
+    free: int,
+    needs: Needs,
+    groups: LayerGroups,
 ) -> CachePlan:
     """For keys and values of a dtype. `free` is what is left once the weights are loaded, what else they `need` not yet
     taken off."""
@@ -142,7 +162,7 @@ def plan_cache(
         raise InvalidRequestError(
             "max_model_len", f"is {config.max_model_len}, but the model was made for at most {spec.max_position}"
         )
-    block_bytes = bytes_per_block(spec, config.block_size, dtype) + needs.draft_block
+    block_bytes = bytes_per_block(spec, config.block_size, dtype, groups) + needs.draft_block
     wanted = limits.kv_cache_memory
     budget = int(wanted * free) if isinstance(wanted, float) else parse_bytes("kv_cache_memory", wanted)
     if budget > free:
@@ -163,12 +183,13 @@ def plan_cache(
         )
     longest = min(longest, affordable * config.block_size)
     # More than every row at full length could never be used.
-    useful = limits.max_num_seqs * -(-longest // config.block_size)
+    useful, count = limits.max_num_seqs * -(-longest // config.block_size), len(groups.members)
     return CachePlan(
-        num_blocks=1 + min(affordable, useful),
-        num_host_blocks=parse_bytes("host_cache_memory", config.host_cache_memory) // block_bytes,
+        num_blocks=1 + count * min(affordable, useful),
+        num_host_blocks=parse_bytes("host_cache_memory", config.host_cache_memory) // block_bytes * count,
         block_size=config.block_size,
         bytes_per_block=block_bytes,
+        groups=groups,
         dtype=dtype,
         max_model_len=longest,
         needs=table,

@@ -77,20 +77,15 @@ class PoolingRows:
 
 
 def _read_vector(outputs: StepOutputs, request_id: str, pool: _Pool) -> None:
+    """Of length 1, so neither the number of tokens nor the scale of fixed point matters."""
+
     def read(tensors: Sequence[Tensor]) -> None:
-        vector = _unit_vector(tensors[0].double()) if bool(tensors[1]) else None
-        if vector is None:
+        vector = tensors[0].double()
+        norm = torch.linalg.vector_norm(vector)
+        if not (tensors[1] and norm.isfinite()):
             outputs.errors[request_id] = _NOT_NUMBERS
-        else:
-            outputs.pooled[request_id] = vector
+            return
+        unit = vector / norm if norm > 0 else vector
+        outputs.pooled[request_id] = unit.float().numpy().astype("<f4").tobytes()
 
     outputs.add((pool.total, pool.is_sound), read)
-
-
-def _unit_vector(vector: Tensor) -> bytes | None:
-    """Length 1, so neither the number of tokens nor the scale of fixed point matters. On the host."""
-    norm = torch.linalg.vector_norm(vector)
-    if not bool(norm.isfinite()):
-        return None
-    unit = vector / norm if bool(norm > 0) else vector
-    return unit.float().numpy().astype("<f4").tobytes()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import Int32Array, LayerCache, PagedBatch
+from quire.kernels.ops import Int32Array, LayerCache
 from quire.models.decoder import Decoder
 from quire.models.spec import MlpSpec
 from quire.runner.batch import StepShape
@@ -34,13 +34,12 @@ class _Recording(NamedTuple):
 class RecordedSteps:
     """Records and replays them."""
 
-    def __init__(self, decoder: Decoder, caches: list[LayerCache], rows: RequestRows, block_size: int) -> None:
+    def __init__(self, decoder: Decoder, caches: list[LayerCache], rows: RequestRows) -> None:
         assert decoder.kernels.record is not None
         self._record = decoder.kernels.record
         self._decoder = decoder
         self._caches = caches
         self._rows = rows
-        self._block_size = block_size
         self._recordings: dict[int, _Recording | None] = {}
 
     @staticmethod
@@ -82,15 +81,13 @@ class RecordedSteps:
         logits: list[Tensor] = []
 
         def compute() -> None:
-            token_ids, places, slots = self._decoder.kernels.gather_inputs(
-                rows, positions, self._rows.token_ids, self._rows.block_tables, self._block_size
-            )
-            paged = PagedBatch(
+            token_ids, places, paged = self._rows.inputs(
+                self._decoder.kernels,
+                rows,
+                positions,
                 query_start=inputs[3],
                 context_lens=lengths,
-                block_tables=self._rows.block_tables,
                 table_rows=rows,
-                slot_mapping=slots,
                 max_query_len=1,
                 max_context_len=int(lengths.max()),
             )

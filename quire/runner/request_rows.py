@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels.ops import Batches, Kernels, PagedBatch
 from quire.sampling.draws import Indices, effective_temperature
 from quire.sampling.upload import Uploader
 from quire.step import Admission, Step
@@ -19,10 +22,14 @@ class RequestRows:
     is new in it only.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device, num_groups: int = 1
+    ) -> None:
         max_blocks = -(-max_model_len // block_size)
+        self.block_size = block_size
         self.token_ids = torch.zeros(max_num_seqs, max_model_len + 1, dtype=torch.int64, device=device)
-        self.block_tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros(num_groups, max_num_seqs, max_blocks, dtype=torch.int32, device=device)
+        """By group of layers; a step has the blocks of all groups for the same tokens one after the other."""
         self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.temperatures = torch.zeros(max_num_seqs, dtype=torch.float32, device=device)
         self.num_computed_tokens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
@@ -34,20 +41,16 @@ class RequestRows:
         """Takes up who was admitted and which blocks were gained."""
         table_index: list[int] = []
         table_values: list[int] = []
-        width = self.block_tables.shape[1]
-
-        def append_blocks(row: int, block_ids: tuple[int, ...]) -> None:
-            first = row * width + self._num_blocks[row]
-            table_index.extend(range(first, first + len(block_ids)))
-            table_values.extend(block_ids)
-            self._num_blocks[row] += len(block_ids)
+        groups, num_rows, width = self.block_tables.shape
 
         for admission in step.admitted:
             self._num_blocks[admission.row] = 0
-            append_blocks(admission.row, admission.block_ids)
-        for scheduled in step.scheduled:
-            if scheduled.new_block_ids:
-                append_blocks(scheduled.row, scheduled.new_block_ids)
+        gained = [(one.row, one.block_ids) for one in step.admitted]
+        for row, block_ids in gained + [(one.row, one.new_block_ids) for one in step.scheduled if one.new_block_ids]:
+            first, end = self._num_blocks[row], self._num_blocks[row] + len(block_ids)
+            table_index.extend((n % groups * num_rows + row) * width + n // groups for n in range(first, end))
+            table_values.extend(block_ids)
+            self._num_blocks[row] = end
         if table_index:
             where, values = self._uploader.upload(np.array(table_index), np.array(table_values, np.int32))
             self.block_tables.view(-1)[where] = values
@@ -58,6 +61,19 @@ class RequestRows:
         """Puts sampled tokens where the next step finds them."""
         where, at = self._uploader.upload(request_rows, positions)
         self.token_ids[where, at] = token_ids
+
+    def inputs(
+        self, kernels: Kernels, token_rows: Tensor, positions: Tensor, **sequences: Any
+    ) -> tuple[Tensor, Tensor, Batches]:
+        """Tokens and their places, of some positions in request rows, and the batch for each group of layers; the other
+        fields of these are `sequences`."""
+        found = [
+            kernels.gather_inputs(token_rows, positions, self.token_ids, tables, self.block_size)
+            for tables in self.block_tables
+        ]
+        batches = zip(self.block_tables, found, strict=True)
+        paged = (PagedBatch(block_tables=tables, slot_mapping=slots, **sequences) for tables, (_, _, slots) in batches)
+        return *found[0][:2], tuple(paged)
 
     def _write_admitted(self, admitted: tuple[Admission, ...]) -> None:
         lengths = [len(admission.token_ids) for admission in admitted]

@@ -49,7 +49,6 @@ class Runner:
         decoder: Decoder,
         kv_cache: KVCache,
         request_rows: RequestRows,
-        block_size: int,
         constrainer: Constrainer | None = None,
         graphs: DecodeGraphs | RecordedSteps | None = None,
         drafter: ModelDrafter | None = None,
@@ -63,8 +62,6 @@ class Runner:
         self._decoder = decoder
         self._kv_cache = kv_cache
         self._request_rows = request_rows
-        self._block_size = block_size
-        self._heads = spec.heads
         self._uploader = Uploader(device)
         self._sampler = Sampler(max_num_seqs, spec.vocab_size, kernels, device)
         self._logprobs = Logprobs(max_num_seqs, device)
@@ -144,13 +141,12 @@ class Runner:
                 write_guesses(shape, self._request_rows, self._uploader, lag)
             sampled = self._sample(outputs, drawn_for, shape, draws, decoded.logits.float())
         else:
-            batch = build_batch(
-                shape, self._request_rows, self._decoder.kernels, self._uploader, self._block_size, self._heads, lag
-            )
+            kernels = self._decoder.kernels
+            batch = build_batch(shape, self._request_rows, kernels, self._uploader, self._decoder.spec.heads, lag)
             hidden = self._decoder(batch.token_ids, batch.positions, batch.paged, self._kv_cache.layers)
             if drawn_for:
                 logits = self._decoder.logits(hidden[batch.draw_indices])
-                sample_rows = self._decoder.kernels.sample_rows
+                sample_rows = kernels.sample_rows
                 if is_plain and sample_rows is not None:
                     sampled = self._draw_plain(sample_rows, batch, logits)
                     outputs.add_tokens(drawn_for, sampled, shape.draw_offsets.tolist())
@@ -158,7 +154,10 @@ class Runner:
                     sampled = self._sample(outputs, drawn_for, shape, draws, logits.float())
             if self._drafter is not None:
                 self._drafter.follow(shape, batch)
-            self._score_prompts(outputs, step.scheduled, hidden)
+            for part in self._logprobs.prompt_parts(step.scheduled):
+                tokens = self._request_rows.token_ids
+                scores = score_prompt_on_device(part, hidden, self._decoder.logits, tokens, kernels)
+                outputs.add_prompt_scores(part, scores)
             self._pooling.add(outputs, step.scheduled, hidden)
         if sampled is not None and (shape.has_guesses or shape.is_ahead):
             note_accepted(shape, self._request_rows, sampled.tensor, self._uploader, lag)
@@ -217,9 +216,3 @@ class Runner:
         if scored is not None:
             outputs.add_scores(drawn_for, scored, scored.score(sampled.token_ids, self._decoder.kernels))
         return sampled
-
-    def _score_prompts(self, outputs: StepOutputs, scheduled: Sequence[ScheduledRequest], hidden: Tensor) -> None:
-        decoder, token_ids = self._decoder, self._request_rows.token_ids
-        for part in self._logprobs.prompt_parts(scheduled):
-            scores = score_prompt_on_device(part, hidden, decoder.logits, token_ids, decoder.kernels)
-            outputs.add_prompt_scores(part, scores)

@@ -126,16 +126,10 @@ class StepOutputs:
         for request_id in self.errors:
             self.tokens.pop(request_id, None)
             self.pooled.pop(request_id, None)
-        return StepResult(
-            self._step_id,
-            self.tokens,
-            self.errors,
-            self.scores,
-            self.prompt_scores,
-            frozenset(self.ended),
-            self.pooled,
-            self.drafts,
-        )
+        found = {
+            name: getattr(self, name) for name in ("tokens", "scores", "prompt_scores", "pooled", "drafts", "errors")
+        }
+        return StepResult(self._step_id, ended=frozenset(self.ended), **found)
 
 
 class PendingStep:

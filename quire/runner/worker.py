@@ -17,9 +17,9 @@ from quire.kernels.select import select_kernels
 from quire.models.decoder import Decoder
 from quire.models.weight_plan import ModelFiles, WeightPlan, plan_weights
 from quire.runner.device import describe, free_memory, pick_cache_dtype, pick_dtype
-from quire.runner.drafting import ModelDrafter
+from quire.runner.drafting import Graphs, ModelDrafter
 from quire.runner.graphs import DecodeGraphs
-from quire.runner.kv_cache import KVCache, bytes_per_block
+from quire.runner.kv_cache import KVCache, LayerGroups, bytes_per_block
 from quire.runner.memory import CachePlan, Needs, check_weights_fit, measure_needs, plan_cache
 from quire.runner.recorded import RecordedSteps
 from quire.runner.request_rows import RequestRows
@@ -60,7 +60,8 @@ def expected_plan(weights: WeightPlan, config: EngineConfig) -> CachePlan:
     needs = Needs(weights=check_weights_fit(weights, free))
     limits = config.limits(weights.device.type)
     dtype = pick_cache_dtype(config.kv_cache_dtype, weights.dtype, weights.device)
-    return plan_cache(weights.files.spec, config, limits, dtype, free - needs.weights, needs)
+    groups = LayerGroups.of(weights.files.spec, weights.kernels.keys_at_once, config.max_model_len)
+    return plan_cache(weights.files.spec, config, limits, dtype, free - needs.weights, needs, groups)
 
 
 def start_worker(
@@ -81,23 +82,25 @@ def start_worker(
         needs = replace(needs, weights=needs.weights + draft.decoder.nbytes)
         if draft.has_own_cache:
             needs = replace(needs, draft_block=bytes_per_block(draft.decoder.spec, config.block_size, cache_dtype))
-    plan = plan_cache(spec, config, limits, cache_dtype, free_memory(device), needs)
+    # A second decoder has the same blocks, and its own windows: then none is given back.
+    groups = LayerGroups.of(spec, kernels.keys_at_once, config.max_model_len if draft is None else 1)
+    plan = plan_cache(spec, config, limits, cache_dtype, free_memory(device), needs, groups)
     plan = plan if agree is None else agree(plan)
     by_dimension = kernels.keys_by_dimension(cache_dtype, plan.block_size)
-    cache = KVCache(spec, plan.num_blocks, plan.num_host_blocks, plan.block_size, cache_dtype, device, by_dimension)
-    rows = RequestRows(limits.max_num_seqs, plan.max_model_len, plan.block_size, device)
+    sizes = plan.num_blocks, plan.num_host_blocks, plan.block_size
+    cache = KVCache(spec, *sizes, cache_dtype, device, by_dimension, plan.groups)
+    rows = RequestRows(limits.max_num_seqs, plan.max_model_len, plan.block_size, device, len(plan.groups.members))
     constrainer = Constrainer(grammars, limits.max_num_seqs, spec.vocab_size, device)
-    graphs = _make_graphs(decoder, config, cache, rows, plan)
+    graphs = _make_graphs(decoder, config, cache, rows)
     drafter: ModelDrafter | None = None
     if draft is not None:
         own = cache
         if draft.has_own_cache:
-            sizes = plan.num_blocks, plan.num_host_blocks, plan.block_size
             own = KVCache(draft.decoder.spec, *sizes, cache_dtype, device)
-        own_graphs = _make_graphs(draft.decoder, config, own, rows, plan)
-        drafter = ModelDrafter(draft.decoder, own, draft.has_own_cache, rows, plan.block_size, own_graphs)
+        own_graphs = _make_graphs(draft.decoder, config, own, rows)
+        drafter = ModelDrafter(draft.decoder, own, draft.has_own_cache, rows, own_graphs)
     rejects = config.acceptance == "rejection"
-    runner = Runner(decoder, cache, rows, plan.block_size, constrainer, graphs, drafter, rejects)
+    runner = Runner(decoder, cache, rows, constrainer, graphs, drafter, rejects)
     weights = f"{format_bytes(needs.weights)}: {formats}" if formats else format_bytes(needs.weights)
     description = (
         f"{spec.family}, {decoder.num_parameters / 1e6:,.0f}M parameters ({weights}) "
@@ -106,14 +109,12 @@ def start_worker(
     return Worker(decoder, runner, plan, f"{description}; {draft.description}" if draft is not None else description)
 
 
-def _make_graphs(
-    decoder: Decoder, config: EngineConfig, cache: KVCache, rows: RequestRows, plan: CachePlan
-) -> DecodeGraphs | RecordedSteps | None:
-    kernels, max_num_seqs = decoder.kernels, len(rows.token_ids)
+def _make_graphs(decoder: Decoder, config: EngineConfig, cache: KVCache, rows: RequestRows) -> Graphs | None:
+    kernels = decoder.kernels
     if config.cuda_graphs and RecordedSteps.fit(decoder):
-        return RecordedSteps(decoder, cache.layers, rows, plan.block_size)
+        return RecordedSteps(decoder, cache.layers, rows)
     if config.cuda_graphs and kernels.decode_lists(1, 1, 1, decoder.spec.heads) and kernels.sample_rows is not None:
-        graphs = DecodeGraphs(decoder, cache.layers, rows, plan.block_size, max_num_seqs, plan.max_model_len)
+        graphs = DecodeGraphs(decoder, cache.layers, rows)
         graphs.warm_up()
         return graphs
     return None

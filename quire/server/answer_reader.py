@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire.frontend.reasoning import ReasoningSplitter
-from quire.frontend.tool_calls import ArgumentsDelta, CallStart, ContentDelta, ToolCallParser
+from quire.frontend.tool_calls import ArgumentsDelta, CallStart, ContentDelta, ReasoningDelta, ToolCallParser
 from quire.server.generation import ToolCallDelta
 
 
 class Pieces(NamedTuple):
-    """What a piece of text holds: the content first, then the calls. Content behind calls is in pieces of its own."""
+    """What a piece of text holds: reasoning, then content, then calls. Another order means further pieces."""
 
     content: str = ""
     reasoning: str = ""
@@ -40,6 +40,8 @@ class AnswerReader:
     """A call that repeats an earlier one word for word ends the answer and is left out. For answers under a grammar,
     which lets a model that has nothing more to say do nothing but call again. Until a call differs from the earlier
     ones it is held back."""
+    special_mark: str = ""
+    """What stands before special tokens in the text it reads."""
     num_calls: int = 0
     is_over: bool = False
     """A call was repeated: whatever else is written counts for nothing."""
@@ -52,10 +54,15 @@ class AnswerReader:
         """All of the text is content."""
         return self.splitter is None and self.parser is None
 
+    def unmarked(self, text: str) -> str:
+        """A text as it is shown, special tokens without their marks."""
+        return text.replace(self.special_mark, "") if self.special_mark else text
+
     @property
     def is_reasoning(self) -> bool:
         """The text so far ends inside the reasoning."""
-        return self.splitter is not None and self.splitter.is_reasoning
+        readers = self.splitter, self.parser
+        return any(one is not None and one.is_reasoning for one in readers)
 
     def feed(self, text: str, is_last: bool, is_cut: bool = False) -> list[Pieces]:
         """What is in a piece of text, in the order in which it was written. `is_last`: no more follows, so what was
@@ -75,6 +82,8 @@ class AnswerReader:
         for delta in deltas:
             if isinstance(delta, ContentDelta):
                 self._add_content(found, delta.text)
+            elif isinstance(delta, ReasoningDelta):
+                self._add_reasoning(found, delta.text)
             elif delta.index == 0 or self.parallel:
                 self._add_call(found, delta)
         if is_last and self._holds_back and not is_cut and not self.is_over:
@@ -89,6 +98,13 @@ class AnswerReader:
             found.append(Pieces(text))
         else:
             found[-1] = last._replace(content=last.content + text)
+
+    def _add_reasoning(self, found: list[Pieces], text: str) -> None:
+        last = found[-1]
+        if last.content or last.tool_calls:
+            found.append(Pieces(reasoning=text))
+        else:
+            found[-1] = last._replace(reasoning=last.reasoning + text)
 
     def _add_call(self, found: list[Pieces], delta: CallStart | ArgumentsDelta) -> None:
         if self.is_over:

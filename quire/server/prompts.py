@@ -45,6 +45,8 @@ class EncodedPrompt:
     """For a chat."""
     inside_reasoning: bool = False
     """The prompt ends where the model has begun to think."""
+    is_begun: bool = False
+    """The prompt ends inside a message of the assistant's: its last one, or one that control tokens have begun."""
     ignored: tuple[str, ...] = ()
     """Fields that turned out to mean nothing to this model."""
     is_clamped: bool = False
@@ -113,17 +115,27 @@ class PromptEncoder:
         ids = self._render(prompt, plan)
         if all(not text.strip() for text in _texts(prompt.messages)):
             raise InvalidRequestError("messages", "say nothing: at least one needs some text")
-        if plan.prompt_suffix:
-            ids += self.tokenizer.encode(plan.prompt_suffix, add_special_tokens=False, allow_special=True)
+        suffix = plan.suffix(request.params.structured, prompt.continue_final_message)
+        is_begun = prompt.continue_final_message or bool(suffix)
+        if suffix:
+            ids += self.tokenizer.encode(suffix, add_special_tokens=False, allow_special=True)
         inside = self.tools.thinks and opens_reasoning(self.tokenizer, ids)
-        params = replace(request.params, structured=plan.constrain(request.params.structured, inside))
+        params = replace(request.params, structured=plan.constrain(request.params.structured, inside, is_begun))
         if plan.needs_special_tokens:
             params = replace(params, skip_special_tokens=False)
         source = self._template(plan.template_tools is not None).source
         unused = [f"chat_template_kwargs.{name}" for name in prompt.template_kwargs or {} if name not in source]
         ignored = [request.fields.get(name, name) for name in (*plan.ignored, *unused)]
         return EncodedPrompt(
-            tuple(ids), None, prompt.continue_final_message, params, ResolvedTokens(), plan, inside, tuple(ignored)
+            tuple(ids),
+            None,
+            prompt.continue_final_message,
+            params,
+            ResolvedTokens(),
+            plan,
+            inside,
+            is_begun,
+            tuple(ignored),
         )
 
     def _render(self, prompt: ChatPrompt, plan: ToolPlan) -> list[int]:

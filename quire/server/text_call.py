@@ -58,9 +58,8 @@ class TextCall(EngineCall):
         prompt = self.prompts[number]
         ids, params = prompt.token_ids, prompt.params
         requests = make_requests(request_id, ids, params, self._seeds[number])
-        live = LiveRequest(
-            request_id, prompt.text, ids, requests, params, self.tokenizer, prompt.continues, deltas_only=True
-        )
+        mark = prompt.plan.special_mark if prompt.plan is not None else ""
+        live = LiveRequest(request_id, prompt.text, ids, requests, params, self.tokenizer, prompt.continues, True, mark)
         self._lives.append(live)
         for position, name in enumerate(live.names):
             reader = new_reader(prompt, self.request.split)
@@ -82,7 +81,8 @@ class TextCall(EngineCall):
         if answer.reader.is_plain:
             self._emit(GenerationEvent(answer.index, text, text, "", (), token_ids))
         else:
-            self._tell_pieces(answer.index, answer.reader.feed(text, False), text, token_ids)
+            pieces = answer.reader.feed(text, False)
+            self._tell_pieces(answer.index, pieces, answer.reader.unmarked(text), token_ids)
         self._check_buffer()
 
     def _take(self, update: RequestUpdate) -> None:
@@ -174,7 +174,7 @@ class TextCall(EngineCall):
             # An answer that was cut off says so, calls or not: the last of them may be half of one.
             reason = "tool_calls" if reader.num_calls and reason == "stop" else reason
             self.record.finish_reasons.append(reason)
-        self._tell_pieces(index, pieces, text, token_ids, logprobs, reason, why)
+        self._tell_pieces(index, pieces, reader.unmarked(text), token_ids, logprobs, reason, why)
 
     def _tell_pieces(
         self,
@@ -204,7 +204,8 @@ def new_reader(prompt: EncodedPrompt, split: bool) -> AnswerReader:
         return AnswerReader(None, None, partial(new_id, "call-"))
     splitter = ReasoningSplitter(prompt.inside_reasoning) if plan.support.thinks else None
     is_shaped = bool(plan.tools) and prompt.params.structured is not None
-    return AnswerReader(splitter, plan.new_parser(), plan.new_call_id, plan.parallel, is_shaped)
+    parser = plan.new_parser(prompt.is_begun)
+    return AnswerReader(splitter, parser, plan.new_call_id, plan.parallel, is_shaped, plan.special_mark)
 
 
 def _parts(update: RequestUpdate) -> Iterator[RequestUpdate]:

@@ -1,8 +1,8 @@
 """A model made of hashes, and a runner that keeps its keys and values in blocks as a real one does.
 
-A token's state is the hash of its position, its value and the states of all tokens before it, read from
-wherever the row's block table says they lie. So a wrong block, a missed copy or a block reused too early
-changes the answer, and `solo_run`, which knows no blocks, tells.
+A token's state is the hash of its position, its value and the states of all tokens before it (in groups of layers with
+a window, of those in it), read from wherever the row's block table says they lie. So a wrong block, a missed copy or a
+block reused too early changes the answer, and `solo_run`, which knows no blocks, tells.
 """
 
 from __future__ import annotations
@@ -24,6 +24,19 @@ def token_state(position: int, token_id: int, context: Sequence[int], salt: int)
     """The fake model's keys and values of one token. They depend on the salt, as they would on an adapter, so
     sharing across salts shows."""
     return hash((position, token_id, salt, tuple(context)))
+
+
+def windows_of(config: SchedulerConfig) -> tuple[int, ...]:
+    """How far back each group of layers looks; 0: to the beginning."""
+    return (0,) * (config.num_groups - config.num_windowed) + (config.window,) * config.num_windowed
+
+
+def visible(states: Sequence[Sequence[int]], windows: Sequence[int], position: int) -> list[int]:
+    """What a token sees: by group, the states of the tokens before it."""
+    seen: list[int] = []
+    for own, window in zip(states, windows, strict=True):
+        seen += own[max(0, position - window + 1) if window else 0 : position]
+    return seen
 
 
 def salt_number(params: SamplingParams) -> int:
@@ -54,23 +67,31 @@ def fake_vector(state: int) -> bytes:
     return str(state).encode()
 
 
-def solo_states(prompt: Sequence[int], params: SamplingParams) -> list[int]:
+def solo_states(prompt: Sequence[int], params: SamplingParams, windows: Sequence[int] = (0,)) -> list[int]:
     """The states of a prompt's tokens, without any engine."""
     salt = salt_number(params)
     states: list[int] = []
     for position, token_id in enumerate(prompt):
-        states.append(token_state(position, token_id, states, salt))
+        states.append(token_state(position, token_id, visible([states] * len(windows), windows, position), salt))
     return states
 
 
-def solo_prompt_scores(prompt: Sequence[int], params: SamplingParams) -> list[TokenScore]:
+def solo_prompt_scores(
+    prompt: Sequence[int], params: SamplingParams, windows: Sequence[int] = (0,)
+) -> list[TokenScore]:
     """The scores of a prompt's tokens from the second on, without any engine."""
-    states = solo_states(prompt, params)
+    states = solo_states(prompt, params, windows)
     return [fake_score(state, token_id) for state, token_id in zip(states, prompt[1:], strict=False)]
 
 
 def solo_run(
-    prompt: Sequence[int], params: SamplingParams, seed: int, eos: Sequence[int], vocab_size: int, max_model_len: int
+    prompt: Sequence[int],
+    params: SamplingParams,
+    seed: int,
+    eos: Sequence[int],
+    vocab_size: int,
+    max_model_len: int,
+    windows: Sequence[int] = (0,),
 ) -> tuple[list[int], str]:
     """A request all by itself, without any engine: its answer and why it ended."""
     limit = max_model_len
@@ -82,7 +103,8 @@ def solo_run(
     tokens = list(prompt)
     while True:
         for position in range(len(states), len(tokens)):
-            states.append(token_state(position, tokens[position], states, salt))
+            seen = visible([states] * len(windows), windows, position)
+            states.append(token_state(position, tokens[position], seen, salt))
         num_output = len(tokens) - len(prompt)
         token = choose_token(states[-1], seed, len(tokens), vocab_size, params, eos, num_output)
         tokens.append(token)
@@ -142,6 +164,7 @@ class FakeRunner:
         self._device = [[-(1 + block * size + i) for i in range(size)] for block in range(self.config.num_blocks)]
         self._host: list[list[int]] = [[-(10**6)] * size for _ in range(self.config.num_host_blocks)]
         self._rows: dict[int, _Row] = {}
+        self._windows = windows_of(self.config)
         self._has_failed = False
         self._num_restoring_steps = 0
 
@@ -232,30 +255,36 @@ class FakeRunner:
                 problems.append(f"{entry} on {len(row.token_ids)} tokens")
             if entry.guesses and not entry.samples:
                 problems.append(f"{entry} guesses in the middle of a prompt")
-            size = self.config.block_size
-            touched = {*row.block_ids, *entry.new_block_ids}
+            size, groups = self.config.block_size, self.config.num_groups
+            held = row.block_ids + list(entry.new_block_ids)
             end = entry.start + entry.num_tokens + entry.num_drafts
-            blocks = (row.block_ids + list(entry.new_block_ids))[row.num_computed // size : -(-end // size)]
-            if end > size * (len(row.block_ids) + len(entry.new_block_ids)):
+            blocks = held[row.num_computed // size * groups : -(-end // size) * groups]
+            if end * groups > size * len(held):
                 problems.append(f"{entry} has no blocks for all of its tokens")
-            if 0 in touched or written & set(blocks):
+            if 0 in blocks or written & set(blocks):
                 problems.append(f"{entry} writes to blocks {blocks}, which are not its own")
+            kept = self.config.first_kept(row.num_computed)
+            lacking = (place for place, block in enumerate(held) if block == 0)
+            if any(place // groups >= kept or not self._windows[place % groups] for place in lacking):
+                problems.append(f"{entry} lacks blocks that it looks at: {held}")
             written.update(blocks)
         self.violations.extend(f"step {step.step_id}: {problem}" for problem in problems)
 
     def _compute(self, row: _Row, entry: ScheduledRequest, broken: bool) -> list[int]:
         """Computes an entry's tokens from where the row stands; returns those drawn after the last real one and after
         every guess that was right."""
-        size = self.config.block_size
         start = row.num_computed
-        context = [state for block_id in row.block_ids for state in self._device[block_id]][:start]
+        states = self._states(row)
+        context = states[0]
         salt = salt_number(row.admission.params)
         num_known = start + entry.num_tokens - len(entry.guesses)
         given = [*row.token_ids[start:num_known], *entry.guesses]
         for position, token_id in enumerate(given, start=start):
-            state = 0 if broken else token_state(position, token_id, context, salt)
-            self._device[row.block_ids[position // size]][position % size] = state
-            context.append(state)
+            seen = visible(states, self._windows, position)
+            state = 0 if broken else token_state(position, token_id, seen, salt)
+            self._write(row, position, state)
+            for own in states:
+                own.append(state)
         self.num_computed_tokens += len(given)
         row.sum_of_states += sum(context[start:num_known])
         row.last_state = context[num_known - 1]
@@ -267,16 +296,29 @@ class FakeRunner:
         row.num_computed = num_known + len(drawn) - 1
         return drawn
 
+    def _states(self, row: _Row) -> list[list[int]]:
+        """By group, those of the tokens computed so far; whatever lies there where a block was given up."""
+        groups = len(self._windows)
+        lanes = (row.block_ids[group::groups] for group in range(groups))
+        return [[state for block in lane for state in self._device[block]][: row.num_computed] for lane in lanes]
+
+    def _write(self, row: _Row, position: int, state: int) -> None:
+        size, groups = self.config.block_size, len(self._windows)
+        for block in row.block_ids[position // size * groups : (position // size + 1) * groups]:
+            self._device[block][position % size] = state
+
     def _draft(self, row: _Row, count: int) -> list[int]:
         """Tokens that may follow, some of them wrong. As a model that drafts on the same cache does, it writes what is
         no good to the places of the drawn token and of all drafts but the last."""
-        size = self.config.block_size
-        context = [state for block_id in row.block_ids for state in self._device[block_id]][: row.num_computed]
+        states = self._states(row)
+        context = states[0]
         salt, token_id = salt_number(row.admission.params), row.token_ids[-1]
         drafts = []
         for position in range(row.num_computed, row.num_computed + count):
-            context.append(token_state(position, token_id, context, salt))
-            self._device[row.block_ids[position // size]][position % size] = -(10**7) - position
+            state = token_state(position, token_id, visible(states, self._windows, position), salt)
+            for own in states:
+                own.append(state)
+            self._write(row, position, -(10**7) - position)
             token_id = self._draw(row, context, position + 1)
             if hash((context[-1], 2)) % 1000 >= 1000 * self.right_chance:
                 token_id = hash((context[-1], 3)) % self.vocab_size
@@ -305,7 +347,7 @@ class FakeRunner:
         end = min(start + num_tokens + 1, admission.num_prompt_tokens)
         if first >= end:
             return None
-        size = self.config.block_size
-        states = [self._device[row.block_ids[p // size]][p % size] for p in range(first - 1, end - 1)]
+        size, groups = self.config.block_size, len(self._windows)
+        states = [self._device[row.block_ids[p // size * groups]][p % size] for p in range(first - 1, end - 1)]
         tokens = admission.token_ids[first:end]
         return PromptScores(first, tuple(map(fake_score, states, tokens)))

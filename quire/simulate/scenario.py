@@ -89,6 +89,8 @@ def make_scenario(seed: int) -> Scenario:
     for _ in range(rng.randint(1, 9)):
         turn += rng.choice([0, 0, 1, 2, 7])
         arrivals.append(_make_arrival(rng, config, vocab_size, prefixes, turn))
+    if seed % 3 == 1:
+        config = _with_groups(random.Random(-7 - seed), config)
     if seed % 4 == 3:
         arrivals = _pool_some(random.Random(-1 - seed), arrivals)
     with_faults = rng.random() < 0.4
@@ -155,6 +157,19 @@ def _make_config(rng: random.Random) -> SchedulerConfig:
     )
 
 
+def _with_groups(rng: random.Random, config: SchedulerConfig) -> SchedulerConfig:
+    """Layers in groups, with windows on some of them or on all."""
+    groups = rng.randint(1, 3)
+    return replace(
+        config,
+        num_blocks=1 + (config.num_blocks - 1) * groups,
+        num_host_blocks=config.num_host_blocks * groups,
+        num_groups=groups,
+        num_windowed=rng.randint(1 if groups == 1 else 0, groups),
+        window=rng.choice([1, 2, 5, 9]),
+    )
+
+
 def _make_arrival(
     rng: random.Random, config: SchedulerConfig, vocab_size: int, prefixes: list[tuple[int, ...]], turn: int
 ) -> Arrival:
@@ -170,7 +185,7 @@ def _arrival_of(
     max_tokens: int | None
     if rng.random() < 0.95:
         # Mostly something that fits: the rest checks that refusals come when they should.
-        capacity = min(config.max_model_len, config.num_usable_blocks * config.block_size + 1)
+        capacity = min(config.max_model_len, config.num_usable_blocks // config.num_groups * config.block_size + 1)
         prompt = (prompt or (0,))[: max(1, capacity - 1)]
         most = max(1, capacity - len(prompt))
         max_tokens = rng.choice([rng.randint(1, most), min(most, rng.randint(1, 4)), most])

@@ -26,7 +26,7 @@ from quire.errors import CapacityError, InvalidRequestError
 from quire.observe.engine_metrics import EngineMetrics
 from quire.observe.step_log import StepLog
 from quire.sampling_params import ResolvedTokens
-from quire.simulate.fake_runner import FakeRunner, fake_vector, solo_prompt_scores, solo_run, solo_states
+from quire.simulate.fake_runner import FakeRunner, fake_vector, solo_prompt_scores, solo_run, solo_states, windows_of
 from quire.simulate.scenario import Arrival, FaultyPool, Scenario, make_follower, make_scenario
 from quire.speculate.speculator import Speculator
 from quire.step import RequestMetrics, RequestUpdate, StepLogEntry, TokenScore
@@ -91,6 +91,10 @@ class Simulation:
         log = StepLog(capacity=16, listeners=(self.metrics.observe, self.speculator.observe, self._show))
         self.core = EngineCore(self.scheduler, self.runner, scenario.max_depth, log.append)
 
+    @property
+    def windows(self) -> tuple[int, ...]:
+        return windows_of(self.scenario.config)
+
     def run(self) -> int:
         """Plays the scenario to its end; returns the number of steps."""
         arrivals = list(self.scenario.arrivals)
@@ -123,7 +127,7 @@ class Simulation:
             num_prompt = len(arrival.prompt)
             total = min(config.max_model_len, num_prompt + (arrival.params.max_tokens or config.max_model_len))
             fits = 0 < num_prompt < config.max_model_len
-            fits = fits and total - 1 <= config.num_usable_blocks * config.block_size
+            fits = fits and total - 1 <= config.num_usable_blocks // config.num_groups * config.block_size
             if (
                 config.block_size % 2 and fits and arrival.pooling is None
             ):  # the client has an idea, which is not always right
@@ -203,7 +207,7 @@ class Simulation:
         if request.pooling is not None:
             return [], "stop"
         if request not in self.solo_runs:
-            limits = self.scenario.vocab_size, self.scenario.config.max_model_len
+            limits = self.scenario.vocab_size, self.scenario.config.max_model_len, self.windows
             prompt, params = request.prompt_token_ids, request.params
             self.solo_runs[request] = solo_run(prompt, params, request.seed, request.eos_token_ids, *limits)
         return self.solo_runs[request]
@@ -211,7 +215,7 @@ class Simulation:
     def _check_pooled(self, request: Request, found: bytes | None) -> None:
         expected = None
         if request.pooling is not None:
-            states = solo_states(request.prompt_token_ids, request.params)
+            states = solo_states(request.prompt_token_ids, request.params, self.windows)
             expected = fake_vector(sum(states) if request.pooling == "mean" else states[-1])
         self._require(found == expected, f"{request.request_id}: pooled {found!r}, alone {expected!r}")
 
@@ -220,7 +224,9 @@ class Simulation:
         found = self.prompt_scores[request.prompt_progress]
         expected = {}
         if request.params.prompt_logprobs is not None:
-            expected = dict(enumerate(solo_prompt_scores(request.prompt_token_ids, request.params), start=1))
+            expected = dict(
+                enumerate(solo_prompt_scores(request.prompt_token_ids, request.params, self.windows), start=1)
+            )
         self._require(found == expected, f"{request.request_id}: the prompt's scores are {found}, alone {expected}")
 
     def _check_end(self) -> None:

@@ -32,18 +32,14 @@ class DraftedRequest(Protocol):
     draft_state: Any
     """Kept here between calls; False where nothing is ever guessed."""
 
+    params: SamplingParams
+    resolved: ResolvedTokens
+    drafts: Sequence[int]
+    accepted_tokens: int
+    num_rejections: int
+
     @property
     def num_prompt_tokens(self) -> int: ...
-    @property
-    def params(self) -> SamplingParams: ...
-    @property
-    def resolved(self) -> ResolvedTokens: ...
-    @property
-    def drafts(self) -> Sequence[int]: ...
-    @property
-    def accepted_tokens(self) -> int: ...
-    @property
-    def num_rejections(self) -> int: ...
 
 
 class _DraftState:

@@ -55,8 +55,8 @@ def open_engine(model: str, logged: LoggedEngine | None, metrics: EngineMetrics,
                 "block_size": config.block_size,
                 "policy": config.policy,
                 "prefix_caching": config.prefix_caching,
-                "kv_cache_memory": config.num_blocks * block,
-                "host_cache_memory": config.num_host_blocks * block,
+                "kv_cache_memory": config.num_blocks * block // config.num_groups,
+                "host_cache_memory": config.num_host_blocks * block // config.num_groups,
             }
         return build_engine(source, EngineConfig(**options), bars("load"), [metrics.observe])
 

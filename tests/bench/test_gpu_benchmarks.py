@@ -7,16 +7,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench import decode, long_contexts, prefill, startup, throughput
 from bench.ceiling import Rates, Work, decode_work, prompt_work, workload_work
 from bench.gpu_all import run_job
 from bench.gpu_peers import compare
 from bench.profiling import gpu_times
-from bench.random_engine import Run
+from bench.random_engine import Run, random_decoder
 from bench.report import Result, read_results, report
 from bench.shapes import CONFIGS, spec_of
 from quire.bench.report import cell_text
+from quire.kernels.cpu.kernels import CpuKernels
+from tests.decoding import all_logits
+from tests.random_models import SPECS
 
 H200 = Rates(read_bandwidth=4.5e12, flops=790e12)
 
@@ -32,6 +36,19 @@ def test_shapes_have_the_parameters_their_models_have() -> None:
         "gemma-3-4b": 3880,
         "gpt-oss-20b": 20_915,
     }
+
+
+def test_random_experts_are_computed_with_in_their_format() -> None:
+    """As gpt-oss has them: blocks of four bits, about as large as the numbers they stand for."""
+    device, kernels = torch.device("cpu"), CpuKernels()
+    decoders = [
+        random_decoder(SPECS["gpt_oss"], kernels, torch.float32, device, max_position=64, expert_format=name)
+        for name in (None, "MXFP4")
+    ]
+    assert decoders[1].nbytes < decoders[0].nbytes
+    plain, stored = (all_logits(decoder, list(range(20))) for decoder in decoders)
+    assert stored.isfinite().all()
+    assert 0.3 < float(stored.std() / plain.std()) < 3
 
 
 def test_the_workload_is_nano_vllms() -> None:

@@ -91,6 +91,28 @@ def test_control_tokens_are_no_text(constrainer: Constrainer, tokenizer: Tokeniz
     assert max(allowed) < tokenizer.vocab_size, "ids that only pad the model's vocabulary are no text"
 
 
+def test_control_tokens_that_a_request_names_can_be_written(constrainer: Constrainer, tokenizer: Tokenizer) -> None:
+    """Here and behind guesses; others, and other requests, have no part in it."""
+    grammar = "start: <|im_start|> /a/ <|im_start|> <|im_end|> /b/"
+    begin = tokenizer.token_to_id("<|im_start|>")
+    letter = tokenizer.encode_plain("a")[0]
+    assert begin is not None
+    named = StructuredOutput(grammar=grammar, control_tokens=("<|im_start|>",))
+    constrainer.admit(0, named)
+    constrainer.admit(1, StructuredOutput(grammar="start: /a/ <|im_start|>"))
+    assert _allowed(constrainer, 0) == [begin]
+    rows = _rows(0, 0, 0, 0)
+    masks = constrainer.masks(rows, np.array([-1, begin, letter, begin], dtype=np.int64))
+    assert masks is not None
+    bits = np.unpackbits(masks.words.numpy().view(np.uint8), axis=1, bitorder="little")
+    assert [np.flatnonzero(one).tolist() for one in bits[:3]] == [[begin], [letter], [begin]]
+    assert masks.undefined.tolist() == [False, False, False, True]  # the other one is not named
+    assert constrainer.advance(_rows(1), [letter]).ended == frozenset()
+    batch = constrainer.masks(_rows(0, 1))
+    assert batch is not None
+    assert set(batch.errors) == {1}
+
+
 def test_a_grammar_of_nothing_but_control_tokens_fails_alone(constrainer: Constrainer) -> None:
     constrainer.admit(0, StructuredOutput(grammar="start: <[1]>"))
     constrainer.admit(1, StructuredOutput(regex="a+"))

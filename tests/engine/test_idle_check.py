@@ -230,7 +230,7 @@ def test_a_name_is_never_put_over_another() -> None:
     """The idle check could not see the name that stays behind, so it must not come about."""
     cache, block = PrefixCache(1), Block(1)
     keys: list[BlockKey] = []
-    cache.extend_keys(keys, [1, 2], 2, ())
+    cache.extend_keys(keys, [1, 2], 2, [()])
     assert cache.publish(keys[0], block)
     with pytest.raises(AssertionError, match="holds another prefix already"):
         cache.publish(keys[1], block)

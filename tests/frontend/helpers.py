@@ -48,6 +48,29 @@ _WORDS = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 WORDS = {"llama-bpe": _WORDS % "{1,3}", "qwen2": _WORDS % ""}
+_O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLITS: dict[str, tuple[str, ...]] = {
+    "gpt-4o": (_O200K,),
+    "dbrx": (_WORDS % "{1,3}",),
+    "glm4": (_WORDS % "{1,3}",),
+    "chatglm-bpe": (_WORDS % "{1,3}",),
+    "falcon3": (_WORDS % "{1,3}",),
+    "starcoder": (),
+    "refact": (),
+    "command-r": (),
+    "seed-coder": ((_WORDS % "{1}").replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}\r\n]+"),),
+    "hunyuan-dense": (
+        r"\p{N}{1,3}",
+        "[一-龥\u3040-ゟ゠-ヿ]+",
+        "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+        "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+    ),
+}
+"""By the name in GGUF files, the regexes of the models' tokenizer.json; none: digits, then GPT-2's words."""
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKERS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 
@@ -74,6 +97,18 @@ def train_byte_level(pre: str) -> Tokenizer:
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in CONTROL])
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKERS])
     return tokenizer
+
+
+def resplit(tokenizer: Tokenizer, pre: str) -> Tokenizer:
+    """The same vocabulary behind another of `SPLITS`."""
+    copy = Tokenizer.from_str(tokenizer.to_str())
+    copy.normalizer = normalizers.NFC() if pre == "command-r" else normalizers.Sequence([])
+    steps: list[pre_tokenizers.PreTokenizer] = [
+        pre_tokenizers.Split(Regex(one), "isolated") for one in SPLITS[pre]
+    ] or [pre_tokenizers.Digits(individual_digits=True)]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not SPLITS[pre]))
+    copy.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    return copy
 
 
 def byte_level_metadata(tokenizer: Tokenizer, pre: str) -> dict[str, Any]:

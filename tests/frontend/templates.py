@@ -117,3 +117,72 @@ MISTRAL = """
     {%- endif %}
 {%- endfor %}
 """
+
+# Channels: control tokens around headers, tools as types, reasoning under the name `thinking` and only before calls
+# that no answer has followed, one call in a message, results named after the last call.
+HARMONY = """
+{%- macro type_of(schema) -%}
+    {%- if schema.type == 'string' and schema.enum -%}{{- '"' + schema.enum | join('" | "') + '"' -}}
+    {%- elif schema.type in ('number', 'integer') -%}{{- 'number' -}}
+    {%- else -%}{{- schema.type or 'any' -}}{%- endif -%}
+{%- endmacro -%}
+{{- '<|start|>system<|message|>Current date: ' + strftime_now('%Y-%m-%d') + '\\n\\nReasoning: ' }}
+{{- (reasoning_effort if reasoning_effort is defined else 'medium') + '\\n\\n# Valid channels: analysis, final.' }}
+{%- if tools %}{{- '\\nCalls go to the commentary channel: \\'functions\\'.' }}{%- endif %}{{- '<|end|>' }}
+{%- set instructions = messages[0].content if messages[0].role in ('system', 'developer') else '' %}
+{%- set turns = messages[1:] if messages[0].role in ('system', 'developer') else messages %}
+{%- if instructions or tools %}
+    {{- '<|start|>developer<|message|>' }}
+    {%- if instructions %}{{- '# Instructions\\n\\n' + instructions }}{%- endif %}
+    {%- if tools %}
+        {{- ('\\n\\n' if instructions else '') + '# Tools\\n\\n## functions\\n\\nnamespace functions {\\n\\n' }}
+        {%- for tool in tools %}
+            {{- '// ' + tool.function.description + '\\ntype ' + tool.function.name + ' = ' }}
+            {%- if tool.function.parameters and tool.function.parameters.properties %}
+                {{- '(_: {\\n' }}
+                {%- for name, schema in tool.function.parameters.properties.items() %}
+                    {{- name + ('' if name in (tool.function.parameters.required or []) else '?') + ': ' }}
+                    {{- type_of(schema) + ',\\n' }}
+                {%- endfor %}
+                {{- '}) => any;\\n\\n' }}
+            {%- else %}{{- '() => any;\\n\\n' }}{%- endif %}
+        {%- endfor %}
+        {{- '} // namespace functions' }}
+    {%- endif %}
+    {{- '<|end|>' }}
+{%- endif %}
+{%- set last = namespace(name=none) %}
+{%- for message in turns %}
+    {%- if message.role == 'assistant' %}
+        {%- if 'content' in message and '<|channel|>final<|message|>' in message.content %}
+            {{- raise_exception('channels in the content') }}
+        {%- endif %}
+        {%- if 'tool_calls' in message %}
+            {%- set later = namespace(found=false) %}
+            {%- for one in turns[loop.index:] %}
+                {%- if one.role == 'assistant' and 'tool_calls' not in one %}{%- set later.found = true %}{%- endif %}
+            {%- endfor %}
+            {%- set call = message.tool_calls[0] %}
+            {%- if call.function %}{%- set call = call.function %}{%- endif %}
+            {%- if message.content and message.thinking %}
+                {{- raise_exception('content and thinking beside calls') }}
+            {%- elif message.content and not later.found %}
+                {{- '<|start|>assistant<|channel|>analysis<|message|>' + message.content + '<|end|>' }}
+            {%- elif message.thinking and not later.found %}
+                {{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}
+            {%- endif %}
+            {{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
+            {{- (call.arguments if call.arguments is string else call.arguments | tojson) + '<|call|>' }}
+            {%- set last.name = call.name %}
+        {%- else %}
+            {{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
+        {%- endif %}
+    {%- elif message.role == 'tool' %}
+        {%- if last.name is none %}{{- raise_exception('a result without a call') }}{%- endif %}
+        {{- '<|start|>functions.' + last.name + ' to=assistant<|channel|>commentary<|message|>' }}
+        {{- message.content + '<|end|>' }}
+    {%- elif message.role == 'user' %}
+        {{- '<|start|>user<|message|>' + message.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""

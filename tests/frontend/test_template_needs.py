@@ -150,7 +150,7 @@ def test_llamas_mark_is_read_but_never_asked_for(grammars: Grammars) -> None:
     support = ToolSupport(make_tokenizer(ONE_CALL, ("<|python_tag|>",)))
     call = '{"name": "now", "parameters": {}}'
     forced = support.plan([ASK], [NOW], "required")
-    assert forced.prompt_suffix == ""
+    assert forced.suffix(None) == ""
     assert grammars.judge(forced.constrain(None), call) == "whole"
     strict = {"type": "function", "function": {"name": "now", "strict": True}}
     free = support.plan([ASK], [strict])

@@ -23,15 +23,18 @@ from quire.frontend.tokenizer import Tokenizer
 from tests.frontend.helpers import (
     CONTROL,
     MARKERS,
+    SPLITS,
     TEXTS,
     ambiguous_metadata,
     anything,
     byte_level_metadata,
+    resplit,
     sentencepiece_metadata,
     special_ids_in,
     train_byte_level,
     transformers_from_gguf,
 )
+from tests.frontend.real_tokenizers import real_tokenizer_folder
 
 FAMILIES = ["gpt-2", "smollm", "llama-bpe", "qwen2"]
 
@@ -117,6 +120,58 @@ def test_a_tokenizer_from_gguf_can_be_written_as_files(
     after = read_hf_tokenizer(tmp_path)
     assert json.loads(after.backend.to_str()) == json.loads(before.backend.to_str())
     assert replace(after, backend=before.backend) == before
+
+
+@pytest.mark.parametrize("pre", SPLITS)
+def test_a_pre_tokenizer_by_its_name(pre: str) -> None:
+    """As the tokenizer.json of the models it stands for has it."""
+    reference = resplit(train_byte_level("qwen2"), pre)
+    ours = Tokenizer.from_gguf(byte_level_metadata(reference, pre))
+    words = "IT'S It'll 12345 ab12 ,/\n\n x=y.z e\u0301 私はカタカナ--\r\n'RE (Foo)Bar"
+    for text in (*TEXTS, words):
+        assert ours.encode(text) == reference.encode(text).ids
+    backend = ours._backend  # a vocabulary this small hides where words end
+    assert backend.pre_tokenizer.pre_tokenize_str(words) == reference.pre_tokenizer.pre_tokenize_str(words)
+
+
+def test_a_cut_in_three_steps_is_the_real_one(real_deepseek: Path) -> None:
+    """Hunyuan's is DeepSeek's."""
+    real = json.loads((real_deepseek / "tokenizer.json").read_text())["pre_tokenizer"]["pretokenizers"]
+    assert tuple(one["pattern"]["Regex"] for one in real[:-1]) == SPLITS["hunyuan-dense"]
+
+
+@pytest.fixture
+def real_deepseek() -> Path:
+    return real_tokenizer_folder("deepseek_v3")
+
+
+@pytest.mark.parametrize(
+    ("control", "ends"),
+    [
+        (("<|start|>", "<|end|>", "<|return|>", "<|call|>"), ("<|return|>", "<|call|>")),
+        (("<|user|>", "<|end|>"), ("<|end|>",)),
+        (("<start_of_turn>", "<end_of_turn>"), ("<end_of_turn>",)),
+    ],
+)
+def test_ends_of_turn_that_files_do_not_list(control: tuple[str, ...], ends: tuple[str, ...]) -> None:
+    backend = train_byte_level("qwen2")
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in control])
+    tokenizer = Tokenizer.from_gguf(byte_level_metadata(backend, "gpt-4o"))
+    listed = {"<|im_end|>", "<|endoftext|>"}
+    assert {tokenizer.id_to_token(one) for one in tokenizer.eos_token_ids} == {*listed, *ends}
+
+
+def test_phi_3s_control_tokens_swallow_white_space() -> None:
+    """As its tokenizer.json says, and files do not."""
+    metadata = sentencepiece_metadata() | {"general.architecture": "phi3"}
+    counts = {}
+    for name in ("phi3", "llama"):
+        tokenizer = Tokenizer.from_gguf(metadata | {"general.architecture": name})
+        ids = tokenizer.encode("</s>\n\na<s>\na", add_special_tokens=False, allow_special=True)
+        counts[name] = len(ids)
+        assert [ids.count(1), ids.count(2)] == [1, 1]
+    plain = Tokenizer.from_gguf(metadata).encode("\n\n", add_special_tokens=False)
+    assert counts["llama"] - counts["phi3"] == len(plain) - 1  # the space that a text begins with is not one of them
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

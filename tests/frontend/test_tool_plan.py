@@ -199,14 +199,14 @@ def test_a_mark_that_is_a_control_token_goes_into_the_prompt(grammars: Grammars)
         (TEKKEN, ("[TOOL_CALLS]", "[ARGS]"), "now{}"),
     ):
         forced = plan(template, special, choice="required")
-        assert forced.prompt_suffix == "[TOOL_CALLS]"
+        assert forced.suffix(None) == "[TOOL_CALLS]"
         assert forced.needs_special_tokens
         assert grammars.judge(forced.constrain(None), answer) == "whole"
         parser = forced.new_parser()
         assert parser is not None
         assert [call.name for call in parse(parser, answer).calls] == ["now"]
         assert len(forced.new_call_id()) == 9
-        assert plan(template, special).prompt_suffix == ""
+        assert plan(template, special).suffix(None) == ""
     strict = {"type": "function", "function": {"name": "now", "strict": True}}
     unheeded = plan(MISTRAL3, ("[TOOL_CALLS]",), tools=[strict])
     assert unheeded.constrain(None) is None

@@ -43,7 +43,7 @@ class Sequences:
         )
         tokens = torch.cat([self._tokens[which][start:end] for which, start, end in pieces])
         positions = torch.cat([torch.arange(start, end) for _, start, end in pieces]).to(DEVICE)
-        return self._decoder(tokens, positions, batch, self._caches)
+        return self._decoder(tokens, positions, (batch,), self._caches)
 
     def in_chunks(self, size: int) -> Tensor:
         """The first sequence, `size` tokens at a time."""

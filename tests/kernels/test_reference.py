@@ -177,6 +177,20 @@ def test_softmax_in_attention_is_stable_at_scores_of_ten_thousand(sign: int) -> 
     torch.testing.assert_close(got[0, 0], expected, atol=1e-5, rtol=0)
 
 
+def test_what_lies_before_a_window_may_be_anything() -> None:
+    kernels, context, window = ReferenceKernels(), 300, 40
+    sides = torch.randn(2, 1 + context // 16 + 1, 2, 16, 32, generator=torch.Generator().manual_seed(0))
+    cache, table = LayerCache(sides[0], sides[1]), list(range(1, 1 + -(-context // 16)))
+    query = torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(1))
+    expected = attend(kernels, query, cache, paged_batch([(context - 3, 3, table)], 16), 0.3, window)
+    first = context - 3 - window + 1
+    sides[:, table[: first // 16]] = float("nan")  # another's, or nobody's by now
+    sides[:, 0] = float("inf")
+    table[: first // 32] = [0] * (first // 32)
+    again = attend(kernels, query, cache, paged_batch([(context - 3, 3, table)], 16), 0.3, window)
+    assert torch.equal(again, expected)
+
+
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_has_the_same_bits_for_decode_chunk_and_whole_prompt(dtype: torch.dtype, window: int | None) -> None:

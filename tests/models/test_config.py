@@ -79,7 +79,6 @@ def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
         "PhimoeForCausalLM",
         "OlmoForCausalLM",
         "OlmoeForCausalLM",
-        "GraniteMoeHybridForCausalLM",
         "Glm4vForConditionalGeneration",
         "CohereForCausalLM",
         "DeepseekV3ForCausalLM",
@@ -92,6 +91,13 @@ def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
 def test_near_relatives_are_not_run_by_accident(tmp_path: Path, architecture: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"{architecture} is not supported.*Gemma3ForCausalLM.*GptOss"):
         read_config(write(tmp_path, architectures=[architecture]))
+
+
+@pytest.mark.parametrize("kinds", [None, ["attention", "mamba"], ["linear_attention", "full_attention"]])
+def test_granite_4_with_mamba_layers_is_refused(tmp_path: Path, kinds: list[str] | None) -> None:
+    changes = {} if kinds is None else {"layer_types": kinds}
+    with pytest.raises(UnsupportedModelError, match="Mamba layers are not supported"):
+        read_config(write(tmp_path, architectures=["GraniteMoeHybridForCausalLM"], **changes))
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,8 @@ def config(draw: st.DrawFn, family: str) -> Any:
     if family == "phi3":
         base["rope_parameters"] |= {"partial_rotary_factor": 1.0} | draw(long_rope(base))
         base["original_max_position_embeddings"] = 8
+    if family == "granitemoehybrid":
+        base |= {"layer_types": ["attention"] * base["num_hidden_layers"], "mamba_n_heads": 2}
     if family == "hunyuan_v1_dense" and drawn.pop("alpha"):
         base["rope_parameters"] = {"rope_theta": 10_000.0, "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}
     return made(**base | drawn)
@@ -206,6 +208,16 @@ NEWER: dict[str, tuple[Any, dict[str, Any]]] = {
     "olmo3": (transformers.Olmo3Config, {"sliding_window": st.sampled_from([5, 16]), "num_hidden_layers": LAYERS}),
     "granite": (transformers.GraniteConfig, MULTIPLIERS | {"mlp_bias": st.booleans()}),
     "granitemoe": (transformers.GraniteMoeConfig, MULTIPLIERS | FEW_EXPERTS),
+    "granitemoehybrid": (
+        transformers.GraniteMoeHybridConfig,
+        MULTIPLIERS
+        | {
+            "num_local_experts": st.sampled_from([0, 4]),
+            "num_experts_per_tok": st.just(2),
+            "shared_intermediate_size": st.sampled_from([8, 12]),
+            "position_embedding_type": st.sampled_from(["rope", None]),
+        },
+    ),
     "granitemoeshared": (
         transformers.GraniteMoeSharedConfig,
         MULTIPLIERS | FEW_EXPERTS | {"shared_intermediate_size": st.sampled_from([0, 12])},

@@ -72,6 +72,7 @@ MODELS: dict[str, tuple[str, Any]] = {
     "llama tied": ("llama", transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)),
     "llama 3 rope": ("llama", transformers.LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE)),
     "mixtral": ("llama", transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)),
+    "mistral": ("llama", transformers.MistralConfig(**SIZES, sliding_window=12)),
     "smollm3": ("smollm3", transformers.SmolLM3Config(**SIZES)),
     "qwen2": ("qwen2", transformers.Qwen2Config(**SIZES)),
     "qwen2 yarn": ("qwen2", transformers.Qwen2Config(**SIZES, rope_parameters=YARN_ROPE)),
@@ -95,6 +96,10 @@ MODELS: dict[str, tuple[str, Any]] = {
     "olmo3": ("olmo2", transformers.Olmo3Config(**SIZES, sliding_window=12)),
     "granite": ("granite", transformers.GraniteConfig(**SIZES, **MULTIPLIERS)),
     "granitemoe": ("granitemoe", transformers.GraniteMoeConfig(**SIZES, **MULTIPLIERS, **FEW_EXPERTS)),
+    "granitemoeshared": (
+        "granitemoe",
+        transformers.GraniteMoeSharedConfig(**SIZES, **MULTIPLIERS, **FEW_EXPERTS, shared_intermediate_size=12),
+    ),
     "glm4": ("glm4", transformers.Glm4Config(**SIZES, attention_bias=True)),
     "glm4_moe": (
         "glm4moe",
@@ -129,12 +134,17 @@ def packaged_tensors(architecture: str, model: Any) -> dict[str, Tensor]:
     for name, value in state.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
+        block = f"blk.{name.split('.')[2]}" if name.startswith("model.layers.") else ""
+        if ".shared_mlp." in name:
+            gate, up = value.chunk(2)
+            shared = {"gate": gate, "up": up} if "input" in name else {"down": value}
+            tensors |= {f"{block}.ffn_{part}_shexp.weight": rows for part, rows in shared.items()}
+            continue
         if name.endswith((".input_linear.weight", ".experts.gate_up_proj")):
-            block = f"blk.{name.split('.')[2]}"
             tensors[f"{block}.ffn_gate_exps.weight"], tensors[f"{block}.ffn_up_exps.weight"] = value.chunk(2, 1)
             continue
         if name.endswith((".output_linear.weight", ".experts.down_proj")):
-            tensors[f"blk.{name.split('.')[2]}.ffn_down_exps.weight"] = value
+            tensors[f"{block}.ffn_down_exps.weight"] = value
             continue
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         name = name.replace(".router.weight", ".router.layer.weight")  # as Granite's files have it
@@ -166,6 +176,7 @@ def packaged_settings(config: Any) -> dict[str, float | int]:
         "first_k_dense_replace": "leading_dense_block_count",
         "routed_scaling_factor": "expert_weights_scale",
         "norm_topk_prob": "expert_weights_norm",
+        "shared_intermediate_size": "expert_shared_feed_forward_length",
     }
     return {key: getattr(config, name) for name, key in keys.items() if getattr(config, name, None) is not None}
 
@@ -247,6 +258,8 @@ def write_gguf(
     for key, value in packaged_settings(config).items() if architecture not in OLDER else ():
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}[type(value)]
         add(f"{architecture}.{key}", value)
+    if isinstance(config, transformers.MistralConfig):
+        writer.add_sliding_window(config.sliding_window)
     writer.add_vocab_size(config.vocab_size)
     writer.add_eos_token_id(2)
     rope = config.rope_parameters

@@ -157,6 +157,7 @@ NOT_IN_CONFIG_JSON = {
     "gemma2": "can't be written as a config.json",  # its norms have 1 added
     "gemma3": "can't be written as a config.json",
     "granitemoe": "no form in Hugging Face layout",  # its gate and up rows are packed there
+    "granitemoeshared": "no form in Hugging Face layout",
 }
 
 

@@ -30,6 +30,7 @@ from quire.plan.estimate import (
 )
 from quire.plan.report import Findings, advice
 from quire.plan.work import Rates
+from quire.runner.kv_cache import LayerGroups
 from quire.runner.memory import Needs, plan_cache
 
 H200 = named_device("h200")
@@ -140,7 +141,9 @@ def test_what_fits_is_what_the_allocator_says() -> None:
     config = EngineConfig(max_model_len=2500)
     free = CPU.memory - forms["int4"].weight_bytes
     needs = Needs(weights=forms["int4"].weight_bytes)
-    assert small.plan == plan_cache(model.spec, config, config.limits("cpu"), torch.float32, free, needs)
+    assert small.plan == plan_cache(
+        model.spec, config, config.limits("cpu"), torch.float32, free, needs, LayerGroups.of(model.spec)
+    )
     assert small.at_once == (small.plan.num_blocks - 1) // 157
     # As the loader would find it: 4.5 bits for each number of a matrix.
     assert forms["int4"].weight_bytes == pytest.approx(model.spec.num_parameters * 18 / 32, rel=0.01)

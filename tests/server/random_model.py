@@ -3,16 +3,21 @@ whatever the grammar wants."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import transformers
+from tokenizers import AddedToken
 
 from tests.frontend.helpers import train_byte_level
 
 
-def write_model(folder: Path, template: str) -> None:
+def write_model(folder: Path, template: str, special: Sequence[str] = ()) -> None:
+    """`special`: further control tokens, of which the last ends answers."""
+    backend = train_byte_level("qwen2")
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=train_byte_level("qwen2"), eos_token="<|im_end|>", chat_template=template
+        tokenizer_object=backend, eos_token=special[-1] if special else "<|im_end|>", chat_template=template
     )
     tokenizer.save_pretrained(folder)
     config = transformers.LlamaConfig(

@@ -1,7 +1,7 @@
 """An engine process without a model: it starts at once and gives made-up tokens, so that every fault can be tried at
 every phase. The file named by QUIRE_TEST_FAULT says what it does next: `loading` (goes on loading), `slow 0.1` (takes
 so many seconds for a step), `exit`, `fatal`, `hang`, `nonsense`. A prompt of more than LONG_PROMPT tokens has no answer
-before the file says `release`."""
+before the file says `release`. `say 5 7 9` has every answer consist of these tokens, of which the last ends it."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ class ScriptedEngine:
             one.disable_monitor()
         self._running: dict[str, messages.AddRequest] = {}
         self._counts: dict[str, int] = {}
+        self._scripts: dict[str, list[int]] = {}
 
     def run(self) -> None:
         self._send(messages.Loading())
@@ -55,7 +56,7 @@ class ScriptedEngine:
             pause = 1000 * float(order.partition(" ")[2]) if order.startswith("slow") else PAUSE
             if not self._running:
                 self._commands.poll(PAUSE)
-            else:
+            elif not self._scripts:
                 time.sleep(pause / 1000)
             if self._commands.poll(0):
                 while self._commands.poll(0):
@@ -65,7 +66,9 @@ class ScriptedEngine:
                     self._take(command, out)
                     had_work = True
             for name, request in list(self._running.items()):
-                if len(request.prompt_token_ids) <= LONG_PROMPT or order == "release":
+                if name in self._scripts:
+                    out.updates.append(self._say(name, request, self._scripts[name]))
+                elif len(request.prompt_token_ids) <= LONG_PROMPT or order == "release":
                     out.updates.append(self._advance(name, request))
             if self._running or had_work:
                 out.steps = [StepSummary(0, 0.0, 0, 0, 0, len(self._running), 64, 0, 0.0)]
@@ -82,6 +85,9 @@ class ScriptedEngine:
             if command.resume is not None:  # it counts on where another one was
                 self._counts.update({name: len(tokens) for name, tokens in command.resume.outputs.items()})
             self._running.update(dict.fromkeys(names, command))
+            order = self._obey()
+            if order.startswith("say"):
+                self._scripts.update({name: list(map(int, order.split()[1:])) for name in names})
             out.accepted.append(command.request_id)
             out.started.extend(names)
         elif isinstance(command, messages.Abort):
@@ -103,6 +109,20 @@ class ScriptedEngine:
         if request.pooling is not None:
             return RequestUpdate(name, (), "stop", metrics=metrics, pooled=b"\0" * 32)
         return RequestUpdate(name, (count,), "length", metrics=metrics)
+
+    def _say(self, name: str, request: messages.AddRequest, script: list[int]) -> RequestUpdate:
+        """Two more tokens of the script."""
+        begin = self._counts[name]
+        most = request.params.get("max_tokens") or len(script)
+        tokens = tuple(script[begin : min(begin + 2, most)])
+        self._counts[name] = count = begin + len(tokens)
+        if count < min(most, len(script)):
+            return RequestUpdate(name, tokens)
+        del self._running[name], self._scripts[name]
+        metrics = RequestMetrics(name, 0.0, 0.0, 0.0, 1.0, len(request.prompt_token_ids), count, 0, 0, 0, 0)
+        if count < len(script):
+            return RequestUpdate(name, tokens, "length", metrics=metrics)
+        return RequestUpdate(name, tokens, "stop", stop_token_id=tokens[-1], metrics=metrics)
 
     def _obey(self) -> str:
         order = self._order.read_text() if self._order.exists() else ""

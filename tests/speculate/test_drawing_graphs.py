@@ -57,7 +57,7 @@ def test_guesses_change_no_bit(decoder: Decoder, right: float, depth: int) -> No
     for observes in (True, False):
         bench = Bench(decoder, depth=depth, guess=Guesser(expected.tokens, right, depth), observes=observes)
         runner = bench.runner
-        runner._graphs = DrawingSteps(decoder, runner._kv_cache.layers, runner._request_rows, 16)
+        runner._graphs = DrawingSteps(decoder, runner._kv_cache.layers, runner._request_rows)
         got = bench.run(prompts(), HISTORIES)
         if observes:
             assert_same(got, expected)

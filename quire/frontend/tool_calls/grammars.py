@@ -11,6 +11,7 @@ from quire.constrain.guidance import JSON_STYLE
 from quire.errors import InvalidRequestError
 from quire.frontend.reasoning import END as REASONING_END
 from quire.frontend.strict_schema import close_objects
+from quire.frontend.tool_calls import harmony
 from quire.frontend.tool_calls.tools import Tool
 from quire.sampling_params import MAX_GRAMMAR, StructuredOutput
 
@@ -69,15 +70,35 @@ def calls_or_text(shape: CallShape, tools: Sequence[Tool], parallel: bool) -> St
 
 def after_reasoning(structured: StructuredOutput) -> StructuredOutput:
     """The form applies to what follows the reasoning that the prompt has begun."""
-    if structured.choice is not None:
-        rule = " | ".join(map(_text, structured.choice))
-    elif is_json(structured):
-        rule = _json_rule(structured)
-    else:
+    if not can_follow(structured):
         raise InvalidRequestError(
             "structured", "a regex or grammar can't follow this model's reasoning: use a JSON schema or a choice"
         )
-    return _grammar(["answer"], [f"answer: {rule}"], inside_reasoning=True)
+    return _grammar(["answer"], [f"answer: {_rule(structured)}"], inside_reasoning=True)
+
+
+def in_channels(tools: Sequence[Tool], forced: bool, answer: StructuredOutput | None) -> StructuredOutput:
+    """Harmony: reasoning if the model likes, then a call of one of the tools or (unless `forced`) an answer of the form
+    that was asked for, behind headers of control tokens. Of several calls at once its models know nothing."""
+    said = '"analysis"' if forced else '("analysis" | "commentary")'
+    lines = [
+        f'said: {harmony.CHANNEL} {said} {harmony.MESSAGE} TEXT {harmony.END} {harmony.START} "assistant"',
+        "TEXT: /(.|\\n)*/",
+    ]
+    for index, tool in enumerate(tools):
+        header = f'{_text(f"commentary to=functions.{tool.name} ")} {harmony.CONSTRAIN} "json"'
+        lines.append(f"call_{index}: {harmony.CHANNEL} {header} {harmony.MESSAGE} {_schema(tool)}")
+    starts = [f"call_{index}" for index in range(len(tools))]
+    if not forced:
+        rule = "TEXT" if answer is None else _rule(answer)
+        lines += [f'final: {harmony.CHANNEL} "final" {harmony.MESSAGE} answer', f"answer: {rule}"]
+        starts.append("final")
+    return _structured([f"start: said* ({' | '.join(starts)})", *lines], harmony.CONTROL_TOKENS)
+
+
+def can_follow(structured: StructuredOutput) -> bool:
+    """Whether grammars here can have something come before it."""
+    return structured.choice is not None or is_json(structured)
 
 
 def is_json(structured: StructuredOutput) -> bool:
@@ -98,9 +119,9 @@ def _grammar(starts: Sequence[str], lines: Sequence[str], inside_reasoning: bool
     return _structured([*head, *lines])
 
 
-def _structured(lines: Sequence[str]) -> StructuredOutput:
+def _structured(lines: Sequence[str], control_tokens: tuple[str, ...] = ()) -> StructuredOutput:
     try:
-        return StructuredOutput(grammar="\n".join(lines) + "\n")
+        return StructuredOutput(grammar="\n".join(lines) + "\n", control_tokens=control_tokens)
     except InvalidRequestError:  # of what can be wrong with it here, the length is left
         raise InvalidRequestError(
             "tools", f"their schemas are too long: together at most {MAX_GRAMMAR // 1024} KiB can be followed"
@@ -123,6 +144,11 @@ def _alternatives(prefix: str, tools: Sequence[Tool]) -> str:
 def _schema(tool: Tool) -> str:
     schema = {"type": "object", **tool.parameters}
     return _json(close_objects(schema) if tool.strict else schema)
+
+
+def _rule(structured: StructuredOutput) -> str:
+    """What `can_follow` allows, as the right side of a rule."""
+    return _json_rule(structured) if structured.choice is None else " | ".join(map(_text, structured.choice))
 
 
 def _json_rule(structured: StructuredOutput) -> str:

@@ -18,6 +18,13 @@ class ContentDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """What the model thinks, where the format of calls says so too."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class CallStart:
     """A call has begun: its name is known; its arguments follow."""
 
@@ -33,7 +40,7 @@ class ArgumentsDelta:
     text: str
 
 
-Delta = ContentDelta | CallStart | ArgumentsDelta
+Delta = ContentDelta | ReasoningDelta | CallStart | ArgumentsDelta
 State = Callable[[str, int], int]
 """Reads `text` from a position on and returns where it stopped, perhaps having put another state in its place.
 One that stays where it is, at the same position, waits for more text."""
@@ -66,6 +73,11 @@ class ToolCallParser:
         self._in_call = False
         self._num_calls = 0
         self._deltas: list[Delta] = []
+
+    @property
+    def is_reasoning(self) -> bool:
+        """The text so far ends inside the reasoning, for formats that say where it is."""
+        return False
 
     def feed(self, text: str) -> list[Delta]:
         """What the next piece of the answer makes certain."""

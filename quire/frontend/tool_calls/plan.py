@@ -11,18 +11,20 @@ from typing import Any, Literal
 from quire.errors import InvalidRequestError
 from quire.frontend import reasoning
 from quire.frontend.tokenizer import Tokenizer
-from quire.frontend.tool_calls import deepseek, grammars, hermes, llama3, mistral, template_needs
+from quire.frontend.tool_calls import deepseek, grammars, harmony, hermes, llama3, mistral, template_needs
 from quire.frontend.tool_calls.grammars import CallShape
 from quire.frontend.tool_calls.parser import ToolCallParser
 from quire.frontend.tool_calls.tools import Tool, check_tools
 from quire.sampling_params import StructuredOutput
 
-FormatName = Literal["hermes", "llama3", "mistral", "deepseek"]
+FormatName = Literal["harmony", "hermes", "llama3", "mistral", "deepseek"]
 Choice = Literal["auto", "none", "required"]
 
 
 def detect_format(template_source: str) -> FormatName | None:
     """The format a chat template teaches; None if it shows tools in one that is not known here."""
+    if harmony.is_harmony(template_source):
+        return "harmony"
     if deepseek.MARK in template_source:
         return "deepseek"
     if not template_needs.mentions(template_source, "tools"):
@@ -46,13 +48,15 @@ class ToolSupport:
         self.format = detect_format(self._source)
         self._special = {token.content for token in tokenizer.added_tokens.values() if token.special}
         marks = {"hermes": hermes.BEGIN, "llama3": llama3.MARK, "mistral": mistral.MARK, "deepseek": deepseek.MARK}
-        self.mark = "" if self.format is None else marks[self.format]
-        """What announces a call in this model's text."""
+        self.mark = "" if self.format is None else marks.get(self.format, "")
+        """What announces a call in this model's text, where a mark does."""
         self.mark_is_special = self.mark in self._special
         """Special tokens are left out of an answer's text and can't be written under a grammar."""
         self.needs_special_mark = self.mark_is_special and self.format != "llama3"
         """A call can't be without its mark; Llama's may be."""
-        self.thinks = reasoning.thinks(self._plain) or reasoning.thinks(self._source)
+        self.has_channels = self.format == "harmony"
+        """Reasoning, calls and content are told apart by what control tokens say, not by tags."""
+        self.thinks = not self.has_channels and (reasoning.thinks(self._plain) or reasoning.thinks(self._source))
         named = tokenizer.named_tokens
         self._needs = {
             source: template_needs.find_needs(source, named)
@@ -128,15 +132,23 @@ class ToolPlan:
     forced: bool
     parallel: bool
 
-    @property
-    def prompt_suffix(self) -> str:
-        """Text of a special token to put behind the prompt: there a required call begins."""
+    def suffix(self, structured: StructuredOutput | None, continues: bool = False) -> str:
+        """Control tokens to put behind the prompt: a required call begins there, or an answer in a form that no grammar
+        can have follow reasoning. `continues`: the prompt ends inside a message already."""
+        if self.support.has_channels:
+            is_alone = structured is not None and not self.tools and not grammars.can_follow(structured)
+            return harmony.FINAL if is_alone and not continues else ""
         return self.support.mark if self.forced and self.support.needs_special_mark else ""
 
     @property
     def needs_special_tokens(self) -> bool:
-        """The answer's text must hold special tokens, or its calls can't be told."""
-        return bool(self.tools) and self.support.mark_is_special
+        """The answer's text must hold special tokens, or its parts can't be told."""
+        return self.support.has_channels or (bool(self.tools) and self.support.mark_is_special)
+
+    @property
+    def special_mark(self) -> str:
+        """What the parser wants to see before each special token."""
+        return harmony.SPECIAL_MARK if self.support.has_channels else ""
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -144,11 +156,16 @@ class ToolPlan:
         unheeded = not self.forced and self.support.needs_special_mark and any(tool.strict for tool in self.tools)
         return ("tools.function.strict",) if unheeded else ()
 
-    def constrain(self, structured: StructuredOutput | None, inside_reasoning: bool = False) -> StructuredOutput | None:
+    def constrain(
+        self, structured: StructuredOutput | None, inside_reasoning: bool = False, is_begun: bool = False
+    ) -> StructuredOutput | None:
         """The form the whole answer must take, given the one that its content is to have.
 
-        `inside_reasoning`: the prompt ends inside the model's reasoning, which then comes first.
+        `inside_reasoning`: the prompt ends inside the model's reasoning, which then comes first. `is_begun`: it ends
+        inside a message, or behind the `suffix`.
         """
+        if self.support.has_channels:
+            return self._constrain_channels(structured, is_begun)
         if self.tools and self.forced:
             shape = self.support.shape(forced=True)
             return grammars.forced_calls(shape, self.tools, self.parallel, inside_reasoning)
@@ -168,16 +185,28 @@ class ToolPlan:
             return grammars.calls_in_text(shape, self.support.mark, self.tools)
         return None
 
+    def _constrain_channels(self, structured: StructuredOutput | None, is_begun: bool) -> StructuredOutput | None:
+        if self.tools and (
+            (is_begun and self.forced) or not (structured is None or self.forced or grammars.can_follow(structured))
+        ):
+            why = "can't be combined with this form of structured output or with a message that was begun"
+            raise InvalidRequestError("tools", why)
+        if is_begun or not (structured is not None or self.forced or any(tool.strict for tool in self.tools)):
+            return structured
+        return grammars.in_channels(self.tools, self.forced, structured)
+
     def explain(self, message: str) -> str:
         """What the error of a grammar that `constrain` made says to whoever wrote the tools."""
         first = message.removeprefix("structured.grammar: ").partition("\n")[0]
         return re.sub(r"^(at )?\d+\(\d+\): ", "", first)
 
-    def new_parser(self) -> ToolCallParser | None:
-        """Reads one answer; None if its text is all content."""
+    def new_parser(self, is_begun: bool = False) -> ToolCallParser | None:
+        """Reads one answer; None if its text is all content. `is_begun` as in `constrain`."""
+        if self.support.has_channels:
+            return harmony.HarmonyParser((tool.name for tool in self.tools), is_begun)
         if not self.tools:
             return None
-        after_mark = bool(self.prompt_suffix)
+        after_mark = bool(self.suffix(None))
         if self.support.format == "mistral":
             return mistral.MistralParser(after_mark)
         if self.support.format == "deepseek":

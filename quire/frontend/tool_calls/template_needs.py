@@ -59,23 +59,27 @@ class TemplateNeeds:
 
 
 def find_needs(source: str, named_tokens: Mapping[str, str]) -> TemplateNeeds:
-    """The fewest under which the template shows a conversation with two calls; none if it never does."""
+    """The fewest under which the template shows both calls of a conversation; if it never does, the fewest under which
+    it takes that."""
     names = ("short_ids", "one_call", "full_tools")
     try:
         template = ChatTemplate(source, named_tokens)
     except QuireError:  # who uses it will be told
         return TemplateNeeds()
-    for count in range(len(names) + 1):
-        for chosen in combinations(names, count):
-            needs = TemplateNeeds(**dict.fromkeys(chosen, True))
-            try:
-                template.render(needs.suit_messages(_TRIAL), tools=needs.suit_tools(_TRIAL_TOOLS))
-            except QuireError:
-                continue
+    takes: TemplateNeeds | None = None
+    for chosen in (one for count in range(len(names) + 1) for one in combinations(names, count)):
+        needs = TemplateNeeds(**dict.fromkeys(chosen, True))
+        try:
+            shown = template.render(needs.suit_messages(_TRIAL), tools=needs.suit_tools(_TRIAL_TOOLS))
+        except QuireError:
+            continue
+        if all(name in shown for name in _TRIAL_NAMES):
             return needs
-    return TemplateNeeds()
+        takes = takes or needs
+    return takes or TemplateNeeds()
 
 
+_TRIAL_NAMES = ("trial-first", "trial-second")
 _TRIAL_TOOLS = ({"type": "function", "function": {"name": "f"}},)
 _TRIAL: tuple[Message, ...] = (
     {"role": "user", "content": "a"},
@@ -83,8 +87,8 @@ _TRIAL: tuple[Message, ...] = (
         "role": "assistant",
         "content": None,
         "tool_calls": [
-            {"id": f"call_{number}", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-            for number in range(2)
+            {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": "{}"}}
+            for number, name in enumerate(_TRIAL_NAMES)
         ],
     },
     {"role": "tool", "tool_call_id": "call_0", "content": "b"},

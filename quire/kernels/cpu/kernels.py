@@ -37,29 +37,7 @@ _ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.CLAMPED_
 _UNIT = 32
 """Products with quantised weights walk K in steps of so many numbers."""
 
-# The fields of each function's struct in C++: P pointer, q int64, f float, i int.
-_pack_arguments = Struct("PPqqi").pack
-_unpack_rows_arguments = Struct("PPPqqqi").pack
-_linear_arguments = Struct("PqPPPqqqqi").pack
-_packed_size_arguments = Struct("qqqP").pack
-_pack_quantized_arguments = Struct("PPPqqqi").pack
-_unpack_quantized_arguments = Struct("PPPqqqi").pack
-_linear_quantized_arguments = Struct("PqPqPPqqqii").pack
 _part = Struct("Pqq").pack
-_rms_norm_arguments = Struct("PqqPPqqffi").pack
-_add_rms_norm_arguments = Struct("PPPPPqqffi").pack
-_layer_norm_arguments = Struct("PPPPqqfi").pack
-_scale_add_arguments = Struct("PPPqqfi").pack
-_soft_cap_arguments = Struct("Pqqqfi").pack
-_rope_arguments = Struct("PqPPPqqqi").pack
-_activate_arguments = Struct("PqPqqqqi").pack
-_write_kv_arguments = Struct("PqPqPPPqqqqqi").pack
-_write_kv_int8_arguments = Struct("PqPqPPPPPqqqqqi").pack
-_gather_inputs_arguments = Struct("PPPqPqPPPqq").pack
-_attention_arguments = Struct("PqPPPPPPPPPqqqqqqqqPffi").pack
-_gumbel_argmax_arguments = Struct("PqPPPPqqi").pack
-_top_values_arguments = Struct("PqPqqqi").pack
-_keep_between_arguments = Struct("PqPPqqi").pack
 
 _threads = torch.get_num_threads
 
@@ -94,24 +72,27 @@ class CpuKernels(ReferenceKernels):
         self._empty = calls.empty
         self.record = calls.record
         by_dtype = partial(_functions, calls)
-        self._pack, self._unpack_rows = by_dtype("pack"), by_dtype("unpack_rows")
-        self._linear, self._linear_quantized = by_dtype("linear"), by_dtype("linear_quantized")
-        self._packed_size = calls.function("quire_packed_size")
-        self._pack_quantized = calls.function("quire_pack_quantized")
-        self._unpack_quantized = calls.function("quire_unpack_quantized")
-        self._rms_norm, self._add_rms_norm = by_dtype("rms_norm"), by_dtype("add_rms_norm")
-        self._rope = by_dtype("rope")
-        self._layer_norm, self._scale_add = by_dtype("layer_norm"), by_dtype("scale_add")
-        self._soft_cap, self._activate = by_dtype("soft_cap"), by_dtype("activate")
-        self._attention, self._attention_int8 = by_dtype("attention"), by_dtype("attention_int8")
-        self._attention_amx = calls.function("quire_attention_amx") if self.has_amx else None
-        self._write_kv, self._write_kv_int8 = by_dtype("write_kv"), by_dtype("write_kv_int8")
-        self._gather_inputs = calls.function("quire_gather_inputs")
-        self._gumbel_argmax = calls.function("quire_gumbel_argmax")
-        self._top_values = calls.function("quire_top_values")
-        self._keep_between = calls.function("quire_keep_between")
+        self._pack, self._unpack_rows = by_dtype("pack", "PPqqi"), by_dtype("unpack_rows", "PPPqqqi")
+        self._linear = by_dtype("linear", "PqPPPqqqqi")
+        self._linear_quantized = by_dtype("linear_quantized", "PqPqPPqqqii")
+        self._packed_size = calls.function("quire_packed_size", "qqqP")
+        self._pack_quantized = calls.function("quire_pack_quantized", "PPPqqqi")
+        self._unpack_quantized = calls.function("quire_unpack_quantized", "PPPqqqi")
+        self._rms_norm, self._add_rms_norm = by_dtype("rms_norm", "PqqPPqqffi"), by_dtype("add_rms_norm", "PPPPPqqffi")
+        self._rope = by_dtype("rope", "PqPPPqqqi")
+        self._layer_norm, self._scale_add = by_dtype("layer_norm", "PPPPqqfi"), by_dtype("scale_add", "PPPqqfi")
+        self._soft_cap, self._activate = by_dtype("soft_cap", "Pqqqfi"), by_dtype("activate", "PqPqqqqi")
+        attention = "PqPPPPPPPPPqqqqqqqqPffi"
+        self._attention, self._attention_int8 = by_dtype("attention", attention), by_dtype("attention_int8", attention)
+        self._attention_amx = calls.function("quire_attention_amx", attention) if self.has_amx else None
+        self._write_kv = by_dtype("write_kv", "PqPqPPPqqqqqi")
+        self._write_kv_int8 = by_dtype("write_kv_int8", "PqPqPPPPPqqqqqi")
+        self._gather_inputs = calls.function("quire_gather_inputs", "PPPqPqPPPqq")
+        self._gumbel_argmax = calls.function("quire_gumbel_argmax", "PqPPPPqqi")
+        self._top_values = calls.function("quire_top_values", "PqPqqqi")
+        self._keep_between = calls.function("quire_keep_between", "PqPPqqi")
         if self.has_amx:
-            self._linear[torch.bfloat16] = calls.function("quire_linear_amx")
+            self._linear[torch.bfloat16] = calls.function("quire_linear_amx", "PqPPPqqqqi")
 
     def keys_by_dimension(self, cache_dtype: torch.dtype, block_size: int) -> bool:
         """Vector instructions take a key per lane. Tiles turn keys over by themselves."""
@@ -136,7 +117,7 @@ class CpuKernels(ReferenceKernels):
         packed = torch.empty_like(stored)
         pack = self._pack[stored.dtype]
         for plain, target in zip(stored.view(-1, columns, depth), packed.view(-1, columns, depth), strict=True):
-            pack(_pack_arguments(plain.data_ptr(), target.data_ptr(), columns, depth, _threads()))
+            pack(plain.data_ptr(), target.data_ptr(), columns, depth, _threads())
         return Part(_PACKED[stored.dtype], (packed,), part.rows)
 
     def _packed_blocks(self, part: Part) -> Part:
@@ -146,15 +127,15 @@ class CpuKernels(ReferenceKernels):
         format = _PACKED_BLOCKS[part.format.name]
         size = ctypes.c_int64()
         number = _FORMAT_NUMBERS[format]
-        self._packed_size(_packed_size_arguments(columns, depth, number, ctypes.addressof(size)))
+        self._packed_size(columns, depth, number, ctypes.addressof(size))
         packed = torch.empty(*outer, size.value, dtype=torch.uint8)
         matrices = math.prod(outer)
         scale_bytes = columns * 4 if scales else 0
         for i in range(matrices):
-            self._pack_quantized(_pack_quantized_arguments(
+            self._pack_quantized(
                 stored.data_ptr() + i * columns * num_bytes, scales[0].data_ptr() + i * scale_bytes if scales else 0,
                 packed.data_ptr() + i * size.value, columns, depth, number, _threads(),
-            ))  # fmt: skip
+            )  # fmt: skip
         return Part(format, (packed,), part.rows)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -174,16 +155,16 @@ class CpuKernels(ReferenceKernels):
             out = self._empty(rows, columns, dtype=dtype)
         parts = weight.quantized_parts
         if parts is not None:
-            self._linear_quantized[dtype](_linear_quantized_arguments(
+            self._linear_quantized[dtype](
                 x.data_ptr(), stride, ctypes.addressof(parts), len(weight.parts),
                 0 if bias is None else bias.data_ptr(), out.data_ptr(), out.stride(0), rows, depth, _threads(),
                 self.has_amx,
-            ))  # fmt: skip
+            )  # fmt: skip
         elif weight.format is _PACKED[dtype]:
-            function(_linear_arguments(
+            function(
                 x.data_ptr(), stride, weight.tensor.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
                 out.stride(0), rows, columns, depth, _threads(),
-            ))  # fmt: skip
+            )  # fmt: skip
         elif weight.format is None:
             first = 0
             for part, added in weight.split(bias):
@@ -206,13 +187,13 @@ class CpuKernels(ReferenceKernels):
             raise IndexError(f"a token id is outside the vocabulary of {columns}")
         if number is not None:
             out = self._empty(rows, depth, dtype=torch.float32)
-            self._unpack_quantized(_unpack_quantized_arguments(
+            self._unpack_quantized(
                 table.data_ptr(), ids.data_ptr(), out.data_ptr(), rows, depth, number, _threads()
-            ))  # fmt: skip
+            )  # fmt: skip
             return out
         out = self._empty(rows, depth, dtype=table.dtype)
         self._unpack_rows[table.dtype](
-            _unpack_rows_arguments(table.data_ptr(), ids.data_ptr(), out.data_ptr(), rows, columns, depth, _threads())
+            table.data_ptr(), ids.data_ptr(), out.data_ptr(), rows, columns, depth, _threads()
         )
         return out
 
@@ -221,10 +202,10 @@ class CpuKernels(ReferenceKernels):
         shape = x.shape
         out = self._empty(*shape, dtype=x.dtype)
         inner = shape[1] if len(shape) == 3 else 1
-        self._rms_norm[x.dtype](_rms_norm_arguments(
+        self._rms_norm[x.dtype](
             x.data_ptr(), x.stride(0), inner, weight.data_ptr(), out.data_ptr(),
             shape[0] * inner, shape[-1], eps, offset, _threads(),
-        ))  # fmt: skip
+        )  # fmt: skip
         return out
 
     def add_rms_norm(
@@ -233,44 +214,44 @@ class CpuKernels(ReferenceKernels):
         x, residual = x.contiguous(), residual.contiguous()
         rows, size = x.shape
         out, total = self._empty(rows, size, dtype=x.dtype), self._empty(rows, size, dtype=x.dtype)
-        self._add_rms_norm[x.dtype](_add_rms_norm_arguments(
+        self._add_rms_norm[x.dtype](
             x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), total.data_ptr(),
             rows, size, eps, offset, _threads(),
-        ))  # fmt: skip
+        )  # fmt: skip
         return out, total
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         x, (rows, size) = x.contiguous(), x.shape
         out = self._empty(rows, size, dtype=x.dtype)
-        self._layer_norm[x.dtype](_layer_norm_arguments(
+        self._layer_norm[x.dtype](
             x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), rows, size, eps,
             _threads(),
-        ))  # fmt: skip
+        )  # fmt: skip
         return out
 
     def scale_add(self, x: Tensor, scale: float, other: Tensor | None = None) -> Tensor:
         x, (rows, size) = x.contiguous(), x.shape
         added = None if other is None else other.contiguous()
         out = self._empty(rows, size, dtype=x.dtype)
-        self._scale_add[x.dtype](_scale_add_arguments(
+        self._scale_add[x.dtype](
             x.data_ptr(), 0 if added is None else added.data_ptr(), out.data_ptr(), rows, size, scale, _threads()
-        ))  # fmt: skip
+        )  # fmt: skip
         return out
 
     def soft_cap_(self, x: Tensor, cap: float) -> None:
         if x.stride(1) != 1:
             raise ValueError(f"x has strides {x.stride()}")
-        self._soft_cap[x.dtype](_soft_cap_arguments(x.data_ptr(), x.stride(0), *x.shape, cap, _threads()))
+        self._soft_cap[x.dtype](x.data_ptr(), x.stride(0), *x.shape, cap, _threads())
 
     def rope(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
         rows, heads, head_dim = x.shape
         x = _with_whole_rows(x)
         positions = positions.long().contiguous()
         out = self._empty(rows, heads, head_dim, dtype=x.dtype)
-        self._rope[x.dtype](_rope_arguments(
+        self._rope[x.dtype](
             x.data_ptr(), x.stride(0), positions.data_ptr(), cos_sin.data_ptr(), out.data_ptr(),
             rows, heads, head_dim, _threads(),
-        ))  # fmt: skip
+        )  # fmt: skip
         return out
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
@@ -283,26 +264,26 @@ class CpuKernels(ReferenceKernels):
         rows, width = x.shape
         x = _with_whole_rows(x)
         out = self._empty(rows, size, dtype=x.dtype)
-        self._activate[x.dtype](_activate_arguments(
+        self._activate[x.dtype](
             x.data_ptr(), x.stride(0), out.data_ptr(), rows, size, _ACTIVATIONS[activation], width > size, _threads()
-        ))  # fmt: skip
+        )  # fmt: skip
         return out
 
     def write_kv_(self, keys: Tensor, values: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
         rows, heads, head_dim = keys.shape
         keys, values = _with_whole_rows(keys), _with_whole_rows(values)
         if cache.key_scales is not None and cache.value_scales is not None:
-            self._write_kv_int8[keys.dtype](_write_kv_int8_arguments(
+            self._write_kv_int8[keys.dtype](
                 keys.data_ptr(), keys.stride(0), values.data_ptr(), values.stride(0), cache.keys.data_ptr(),
                 cache.values.data_ptr(), cache.key_scales.data_ptr(), cache.value_scales.data_ptr(),
                 slot_mapping.data_ptr(), rows, heads, cache.block_size, head_dim, cache.keys_by_dimension, _threads(),
-            ))  # fmt: skip
+            )  # fmt: skip
             return
-        self._write_kv[keys.dtype](_write_kv_arguments(
+        self._write_kv[keys.dtype](
             keys.data_ptr(), keys.stride(0), values.data_ptr(), values.stride(0), cache.keys.data_ptr(),
             cache.values.data_ptr(), slot_mapping.data_ptr(), rows, heads, cache.block_size, head_dim,
             cache.keys_by_dimension, _threads(),
-        ))  # fmt: skip
+        )  # fmt: skip
 
     def gather_inputs(
         self, token_rows: Tensor, positions: Tensor, token_ids: Tensor, block_tables: Tensor, block_size: int
@@ -311,11 +292,11 @@ class CpuKernels(ReferenceKernels):
         if {token_rows.dtype, positions.dtype, block_tables.dtype} != {torch.int32} or token_ids.dtype != torch.int64:
             raise TypeError("rows, positions and block tables are int32, token ids int64")
         ids, places, slots = (self._empty(count, dtype=torch.int64) for _ in range(3))
-        self._gather_inputs(_gather_inputs_arguments(
+        self._gather_inputs(
             token_rows.contiguous().data_ptr(), positions.contiguous().data_ptr(), token_ids.data_ptr(),
             token_ids.stride(0), block_tables.data_ptr(), block_tables.stride(0), ids.data_ptr(), places.data_ptr(),
             slots.data_ptr(), count, block_size,
-        ))  # fmt: skip
+        )  # fmt: skip
         return ids, places, slots
 
     def attention(
@@ -336,13 +317,13 @@ class CpuKernels(ReferenceKernels):
             function = (self._attention_int8 if key_scales else self._attention)[query.dtype]
         block_tables = batch.block_tables.contiguous()
         out = self._empty(rows, num_heads, head_dim, dtype=query.dtype)
-        function(_attention_arguments(
+        function(
             query.data_ptr(), query.stride(0), cache.keys.data_ptr(), cache.values.data_ptr(), key_scales, value_scales,
             batch.query_start.data_ptr(), batch.context_lens.data_ptr(), block_tables.data_ptr(),
             batch.table_rows.data_ptr(), out.data_ptr(), len(batch.table_rows), block_tables.shape[1],
             num_heads, kv_heads, head_dim, block_size, spec.sliding_window or 0, cache.keys_by_dimension,
             0 if sinks is None else sinks.data_ptr(), spec.scale * _LOG2_E, spec.soft_cap * _LOG2_E, _threads(),
-        ))  # fmt: skip
+        )  # fmt: skip
         return out
 
     def gumbel_argmax(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -351,10 +332,10 @@ class CpuKernels(ReferenceKernels):
             raise TypeError(f"logits {logits.dtype}, temperature {temperature.dtype}, keys {keys.dtype}")
         logits, temperature, keys = _with_whole_rows(logits), temperature.contiguous(), keys.contiguous()
         out, flags = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.int32)
-        self._gumbel_argmax(_gumbel_argmax_arguments(
+        self._gumbel_argmax(
             logits.data_ptr(), logits.stride(0), temperature.data_ptr(), keys.data_ptr(), out.data_ptr(),
             flags.data_ptr(), rows, size, _threads(),
-        ))  # fmt: skip
+        )  # fmt: skip
         return out, flags
 
     def top_values(self, x: Tensor, k: int) -> Tensor:
@@ -363,7 +344,7 @@ class CpuKernels(ReferenceKernels):
             raise ValueError(f"there are no {k} largest of {x.dtype} rows of {size}")
         x = _with_whole_rows(x)
         out = x.new_empty(rows, k)
-        self._top_values(_top_values_arguments(x.data_ptr(), x.stride(0), out.data_ptr(), rows, size, k, _threads()))
+        self._top_values(x.data_ptr(), x.stride(0), out.data_ptr(), rows, size, k, _threads())
         return out
 
     def keep_between_(self, x: Tensor, low: Tensor, high: Tensor) -> None:
@@ -371,9 +352,7 @@ class CpuKernels(ReferenceKernels):
         if {x.dtype, low.dtype, high.dtype} != {torch.float32} or x.stride(1) != 1:
             raise ValueError(f"x {x.dtype} with strides {x.stride()}, limits {low.dtype} and {high.dtype}")
         low, high = low.contiguous(), high.contiguous()
-        self._keep_between(
-            _keep_between_arguments(x.data_ptr(), x.stride(0), low.data_ptr(), high.data_ptr(), rows, size, _threads())
-        )
+        self._keep_between(x.data_ptr(), x.stride(0), low.data_ptr(), high.data_ptr(), rows, size, _threads())
 
 
 class _ByDtype(dict[torch.dtype, Function]):
@@ -383,8 +362,8 @@ class _ByDtype(dict[torch.dtype, Function]):
         raise DeviceError(f"The CPU kernels compute in float32 and bfloat16, not {dtype}.")
 
 
-def _functions(calls: Calls, kind: str) -> _ByDtype:
-    return _ByDtype({dtype: calls.function(f"quire_{kind}_{suffix}") for dtype, suffix in _DTYPES.items()})
+def _functions(calls: Calls, kind: str, fields: str) -> _ByDtype:
+    return _ByDtype({dtype: calls.function(f"quire_{kind}_{suffix}", fields) for dtype, suffix in _DTYPES.items()})
 
 
 def _with_whole_rows(x: Tensor) -> Tensor:

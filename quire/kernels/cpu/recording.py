@@ -21,8 +21,7 @@ _MAX_BYTES = 64 * 2**20
 """Intermediate results of one recording; a step with more computes so long that Python doesn't matter."""
 _ALIGNMENT = 64
 _call = Struct("PP").pack
-_replay_arguments = Struct("Pq").pack
-Function = Callable[[bytes], None]
+Function = Callable[..., None]
 
 
 class Calls:
@@ -30,7 +29,7 @@ class Calls:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        self._replay = self.function("quire_replay")
+        self._replay = self.function("quire_replay", "Pq")
         self._recorded: list[tuple[int, bytes]] | None = None
         self._num_bytes = 0
         """That `empty` has given out since recording, or counting, began."""
@@ -38,7 +37,9 @@ class Calls:
         self._shared = torch.empty(0, dtype=torch.uint8)
         """Recordings are never made again at the same time, so they may share their memory."""
 
-    def function(self, symbol: str) -> Function:
+    def function(self, symbol: str, fields: str) -> Function:
+        """Takes the fields of the function's struct in C++: P pointer, q int64, f float, i int."""
+        pack = Struct(fields).pack
         try:
             function = self._library[symbol]
         except AttributeError as error:
@@ -49,7 +50,8 @@ class Calls:
         address = ctypes.cast(function, ctypes.c_void_p).value
         assert address is not None
 
-        def call(arguments: bytes) -> None:
+        def call(*values: float) -> None:
+            arguments = pack(*values)
             if self._recorded is not None:
                 self._recorded.append((address, arguments))
             function(arguments)
@@ -80,10 +82,10 @@ class Calls:
         program = ctypes.create_string_buffer(b"".join(
             _call(address, ctypes.addressof(one)) for (address, _), one in zip(calls, arguments, strict=True)
         ))  # fmt: skip
-        packed = _replay_arguments(ctypes.addressof(program), len(calls))
+        begin = ctypes.addressof(program)
 
         def replay(kept: tuple[object, ...] = (program, arguments, memory)) -> None:
-            self._replay(packed)
+            self._replay(begin, len(calls))
 
         return replay
 

@@ -58,6 +58,7 @@ class TritonKernels(ReferenceKernels):
     float32."""
 
     name = "triton"
+    keys_at_once = SPLIT
     rms_norm = staticmethod(rowwise.rms_norm)
     add_rms_norm = staticmethod(rowwise.add_rms_norm)
     layer_norm = staticmethod(rowwise.layer_norm)

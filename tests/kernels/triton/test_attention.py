@@ -113,6 +113,20 @@ def test_caps_and_sinks_are_those_of_float64(dtype: torch.dtype, cap: float, win
         assert error <= {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
 
 
+@pytest.mark.parametrize("queries", [1, 20])
+def test_what_lies_before_a_window_may_be_anything(queries: int) -> None:
+    """From its begin rounded down to `keys_at_once` on everything is read; the blocks before are others' by now."""
+    query, cache, batch = make([1200], [queries], HeadShape(4, 2, 64), torch.float32)
+    expected = attend(query, cache, batch, 90)
+    first_read = (1200 - queries - 90 + 1) // KERNELS.keys_at_once * KERNELS.keys_at_once
+    assert first_read == 512 * 2
+    for side in (cache.keys, cache.values):
+        side[batch.block_tables[0, : first_read // 16].long()] = NAN
+    assert torch.equal(attend(query, cache, batch, 90), expected)
+    batch.block_tables[0, : first_read // 16] = 0  # which is nobody's
+    assert torch.equal(attend(query, cache, batch, 90), expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("window", [None, 128])
