@@ -41,16 +41,16 @@ class AnswerReader:
     which lets a model that has nothing more to say do nothing but call again. Until a call differs from the earlier
     ones it is held back."""
     num_calls: int = 0
+    is_plain: bool = field(init=False)
+    """All of the text is content."""
     is_over: bool = False
     """A call was repeated: whatever else is written counts for nothing."""
     _calls: list[_Call] = field(default_factory=list)
     _holds_back: bool = False
     """The last of them, which so far repeats an earlier one."""
 
-    @property
-    def is_plain(self) -> bool:
-        """All of the text is content."""
-        return self.splitter is None and self.parser is None
+    def __post_init__(self) -> None:
+        self.is_plain = self.splitter is None and self.parser is None
 
     @property
     def is_reasoning(self) -> bool:

@@ -249,8 +249,9 @@ class EngineCall(ABC):
     def _emit(self, event: GenerationEvent) -> None:
         self._events.append(event)
         self._num_buffered += len(event.token_ids)
-        if not self.is_told:
-            self._tell_reader()
+        if not self.is_told and self.on_news is not None:  # as below: this is for every token
+            self.is_told = True
+            self._next_turn.add(self.on_news)
 
     def _tell_reader(self) -> None:
         if not self.is_told and self.on_news is not None:
