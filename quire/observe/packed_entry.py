@@ -111,8 +111,8 @@ def _admission(packed: tuple[Sequence[Any], bytes], objects: tuple[SamplingParam
 
 
 def _shared(value: _T) -> _T:
-    """Most requests have parameters that others have, too: one object for all of them. Those with code in them, that may
-    hold anything, are not kept beyond their entries."""
+    """Most requests have parameters that others have, too: one object for all of them. Those with code in them, which
+    may hold anything, are not kept beyond their entries."""
     if getattr(value, "logits_processors", ()):
         return value
     try:
