@@ -178,8 +178,7 @@ class EngineLoop:
                 record = tell(entries, command.request_id, engine.core.scheduler.config)
                 self.send(messages.Described(command.ticket, record))
             case messages.Watch():
-                config = engine.core.scheduler.config
-                self._watch = EngineWatch(list(engine.step_log), config) if command.is_on else None
+                self._watch = EngineWatch(engine.step_log, engine.core.scheduler.config) if command.is_on else None
                 if self._watch is not None and self._memory is not None:
                     self._memory.look(now)
                     self._watch.note_memory(self._memory.last)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -13,7 +13,7 @@ from quire.observe.live_view import FRAME_SECONDS, LiveView
 from quire.server.messages import Watched
 from quire.step import StepLogEntry
 
-_STEPS_AT_ONCE = 16
+_STEPS_AT_ONCE = 64
 """Of the log, looked at between two steps: when somebody begins to watch, the engine must not stop for them."""
 _encode = msgspec.json.encode
 
@@ -21,13 +21,9 @@ _encode = msgspec.json.encode
 class EngineWatch:
     """Begins with the steps that the log remembers, and goes on with those that come."""
 
-    def __init__(self, past: Sequence[StepLogEntry], config: SchedulerConfig) -> None:
-        """`past` is looked at one by one, as its entries may have to be made."""
-        self._past = past
-        self._num_past = 0
-        """So many of these were looked at."""
-        self._steps: deque[StepLogEntry] = deque()
-        self._view = LiveView(config, is_complete=not past or past[0].step.step_id == 0)
+    def __init__(self, log: Iterable[StepLogEntry], config: SchedulerConfig) -> None:
+        self._steps = deque(log)
+        self._view = LiveView(config, is_complete=not self._steps or self._steps[0].step.step_id == 0)
         self._wall = time.time() - time.monotonic()
         self._last_frame = 0.0
         self._has_begun = False
@@ -40,33 +36,20 @@ class EngineWatch:
 
     def wait_seconds(self, now: float) -> float | None:
         """How long an engine without work may sleep, as far as watching is concerned; None: for ever."""
-        if self._num_behind or not self._has_begun:
+        if self._steps or not self._has_begun:
             return 0.0
         return max(0.0, self._last_frame + FRAME_SECONDS - now) if self._view.has_news else None
 
     def take_frames(self, now: float, is_idle: bool) -> Iterator[Watched]:
         """The frames that are due. While there is work the next step brings the rest; without, it is due soon."""
-        if not self._has_begun and not self._num_behind:
+        if not self._has_begun and not self._steps:
             yield self._frame(now)
-        for _ in range(min(self._num_behind, _STEPS_AT_ONCE)):
-            self._view.observe(self._next_step())
+        for _ in range(min(len(self._steps), _STEPS_AT_ONCE)):
+            self._view.observe(self._steps.popleft())
             if self._view.is_due:
                 yield self._frame(now)
-        if is_idle and self.wait_seconds(now) == 0.0 and not self._num_behind:
+        if is_idle and self.wait_seconds(now) == 0.0 and not self._steps:
             yield self._frame(now)
-
-    @property
-    def _num_behind(self) -> int:
-        return len(self._past) - self._num_past + len(self._steps)
-
-    def _next_step(self) -> StepLogEntry:
-        if self._num_past == len(self._past):
-            return self._steps.popleft()
-        entry = self._past[self._num_past]
-        self._num_past += 1
-        if self._num_past == len(self._past):
-            self._past, self._num_past = (), 0
-        return entry
 
     def _frame(self, now: float) -> Watched:
         self._last_frame, self._has_begun = now, True
