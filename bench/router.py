@@ -27,11 +27,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
 
-from quire.engine import Request, Scheduler, SchedulerConfig, Step, StepResult
+from quire.engine import Request, Scheduler, SchedulerConfig
 from quire.observe.cache_events import NAME_BYTES, CacheEvents
 from quire.sampling_params import SamplingParams
 from quire.server.replicas.block_names import BlockNamer, NameSet
 from quire.server.replicas.router import Assignment, PrefixRouter
+from quire.step import Step, StepResult
 
 STEP_SECONDS, TOKEN_SECONDS = 10e-3, 100e-6
 BLOCKS = 2400

@@ -155,6 +155,9 @@ class RayLink(EngineLink):
                 await asyncio.Event().wait()
         return decode_event(self._inbox.popleft())
 
+    def receive_now(self) -> Event | None:
+        return decode_event(self._inbox.popleft()) if self._inbox else None
+
     def send(self, command: Command) -> None:
         """One after the other: an actor takes the calls of one caller in their order."""
         if self._actor is not None:

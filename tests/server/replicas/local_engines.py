@@ -93,6 +93,9 @@ class LocalLink:
                 return event
             await self._turn()
 
+    def receive_now(self) -> messages.Event | None:
+        return None
+
     async def _turn(self) -> None:
         """One of the engine's loop."""
         core, now = self._engine.core, time.monotonic()
