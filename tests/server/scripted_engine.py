@@ -81,7 +81,7 @@ class ScriptedEngine:
             names = [command.request_id] if n == 1 else [f"{command.request_id}/{i}" for i in range(n)]
             self._running.update(dict.fromkeys(names, command))
             self._counts.update(dict.fromkeys(names, 0))
-            order = self._obey()
+            order = self._order.read_text() if self._order.exists() else ""
             if order.startswith("say"):
                 self._scripts.update({name: list(map(int, order.split()[1:])) for name in names})
             out.accepted.append(command.request_id)
