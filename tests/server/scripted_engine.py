@@ -85,7 +85,7 @@ class ScriptedEngine:
             if command.resume is not None:  # it counts on where another one was
                 self._counts.update({name: len(tokens) for name, tokens in command.resume.outputs.items()})
             self._running.update(dict.fromkeys(names, command))
-            order = self._obey()
+            order = self._order.read_text() if self._order.exists() else ""
             if order.startswith("say"):
                 self._scripts.update({name: list(map(int, order.split()[1:])) for name in names})
             out.accepted.append(command.request_id)
