@@ -6,6 +6,7 @@ each request has come is read off the last step when a frame is made, a few time
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -74,6 +75,9 @@ class LiveRequest:
     computed: int = 0
     output: int = 0
     table: list[int] = field(default_factory=list)
+    """Block 0 where what was there has left a window."""
+    num_left: int = 0
+    """Places at the table's begin that have been looked through for such blocks."""
 
     def describe(self) -> list[Any]:
         about = [self.index, self.name, self.arrival, self.prompt_tokens, self.cached_tokens, self.preemptions]
@@ -101,6 +105,9 @@ class LiveView:
         self._frame_time: float | None = None
         self._key_time: float | None = None
         self._progress_time = 0.0
+        self._committed: deque[tuple[float, str, int]] = deque()
+        """When a step's results were there, for each of its requests, and how many tokens it had then: what has left a
+        window by that is given back, which the next step that was scheduled afterwards knows."""
         self.memory: dict[str, int] = {}
         """Bytes by name, told with the next frame."""
 
@@ -117,6 +124,8 @@ class LiveView:
 
     def observe(self, entry: StepLogEntry) -> None:
         step = entry.step
+        while self._committed and self._committed[0][0] <= step.now:
+            self._leave_window(*self._committed.popleft()[1:])
         for preemption in step.preempted:
             self._preempt(preemption)
         for finished in step.finished:
@@ -139,6 +148,11 @@ class LiveView:
                 right = max(0, len(entry.result.tokens.get(one.request_id, ())) - 1)
                 accepted += right
                 refused += len(one.guesses) - right
+        if self._config.num_windowed and entry.result is not None:
+            for one in step.scheduled:
+                accepted_ones = max(0, len(entry.result.tokens.get(one.request_id, ())) - 1)
+                num_tokens = one.start + one.num_tokens - len(one.guesses) + accepted_ones
+                self._committed.append((entry.committed, one.request_id, num_tokens))
         sampled = len(entry.result.tokens) + accepted if entry.result is not None else 0
         self._columns.append(_column(entry, prompt_tokens, decodes, accepted, refused, sampled))
         self._last = entry
@@ -190,9 +204,9 @@ class LiveView:
         request.computed = admission.num_cached_tokens + admission.num_host_tokens
         request.output = len(admission.token_ids) - admission.num_prompt_tokens
         request.is_running = True
-        for block in admission.block_ids:
+        for block in filter(None, admission.block_ids):
             self.blocks.share(block)
-        request.table = list(admission.block_ids)
+        request.table, request.num_left = list(admission.block_ids), 0
         self._changed[request.name] = request
 
     def _copy(self, copy: BlockCopy, has_failed: bool) -> None:
@@ -239,10 +253,25 @@ class LiveView:
         self._ended.append([*about, *counts])
 
     def _give_up(self, request: LiveRequest, num_computed: int) -> None:
-        num_full = num_computed // self._config.block_size if self._config.prefix_caching else 0
+        config = self._config
+        num_full = num_computed // config.block_size * config.num_groups if config.prefix_caching else 0
         for place in range(len(request.table) - 1, -1, -1):
-            self.blocks.give_up(request.table[place], place < num_full)
+            if request.table[place]:
+                self.blocks.give_up(request.table[place], place < num_full)
         request.table = []
+
+    def _leave_window(self, name: str, num_tokens: int) -> None:
+        """Gives up what the layers with a window need no more, as `BlockManager.publish` does."""
+        request, config = self.requests.get(name), self._config
+        if request is None:
+            return
+        kept = min(config.first_kept(num_tokens), len(request.table) // config.num_groups)
+        for place in range(request.num_left * config.num_groups, kept * config.num_groups):
+            is_windowed = place % config.num_groups >= config.num_groups - config.num_windowed
+            if is_windowed and request.table[place]:
+                self.blocks.give_up(request.table[place], config.prefix_caching)
+                request.table[place] = 0
+        request.num_left = max(request.num_left, kept)
 
     # What is told
 

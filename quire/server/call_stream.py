@@ -112,7 +112,7 @@ class CallStream(EventStream):
         else:
             data = b"".join([piece for event in events for piece in writer.chunk(event)])
         if data:
-            direct.write(data)
+            self._call.next_turn.write(direct.write, data)
 
 
 async def _send_all(send: Send, pieces: Iterable[bytes]) -> None:

@@ -74,7 +74,7 @@ class EngineCall(ABC):
         self._metrics = metrics
         self._ticket = ticket
         self._trace = trace
-        self._next_turn = next_turn
+        self.next_turn = next_turn
         self.on_news: Callable[[], None] | None = None
         """Called in the loop's next turn when events have come, or the end: once, until it says (`is_told`) that it
         wants to hear of the next."""
@@ -251,12 +251,12 @@ class EngineCall(ABC):
         self._num_buffered += len(event.token_ids)
         if not self.is_told and self.on_news is not None:  # as below: this is for every token
             self.is_told = True
-            self._next_turn.add(self.on_news)
+            self.next_turn.add(self.on_news)
 
     def _tell_reader(self) -> None:
         if not self.is_told and self.on_news is not None:
             self.is_told = True
-            self._next_turn.add(self.on_news)
+            self.next_turn.add(self.on_news)
 
     def _end(self, state: str) -> None:
         self._is_over = True

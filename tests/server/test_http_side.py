@@ -198,7 +198,7 @@ class FakeCall(EngineCall):
 
     def __init__(self, most: int) -> None:
         self.on_news: Callable[[], None] | None = None
-        self._next_turn = NextTurn()
+        self.next_turn = NextTurn()
         self.is_told = self._is_over = False
         self._events: list[GenerationEvent] = []
         self._num_buffered, self._most = 0, most
