@@ -13,7 +13,7 @@ from quire.observe.live_view import FRAME_SECONDS, LiveView
 from quire.server.messages import Watched
 from quire.step import StepLogEntry
 
-_STEPS_AT_ONCE = 64
+_STEPS_AT_ONCE = 16
 """Of the log, looked at between two steps: when somebody begins to watch, the engine must not stop for them."""
 _encode = msgspec.json.encode
 
