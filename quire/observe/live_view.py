@@ -74,6 +74,10 @@ class LiveRequest:
     computed: int = 0
     output: int = 0
     table: list[int] = field(default_factory=list)
+    """Block 0 stands where there is none: what it held has left the window."""
+    num_published: int = 0
+    num_left: int = 0
+    """Full blocks of its tokens, and those before the window, of each group of layers."""
 
     def describe(self) -> list[Any]:
         about = [self.index, self.name, self.arrival, self.prompt_tokens, self.cached_tokens, self.preemptions]
@@ -139,6 +143,9 @@ class LiveView:
                 right = max(0, len(entry.result.tokens.get(one.request_id, ())) - 1)
                 accepted += right
                 refused += len(one.guesses) - right
+        if self._config.num_windowed and entry.result is not None:
+            for one in step.scheduled:
+                self._leave_window(one, len(entry.result.tokens.get(one.request_id, ())))
         sampled = len(entry.result.tokens) + accepted if entry.result is not None else 0
         self._columns.append(_column(entry, prompt_tokens, decodes, accepted, refused, sampled))
         self._last = entry
@@ -190,9 +197,11 @@ class LiveView:
         request.computed = admission.num_cached_tokens + admission.num_host_tokens
         request.output = len(admission.token_ids) - admission.num_prompt_tokens
         request.is_running = True
-        for block in admission.block_ids:
+        for block in filter(None, admission.block_ids):
             self.blocks.share(block)
         request.table = list(admission.block_ids)
+        request.num_published = request.computed // self._config.block_size
+        request.num_left = self._config.first_kept(request.num_published * self._config.block_size)
         self._changed[request.name] = request
 
     def _copy(self, copy: BlockCopy, has_failed: bool) -> None:
@@ -241,8 +250,27 @@ class LiveView:
     def _give_up(self, request: LiveRequest, num_computed: int) -> None:
         num_full = num_computed // self._config.block_size if self._config.prefix_caching else 0
         for place in range(len(request.table) - 1, -1, -1):
-            self.blocks.give_up(request.table[place], place < num_full)
+            if request.table[place]:
+                self.blocks.give_up(request.table[place], place < num_full * self._config.num_groups)
         request.table = []
+        request.num_published = request.num_left = 0
+
+    def _leave_window(self, one: ScheduledRequest, num_drawn: int) -> None:
+        """When blocks have been filled, layers that look no further back than a window give up the ones before it."""
+        request, config = self.requests.get(one.request_id), self._config
+        if request is None or not request.table:
+            return
+        computed = one.start + one.num_tokens - len(one.guesses) + max(0, num_drawn - 1)
+        if computed // config.block_size <= request.num_published:
+            return
+        request.num_published = computed // config.block_size
+        kept = config.first_kept(computed)
+        last = min(kept * config.num_groups, len(request.table))
+        for place in range(request.num_left * config.num_groups, last):
+            if place % config.num_groups >= config.num_groups - config.num_windowed and request.table[place]:
+                self.blocks.give_up(request.table[place], config.prefix_caching)
+                request.table[place] = 0
+        request.num_left = kept
 
     # What is told
 
