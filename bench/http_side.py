@@ -265,7 +265,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=50_000.0, help="tokens per second the engine offers")
     parser.add_argument("--calm-rate", type=float, default=4000.0, help="the same for the calm load; 0: none")
     parser.add_argument("--seconds", type=float, default=2.0, help="for each load")
-    parser.add_argument("--looking", type=int, default=16, help="streams whose tokens' delay is looked at")
+    parser.add_argument("--looking", type=int, default=8, help="streams whose tokens' delay is looked at")
     parser.add_argument("--profile", default="", help="write what one process spends its time on there (workers: 1)")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server must not be left behind

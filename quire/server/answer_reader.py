@@ -43,16 +43,16 @@ class AnswerReader:
     special_mark: str = ""
     """What stands before special tokens in the text it reads."""
     num_calls: int = 0
+    is_plain: bool = field(init=False)
+    """All of the text is content."""
     is_over: bool = False
     """A call was repeated: whatever else is written counts for nothing."""
     _calls: list[_Call] = field(default_factory=list)
     _holds_back: bool = False
     """The last of them, which so far repeats an earlier one."""
 
-    @property
-    def is_plain(self) -> bool:
-        """All of the text is content."""
-        return self.splitter is None and self.parser is None
+    def __post_init__(self) -> None:
+        self.is_plain = self.splitter is None and self.parser is None
 
     def unmarked(self, text: str) -> str:
         """A text as it is shown, special tokens without their marks."""

@@ -98,6 +98,8 @@ class EngineCall(ABC):
         self._started: set[str] = set()
         self._cached: list[int | None] = [None] * len(prompts)
         self._events: list[GenerationEvent] = []
+        self._silent = set(range(len(prompts) * request.params.n))
+        """Choices of which no event was taken yet."""
         self._num_buffered = 0
         self._error: ApiError | None = None
         self._is_over = False
@@ -133,9 +135,9 @@ class EngineCall(ABC):
         return bool(self._events)
 
     def take(self) -> list[GenerationEvent]:
-        """What has come and was not taken yet, in as few events as tell it."""
+        """What has come and was not taken yet, in as few events as tell it; the first of a choice is one of its own."""
         events, self._events, self._num_buffered = self._events, [], 0
-        return events if len(events) == 1 else join_events(events)
+        return events if len(events) == 1 and not self._silent else join_events(events, self._silent)
 
     def put_back(self, events: Sequence[GenerationEvent]) -> None:
         """What was taken too early."""
@@ -247,8 +249,9 @@ class EngineCall(ABC):
     def _emit(self, event: GenerationEvent) -> None:
         self._events.append(event)
         self._num_buffered += len(event.token_ids)
-        if not self.is_told:
-            self._tell_reader()
+        if not self.is_told and self.on_news is not None:  # as below: this is for every token
+            self.is_told = True
+            self._next_turn.add(self.on_news)
 
     def _tell_reader(self) -> None:
         if not self.is_told and self.on_news is not None:

@@ -182,7 +182,8 @@ class EngineLoop:
             case messages.Describe():
                 self._asked.append(command)
             case messages.Watch():
-                self._watch = EngineWatch(engine.step_log, engine.core.scheduler.config) if command.is_on else None
+                config = engine.core.scheduler.config
+                self._watch = EngineWatch(engine.step_log, config) if command.is_on else None
                 if self._watch is not None and self._memory is not None:
                     self._memory.look(now)
                     self._watch.note_memory(self._memory.last)

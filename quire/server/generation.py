@@ -147,19 +147,21 @@ def whole_choices(events: Iterable[GenerationEvent]) -> list[GenerationEvent]:
     return [_joined(parts[index]) for index in sorted(parts)]
 
 
-def join_events(events: Sequence[GenerationEvent]) -> list[GenerationEvent]:
-    """What waited for its reader, in as few events as tell the same: text that follows text is one."""
-    if len(events) < 2:
-        return list(events)
+def join_events(events: Sequence[GenerationEvent], silent: set[int] | None = None) -> list[GenerationEvent]:
+    """What waited for its reader, in as few events as tell the same: text that follows text is one. The first event of
+    a choice in `silent`, which it is taken out of, stays one of its own."""
     groups: list[list[GenerationEvent]] = []
     last: dict[int, list[GenerationEvent]] = {}
     for event in events:
         group = last.get(event.index)
         if group is not None and _continues(group[-1], event):
             group.append(event)
+            continue
+        groups.append([event])
+        if silent and event.index in silent:
+            silent.remove(event.index)
         else:
-            last[event.index] = group = [event]
-            groups.append(group)
+            last[event.index] = groups[-1]
     return [group[0] if len(group) == 1 else _joined(group) for group in groups]
 
 

@@ -160,7 +160,7 @@ class TextCall(EngineCall):
         self.usage.completion_tokens += count
         if count > 1:  # a step gives one token, and one more for every guess that was right
             self.usage.accepted_tokens += count - 1
-        if answer.reader.is_reasoning:
+        if not answer.reader.is_plain and answer.reader.is_reasoning:
             self.usage.reasoning_tokens += count
 
     def _read(self, index: int, reader: AnswerReader, found: RequestDelta | Completion, why: str | int | None) -> None:

@@ -26,7 +26,6 @@ PARSERS: dict[str, Callable[[], ToolCallParser]] = {
     "mistral": MistralParser,
     "mistral, forced": lambda: MistralParser(after_mark=True),
     "deepseek": DeepSeekParser,
-    "deepseek, forced": lambda: DeepSeekParser(after_mark=True),
 }
 Calls = list[tuple[str, str]]
 
@@ -235,7 +234,6 @@ def test_arguments_survive_whatever_their_strings_hold(name: str, arguments: dic
         "mistral": f"[TOOL_CALLS] [{call}]",
         "mistral, forced": f"add[ARGS]{written}",
         "deepseek": f"<｜tool▁calls▁begin｜>{fenced('add', written)}<｜tool▁calls▁end｜>",
-        "deepseek, forced": fenced("add", written),
     }[name]
     answer = in_pieces(PARSERS[name](), [text[i : i + 3] for i in range(0, len(text), 3)])
     assert [(one.name, json.loads(one.arguments)) for one in answer.calls] == [("add", value)]

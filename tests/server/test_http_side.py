@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,9 @@ from quire.observe.prometheus import ServerMetrics
 from quire.observe.shared_metrics import Numbers
 from quire.sampling_params import SamplingParams
 from quire.server.call_stream import DIRECT_BODY, CallStream
+from quire.server.config import ServerConfig
 from quire.server.engine_call import EngineCall
+from quire.server.engine_client import EngineClient
 from quire.server.errors import ApiError
 from quire.server.generation import (
     GenerationEvent,
@@ -35,6 +38,7 @@ from quire.server.generation import (
 from quire.server.guard.admission import Admission
 from quire.server.guard.counts import ANSWERS, CONNECTIONS, Counts
 from quire.server.http_responses import TextEvent, data_event
+from quire.server.messages import Event, Fatal, Updates
 from quire.server.protocol.anthropic import MessagesRequest
 from quire.server.protocol.chat import ChatCompletionRequest
 from quire.server.protocol.completions import CompletionRequest
@@ -45,6 +49,7 @@ from quire.server.routes.completions import CompletionWriter
 from quire.server.routes.responses import ResponseWriter
 from quire.server.tasks import NextTurn
 from quire.server.workers.messages import Drain, Find, Frames, decode_config, decode_to_worker, encode_config, frame
+from quire.step import RequestUpdate
 from tests.server.harness import ROOT
 
 anything = st.text(st.characters(exclude_categories=("Cs",)), min_size=1)
@@ -137,9 +142,11 @@ events = st.lists(
 )
 
 
-@given(events)
-def test_events_told_together_tell_the_same_in_the_same_order(events: list[GenerationEvent]) -> None:
-    joined = join_events(events)
+@given(events, st.sets(indexes))
+def test_events_told_together_tell_the_same_in_the_same_order(events: list[GenerationEvent], silent: set[int]) -> None:
+    begins = [next((event for event in events if event.index == index), None) for index in silent]
+    joined = join_events(events, silent)
+    assert all(any(event is one for one in joined) for event in begins if event is not None)
     assert whole_choices(joined) == whole_choices(events)
     for index in (0, 1):
         told = [one for event in joined if event.index == index for one in _parts(event)]
@@ -195,6 +202,7 @@ class FakeCall(EngineCall):
         self.is_told = self._is_over = False
         self._events: list[GenerationEvent] = []
         self._num_buffered, self._most = 0, most
+        self._silent = {0}
         self._error: ApiError | None = None
         self._wake = None
 
@@ -290,7 +298,7 @@ def test_a_reader_who_lags_is_told_all_at_once() -> None:
         assert connection.direct == []
         connection.block(False)
         await _turns(20)
-        assert connection.sent == [b"<", b"a", b"bcdef"]
+        assert connection.sent == [b"<", b"a", b"bcdef"]  # the first of all waits for nobody
         call.say("g")
         await _turns()
         assert connection.direct == [b"g"]
@@ -343,6 +351,35 @@ def test_a_long_row_is_told_in_several_turns() -> None:
         return seen
 
     assert asyncio.run(run()) == [255, 511, 600, 600]
+
+
+def test_an_engine_that_is_ahead_keeps_nobody_waiting() -> None:
+    """Its messages lie ready, one after the other, and others have their turn all the same."""
+    taken, turns = 0, []
+
+    class Ahead:
+        async def receive(self) -> Event:
+            return self.receive_now()
+
+        def receive_now(self) -> Event:
+            nonlocal taken
+            taken += 1
+            return Fatal("over") if taken > 100 else Updates(updates=[RequestUpdate("nobody", (1,))] * 256)
+
+    async def others() -> None:
+        while True:
+            turns.append(taken)
+            await asyncio.sleep(0)
+
+    async def run() -> str:
+        client = EngineClient(ServerConfig(), ServerMetrics("m"), lambda: None)
+        task = asyncio.create_task(others())
+        reason = await client._read(Ahead())  # type: ignore[arg-type]
+        task.cancel()
+        return reason
+
+    assert asyncio.run(run()) == "over"
+    assert max(later - earlier for earlier, later in pairwise(turns)) <= 8
 
 
 def test_limits_are_counted_over_processes(tmp_path: Path) -> None:
@@ -410,8 +447,6 @@ def test_messages_come_in_any_pieces() -> None:
 
 
 def test_a_worker_gets_the_server_s_options(tmp_path: Path) -> None:
-    from quire.server.config import ServerConfig
-
     config = ServerConfig(
         api_keys=("a", "b"), http_workers=3, store=tmp_path, engine={"max_num_seqs": 3}, tls_certificate=None
     )

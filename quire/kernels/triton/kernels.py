@@ -18,12 +18,9 @@ from quire.kernels.formats import Format
 from quire.kernels.ops import (
     Activation,
     AttentionSpec,
-    Between,
-    ExpertWeights,
     HeadShape,
     Int32Array,
     LayerCache,
-    MoeSpec,
     PagedBatch,
 )
 from quire.kernels.reference import ReferenceKernels
@@ -67,6 +64,7 @@ class TritonKernels(ReferenceKernels):
     soft_cap_ = staticmethod(rowwise.soft_cap_)
     qkv_to_cache_ = staticmethod(heads.qkv_to_cache_)
     sigmoid_mul = staticmethod(rowwise.sigmoid_mul)
+    moe = staticmethod(experts_kernels.moe)
     gather_inputs = staticmethod(inputs.gather_inputs)
     shorten_attention_work_ = staticmethod(shorten_attention_work_)
     gumbel_argmax = staticmethod(sampling.gumbel_argmax)
@@ -174,11 +172,6 @@ class TritonKernels(ReferenceKernels):
             small_batch_attention.small_batch_attention(*arguments, num_partials, spec, self._num_multiprocessors)
         else:
             paged_attention.decode_attention(*arguments, num_partials, spec, sinks)
-
-    def moe(
-        self, x: Tensor, router_logits: Tensor, experts: ExpertWeights, spec: MoeSpec, between: Between | None = None
-    ) -> Tensor:
-        return experts_kernels.moe(x, router_logits, experts, spec, between)
 
     def _check(self, weight: Tensor) -> bool:
         """Whether cuBLAS gives a row the same bits in batches of any size, for weights of this shape."""

@@ -68,16 +68,13 @@ def _packed(weight: Weight, dtype: torch.dtype) -> Weight:
 
 def _streamed(part: Part, out: int, inner: int, dtype: torch.dtype) -> Int4 | None:
     """For `streamed_linear.py`, if it takes the shape: codes from 0 to 15, with zero points or minima."""
-    zeros: Tensor | None = None
     if part.format.has_zeros:
         codes, scales, zeros = pairs(part.tensors[0]), part.tensors[1].view(out, -1), part.tensors[2].view(out, -1)
         minima = None
     else:
         codes, scales, minima = part.format.coded(*part.tensors)
-        if minima is None:
-            codes, zeros = codes + 8, torch.full_like(scales, 8)
-        else:
-            minima = -minima
+        zero = 8 if minima is None else 0
+        codes, zeros = codes + zero, torch.full_like(scales, zero)
     if not can_pack(out, inner, inner // scales.shape[1]):
         return None
     return pack_int4(codes.to(torch.uint8), scales, zeros, minima, dtype)
@@ -146,12 +143,7 @@ def tile_of(rows: int, size: int, silu_mul: bool, group: int) -> Tile:
 def _scaled_mm(rounded: Tensor, row_scales: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     # With fast accumulation it adds as our kernel does: all of the inner dimension in the tensor cores' accumulator.
     return torch._scaled_mm(
-        rounded,
-        codes.t(),
-        scale_a=row_scales,
-        scale_b=scales.unsqueeze(0),
-        out_dtype=torch.bfloat16,
-        use_fast_accum=True,
+        rounded, codes.t(), row_scales, scales.unsqueeze(0), out_dtype=torch.bfloat16, use_fast_accum=True
     )
 
 

@@ -85,23 +85,19 @@ class Int4(NamedTuple):
 
 
 def can_pack(out: int, inner: int, group: int) -> bool:
-    return out % TILE_OUTPUTS == 0 and inner % TILE_INPUTS == 0 and inner % group == 0 and group in _groups(inner)
+    is_even = out % TILE_OUTPUTS == 0 and inner % TILE_INPUTS == 0 and inner % group == 0
+    return is_even and (group in (32, 64) or group % TILE_INPUTS == 0)
 
 
-def _groups(inner: int) -> tuple[int, ...]:
-    return (32, 64, *range(TILE_INPUTS, inner + 1, TILE_INPUTS))
-
-
-def pack_int4(codes: Tensor, scales: Tensor, zeros: Tensor | None, minima: Tensor | None, dtype: torch.dtype) -> Int4:
+def pack_int4(codes: Tensor, scales: Tensor, zeros: Tensor, minima: Tensor | None, dtype: torch.dtype) -> Int4:
     """Of uint8 codes [out, in], 0 to 15, and a scale [out, in / group] with a zero point or a minimum each: a number is
-    (code - zero) * scale or code * scale + minimum, scale and minimum rounded to the dtype."""
+    (code - zero) * scale or code * scale - minimum, scale and minimum rounded to the dtype."""
     out, inner = codes.shape
     # Of the 128 inputs: half, j, i, t, e; in a row's 64 bytes: t, j, i, e, with the halves in a byte's halves.
     shape = (out // TILE_OUTPUTS, TILE_OUTPUTS, inner // TILE_INPUTS, 2, 4, 2, 4, 2)
     low, high = codes.view(shape).permute(3, 0, 2, 1, 6, 4, 5, 7).reshape(2, *shape[:1], shape[2], TILE_OUTPUTS, 64)
     packed = (low | high << 4).view(torch.int32)
-    other = minima if minima is not None else -(zeros.float() + FIRST[dtype]) if zeros is not None else None
-    assert other is not None
+    other = -(zeros.float() + FIRST[dtype] if minima is None else minima)
     halves = [part.to(dtype).contiguous().view(torch.int16).int() for part in (scales, other)]
     return Int4(packed, (halves[0] & 0xFFFF | halves[1] << 16).t().contiguous(), minima is not None)
 
