@@ -33,8 +33,8 @@ class Gate:
         self._listener = listener
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
 
-    def when_said(self, num_bytes: int, act: Callable[[], None]) -> None:
-        """Does something as soon as the server has said so much more."""
+    def when_said(self, num_bytes: int, act: Callable[[], None] | None) -> None:
+        """Does something, or nothing any more, as soon as the server has said so much more."""
         self._bytes_left, self._act = num_bytes, act
 
     def shut(self) -> None:

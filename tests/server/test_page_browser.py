@@ -131,13 +131,21 @@ def test_stop(page: Any, gate: Gate, shared_small_server: Server) -> None:
     """The small model is quick: its process is held as soon as the answer has begun, until the page has let it go."""
     before = num_aborted(shared_small_server)
     engine = shared_small_server.engine_pid
-    gate.when_said(10_000, lambda: os.kill(engine, signal.SIGSTOP))
+    held = threading.Event()
+
+    def hold() -> None:
+        os.kill(engine, signal.SIGSTOP)
+        held.set()
+
+    gate.when_said(10_000, hold)
     try:
         answer = ask(page, "At length, please.", schema=LONG)
+        assert held.wait(30)
         expect(answer.locator(".text").last).to_have_text(re.compile(r".{20}", re.DOTALL))
         page.click("#stop")
         expect(page.locator("#talk-status")).to_contain_text("Stopped after")
     finally:
+        gate.when_said(0, None)
         os.kill(engine, signal.SIGCONT)
     expect(answer.locator(".same-answer")).to_have_count(0)
     expect(page.locator("#send")).to_be_visible()
