@@ -6,7 +6,6 @@ each request has come is read off the last step when a frame is made, a few time
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -75,9 +74,10 @@ class LiveRequest:
     computed: int = 0
     output: int = 0
     table: list[int] = field(default_factory=list)
-    """Block 0 where what was there has left a window."""
+    """Block 0 stands where there is none: what it held has left the window."""
+    num_published: int = 0
     num_left: int = 0
-    """Places at the table's begin that have been looked through for such blocks."""
+    """Full blocks of its tokens, and those before the window, of each group of layers."""
 
     def describe(self) -> list[Any]:
         about = [self.index, self.name, self.arrival, self.prompt_tokens, self.cached_tokens, self.preemptions]
@@ -105,9 +105,6 @@ class LiveView:
         self._frame_time: float | None = None
         self._key_time: float | None = None
         self._progress_time = 0.0
-        self._committed: deque[tuple[float, str, int]] = deque()
-        """When a step's results were there, for each of its requests, and how many tokens it had then: what has left a
-        window by that is given back, which the next step that was scheduled afterwards knows."""
         self.memory: dict[str, int] = {}
         """Bytes by name, told with the next frame."""
 
@@ -124,8 +121,6 @@ class LiveView:
 
     def observe(self, entry: StepLogEntry) -> None:
         step = entry.step
-        while self._committed and self._committed[0][0] <= step.now:
-            self._leave_window(*self._committed.popleft()[1:])
         for preemption in step.preempted:
             self._preempt(preemption)
         for finished in step.finished:
@@ -150,9 +145,7 @@ class LiveView:
                 refused += len(one.guesses) - right
         if self._config.num_windowed and entry.result is not None:
             for one in step.scheduled:
-                accepted_ones = max(0, len(entry.result.tokens.get(one.request_id, ())) - 1)
-                num_tokens = one.start + one.num_tokens - len(one.guesses) + accepted_ones
-                self._committed.append((entry.committed, one.request_id, num_tokens))
+                self._leave_window(one, len(entry.result.tokens.get(one.request_id, ())))
         sampled = len(entry.result.tokens) + accepted if entry.result is not None else 0
         self._columns.append(_column(entry, prompt_tokens, decodes, accepted, refused, sampled))
         self._last = entry
@@ -206,7 +199,9 @@ class LiveView:
         request.is_running = True
         for block in filter(None, admission.block_ids):
             self.blocks.share(block)
-        request.table, request.num_left = list(admission.block_ids), 0
+        request.table = list(admission.block_ids)
+        request.num_published = request.computed // self._config.block_size
+        request.num_left = self._config.first_kept(request.num_published * self._config.block_size)
         self._changed[request.name] = request
 
     def _copy(self, copy: BlockCopy, has_failed: bool) -> None:
@@ -253,25 +248,29 @@ class LiveView:
         self._ended.append([*about, *counts])
 
     def _give_up(self, request: LiveRequest, num_computed: int) -> None:
-        config = self._config
-        num_full = num_computed // config.block_size * config.num_groups if config.prefix_caching else 0
+        num_full = num_computed // self._config.block_size if self._config.prefix_caching else 0
         for place in range(len(request.table) - 1, -1, -1):
             if request.table[place]:
-                self.blocks.give_up(request.table[place], place < num_full)
+                self.blocks.give_up(request.table[place], place < num_full * self._config.num_groups)
         request.table = []
+        request.num_published = request.num_left = 0
 
-    def _leave_window(self, name: str, num_tokens: int) -> None:
-        """Gives up what the layers with a window need no more, as `BlockManager.publish` does."""
-        request, config = self.requests.get(name), self._config
-        if request is None:
+    def _leave_window(self, one: ScheduledRequest, num_drawn: int) -> None:
+        """When blocks have been filled, layers that look no further back than a window give up the ones before it."""
+        request, config = self.requests.get(one.request_id), self._config
+        if request is None or not request.table:
             return
-        kept = min(config.first_kept(num_tokens), len(request.table) // config.num_groups)
-        for place in range(request.num_left * config.num_groups, kept * config.num_groups):
-            is_windowed = place % config.num_groups >= config.num_groups - config.num_windowed
-            if is_windowed and request.table[place]:
+        computed = one.start + one.num_tokens - len(one.guesses) + max(0, num_drawn - 1)
+        if computed // config.block_size <= request.num_published:
+            return
+        request.num_published = computed // config.block_size
+        kept = config.first_kept(computed)
+        last = min(kept * config.num_groups, len(request.table))
+        for place in range(request.num_left * config.num_groups, last):
+            if place % config.num_groups >= config.num_groups - config.num_windowed and request.table[place]:
                 self.blocks.give_up(request.table[place], config.prefix_caching)
                 request.table[place] = 0
-        request.num_left = max(request.num_left, kept)
+        request.num_left = kept
 
     # What is told
 

@@ -63,7 +63,12 @@ def test_blocks_and_requests_are_those_of_the_engine(seed: int) -> None:
         entries.append(entry)
         view.observe(entry)
         counts = view.blocks.counts()
-        assert counts["free"] + counts["cached"] == entry.step.num_free_blocks
+        free = counts["free"] + counts["cached"]
+        if simulation.scheduler.config.num_windowed:
+            # What leaves the window does so with a step's result, which the next one may not have waited for.
+            assert free >= entry.step.num_free_blocks
+        else:
+            assert free == entry.step.num_free_blocks
         assert counts["unseen"] == 0
         assert sum(one.is_running for one in view.requests.values()) == entry.step.num_running
         if len(entries) % 5 == 1:
@@ -81,6 +86,7 @@ def test_blocks_and_requests_are_those_of_the_engine(seed: int) -> None:
     client.take(json.loads(json.dumps(view.take_frame()[0])))
     assert not view.requests
     assert not client.requests
+    assert view.blocks.counts()["used"] == view.blocks.counts()["shared"] == 0
     assert client.steps == len(entries)
     assert client.blocks[1:] == view.blocks._codes[1:]
     # Whoever comes later and has missed the beginning contradicts nobody who has seen it all.

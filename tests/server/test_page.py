@@ -28,7 +28,7 @@ def get(paths: dict[str, dict[str, str]], **config: Any) -> dict[str, httpx.Resp
         "records": RecordBook(),
         "metrics": metrics,
     }
-    app = create_app(SimpleNamespace(**fields, ready=ready, is_draining=False))  # type: ignore[arg-type]
+    app = create_app(SimpleNamespace(**fields, ready=ready, is_draining=False, counts=None))  # type: ignore[arg-type]
 
     async def ask() -> dict[str, httpx.Response]:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
@@ -78,11 +78,11 @@ def test_the_page_can_be_left_out() -> None:
 
 
 def test_an_engine_that_comes_after_another_is_watched_too() -> None:
-    metrics = SimpleNamespace(memory=lambda memory: None)
+    metrics = SimpleNamespace(memory=lambda memory: None, set_cache=lambda *sizes: None)
     client = EngineClient(ServerConfig(), metrics, lambda: None)  # type: ignore[arg-type]
     sent: list[Command] = []
     client._link = SimpleNamespace(send=sent.append)  # type: ignore[assignment]
-    ready: Any = SimpleNamespace(memory={})
+    ready: Any = SimpleNamespace(memory={}, num_blocks=1, block_size=1)
     client._became_ready(ready)
     assert sent == []
     client.watch(lambda watched: None)
