@@ -106,6 +106,7 @@ class LocalLink:
         updates = core.step(now)
         self._requests.forget(updates)
         self._loop._send_updates(self._requests, updates, self._engine)
+        self._loop._describe(self._requests, self._engine)
         if not core.has_work and not self._commands and not self._mailbox.sent:
             self._work.clear()
             if self._requests.is_compiling:
@@ -240,8 +241,8 @@ def local_links(engines: LocalEngines) -> Iterator[None]:
 
 
 async def seen_by_client(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
-    """What a client sees, but for what names this very call: the body, or all events of a stream, those of each choice
-    in their order (choices may come in turns of any kind)."""
+    """What a client sees, but for what names this very call: the body, or all that the events of a stream say, those of
+    each choice in their order (choices may come in turns of any kind, and several tokens in one event)."""
     response = await http.post(path, json=body)
     if not body.get("stream") or response.status_code != 200:
         return response.status_code, _anonymous(response.json())
@@ -251,7 +252,42 @@ async def seen_by_client(http: httpx.AsyncClient, path: str, body: dict[str, Any
     for event in events:
         if event.get("type") == "message_start":
             del event["message"]["usage"]  # how many tokens were there when it was written
-    return response.status_code, sorted(events, key=_choice)
+    return response.status_code, _joined(sorted(events, key=_choice))
+
+
+class _DifferError(Exception):
+    """These don't say more of the same."""
+
+
+def _joined(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Neighbours that add to the same text and lists as one."""
+    joined: list[dict[str, Any]] = []
+    for event in events:
+        try:
+            joined[-1:] = [_sum(joined[-1], event)] if joined else [event]
+        except _DifferError:
+            joined.append(event)
+    return joined
+
+
+def _sum(first: Any, second: Any, name: str = "") -> Any:
+    if first is None or second is None:
+        return second if first is None else first
+    if isinstance(first, dict) and isinstance(second, dict):
+        names = dict.fromkeys([*first, *second])
+        return {one: _sum(first.get(one), second.get(one), one) for one in names if one != "sequence_number"}
+    if isinstance(first, list) and isinstance(second, list):
+        if name == "choices" and len(first) == len(second) == 1:
+            return [_sum(first[0], second[0])]
+        return first + second
+    if isinstance(first, str) and isinstance(second, str) and name in _GROWING:
+        return first + second
+    if first != second:
+        raise _DifferError
+    return first
+
+
+_GROWING = ("text", "content", "delta", "reasoning", "reasoning_content", "thinking", "partial_json", "arguments")
 
 
 def _choice(event: dict[str, Any]) -> int:
