@@ -93,9 +93,9 @@ class Request:
     block_keys: list[BlockKey] = field(default_factory=list)
     """Identities of its full blocks, hashed as far as anyone asked; they outlive preemption."""
     num_published_blocks: int = 0
+    """Blocks of the table already offered to the prefix cache."""
     num_left_blocks: int = 0
     """So many have left the window: there block 0 stands in the table."""
-    """Blocks of the table already offered to the prefix cache."""
     admitted_step: int = -1
     """The step that gave it its present row: results of earlier ones say nothing about its present blocks."""
     has_failed: bool = False
