@@ -100,9 +100,9 @@ def test_what_is_no_number_stays_none(dtype: torch.dtype, bad: float) -> None:
     assert got[1].isnan().all()
 
 
-CODED = ["Q8_0", "Q6_K", "Q4_1", "MXFP4", "INT4", "INT4_G32"]
+CODED = ["Q6_K", "Q4_1", "MXFP4", "INT4_G32"]
 if ON_GPU:
-    CODED += ["Q5_0", "Q5_1", "Q5_K", "Q4_0", "Q4_K", "Q3_K", "Q2_K", "INT4_G64", "INT4_G128"]
+    CODED += ["Q8_0", "Q5_0", "Q5_1", "Q5_K", "Q4_0", "Q4_K", "Q3_K", "Q2_K", "INT4", "INT4_G64", "INT4_G128"]
 
 
 def coded(name: str, *shape: int) -> Weight:
@@ -129,7 +129,7 @@ def test_codes_become_the_numbers_of_the_expanded_weight(name: str) -> None:
     assert (got - expected).abs().max() <= 2e-3 * expected.abs().max()
 
 
-@pytest.mark.parametrize("name", [*CODED, "INT8", "FP8", "FP8_G128"] if ON_GPU else ["MXFP4", "INT4_G32", "INT8"])
+@pytest.mark.parametrize("name", [*CODED, "INT8", "FP8", "FP8_G128"] if ON_GPU else ["MXFP4", "INT8"])
 def test_experts_of_fewer_bits(name: str) -> None:
     """Against the experts of plain numbers, and each row alone."""
     experts, dtype = 6, torch.float16
