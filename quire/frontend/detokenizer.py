@@ -7,6 +7,9 @@ from collections.abc import Sequence
 
 from quire.frontend.tokenizer import Tokenizer
 
+_MOST_TEXTS = 16384
+"""Of tokens, that are remembered: those that come often come early."""
+
 
 class IncrementalDetokenizer:
     """Turns one answer's tokens into text deltas.
@@ -65,7 +68,8 @@ class IncrementalDetokenizer:
             return text
         text = self._utf8.decode(data)
         self._is_between = not self._strip_space and not self._utf8.getstate()[0]
-        if was_between and self._is_between and token_id < self._tokenizer.vocab_size:
+        is_its_own = was_between and self._is_between and token_id < self._tokenizer.vocab_size
+        if is_its_own and len(self._texts) < _MOST_TEXTS:
             self._texts[token_id] = text
         return text
 
