@@ -99,6 +99,16 @@ def test_what_streams_have_met_changes_no_text(tokenizer: Tokenizer) -> None:
             assert "".join(plain) == tokenizer.decode(order, skip_special_tokens=skip)
 
 
+def test_texts_that_are_remembered_are_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = list(range(tokenizer.vocab_size))
+    expected = stream(tokenizer, ids)
+    fresh = {False: {}, True: {}}  # type: dict[bool, dict[int, str]]
+    monkeypatch.setattr(tokenizer, "whole_texts", fresh)
+    monkeypatch.setattr("quire.frontend.detokenizer._MOST_TEXTS", 5)
+    assert stream(tokenizer, ids) == expected
+    assert len(fresh[True]) == 5
+
+
 def test_continuing_a_prompt_keeps_the_space_that_decode_drops(sentencepiece: Tokenizer) -> None:
     prompt = sentencepiece.encode("The quick")
     answer = sentencepiece.encode("brown fox", add_special_tokens=False)
