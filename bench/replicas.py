@@ -13,49 +13,24 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import os
-import re
 import signal
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
 
+from bench.server import serving
 from quire.bench.http_client import HttpClient
 from quire.bench.jobs import Job, Lengths, TokenSource, random_jobs
 from quire.bench.serve.load import Load, measure
 
-ROOT = Path(__file__).resolve().parents[1]
 
-
-@contextlib.contextmanager
-def server(model: str, replicas: int, threads: int, options: list[str]) -> Iterator[str]:
+def server(model: str, replicas: int, threads: int, options: list[str]) -> AbstractContextManager[str]:
     """Its address."""
-    command = [sys.executable, "-m", "quire.cli.main", "serve", "--port=0", f"--model={model}", "--device=cpu"]
-    command += [f"--replicas={replicas}", "--served-model-name=m", *options]
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(paths)}
-    with tempfile.TemporaryFile("w+") as output:  # a pipe that nobody reads would stop the server when it is full
-        process = subprocess.Popen(command, cwd=ROOT, stderr=output, env=environment)
-        try:
-            found = None
-            while found is None:
-                time.sleep(0.2)
-                output.seek(0)
-                text = output.read()
-                found = re.search(r"http://\S+:\d+", text)
-                if process.poll() is not None:
-                    raise SystemExit(f"the server did not start: {text}")
-            yield found[0]
-        finally:
-            process.terminate()
-            process.wait()
+    own = (f"--model={model}", "--device=cpu", f"--replicas={replicas}", "--served-model-name=m")
+    return serving(*own, *options, OMP_NUM_THREADS=str(threads))
 
 
 def measured(url: str, jobs: list[Job]) -> tuple[float, float]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import re
 import signal
 import statistics
@@ -97,19 +98,20 @@ def server(dtype: str, log: Path, limits: Mapping[str, object] = ENGINE) -> Abst
 
 
 @contextlib.contextmanager
-def serving(*options: str) -> Iterator[str]:
-    """The address of a server with these options."""
+def serving(*options: str, **environment: str) -> Iterator[str]:
+    """The address of a server with these options and variables."""
     command = [sys.executable, "-m", "quire.cli.main", "serve", "--port=0", *options]
     with tempfile.TemporaryFile("w+") as output:  # a pipe that nobody reads would stop the server when it is full
-        process = subprocess.Popen(command, cwd=ROOT, stderr=output)
+        process = subprocess.Popen(command, cwd=ROOT, stderr=output, env={**os.environ, **environment})
         try:
             found = None
             while found is None:
                 time.sleep(0.2)
                 output.seek(0)
-                found = re.search(r"http://\S+:\d+", output.read())
+                text = output.read()
+                found = re.search(r"http://\S+:\d+", text)
                 if process.poll() is not None:
-                    raise SystemExit("the server did not start")
+                    raise SystemExit(f"the server did not start: {text}")
             _wait_until_open(found[0])
             yield found[0]
         finally:

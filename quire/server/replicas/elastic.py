@@ -14,7 +14,6 @@ from quire.errors import QuireError
 from quire.observe.prometheus import ServerMetrics
 from quire.server import messages
 from quire.server.config import ServerConfig
-from quire.server.engine_client import State
 from quire.server.replicas.pool import Replica, ReplicaPool
 from quire.server.replicas.relay import Relay
 from quire.server.replicas.scaling import Scaler, ScalingRule
@@ -42,18 +41,8 @@ class ElasticPool(ReplicaPool):
     async def start(self) -> messages.Ready:
         """Starts as many engines as there are at least."""
         self._here = set(range(self._rule.lowest))
-        starting = [asyncio.create_task(self.replicas[number].start()) for number in sorted(self._here)]
-        try:
-            await asyncio.gather(*starting)
-        except BaseException:
-            for task in starting:
-                task.cancel()
-            await asyncio.gather(*starting, return_exceptions=True)
-            await self.stop()
-            raise
+        ready = await super().start()
         self._scaling = asyncio.create_task(self._scale())
-        ready = self.ready
-        assert ready is not None
         return ready
 
     async def stop(self) -> None:
@@ -61,15 +50,6 @@ class ElasticPool(ReplicaPool):
             self._scaling.cancel()
             await asyncio.gather(self._scaling, return_exceptions=True)
         await super().stop()
-
-    @property
-    def state(self) -> State:
-        """Places nobody has started an engine in don't count."""
-        if self._is_stopped:
-            return "stopped"
-        states = {replica.state for replica in self._present()} or {"starting"}
-        order: tuple[State, ...] = ("ready", "restarting", "starting", "failed", "stopped")
-        return next(state for state in order if state in states)
 
     @property
     def ready(self) -> messages.Ready | None:

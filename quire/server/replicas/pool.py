@@ -86,8 +86,8 @@ class ReplicaPool:
     # Its life
 
     async def start(self) -> messages.Ready:
-        """Starts all engines and waits for them; raises QuireError if one of them fails."""
-        starting = [asyncio.create_task(replica.start()) for replica in self.replicas]
+        """Starts the engines and waits for them; raises QuireError if one of them fails."""
+        starting = [asyncio.create_task(replica.start()) for replica in self._present()]
         try:
             await asyncio.gather(*starting)
         except BaseException:
@@ -117,7 +117,7 @@ class ReplicaPool:
         """The best that one of them is in."""
         if self._is_stopped:
             return "stopped"
-        states = {replica.state for replica in self.replicas}
+        states = {replica.state for replica in self._present()} or {"starting"}
         order: tuple[State, ...] = ("ready", "restarting", "starting", "failed", "stopped")
         return next(state for state in order if state in states)
 
