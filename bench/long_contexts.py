@@ -129,7 +129,7 @@ def open_engine(options: argparse.Namespace, longest: int, batch: int) -> Engine
 def decode_rows(engine: Engine, cells: list[tuple[int, int]], steps: int) -> Iterator[str]:
     spec, itemsize = engine.decoder.spec, engine.decoder.dtype.itemsize
     for batch, context in cells:
-        needed = batch * -(-(context + steps) // engine.plan.block_size)
+        needed = batch * engine.plan.blocks_at(context + steps)
         if needed >= engine.plan.num_blocks:
             continue  # does not fit
         decode_seconds(engine, batch, context, 4)
