@@ -160,8 +160,11 @@ class Checkpoint:
             return
         (target,) = targets
         for number, piece in enumerate([target] if target.is_contiguous() else target):
-            self._read_bytes(info, piece, number * piece.nbytes)
-            self._check_scales(info, piece)
+            here = piece if piece.device.type == "cpu" else torch.empty(piece.shape, dtype=piece.dtype)
+            self._read_bytes(info, here, number * piece.nbytes)
+            self._check_scales(info, here)
+            if here is not piece:
+                piece.copy_(here)
 
     def chunks(
         self, name: str, is_copied: bool = False, pin_memory: bool = False
