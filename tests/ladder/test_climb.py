@@ -212,6 +212,17 @@ def test_quantised_weights_are_held_against_the_naive_loop_with_the_same_weights
     assert len(loops) == 2 + 2  # rung 1's, and those of rung 7
 
 
+def test_other_kernels_are_held_against_the_naive_loop_with_their_own(tiny_model: Path) -> None:
+    """Where they round elsewhere: with fewer bits than float32 has."""
+    from quire.bench.ladder.rungs import find_rungs
+
+    for dtype, expected in (("float32", [7]), ("bfloat16", [6, 7, 10])):
+        with Engines(str(tiny_model), "cpu", dtype, max_model_len=256) as engines:
+            rungs = find_rungs(engines, [], 2)
+        assert [rung.number for rung in rungs if rung.expected is not None] == expected
+        assert [rung.number for rung in rungs if rung.has_other_weights] == [7]
+
+
 def test_formats_of_weights_stand_side_by_side(quick: tuple[Path, str, str]) -> None:
     folder, _, _ = quick
     raw = json.loads((folder / "results.json").read_text())

@@ -29,6 +29,10 @@ OTHER_WEIGHTS = (
     "they are from the full ones is measured below. The rungs above it have the full ones again, and are compared with "
     "rung 6 or what came after it."
 )
+OTHER_KERNELS = (
+    "Kernels that fuse what others do one after the other round in other places, which shows in fewer bits than "
+    "float32's: from rung 6 on a rung must give the tokens of rung 1's loop with its own kernels."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +125,7 @@ def _ladder_table(rungs: Sequence[Rung], settings: ClimbSettings) -> Table:
         measured = seconds, rung.latency, rate, Bytes(held), *factors, Bytes(rung.weight_bytes)
         together = seconds.each(rung.num_tokens), Bytes(held + rung.weight_bytes)
         rows.append((rung.number, rung.name, rung.kernels, *measured, *together))
-        if rung.expected is None:  # those after the one with other weights have the model's own again
+        if not rung.has_other_weights:  # those after the one with other weights have the model's own again
             before = seconds
     note = (
         f"{settings.num_jobs} requests at once: {settings.shared_tokens} prompt tokens in common and "
@@ -131,8 +135,10 @@ def _ladder_table(rungs: Sequence[Rung], settings: ClimbSettings) -> Table:
         "requests of the time until the whole answer is there; per token is the time divided by all new tokens; KV "
         "memory is the most that was held between two tokens."
     )
-    if any(rung.expected is not None for rung in rungs):
+    if any(rung.has_other_weights for rung in rungs):
         note += f" {OTHER_WEIGHTS}"
+    if any(rung.expected is not None and not rung.has_other_weights for rung in rungs):
+        note += f" {OTHER_KERNELS}"
     columns = (
         "rung", "adds", "kernels", "time", "latency", "throughput", "KV memory", "over the one before", "over rung 1",
         "weights", "per token", "model and cache",

@@ -37,8 +37,6 @@ class Engines:
     def quantizations(self, kernels: Kernels) -> tuple[str, ...]:
         """How these kernels can run the model with quantised weights: as they are stored, where they are stored
         quantised, else as they can be made from plain numbers."""
-        if self.device.type != "cpu":
-            return ()
         if self.block_formats:
             return ("auto",) if any(kernels.computes(FORMATS[name]) for name in self.block_formats) else ()
         return tuple(name for name, format in QUANTIZED.items() if kernels.computes(format))

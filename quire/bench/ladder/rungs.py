@@ -9,6 +9,8 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from quire.bench.jobs import Job
 from quire.bench.ladder.engines import Engines
 from quire.bench.measure import Clock
@@ -48,7 +50,9 @@ class Rung:
     missing: str = ""
     """Why it can't run, if it can't."""
     expected: Callable[[], Answers] | None = None
-    """What it must answer, where that is not what the first rung does: other weights are another model."""
+    """What it must answer, where that is not what the first rung does: other weights are another model, and with fewer
+    bits than float32 other kernels round elsewhere."""
+    has_other_weights: bool = False
     runs: list[RungRun] = field(default_factory=list)
 
     @property
@@ -86,8 +90,10 @@ def find_rungs(engines: Engines, jobs: Sequence[Job], max_num_seqs: int, clock: 
             llm.engine.core.depth = depth  # nothing is in flight between two passes
             return _run_engine(llm, jobs, together, salt, clock)
 
-        expected = None if quantization == "none" else partial(_naive_answers, decoder, jobs)
-        return Rung(number, name, run, decoder.kernels.name, decoder.nbytes, expected=expected)
+        is_rounded = engines.dtype != torch.float32 and decoder.kernels.name != plain.kernels.name
+        others = quantization != "none"
+        expected = partial(_naive_answers, decoder, jobs) if others or is_rounded else None
+        return Rung(number, name, run, decoder.kernels.name, decoder.nbytes, "", expected, others)
 
     def cached(job: Job, sizes: list[int]) -> list[int]:
         ids, note = job.token_ids, lambda cache: sizes.append(cache.num_bytes)
@@ -125,7 +131,7 @@ def find_rungs(engines: Engines, jobs: Sequence[Job], max_num_seqs: int, clock: 
 
 
 def _no_quantized(engines: Engines, is_fused: bool) -> str:
-    if engines.device.type != "cpu":
+    if engines.device.type != "cpu" and engines.dtype == torch.float32:
         return f"in float32 only a CPU computes with quantised weights; this run is on the {engines.device.type}"
     if not is_fused:
         return "needs the fused kernels, which don't run here"
