@@ -24,7 +24,7 @@ FOUR_BITS = ["Q4_0", "Q4_1", "Q4_K", "INT4", "INT4_G32", "INT4_G64", "INT4_G128"
 EIGHT_BITS = ["INT8", "FP8", "FP8_G128"]
 CODED = ["Q8_0", "Q6_K", "Q5_1", "MXFP4"]
 """That have no kernel of their own: they become numbers within the product of all kinds of tiles."""
-SHAPES = [(1024, 2048), (6144, 1024), (448, 768)]
+SHAPES = [(1024, 2048), (6144, 1024), (488, 768)]
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -78,6 +78,19 @@ def test_a_row_has_the_same_bits_in_any_batch(name: str) -> None:
             some = x[:rows].clone()
             captured = in_graph(lambda some=some, packed=packed: kernels.linear(some, packed))
             assert torch.equal(captured, kernels.linear(some, packed))
+
+
+@pytest.mark.parametrize("name", FOUR_BITS + EIGHT_BITS + CODED)
+def test_an_output_has_the_same_bits_beside_any_others(name: str) -> None:
+    """As it must where devices have different parts of a weight."""
+    kernels = select_kernels(DEVICE, torch.bfloat16)
+    whole = weight_of(name, 576, 768)
+    (part,) = whole.parts
+    half = Weight.of(part.format, (200, 768), *(tensor[:200].contiguous() for tensor in part.tensors))
+    packed = [kernels.pack(weight) for weight in (whole, half)]
+    for rows in (1, 7, 30, 100, 300, 900):
+        x = random(rows, 768, dtype=torch.bfloat16, seed=rows)
+        assert torch.equal(kernels.linear(x, packed[0])[:, :200], kernels.linear(x, packed[1])), rows
 
 
 @pytest.mark.parametrize("name", FOUR_BITS)

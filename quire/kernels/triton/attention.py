@@ -18,7 +18,6 @@ r // group, head r % group.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import cache
 
 import torch
@@ -142,8 +141,9 @@ def _decode_kernel(
 ):  # fmt: skip
     """`work` int32 [1 + items, 8] begins with the number of items; then for each: where the partial results of its
     sequence begin, first split, first row, number of queries, context length, row of the block table, split after
-    the last. An item is some splits of a sequence, or all of them, which are then merged here. There are at least as
-    many entries as programs, so that the first one can be read before the number of items is known."""
+    the last, how many of the keys are written by this step. An item is some splits of a sequence, or all of them, which
+    are then merged here. There are at least as many entries as programs, so that the first one can be read before the
+    number of items is known."""
     rows = tl.arange(0, ROWS)
     column = tl.arange(0, D_PAD)
     item = tl.program_id(0)
@@ -276,22 +276,6 @@ def _prefill_kernel(
     _store_output(
         out, output, total, highest, sinks, first_row, rows, num_queries, kv_head, num_heads, GROUP, D, D_PAD, SINKS
     )  # fmt: skip
-
-
-def attention(
-    query: Tensor, cache: LayerCache, block_tables: Tensor, work: Mapping[str, Tensor], num_partials: int,
-    spec: AttentionSpec, sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Attention of query [rows, num_heads, head_dim] by the kernels of this module; rows that are in no list of `work`
-    stay unwritten. `num_partials`: how many splits wait to be merged at most (a bound: memory is taken for so many).
-    """
-    out = torch.empty_like(query)
-    for name, some in work.items():
-        if name == "prefill":
-            prefill_attention(query, out, cache, block_tables, some, spec, sinks)
-        else:
-            decode_attention(query, out, cache, block_tables, some, num_partials, spec, sinks)
-    return out
 
 
 def prefill_attention(

@@ -95,6 +95,9 @@ def divided(
     """The list of a division: each sequence goes to programs `runs` splits at a time, the last one perhaps fewer."""
     splits = -(-context_lens // SPLIT)
     runs = np.minimum(runs, splits)
+    # Where guesses are checked as so many single queries, a step writes more keys of a sequence than its last one.
+    first_new = np.full(1 + table_rows.max(initial=0), np.iinfo(np.int32).max, np.int32)
+    np.minimum.at(first_new, table_rows, context_lens - query_lens)
     pieces = -(-splits // runs)
     owner = np.repeat(np.arange(len(pieces)), pieces)
     first_split = (np.arange(len(owner)) - (np.cumsum(pieces) - pieces)[owner]) * runs[owner]
@@ -114,6 +117,7 @@ def divided(
     filled[:, 4] = context_lens[owner]
     filled[:, 5] = table_rows[owner]
     filled[:, 6] = end_split
+    filled[:, 7] = (context_lens - first_new[table_rows])[owner]
     return work
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,7 @@ from quire.kernels.triton import filters, heads, inputs, quantized, repeats, row
 from quire.kernels.triton import moe as experts_kernels
 from quire.kernels.triton.attention_work import SPLIT, attention_work, decode_lists, shorten_attention_work_
 from quire.kernels.triton.launch import HAS_GLUON
-from quire.kernels.triton.linear import SMALLEST_BATCH, VOCABULARY_SIZE, is_quicker_than_cublas, linear, room_for
+from quire.kernels.triton.linear import SMALLEST_BATCH, VOCABULARY_SIZE, is_quicker_than_cublas, linear
 from quire.kernels.triton.small_batches import are_exact
 from quire.kernels.weights import Weight
 
@@ -88,7 +89,7 @@ class TritonKernels(ReferenceKernels):
     def pack(self, weight: Weight) -> Weight:
         if len(weight.shape) > 1 and any(self.computes(part.format) for part in weight.parts):
             weight = quantized.pack(weight, self._dtype)
-            self._quantized.check(weight)
+            self._quantized.check(weight, self._dtype)
         is_product = weight.is_dense and len(weight.shape) == 2  # experts have kernels of their own
         if is_product and weight.tensor.is_cuda and weight.tensor.dtype != torch.float32:
             self._check(weight.tensor)
@@ -101,8 +102,9 @@ class TritonKernels(ReferenceKernels):
         if not weight.is_dense:
             return self._quantized.linear(x, weight, bias, out, silu_mul=False)
         rows, matrix = x.shape[0], weight.tensor
-        if is_quicker_than_cublas(rows, matrix) or not self._check(matrix):
-            return self._own_linear(x, matrix, bias, out)
+        own = _own_product(x, matrix, silu_mul=False) or (None if self._check(matrix) else linear)
+        if own is not None:
+            return own(x, matrix, bias, out, False)
         if out is not None and bias is None and rows >= SMALLEST_BATCH:
             return torch.mm(x, matrix.t(), out=out)
         result = F.linear(_padded(x), matrix, bias)[:rows]
@@ -110,21 +112,12 @@ class TritonKernels(ReferenceKernels):
 
     def linear_gated(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation) -> Tensor:
         is_fused = activation is Activation.SILU and x.dtype != torch.float32 and weight.is_dense
-        if is_fused and is_quicker_than_cublas(x.shape[0], weight.tensor):
-            return self._own_linear(x, weight.tensor, bias, silu_mul=True)
+        own = _own_product(x, weight.tensor, silu_mul=True) if is_fused else None
+        if own is not None:
+            return own(x, weight.tensor, bias, None, True)
         if activation is Activation.SILU and self._quantized.fuses(x.shape[0], weight):
             return self._quantized.linear(x, weight, bias, None, silu_mul=True)
         return self.gate(self.linear(x, weight, bias), activation)
-
-    def _own_linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None, silu_mul: bool = False
-    ) -> Tensor:
-        if not are_exact(x.device, x.dtype) or not single_row_linear.takes(x.shape[0], weight, silu_mul):
-            return linear(x, weight, bias, out, silu_mul)
-        if out is None:
-            out = room_for(x, weight.shape[0] // 2 if silu_mul else weight.shape[0])
-        single_row_linear.single_row_linear(x.contiguous(), weight, bias, out, silu_mul)
-        return out
 
     def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
         return rowwise.embedding(token_ids, weight.tensor) if weight.is_dense else super().embedding(token_ids, weight)
@@ -181,6 +174,13 @@ class TritonKernels(ReferenceKernels):
             if not self._is_exact[key]:
                 logger.warning("cuBLAS changes bits with the batch for weights %s: using our own kernel", key)
         return self._is_exact[key]
+
+
+def _own_product(x: Tensor, weight: Tensor, silu_mul: bool) -> Callable[..., Tensor] | None:
+    """Our own kernel, where it is quicker than cuBLAS."""
+    if x.shape[0] == 1 and are_exact(x.device, x.dtype) and single_row_linear.takes(1, weight, silu_mul):
+        return single_row_linear.single_row_linear
+    return linear if is_quicker_than_cublas(x.shape[0], weight) else None
 
 
 def _padded(x: Tensor) -> Tensor:

@@ -18,19 +18,23 @@ from quire.kernels.triton.grouping import rows_in_order
 from quire.kernels.triton.launch import HAS_GLUON
 from quire.kernels.triton.linear import Tile, room_for
 from quire.kernels.triton.shapes import next_power_of_2
+from quire.kernels.triton.small_batches import are_exact
 from quire.kernels.triton.tile_product import expand_codes, pack_codes, quantize_rows, tile_product
 from quire.kernels.weights import Part, Weight
 
 if HAS_GLUON:
+    from quire.kernels.triton import single_row_linear
     from quire.kernels.triton.streamed_linear import MAX_ROWS, Int4, can_pack, expand_int4, int4_linear, pack_int4
 
 HAS_MINIMA = ("Q4_1", "Q4_K")
 INT4_NAMES = ("Q4_0", *HAS_MINIMA, "INT4", "INT4_G32", "INT4_G64", "INT4_G128")
 _NAMES = (*INT4_NAMES, "Q8_0", "Q6_K", "Q5_0", "Q5_1", "Q5_K", "Q3_K", "Q2_K", "MXFP4")
 """Of what becomes plain numbers within the product."""
-_OWN_ROWS = 128
+_OWN_ROWS = 64
 """Up to here our kernel is quicker than cuBLAS with FP8, as it overlaps with its neighbours."""
-_CHECKED_ROWS = (16, 17, 64, 255, 256, 1000)
+_TILED_ROWS = 128
+"""Up to here codes become numbers within the product, and gate and up are taken together."""
+_CHECKED_ROWS = (16, 17, 64, 72, 96, 128, 255, 256, 1000)
 
 
 def computes(format: Format) -> bool:
@@ -57,8 +61,7 @@ def _packed(weight: Weight, dtype: torch.dtype) -> Weight:
     if format.dtype is not None:
         return weight
     if format.name not in _NAMES:  # of 8 bits
-        fits = inner % 16 == 0 and out % 16 == 0
-        return weight if fits else Weight.dense(format.expand(*part.tensors).view(weight.shape).to(dtype))
+        return weight if inner % 16 == 0 else Weight.dense(format.expand(*part.tensors).view(weight.shape).to(dtype))
     if format.name in INT4_NAMES and HAS_GLUON and not stack and torch.cuda.get_device_capability()[0] == 9:
         packed = _streamed(part, out, inner, dtype)
         if packed is not None:
@@ -75,25 +78,26 @@ def _streamed(part: Part, out: int, inner: int, dtype: torch.dtype) -> Int4 | No
         codes, scales, minima = part.format.coded(*part.tensors)
         zero = 8 if minima is None else 0
         codes, zeros = codes + zero, torch.full_like(scales, zero)
-    if not can_pack(out, inner, inner // scales.shape[1]):
+    if not can_pack(inner, inner // scales.shape[1]):
         return None
     return pack_int4(codes.to(torch.uint8), scales, zeros, minima, dtype)
 
 
 class QuantizedProducts:
-    """Remembers for which shapes cuBLAS gives our kernel's bits. `dense` is the product with plain numbers."""
+    """Remembers for which shapes other kernels give the same bits. `dense` is the product with plain numbers."""
 
     def __init__(self, dense: Callable[[Tensor, Weight, Tensor | None, Tensor | None], Tensor]) -> None:
         self._dense = dense
-        self._is_exact: dict[torch.Size, bool] = {}
+        self._checked: dict[tuple[int, ...], tuple[bool, bool]] = {}
 
-    def check(self, weight: Weight) -> None:
-        """Tries cuBLAS; as this can't be done while a graph is captured, it is when weights are loaded."""
+    def check(self, weight: Weight, dtype: torch.dtype) -> None:
+        """Tries cuBLAS and the kernel for a single row; as this can't be done while a graph is captured, it is when
+        weights are loaded."""
         for part in weight.parts:
             if part.format.codes == torch.float8_e4m3fn and not part.format.group and len(weight.shape) == 2:
                 codes, scales = part.tensors
-                if codes.shape not in self._is_exact:
-                    self._is_exact[codes.shape] = _rows_are_exact(codes, scales)
+                if codes.shape not in self._checked:
+                    self._checked[codes.shape] = _rows_are_exact(codes, scales, dtype)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, out: Tensor | None, silu_mul: bool) -> Tensor:
         """x [rows, in] times a weight of one part that is not plain numbers; with `silu_mul`, silu(first half of the
@@ -105,19 +109,21 @@ class QuantizedProducts:
         if part.tensors[0].dtype == torch.int32:
             packed = Int4(part.tensors[0], part.tensors[1], part.format.name in HAS_MINIMA)
             if rows > MAX_ROWS:
-                return self._dense(x, Weight.dense(expand_int4(packed, x.dtype)), bias, given)
+                return self._dense(x, Weight.dense(expand_int4(packed, x.dtype)[: part.rows]), bias, given)
             int4_linear(x.contiguous(), packed, bias, out)
             return out
         activation, codes = Activation.SILU if silu_mul else None, part.tensors[0]
         tile = tile_of(rows, codes.shape[0], silu_mul, part.format.group)
         if part.format.name in _NAMES:
-            if rows > _OWN_ROWS:
+            if rows > _TILED_ROWS:
                 return self._dense(x, Weight.dense(expand_codes(weight, x.dtype)), bias, given)
             tile = Tile(min(64, max(16, next_power_of_2(rows))), 64, 128, 3, 4)
             return tile_product(x.contiguous(), weight, bias, rows_in_order(x, tile.rows), tile, x.dtype, out=out)
+        cublas, single = self._checked.get(() if part.format.group else codes.shape, (False, False))
+        if rows == 1 and single and single_row_linear.takes(1, codes, silu_mul):
+            return single_row_linear.single_row_linear(x, codes, bias, out, silu_mul, part.tensors[1])
         rounded, row_scales = quantize_rows(x, codes.dtype, part.format.group)
-        is_plain = x.dtype == torch.bfloat16 and bias is None and not part.format.group
-        if rows > _OWN_ROWS and is_plain and self._is_exact.get(codes.shape):
+        if rows > _OWN_ROWS and cublas and bias is None:
             product = _scaled_mm(rounded, row_scales, codes, part.tensors[1])
             return product if given is None else given.copy_(product)
         tiles = rows_in_order(rounded, tile.rows)
@@ -126,7 +132,9 @@ class QuantizedProducts:
     def fuses(self, rows: int, weight: Weight) -> bool:
         """Whether `linear` can take gate and up together, and is the quicker for it."""
         format = weight.format
-        return format is not None and format.codes in (torch.int8, torch.float8_e4m3fn) and rows <= _OWN_ROWS
+        if format is None or format.has_zeros or format.codes is None:
+            return False
+        return rows <= (_TILED_ROWS if format.group or format.codes == torch.int8 else _OWN_ROWS)
 
 
 def tile_of(rows: int, size: int, silu_mul: bool, group: int) -> Tile:
@@ -135,7 +143,7 @@ def tile_of(rows: int, size: int, silu_mul: bool, group: int) -> Tile:
         return Tile(16, 64, group, 5, 4) if rows <= 16 else Tile(min(128, next_power_of_2(rows)), 64, group, 4, 4)
     if rows <= 32:
         return Tile(16 if rows <= 16 else 32, 64, 256, 4 if silu_mul else 8, 4)
-    if rows <= _OWN_ROWS:
+    if rows <= _TILED_ROWS:
         return Tile(64, 64, 256, 3, 4) if silu_mul else Tile(64, 64 if size <= 8192 else 128, 256, 3, 4)
     return Tile(128, 128, 128, 3, 8)
 
@@ -147,18 +155,21 @@ def _scaled_mm(rounded: Tensor, row_scales: Tensor, codes: Tensor, scales: Tenso
     )
 
 
-def _rows_are_exact(codes: Tensor, scales: Tensor) -> bool:
+def _rows_are_exact(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> tuple[bool, bool]:
+    """Whether cuBLAS, and whether the kernel for a single row, give the bits of the kernel that takes all."""
     size, inner = codes.shape
     generator = torch.Generator(device=codes.device).manual_seed(0)
-    x = torch.randn(max(_CHECKED_ROWS), inner, device=codes.device, generator=generator).bfloat16()
+    x = torch.randn(max(_CHECKED_ROWS), inner, device=codes.device, generator=generator).to(dtype)
     rounded, row_scales = quantize_rows(x, codes.dtype, 0)
     weight = Weight.of(FORMATS["FP8"], (size, inner), codes, scales)
     tile = tile_of(1, size, False, 0)
-    expected = tile_product(rounded, weight, None, rows_in_order(x, tile.rows), tile, x.dtype, x_scales=row_scales)
+    expected = tile_product(rounded, weight, None, rows_in_order(x, tile.rows), tile, dtype, x_scales=row_scales)
+    has_single = are_exact(codes.device, dtype) and single_row_linear.takes(1, codes, False)
+    single = single_row_linear.single_row_linear(x[:1], codes, None, None, False, scales) if has_single else x[:0]
     try:
-        return all(
+        return dtype == torch.bfloat16 and all(
             torch.equal(_scaled_mm(rounded[:rows], row_scales[:rows], codes, scales), expected[:rows])
             for rows in _CHECKED_ROWS
-        )
+        ), torch.equal(single, expected[:1])
     except RuntimeError:  # where there is no such product
-        return False
+        return False, torch.equal(single, expected[:1])

@@ -5,8 +5,10 @@ once instead of tile by tile, its warps side by side, and only then walks the ti
 values of earlier steps are asked for before the kernel before has finished; only those it has just written are read
 after that. A program takes a multiprocessor for itself, so with many sequences the other kernel reads more per second.
 
-In Gluon, as `single_row_linear.py` is and for the same reason: keys go from memory to the registers of the tensor core.
-They lie there as weights do, the inner dimension now being the head's.
+In Gluon, Triton's lower level, because keys go from memory straight to the registers in which the tensor core wants
+them: a thread reads 4 neighbours of a head (8 bytes) and hands them over as the 4 numbers of 16 that it has to supply.
+The instruction would rather have 2 and 2 with 6 between them, but it adds all 16 at once: which of them is which does
+not matter as long as queries and keys agree.
 """
 
 from __future__ import annotations
@@ -54,8 +56,8 @@ def small_batch_attention(
     num_multiprocessors: int,
 ) -> None:
     """`attention.decode_attention` for what `takes` takes, of a list whose items are single splits or whole sequences.
-    All keys but the newest of each sequence were written, and all lists and block tables, before the first kernel of
-    this step began."""
+    All keys but those that the list says are new were written, and all lists and block tables, before the first kernel
+    of this step began."""
     _, num_heads, head_dim = query.shape
     num_kv_heads = cache.keys.shape[1]
     _small_batch_kernel[(min((len(work) - 1) * num_kv_heads, num_multiprocessors),)](
@@ -134,19 +136,19 @@ def _load_query(query, first_row, num_queries, kv_head, num_heads, GROUP: gl.con
 
 @gluon.jit
 def _scores(
-    q, k, first_key, num_old, rows, window,
+    q, k, first_key, first_position, rows, window,
     GROUP: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr, WINDOW: gl.constexpr,
     ACC: gl.constexpr,
 ):  # fmt: skip
     """Scores [16, tiles, KEYS] of a split, -inf where a row does not see a key. Of every 16 numbers of the head,
-    (t, h, j) is called (h, t, j) on both sides, as the instruction calls them: see `single_row_linear.py`."""
+    (t, h, j) is called (h, t, j) on both sides, as the instruction calls them."""
     q = q.reshape(16, D // 16, 4, 2, 2).permute(0, 1, 3, 2, 4).reshape(16, D)
     k = k.reshape(D // 16, 4, 2, 2, SPLIT).permute(0, 2, 1, 3, 4).reshape(D, SPLIT)
     left = gl.convert_layout(q, gl.DotOperandLayout(0, ACC, 2), assert_trivial=True)
     right = gl.convert_layout(k, gl.DotOperandLayout(1, ACC, 2), assert_trivial=True)
     scores = mma_v2(left, right, gl.zeros((16, SPLIT), gl.float32, ACC))
     key = first_key + gl.arange(0, SPLIT, gl.SliceLayout(0, ACC))[None, :]
-    position = (num_old + rows // GROUP)[:, None]
+    position = (first_position + rows // GROUP)[:, None]
     visible = key <= position
     if WINDOW:
         visible = visible & (key > position - window)
@@ -245,16 +247,17 @@ def _small_batch_kernel(
     count = gl.load(work, cache_modifier=".cg") * num_kv_heads
     while item < count:
         kv_head = item % num_kv_heads
-        partial, first_split, first_row, num_queries, context_len, table_row, end_split = read_entry(
-            work + (1 + item // num_kv_heads) * 8
-        )
+        entry = work + (1 + item // num_kv_heads) * 8
+        partial, first_split, first_row, num_queries, context_len, table_row, end_split = read_entry(entry)
         item += gl.num_programs(0)
         table = block_tables + table_row.to(gl.int64) * table_stride
-        old = context_len - num_queries  # keys of earlier steps; the newest are written by the kernel before
+        # Keys of earlier steps; the newest are written by the kernel before.
+        old = context_len - gl.load(entry + 7, cache_modifier=".cg")
+        position = context_len - num_queries
         highest = gl.full((16,), float("-inf"), gl.float32, gl.SliceLayout(1, acc))
         total = gl.zeros((16, 16), gl.float32, acc)
         output = gl.zeros((16, D), gl.float32, acc)
-        first_visible = gl.maximum(old - window + 1, 0) // SPLIT if WINDOW else 0
+        first_visible = gl.maximum(position - window + 1, 0) // SPLIT if WINDOW else 0
         for split in range(gl.maximum(first_split, first_visible), end_split):
             _copy_values(
                 staged_values, values, table, split * SPLIT, old // KEYS * KEYS, kv_head, block_stride, head_stride,
@@ -277,7 +280,7 @@ def _small_batch_kernel(
                     value_tiles.index(tile - split * TILES), values, table, tile * KEYS, context_len, kv_head,
                     block_stride, head_stride, KEYS, D, BLOCK_SIZE, WIDE,
                 )  # fmt: skip
-            scores = _scores(q, k, split * SPLIT, old, rows, window, GROUP, D, KEYS, SPLIT, WINDOW, acc)
+            scores = _scores(q, k, split * SPLIT, position, rows, window, GROUP, D, KEYS, SPLIT, WINDOW, acc)
             found = _attend_split(
                 scores, scale, staged_weights, value_tiles, context_len - split * SPLIT, D, KEYS, TILES, acc
             )

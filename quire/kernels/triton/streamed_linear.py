@@ -70,7 +70,8 @@ class Int4(NamedTuple):
     """A packed weight."""
 
     codes: Tensor
-    """int32 [out / 64, in / 128, 64, 16]."""
+    """int32 [out / 64, in / 128, 64, 16], as if the outputs were a multiple of 64: the numbers must not depend on how
+    many of them a device has."""
     scales: Tensor
     """int32 [in / group, out]: a scale in the lower half; above it minus the zero point and `FIRST`, or the minimum."""
     has_minimum: bool
@@ -84,20 +85,22 @@ class Int4(NamedTuple):
         return self.shape[1] // self.scales.shape[0]
 
 
-def can_pack(out: int, inner: int, group: int) -> bool:
-    is_even = out % TILE_OUTPUTS == 0 and inner % TILE_INPUTS == 0 and inner % group == 0
+def can_pack(inner: int, group: int) -> bool:
+    is_even = inner % TILE_INPUTS == 0 and inner % group == 0
     return is_even and (group in (32, 64) or group % TILE_INPUTS == 0)
 
 
 def pack_int4(codes: Tensor, scales: Tensor, zeros: Tensor, minima: Tensor | None, dtype: torch.dtype) -> Int4:
     """Of uint8 codes [out, in], 0 to 15, and a scale [out, in / group] with a zero point or a minimum each: a number is
     (code - zero) * scale or code * scale - minimum, scale and minimum rounded to the dtype."""
+    other = -(zeros.float() + FIRST[dtype] if minima is None else minima)
+    padding = (0, 0, 0, -len(codes) % TILE_OUTPUTS)
+    codes, scales, other = (torch.nn.functional.pad(one, padding) for one in (codes, scales, other))
     out, inner = codes.shape
     # Of the 128 inputs: half, j, i, t, e; in a row's 64 bytes: t, j, i, e, with the halves in a byte's halves.
     shape = (out // TILE_OUTPUTS, TILE_OUTPUTS, inner // TILE_INPUTS, 2, 4, 2, 4, 2)
     low, high = codes.view(shape).permute(3, 0, 2, 1, 6, 4, 5, 7).reshape(2, *shape[:1], shape[2], TILE_OUTPUTS, 64)
     packed = (low | high << 4).view(torch.int32)
-    other = -(zeros.float() + FIRST[dtype] if minima is None else minima)
     halves = [part.to(dtype).contiguous().view(torch.int16).int() for part in (scales, other)]
     return Int4(packed, (halves[0] & 0xFFFF | halves[1] << 16).t().contiguous(), minima is not None)
 
@@ -154,11 +157,11 @@ def _expand(
 
 
 @gluon.jit
-def _load_scales(scales, tile, N, GROUP: gl.constexpr):
+def _load_scales(scales, tile, SIZE, GROUP: gl.constexpr):
     """Of all groups that a tile is part of, or has."""
     found = ()
     for i in gl.static_range(max(128 // GROUP, 1)):
-        found = found + (gl.load(scales + (tile * 128 // GROUP + i) * N),)  # type: ignore[assignment]
+        found = found + (gl.load(scales + (tile * 128 // GROUP + i) * SIZE),)  # type: ignore[assignment]
     return found
 
 
@@ -175,7 +178,7 @@ def _copy_inputs(x, staged, first_row, M, column, K: gl.constexpr, BLOCK_M: gl.c
 
 @gluon.jit
 def _int4_kernel(
-    x, codes, scales, bias, out, M, N,
+    x, codes, scales, bias, out, M, N, SIZE,
     K: gl.constexpr, GROUP: gl.constexpr, HAS_BIAS: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr,
     BLOCK_M: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -198,7 +201,7 @@ def _int4_kernel(
     waiting_scales = ()
     for i in gl.static_range(AHEAD):
         waiting = waiting + (gl.load(source + i * 1024),)  # type: ignore[assignment]
-        waiting_scales = waiting_scales + (_load_scales(factors, i, N, GROUP),)  # type: ignore[assignment]
+        waiting_scales = waiting_scales + (_load_scales(factors, i, SIZE, GROUP),)  # type: ignore[assignment]
     if PDL:
         cuda.gdc_wait()
     staged = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, 128], shared)
@@ -211,7 +214,7 @@ def _int4_kernel(
             now = start + i
             later = gl.minimum(now + AHEAD, TILES - 1)  # past the end the last is read again, which nobody uses
             waiting = waiting[:i] + (gl.load(source + later * 1024),) + waiting[i + 1 :]
-            waiting_scales = waiting_scales[:i] + (_load_scales(factors, later, N, GROUP),) + waiting_scales[i + 1 :]
+            waiting_scales = waiting_scales[:i] + (_load_scales(factors, later, SIZE, GROUP),) + waiting_scales[i + 1 :]
             async_copy.wait_group(STAGES - 2)  # the compiler adds the barriers between copies and products
             # All have computed with the stage before this one: it takes the inputs that come STAGES - 1 later.
             column = gl.minimum(now + STAGES - 1, TILES - 1) * 128
@@ -226,18 +229,18 @@ def _int4_kernel(
     row = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, accumulator))[None, :]
     place = (gl.program_id(0) * OUT + gl.arange(0, OUT, gl.SliceLayout(1, accumulator)))[:, None]
     if HAS_BIAS:
-        total += gl.load(bias + place).to(gl.float32)
-    gl.store(out + row.to(gl.int64) * N + place, total.to(dtype), mask=row < M)
+        total += gl.load(bias + place, mask=place < N, other=0.0).to(gl.float32)
+    gl.store(out + row.to(gl.int64) * N + place, total.to(dtype), mask=(row < M) & (place < N))
 
 
 def int4_linear(x: Tensor, weight: Int4, bias: Tensor | None, out: Tensor) -> None:
     """x [rows, in] times the weight transposed, plus bias, into `out`."""
     rows, inner = x.shape
-    size = out.shape[1]
+    size = weight.shape[0]
     block, ahead, stages, warps = _tile_of(rows, size, inner // TILE_INPUTS)
     low, high = (_asm(x.dtype, shift, weight.has_minimum) for shift in (0, 4))
     _int4_kernel[(size // (16 * warps), triton.cdiv(rows, block))](
-        x, weight.codes, weight.scales, x if bias is None else bias, out, rows, size,
+        x, weight.codes, weight.scales, x if bias is None else bias, out, rows, out.shape[1], size,
         inner, weight.group, bias is not None, low, high, block, ahead, stages, warps, USE_PDL,
         num_warps=warps, **ROUND_ALWAYS, **LAUNCH,
     )  # fmt: skip

@@ -75,9 +75,11 @@ def small_batch_kernels() -> dict[str, dict[str, int]]:
         constants = {"GROUP": 4, "D": 128, "BLOCK_SIZE": 16, "ROWS": 128, "KEYS": 64, "TILES": 8, "STAGES": 2}
         constants |= {"WINDOW": window, "PDL": True}
         found[f"prompt {window}"] = resources(_prompt_kernel, PROMPT_TYPES, constants, 4, maxnreg=_REGISTERS)
-    for inner, silu_mul, ahead in ((3072, False, 8), (1024, True, 4))[first:]:
-        constants = {"K": inner, "HAS_BIAS": True, "SILU_MUL": silu_mul, "CHUNK": 128, "AHEAD": ahead, "WARPS": 2}
-        found[f"product {inner}"] = resources(_single_row_kernel, PRODUCT_TYPES, constants | {"PDL": True}, 2)
+    for inner, silu_mul, number in ((3072, False, "bf16"), (12288, True, "fp8e4nv"))[first:]:
+        constants = {"K": inner, "HAS_BIAS": True, "SILU_MUL": silu_mul, "OUT": 32, "STAGES": 8 if silu_mul else 6}
+        constants |= {"TILE": 512 if number != "bf16" else 256, "PDL": True}
+        types = PRODUCT_TYPES | {"weight": f"*{number}", "scales": "*fp32"}
+        found[f"product {inner}"] = resources(_single_row_kernel, types, constants, 4)
     low, high = (_asm(torch.bfloat16, shift, has_minimum=True) for shift in (0, 4))
     for group, rows, ahead, warps in ((128, 8, 8, 4), (32, 128, 4, 8))[first:]:
         constants = {"K": 4096, "GROUP": group, "HAS_BIAS": True, "LOW": low, "HIGH": high, "BLOCK_M": rows}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +18,7 @@ from tests import decoding
 from tests.kernels.triton.support import DEVICE, DTYPES, MARKS, NAN, ON_GPU, drawn, in_graph, random
 
 from quire.kernels.ops import AttentionSpec, HeadShape, LayerCache, PagedBatch  # isort: skip  (after the check)
-from quire.kernels.triton.attention import attention  # isort: skip
+from quire.kernels.triton.attention import decode_attention, prefill_attention  # isort: skip
 from quire.kernels.triton import attention_work as module  # isort: skip
 from quire.kernels.triton.kernels import TritonKernels  # isort: skip
 
@@ -56,6 +57,20 @@ def make(
     )
     query = random(starts[-1], shape.num_heads, shape.head_dim, dtype=dtype, seed=seed + 1)
     return query, LayerCache(sides[0], sides[1]), batch
+
+
+def attention(
+    query: Tensor, cache: LayerCache, block_tables: Tensor, work: Mapping[str, Tensor], num_partials: int,
+    spec: AttentionSpec,
+) -> Tensor:  # fmt: skip
+    """By the kernels that take everything; rows that are in no list of `work` stay unwritten."""
+    out = torch.empty_like(query)
+    for name, some in work.items():
+        if name == "prefill":
+            prefill_attention(query, out, cache, block_tables, some, spec)
+        else:
+            decode_attention(query, out, cache, block_tables, some, num_partials, spec)
+    return out
 
 
 def truth_of(
@@ -265,8 +280,9 @@ def test_the_lists_cover_everything_once(
     assert len(decode) - 1 >= max(decode[0, 0], decode[0, 1])  # room for partial results is taken by this length
     splits: dict[int, list[int]] = {}
     partials: set[int] = set()
-    for where, first, _, count, length, row, end, _ in decode[1 : 1 + decode[0, 0]].tolist():
+    for where, first, _, count, length, row, end, new in decode[1 : 1 + decode[0, 0]].tolist():
         assert (count, length) == (queries[row], lengths[row])
+        assert new == count
         splits.setdefault(row, []).extend(range(first, end))
         if end - first < -(-length // module.SPLIT):
             assert partials.isdisjoint(range(where + first, where + end))
@@ -283,6 +299,17 @@ def test_the_lists_cover_everything_once(
         else:
             assert sorted(tiles[row]) == list(range(0, count * group, module.PROMPT_ROWS))
     assert len(splits) + len(tiles) == len(queries)
+
+
+def test_the_lists_say_which_keys_the_step_writes() -> None:
+    """Guesses that are checked as single queries are keys for those behind them."""
+    lengths, rows = np.array([40, 700, 701, 702, 8], np.int32), np.array([3, 0, 0, 0, 5], np.int32)
+    ((name, work),) = module.attention_work(np.ones_like(rows), lengths, rows, HeadShape(4, 2, 64), 132).items()
+    items = work[1 : 1 + work[0, 0]]
+    assert name == "small"
+    assert {(row, length, new) for _, _, _, _, length, row, _, new in items.tolist()} == {
+        (3, 40, 1), (0, 700, 1), (0, 701, 2), (0, 702, 3), (5, 8, 1),
+    }  # fmt: skip
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs CUDA graphs")

@@ -15,15 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kernels.triton.support import DEVICE, MARKS, NAN, ON_GPU, drawn, in_graph, random
-from tests.kernels.triton.test_attention import make, one_each
+from tests.kernels.triton.test_attention import attention, make, one_each
 from tests.long_runs import short_or_long
 
-from quire.kernels.ops import AttentionSpec, HeadShape  # isort: skip  (after the check for Triton)
+from quire.kernels.ops import Activation, AttentionSpec, HeadShape  # isort: skip  (after the check for Triton)
 from quire.kernels.triton import attention as paged, small_batches  # isort: skip
 from quire.kernels.triton.attention_work import attention_work, decode_lists, divided  # isort: skip
 from quire.kernels.triton.kernels import TritonKernels  # isort: skip
 from quire.kernels.triton.linear import linear  # isort: skip
 from quire.kernels.weights import Weight  # isort: skip
+from quire.kernels.quantize import FP8, quantize  # isort: skip
 
 if ON_GPU:
     from quire.kernels.triton import single_row_linear, small_batch_attention
@@ -56,7 +57,7 @@ def test_attention_of_small_batches_is_that_of_large_ones(
     runs = np.full(len(lengths), 1 if is_divided else 100)
     work = torch.from_numpy(divided(rows, ones, np.array(lengths, np.int32), rows, runs)).to(DEVICE)
     spec = AttentionSpec(shape, shape.head_dim**-0.5, window)
-    expected = paged.attention(query, cache, batch.block_tables, {"decode": work}, len(work), spec)
+    expected = attention(query, cache, batch.block_tables, {"decode": work}, len(work), spec)
     for _ in range(2):
         found = torch.full_like(query, NAN)
         small_batch_attention.small_batch_attention(query, found, cache, batch.block_tables, work, len(work), spec, 132)
@@ -140,12 +141,32 @@ def test_the_product_of_a_single_row_is_that_of_any(dtype: torch.dtype, shape: t
     x, weight = random(1, inner, dtype=dtype), random(2 * size, inner, dtype=dtype, seed=1)
     bias = random(2 * size, dtype=dtype, seed=2) if has_bias else None
     for silu_mul, some in ((False, weight[:size]), (True, weight)):
-        assert single_row_linear.takes(1, some, silu_mul) == (some.numel() <= 7 << 20)
+        assert single_row_linear.takes(1, some, silu_mul)
         some_bias = None if bias is None else bias[: len(some)]
         expected = linear(x, some, some_bias, silu_mul=silu_mul)
         found = torch.full_like(expected, NAN)
         single_row_linear.single_row_linear(x, some, some_bias, found, silu_mul)
         assert torch.equal(found, expected)
+
+
+@on_gpu
+@pytest.mark.parametrize("shape", [(4096, 1024), (6144, 4096), (2048, 8192), (1024, 12288), (48, 512)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_single_row_times_fp8_is_that_of_any(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    kernels = TritonKernels(dtype)
+    x = random(2, shape[1], dtype=dtype)
+    made = quantize(FP8, random(*shape, dtype=torch.float32, seed=1))
+    assert made is not None
+    packed = kernels.pack(Weight.of(FP8, shape, *made))
+    bias = random(shape[0], dtype=dtype, seed=2)
+    assert single_row_linear.takes(1, made[0], False)
+    assert single_row_linear.takes(1, made[0], True)
+    for one in (None, bias):
+        assert torch.equal(kernels.linear(x[:1], packed, one), kernels.linear(x, packed, one)[:1])
+        gated = kernels.linear_gated(x, packed, one, Activation.SILU)
+        assert torch.equal(kernels.linear_gated(x[:1], packed, one, Activation.SILU), gated[:1])
+    x[0, 3] = NAN
+    assert kernels.linear(x[:1], packed).isnan().all()
 
 
 @on_gpu
