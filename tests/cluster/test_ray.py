@@ -20,7 +20,7 @@ import yaml
 
 from quire.errors import QuireError
 from quire.server.config import EngineShare, ServerConfig
-from quire.server.messages import AddRequest, Fatal, Ready, Updates, decode_event, encode
+from quire.server.messages import AddRequest, Fatal, Ready, Updates, decode_event, encode, pack_tokens
 from tests.long_runs import IS_LONG
 from tests.server.harness import ROOT, SMALL_ENGINE, free_port, wait_for
 from tests.server.random_model import write_model
@@ -48,7 +48,7 @@ def test_an_actor_passes_messages_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ready, refusal = await actor.start()
         assert not refusal
         assert isinstance(decode_event(ready), Ready)
-        await actor.send(encode(AddRequest("r", (1, 2, 3), {"max_tokens": 3}, 0)))
+        await actor.send(encode(AddRequest("r", pack_tokens((1, 2, 3)), {"max_tokens": 3}, 0)))
         tokens: list[int] = []
         async with asyncio.timeout(20):
             while len(tokens) < 3:
