@@ -6,8 +6,8 @@ A block is cached as long as the device or the host tier has it and all those be
 Whatever else explains the engine reads steps; this can't. A step names blocks by their numbers. What they hold, when it
 can be found (of several copies the first, from the commit on that fills it) and when no longer (a placement that fails
 may have given blocks up, a failed step's copies are forgotten) follows from rules of the block manager that an observer
-would have to repeat; and digests in steps would cost every engine, while only one of several replicas is asked for them.
-So whoever listens gives the block manager caches that take notes; nobody else pays for it.
+would have to repeat; and digests in steps would cost every engine, while only one of several replicas is asked for
+them. So whoever listens gives the block manager caches that take notes; nobody else pays for it.
 """
 
 from __future__ import annotations
