@@ -183,7 +183,7 @@ def http_processes(server: int) -> list[int]:
 
 
 def cpu_seconds(processes: list[int]) -> float:
-    """As the scheduler counts it, in nanoseconds: in the clock's ticks, a second of several processes is a few dozen."""
+    """As the scheduler counts it, in nanoseconds: of the clock's ticks, a second of several processes has few."""
     files = (file for one in processes for file in Path(f"/proc/{one}/task").glob("*/schedstat"))
     return sum(int(file.read_text().split()[0]) for file in files) / 1e9
 
