@@ -39,7 +39,7 @@ NAMES = st.integers(0, 400).map(lambda number: number * 2**55 % (2**64 - 1) + nu
 
 
 class TestBlockTable:
-    @settings(max_examples=50)
+    @settings(max_examples=30)
     @given(
         st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.sets(NAMES, max_size=60)), max_size=12),
         st.sampled_from([3, 9, 17, 64]),
@@ -62,6 +62,7 @@ class TestBlockTable:
         assert [table.count(replica) for replica in replicas] == [len(one) for one in wanted]
         assert table._size == len(wanted[0] | wanted[2])
 
+    @settings(max_examples=40)
     @given(st.lists(st.integers(0, 70), min_size=5, max_size=5), st.sets(st.integers(0, 4), min_size=1))
     def test_how_much_of_a_prompt_each_has(self, depths: list[int], replicas: set[int]) -> None:
         table = BlockTable(5)
