@@ -183,11 +183,9 @@ def http_processes(server: int) -> list[int]:
 
 
 def cpu_seconds(processes: list[int]) -> float:
-    ticks = 0
-    for one in processes:
-        fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+    """As the scheduler counts it, in nanoseconds: of the clock's ticks, a second of several processes has few."""
+    files = (file for one in processes for file in Path(f"/proc/{one}/task").glob("*/schedstat"))
+    return sum(int(file.read_text().split()[0]) for file in files) / 1e9
 
 
 def tokens_counted(port: int) -> float:

@@ -21,16 +21,20 @@ import sys
 import time
 import tracemalloc
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
 
 from quire.engine import Request, Scheduler, SchedulerConfig
-from quire.observe.cache_events import NAME_BYTES, CacheEvents
+from quire.observe.block_names import BlockNamer, pack_names
+from quire.observe.cache_events import CacheEvents
 from quire.sampling_params import SamplingParams
-from quire.server.replicas.block_names import BlockNamer, NameSet
+from quire.server.messages import pack_tokens
+from quire.server.replicas.block_table import BlockTable
 from quire.server.replicas.router import Assignment, PrefixRouter
 from quire.step import Step, StepResult
 
@@ -133,7 +137,7 @@ class Chat:
         assignment = None
         if self._by_prefix:
             every = range(len(self._replicas))
-            assignment = self._router.place(self._namer.chunks(prompt), len(prompt), 1, every)
+            assignment = self._router.place(self._namer.names(pack_tokens(prompt)), len(prompt), 1, every)
             number = assignment.replica
         else:
             number = next(self._turn)
@@ -204,22 +208,42 @@ def show_chat() -> None:
 
 
 def show_cost(num_replicas: int = 8) -> None:
-    print(
-        f"one choice among {num_replicas} replicas, µs (median of 200): prompts of new text, and those cached somewhere"
-    )
-    print(f"{'tokens':>8}{'new':>10}{'cached':>10}")
+    """The choice with all that belongs to it; and beside it what a message to an engine costs anyway."""
+    print(f"one request among {num_replicas} replicas that have 10,000 blocks each, µs (medians of 200):")
+    print("its choice, for a prompt of new text, one that a replica has cached, one that all have; the news that a")
+    print("replica has computed it, and for that given up as many blocks; packing its tokens, once for all processes")
+    print("(msgpack of them, which that stands for: encoding and decoding)")
+    columns = ("tokens", "new", "cached", "by all", "news", "packing", "msgpack")
+    print("".join(f"{name:>9}" for name in columns))
     source = random.Random(0)
     for length in (100, 500, 1000, 2000, 4000, 8000, 32_000):
         router, namer = new_router(num_replicas, 10_000), BlockNamer(16)
-        new, cached = [], []
+        for number in range(num_replicas):
+            router.note_blocks(number, pack_names([source.getrandbits(64) for _ in range(10_000)]), b"")
+        spent: dict[str, list[float]] = {name: [] for name in columns[1:]}
         for number in range(200):
-            prompt = tuple(source.randrange(30_000) for _ in range(length))
-            new.append(choose(router, namer, prompt))
-            names = namer.names(prompt)
-            router.note_blocks(number % num_replicas, pack(names), b"")
-            cached.append(choose(router, namer, prompt))
-            router.note_blocks(number % num_replicas, b"", pack(names))
-        print(f"{length:>8}{1e6 * statistics.median(new):>10.1f}{1e6 * statistics.median(cached):>10.1f}")
+            tokens = tuple(source.randrange(30_000) for _ in range(length))
+            began = time.thread_time()
+            prompt = pack_tokens(tokens)
+            spent["packing"].append(time.thread_time() - began)
+            began = time.thread_time()
+            msgspec.msgpack.decode(msgspec.msgpack.encode(tokens), type=tuple[int, ...])
+            spent["msgpack"].append(time.thread_time() - began)
+            spent["new"].append(choose(router, namer, prompt))
+            names = pack_names(namer.names(prompt))
+            others = pack_names([source.getrandbits(64) for _ in range(len(names) // 8)])
+            which = number % num_replicas
+            router.note_blocks(which, others, b"")
+            began = time.thread_time()
+            router.note_blocks(which, names, others)
+            spent["news"].append(time.thread_time() - began)
+            spent["cached"].append(choose(router, namer, prompt))
+            for other in range(num_replicas):
+                router.note_blocks(other, names, b"")
+            spent["by all"].append(choose(router, namer, prompt))
+            for other in range(num_replicas):
+                router.note_blocks(other, b"", names)
+        print(f"{length:>9}" + "".join(f"{1e6 * statistics.median(spent[name]):>9.1f}" for name in columns[1:]))
 
 
 def new_router(num_replicas: int, num_blocks: int) -> PrefixRouter:
@@ -229,16 +253,12 @@ def new_router(num_replicas: int, num_blocks: int) -> PrefixRouter:
     return router
 
 
-def choose(router: PrefixRouter, namer: BlockNamer, prompt: tuple[int, ...]) -> float:
+def choose(router: PrefixRouter, namer: BlockNamer, prompt: bytes) -> float:
     began = time.thread_time()
-    assignment = router.place(namer.chunks(prompt), len(prompt), 1, range(len(router._replicas)))
+    assignment = router.place(namer.names(prompt), len(prompt) // 4, 1, range(len(router._replicas)))
     router.computed(assignment)
     router.close(assignment)
     return time.thread_time() - began
-
-
-def pack(names: Sequence[int]) -> bytes:
-    return b"".join(name.to_bytes(NAME_BYTES, "little") for name in names)
 
 
 def show_load(rate: int = 10_000, seconds: float = 3.0, num_replicas: int = 8) -> None:
@@ -257,16 +277,17 @@ def show_load(rate: int = 10_000, seconds: float = 3.0, num_replicas: int = 8) -
         if len(chat) > 1500:
             del chat[320:]
         chat += [source.randrange(30_000) for _ in range(source.randint(20, 120))]
-        prompt = tuple(chat)
+        prompt = pack_tokens(chat)
         began = time.thread_time()
-        assignment = router.place(namer.chunks(prompt), len(prompt), 1, every)
+        names = namer.names(prompt)
+        assignment = router.place(names, len(chat), 1, every)
         under_way.append(assignment)
         spent.append(time.thread_time() - began)
-        replica, new = assignment.replica, assignment.expected
-        prompt_tokens, cached_tokens = prompt_tokens + len(prompt), cached_tokens + assignment.num_cached
+        replica, new = assignment.replica, names[assignment.num_cached // 16 :].tolist()
+        prompt_tokens, cached_tokens = prompt_tokens + len(chat), cached_tokens + assignment.num_cached
         cached[replica].extend(new)
         old = [cached[replica].popleft() for _ in range(max(0, len(cached[replica]) - 20_000))]
-        stored, removed = pack(new), pack(old)
+        stored, removed = pack_names(new), pack_names(old)
         began = time.thread_time()
         router.note_blocks(replica, stored, removed)
         router.computed(assignment)
@@ -294,7 +315,7 @@ def show_memory(num_blocks: int = 1_000_000, num_replicas: int = 4) -> None:
     router = new_router(num_replicas, each)
     for number in range(num_replicas):
         for first in range(number * each, (number + 1) * each, 1000):
-            router.note_blocks(number, pack(names[first : first + 1000]), b"")
+            router.note_blocks(number, pack_names(names[first : first + 1000]), b"")
     taken = tracemalloc.get_traced_memory()[0] - before
     assert sum(router.num_cached_blocks(number) for number in range(num_replicas)) == num_blocks
     before = tracemalloc.get_traced_memory()[0]
@@ -304,16 +325,17 @@ def show_memory(num_blocks: int = 1_000_000, num_replicas: int = 4) -> None:
     assert len(plain) == num_blocks
     print(f"{num_blocks} cached blocks over {num_replicas} replicas: {taken / 2**20:.1f} MiB, {taken / num_blocks:.1f} "
           f"bytes a block (a Python set of the same: {usual / 2**20:.1f} MiB)")  # fmt: skip
-    table = NameSet(each)
-    began = time.thread_time()
-    for name in names[:each]:
-        table.add(name)
-    seconds = time.thread_time() - began
-    began = time.thread_time()
-    for name in names[:each]:
-        table.discard(name)
-    gone = time.thread_time() - began
-    print(f"a block that comes takes {1e6 * seconds / each:.2f} µs, one that goes {1e6 * gone / each:.2f} µs")
+    for count in (1, 16, 512):
+        table = BlockTable(num_replicas)
+        table.reserve(num_blocks)
+        pieces = [np.array(names[first : first + count], np.uint64) for first in range(0, each - count, count)]
+        times = []
+        for change in (table.add, table.discard):
+            began = time.thread_time()
+            for piece in pieces:
+                change(0, piece)
+            times.append(1e6 * (time.thread_time() - began) / (count * len(pieces)))
+        print(f"blocks that come or go {count} at a time: {times[0]:.2f} and {times[1]:.2f} µs each")
 
 
 PARTS = {"chat": show_chat, "cost": show_cost, "load": show_load, "memory": show_memory}

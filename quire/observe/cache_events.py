@@ -1,6 +1,13 @@
 """Which blocks an engine has cached, told as they come and go: for whoever sends requests where their prompts lie.
 
-A block is named by the first eight bytes of its digest. It is cached as long as the device or the host tier has it.
+A block is cached as long as the device or the host tier has it and all those before it: without them nobody finds it.
+`quire.observe.block_names` names it.
+
+Whatever else explains the engine reads steps; this can't. A step names blocks by their numbers. What they hold, when it
+can be found (of several copies the first, from the commit on that fills it) and when no longer (a placement that fails
+may have given blocks up, a failed step's copies are forgotten) follows from rules of the block manager that an observer
+would have to repeat; and digests in steps would cost every engine, while only one of several replicas is asked for
+them. So whoever listens gives the block manager caches that take notes; nobody else pays for it.
 """
 
 from __future__ import annotations
@@ -10,28 +17,29 @@ from quire.engine.block_manager import BlockManager
 from quire.engine.block_pool import Block
 from quire.engine.host_tier import HostTier
 from quire.engine.prefix_cache import PrefixCache
+from quire.observe.block_names import BlockNamer, pack_names
 
-NAME_BYTES = 8
-"""Of a digest. Two blocks of one name in a million are as good as impossible, and would cost a detour at most."""
+_Changes = dict[bytes, BlockKey | None]
+"""By digest, the blocks of which something was stored or removed, with their keys if they were stored."""
 
 
 class _Cache(PrefixCache):
     """A prefix cache that notes which full blocks were published or removed."""
 
-    def __init__(self, block_size: int, changed: dict[bytes, None]) -> None:
+    def __init__(self, block_size: int, changed: _Changes) -> None:
         super().__init__(block_size)
         self._changed = changed
 
     def publish(self, key: BlockKey, block: Block) -> bool:
         is_new = super().publish(key, block)
         if is_new and not self.is_partial(key):
-            self._changed[key.digest] = None
+            self._changed[key.digest] = key
         return is_new
 
     def remove(self, block: Block) -> BlockKey:
         key = super().remove(block)
         if not self.is_partial(key):
-            self._changed[key.digest] = None
+            self._changed.setdefault(key.digest, None)
         return key
 
     def __contains__(self, digest: bytes) -> bool:
@@ -41,14 +49,14 @@ class _Cache(PrefixCache):
 class _Tier(HostTier):
     """A host tier that notes which blocks were stored or dropped."""
 
-    def __init__(self, num_slots: int, changed: dict[bytes, None]) -> None:
+    def __init__(self, num_slots: int, changed: _Changes) -> None:
         super().__init__(num_slots)
         self._changed = changed
 
     def store(self, key: BlockKey) -> int | None:
         slot = super().store(key)
         if slot is not None:
-            self._changed[key.digest] = None
+            self._changed[key.digest] = key
         return slot
 
     def drop(self, slot: int) -> None:
@@ -64,10 +72,25 @@ class _Tier(HostTier):
     def _note(self, slot: int) -> None:
         name = self._names[slot]
         if name is not None:
-            self._changed[name] = None
+            self._changed.setdefault(name, None)
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._slots
+
+
+class _Stored:
+    """A block that the device or the host tier has."""
+
+    __slots__ = ("is_told", "name", "next", "parent")
+
+    def __init__(self, name: int, parent: bytes | None) -> None:
+        self.name = name
+        self.parent = parent
+        """The digest of the block before it."""
+        self.next: list[bytes] = []
+        """The digests of those behind it."""
+        self.is_told = False
+        """Whether it counts as cached: those before it are there."""
 
 
 class CacheEvents:
@@ -75,15 +98,71 @@ class CacheEvents:
 
     def __init__(self, blocks: BlockManager) -> None:
         assert not len(blocks.cache), "blocks are cached already"
-        self._changed: dict[bytes, None] = {}
+        self._changed: _Changes = {}
         self._cache = blocks.cache = _Cache(blocks.block_size, self._changed)
         self._tier = blocks.host = _Tier(blocks.host.num_slots, self._changed)
+        self._namer = BlockNamer(blocks.block_size)
+        self._stored: dict[bytes, _Stored] = {}
+        """By digest."""
+        self._orphans: dict[bytes, list[bytes]] = {}
+        """Stored blocks, by the digest of the one before them, which is not."""
 
     def take(self) -> tuple[bytes, bytes]:
         """The names of blocks that were cached, and of those that are no longer, since the last call."""
-        stored, removed = bytearray(), bytearray()
-        for digest in self._changed:
-            is_here = digest in self._cache or digest in self._tier
-            (stored if is_here else removed).extend(digest[:NAME_BYTES])
+        come: dict[int, None] = {}
+        gone: dict[int, None] = {}
+        for digest, key in self._changed.items():
+            is_here, was_here = digest in self._cache or digest in self._tier, digest in self._stored
+            if is_here and not was_here:
+                assert key is not None, "it came without being stored"
+                self._store(key, come, gone)
+            elif was_here and not is_here:
+                self._remove(digest, come, gone)
         self._changed.clear()
-        return bytes(stored), bytes(removed)
+        return pack_names(list(come)), pack_names(list(gone))
+
+    def _store(self, key: BlockKey, come: dict[int, None], gone: dict[int, None]) -> None:
+        before = None if key.parent is None else key.parent.digest
+        parent = None if before is None else self._stored.get(before)
+        block = self._stored[key.digest] = _Stored(self._name(key), before)
+        block.next = self._orphans.pop(key.digest, [])
+        if parent is not None:
+            parent.next.append(key.digest)
+        elif before is not None:
+            self._orphans.setdefault(before, []).append(key.digest)
+        if before is None or (parent is not None and parent.is_told):
+            self._tell(block, True, come, gone)
+
+    def _remove(self, digest: bytes, come: dict[int, None], gone: dict[int, None]) -> None:
+        block = self._stored.pop(digest)
+        if block.is_told:
+            self._tell(block, False, gone, come)
+        if block.next:
+            self._orphans[digest] = block.next
+        if block.parent is not None:
+            parent = self._stored.get(block.parent)
+            (self._orphans[block.parent] if parent is None else parent.next).remove(digest)
+            if parent is None and not self._orphans[block.parent]:
+                del self._orphans[block.parent]
+
+    def _tell(self, block: _Stored, is_cached: bool, told: dict[int, None], other: dict[int, None]) -> None:
+        """This block, and with it those behind it, are cached now, or not any more."""
+        left = [block]
+        while left:
+            one = left.pop()
+            one.is_told = is_cached
+            if one.name in other:
+                del other[one.name]
+            else:
+                told[one.name] = None
+            left += [self._stored[digest] for digest in one.next]
+
+    def _name(self, key: BlockKey) -> int:
+        """By that of its parent, which nearly always is stored."""
+        chain = [key]
+        while (parent := chain[-1].parent) is not None and parent.digest not in self._stored:
+            chain.append(parent)
+        name = self._namer.start(chain[-1].extra_keys) if parent is None else self._stored[parent.digest].name
+        while chain:
+            name = self._namer.following(name, chain.pop().token_ids)
+        return name

@@ -34,7 +34,7 @@ from quire.server.engine_client import Engines
 from quire.server.errors import ApiError
 from quire.server.generation import GenerationEvent, GenerationRequest, Usage, join_events
 from quire.server.guard.admission import Ticket
-from quire.server.messages import AddRequest, Refused
+from quire.server.messages import AddRequest, Refused, pack_tokens
 from quire.server.prompts import EncodedPrompt
 from quire.server.tasks import NextTurn
 from quire.step import RequestUpdate
@@ -237,9 +237,8 @@ class EngineCall(ABC):
                 number = self._waiting[0]
                 prompt, request_id, seed = self.prompts[number], self._request_ids[number], self._seeds[number]
                 params, pooling = encode_params(prompt.params), self.request.pooling
-                message = AddRequest(
-                    request_id, prompt.token_ids, params, seed, prompt.resolved, self._queue_seconds, pooling
-                )
+                packed = pack_tokens(prompt.token_ids)
+                message = AddRequest(request_id, packed, params, seed, prompt.resolved, self._queue_seconds, pooling)
                 self._client.add(message, self._names[number], self)
                 self._waiting.popleft()
                 self._undecided.add(request_id)

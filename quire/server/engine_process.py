@@ -126,14 +126,15 @@ class EngineLoop:
                 now = time.monotonic()
                 requests.poll(now)
                 updates = core.step(now)
+                if engine.runner.broken is not None:
+                    # The engine is lost, and that is all there is to say: its requests may go on elsewhere.
+                    raise EngineError(engine.runner.broken)
                 requests.forget(updates)
                 self._send_updates(requests, updates, engine)
                 self._describe(requests, engine)
                 if self._watch is not None:
                     for frame in self._watch.take_frames(time.monotonic(), is_idle=not core.has_work):
                         self.send(frame)
-                if engine.runner.broken is not None:
-                    raise EngineError(engine.runner.broken)
                 if self._failures >= _FAILURES_IN_A_ROW:
                     raise EngineError(f"{self._failures} steps failed one after the other")
         finally:

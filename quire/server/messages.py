@@ -6,7 +6,8 @@ texts that come up are error messages.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -31,7 +32,9 @@ class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
     """Generate answers to a prompt. With several (params.n, best_of) their names are `request_id/0` and so on."""
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt: bytes
+    """Its token ids, as `pack_tokens` writes them: a message passes two or three processes, and only the last of them
+    needs them one by one."""
     params: dict[str, Any]
     """As `quire.observe.step_log.encode_params` writes them."""
     seed: int
@@ -41,6 +44,14 @@ class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
     pooling: Pooling | None = None
     """For embeddings: no answer, but the prompt's hidden states pooled this way."""
     resume: Resume | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt) // 4
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        return struct.unpack(f"<{self.num_prompt_tokens}i", self.prompt)
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -176,6 +187,11 @@ class EngineProcessConfig(msgspec.Struct):
     log_name: str = "engine"
     block_events: bool = False
     """Whether it tells which blocks it has cached."""
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian int32."""
+    return struct.pack(f"<{len(token_ids)}i", *token_ids)
 
 
 encode: Callable[[Command | Event], bytes] = msgspec.msgpack.Encoder().encode

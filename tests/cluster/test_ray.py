@@ -4,10 +4,13 @@ half a minute; the short one has an engine's actor without a cluster."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,8 +22,9 @@ import pytest
 import yaml
 
 from quire.errors import QuireError
+from quire.server.batches.run import BatchJob, run_batch
 from quire.server.config import EngineShare, ServerConfig
-from quire.server.messages import AddRequest, Fatal, Ready, Updates, decode_event, encode
+from quire.server.messages import AddRequest, Fatal, Ready, Updates, decode_event, encode, pack_tokens
 from tests.long_runs import IS_LONG
 from tests.server.harness import ROOT, SMALL_ENGINE, free_port, wait_for
 from tests.server.random_model import write_model
@@ -48,7 +52,7 @@ def test_an_actor_passes_messages_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ready, refusal = await actor.start()
         assert not refusal
         assert isinstance(decode_event(ready), Ready)
-        await actor.send(encode(AddRequest("r", (1, 2, 3), {"max_tokens": 3}, 0)))
+        await actor.send(encode(AddRequest("r", pack_tokens((1, 2, 3)), {"max_tokens": 3}, 0)))
         tokens: list[int] = []
         async with asyncio.timeout(20):
             while len(tokens) < 3:
@@ -69,10 +73,10 @@ def test_an_actor_passes_messages_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.skipif(not IS_LONG, reason="importing all of Ray takes long: make soak")
 def test_a_cluster_that_is_not_there() -> None:
-    from quire.cluster.ray_batch import engines_at
+    from quire.cluster.ray_batch import cluster_at
 
     address = f"127.0.0.1:{free_port()}"
-    with pytest.raises(QuireError, match=f"--ray {address}: there is no Ray cluster"), engines_at(address):
+    with pytest.raises(QuireError, match=f"--ray {address}: there is no Ray cluster"), cluster_at(address):
         pass
 
 
@@ -94,7 +98,7 @@ def cluster() -> Iterator[Any]:
         pytest.skip("a cluster takes half a minute to start: make soak")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]))
         patch.setenv("OMP_NUM_THREADS", "1")
         # On Linux too, Ray then stays on the loopback address.
         patch.setattr("ray._private.ray_constants.ENABLE_RAY_CLUSTER", False)
@@ -206,28 +210,91 @@ def test_a_rolling_update_loses_no_stream(url: str, model: str) -> None:
     assert all(one == wanted for one in results)
 
 
-def test_a_batch_has_the_same_answers(cluster: Any, model: str, tmp_path: Path) -> None:
-    import ray
+class Batches:
+    """A file of requests of all kinds, wrong ones among them, and its answers by an engine here."""
+
+    def __init__(self, folder: Path, model: str, count: int) -> None:
+        self.requests, self.here = folder / "requests.jsonl", folder / "here.jsonl"
+        self.model = model
+        lines = []
+        for number in range(count):
+            body = {"prompt": f"n {number}", "max_tokens": 60 if number % 7 == 3 else 9, "ignore_eos": True}
+            url = "/v1/completions" if number % 5 else "/v1/embeddings"
+            line = {"custom_id": str(number - number % 11 // 10), "method": "POST", "url": url,
+                    "body": body if number % 5 else {"input": f"n {number}"}}  # fmt: skip
+            lines.append("no request" if number % 13 == 12 else json.dumps(line))
+        self.requests.write_text("".join(line + "\n" for line in lines))
+        run_batch(BatchJob(self.requests, self.here, model, dict(SMALL_ENGINE)), lambda *args: None)
+
+    def command(self, answers: Path, address: str) -> list[str]:
+        options = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL_ENGINE.items()]
+        files = [str(self.requests), "-o", str(answers), "--model", self.model]
+        return [sys.executable, "-m", "quire", "batch", *files, *options, "--replicas=2", "--ray", address]
+
+
+@pytest.fixture(scope="module")
+def batches(cluster: Any, model: str, tmp_path_factory: pytest.TempPathFactory) -> Batches:
+    pytest.importorskip("pyarrow", reason="Ray Data needs pyarrow: pip install 'quire[ray]'")
     from ray import serve
 
-    from quire.cluster.ray_batch import engines_at
-    from quire.server.batches.run import BatchJob, run_batch
-
     serve.shutdown()  # its engines have the cores
-    requests = tmp_path / "requests.jsonl"
-    lines = [
-        {"custom_id": str(n), "method": "POST", "url": "/v1/completions", "body": {"prompt": f"n {n}", "max_tokens": 9}}
-        for n in range(20)
-    ]
-    requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    here, there = tmp_path / "here.jsonl", tmp_path / "there.jsonl"
-    run_batch(BatchJob(requests, here, model, dict(SMALL_ENGINE)), lambda *args: None)
+    return Batches(tmp_path_factory.mktemp("batches"), model, 60)
+
+
+def test_a_batch_has_the_same_answers(cluster: Any, batches: Batches) -> None:
+    """While one of the processes that answer is killed."""
+    import ray
+
+    from quire.cluster.ray_batch import cluster_at
+
+    there = batches.here.with_name("there.jsonl")
     address = cluster.address
     ray.shutdown()
-    with engines_at(address) as make_engines:
-        job = BatchJob(requests, there, model, {**SMALL_ENGINE}, replicas=2)
-        run_batch(job, lambda *args: None, make_engines)
-    assert here.read_bytes() == there.read_bytes()
+    done: list[int] = []
+
+    def report(num_done: int, total: int, num_tokens: int) -> None:
+        done.append(num_done)
+        if num_done and len(done) == 3:
+            os.kill(next(iter(actor_processes())), signal.SIGKILL)
+
+    with cluster_at(address) as answer_all:
+        job = BatchJob(batches.requests, there, batches.model, {**SMALL_ENGINE}, concurrency=8, replicas=2)
+        summary = run_batch(job, report, answer_all)
+    assert (summary.total, summary.done, done[-1]) == (60, 60, 60)
+    assert summary.failed > 0
+    assert done == sorted(done)
+    assert len(done) > 3
+    assert there.read_bytes() == batches.here.read_bytes()
+    missing = BatchJob(batches.requests, there.with_name("no.jsonl"), "./no-such-model", {**SMALL_ENGINE})
+    with cluster_at(address) as answer_all, pytest.raises(QuireError, match="no-such-model"):
+        run_batch(missing, report, answer_all)
+    wait_for(lambda: not actor_processes(), 60, "actors to end")
+
+
+@pytest.mark.parametrize("at", [0, 5, 30])
+def test_a_batch_that_is_killed_goes_on(cluster: Any, batches: Batches, at: int) -> None:
+    answers = batches.here.with_name(f"killed-{at}.jsonl")
+    part = answers.with_name(answers.name + ".part")
+    command = [*batches.command(answers, cluster.address), "--concurrency=8"]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    wait_for(lambda: part.exists() and part.read_bytes().count(b"\n") >= at, 120, f"{at} answers")
+    process.kill()
+    process.wait()
+    assert not answers.exists()
+    written = part.read_bytes()
+    assert batches.here.read_bytes().startswith(written)
+    subprocess.run(command, check=True, timeout=180, stderr=subprocess.DEVNULL)
+    assert answers.read_bytes() == batches.here.read_bytes()
+
+
+def actor_processes() -> list[int]:
+    """Ray calls a process by what it does."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if b"MapWorker(MapBatches(_Answers)" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+    return found
 
 
 def test_configuration_files_are_serves(cluster: Any) -> None:

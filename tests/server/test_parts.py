@@ -32,7 +32,7 @@ from quire.server.errors import ApiError, error_body, field_name, install, to_ap
 from quire.server.guard.admission import Admission
 from quire.server.guard.connection import convert, ignored_header, parse_body, request_id_of
 from quire.server.guard.limits import BodyLimits, RequestContext
-from quire.server.messages import AddRequest, Ready, Updates, decode_command, decode_event, encode
+from quire.server.messages import AddRequest, Ready, Updates, decode_command, decode_event, encode, pack_tokens
 from quire.server.prompts import EncodedPrompt, PromptEncoder
 from quire.server.protocol.common import Body
 from quire.server.protocol.completions import CompletionRequest
@@ -200,8 +200,9 @@ def test_messages_survive_the_wire() -> None:
     update = RequestUpdate("a", (7,), "stop", 7, None, metrics, scores, PromptScores(1, scores), b"\x00\x01")
     event = Updates(updates=[update], accepted=["a"], cached={"a": 16})
     assert decode_event(encode(event)) == event
-    command = AddRequest("a", (1, 2), {"seed": 2**64 - 1}, 2**64 - 1, ResolvedTokens(((1,),), (2,)), 1.5)
+    command = AddRequest("a", pack_tokens((1, 2)), {"seed": 2**64 - 1}, 2**64 - 1, ResolvedTokens(((1,),), (2,)), 1.5)
     assert decode_command(encode(command)) == command
+    assert (command.num_prompt_tokens, command.prompt_token_ids) == (2, (1, 2))
 
 
 def test_an_answer_is_taken_apart() -> None:

@@ -27,7 +27,7 @@ from quire.server import engine_client
 from quire.server.config import ServerConfig
 from quire.server.engine_client import EngineClient
 from quire.server.engine_link import EngineLink
-from quire.server.messages import AddRequest, Event, Ready
+from quire.server.messages import AddRequest, Event, Ready, pack_tokens
 from quire.server.tasks import AttendedClock
 
 READY = Ready(100, 8, 256, 64, 64, 16, "fcfs", "fp")
@@ -109,7 +109,7 @@ def supervise(monkeypatch: pytest.MonkeyPatch, links: Links) -> tuple[EngineClie
     async def run() -> EngineClient:
         client = EngineClient(ServerConfig(), ServerMetrics("m"), lambda: given_up.append(client.state))
         await client.start()
-        client.add(AddRequest("r", (1,), {}, 0), ["r"], listener)
+        client.add(AddRequest("r", pack_tokens((1,)), {}, 0), ["r"], listener)
         async with asyncio.timeout(10):
             while not given_up and (client.state != "ready" or links.starts == 1):
                 await asyncio.sleep(0.001)

@@ -28,10 +28,6 @@ class _Line(msgspec.Struct):
     method: str = "POST"
 
 
-_COLUMNS = ("custom_id", "method", "url", "body")
-"""Of a Parquet file."""
-
-
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
     """One line."""
@@ -53,7 +49,7 @@ class RequestFile:
     def __init__(self, path: Path, identity: str) -> None:
         """`identity` stands for all else that answers depend on."""
         self.path = path
-        self._identity = identity.encode()
+        self.identity = identity
         self._is_parquet = path.suffix.lower() == ".parquet"
         if not path.is_file():
             raise InvalidRequestError("REQUESTS", f"there is no file {path}")
@@ -80,7 +76,7 @@ class RequestFile:
             yield request
 
     def _read(self, number: int, raw: bytes) -> BatchRequest:
-        name = hashlib.sha256(b"%s\0%d\0%s" % (self._identity, number, raw)).hexdigest()[:24]
+        name = hashlib.sha256(b"%s\0%d\0%s" % (self.identity.encode(), number, raw)).hexdigest()[:24]
         try:
             line = msgspec.json.decode(raw, type=_Line)
         except msgspec.DecodeError as error:  # which a wrong type is, too

@@ -1,4 +1,4 @@
-"""Runs a batch from one file to another, with an engine of its own."""
+"""Runs a batch from one file to another, with engines of its own, here or elsewhere."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from quire.checkpoints.sources import ModelSource, resolve
 from quire.config import EngineConfig
 from quire.errors import EngineError, QuireError
 from quire.frontend.progress import ModelBars
-from quire.observe.prometheus import ServerMetrics
 from quire.server.batches.answers import BatchAnswer, BatchAnswers, EngineGoneError
 from quire.server.batches.output import AnswerFile
 from quire.server.batches.requests import BatchRequest, RequestFile
 from quire.server.config import ServerConfig
-from quire.server.engine_client import Engines
 from quire.server.http_server import open_tokenizer
 from quire.server.logs import set_up_logging
 from quire.server.replicas.open import metrics_for, open_engines
@@ -31,7 +29,6 @@ _UNLIMITED = 10**9
 _DECIDING = ("dtype", "quantization", "kernels", "kv_cache_dtype", "device", "max_model_len", "acceptance")
 """Engine options that answers may depend on."""
 
-MakeEngines = Callable[[ServerConfig, ServerMetrics, Callable[[], None]], Engines]
 Report = Callable[[int, int, int], None]
 """Told how many requests are answered, how many there are, and the tokens of the answers since the run began."""
 
@@ -67,8 +64,39 @@ class BatchSummary:
     seconds: float = 0.0
 
 
-def run_batch(job: BatchJob, report: Report, make_engines: MakeEngines = open_engines) -> BatchSummary:
-    """Answers what is not answered yet; returns when all is. `make_engines` says where they run."""
+class BatchProgress:
+    """Writes answers as their turn comes, and tells how far the batch is."""
+
+    def __init__(self, answers: AnswerFile, summary: BatchSummary, report: Report) -> None:
+        self._answers = answers
+        self._report = report
+        self.summary = summary
+
+    def write(self, lines: bytes, num_lines: int, num_failed: int) -> None:
+        """The answers to the next requests."""
+        self.summary.done += num_lines
+        self.summary.failed += num_failed
+        self._answers.write(lines)
+
+    def report(self, num_ahead: int = 0) -> None:
+        """`num_ahead`: answers whose turn has not come."""
+        summary = self.summary
+        self._report(summary.done + num_ahead, summary.total, summary.num_tokens)
+
+    def engine_gone(self) -> EngineError:
+        done, total = self.summary.done, self.summary.total
+        return EngineError(
+            f"the engine could not be started again; {done} of {total} requests are answered, and the same command "
+            "goes on from there"
+        )
+
+
+AnswerAll = Callable[[BatchJob, RequestFile, Iterator[BatchRequest], BatchProgress], None]
+"""Answers those of the file's requests that the iterator still has."""
+
+
+def run_batch(job: BatchJob, report: Report, answer_all: AnswerAll | None = None) -> BatchSummary:
+    """Answers what is not answered yet; returns when all is. `answer_all` does it elsewhere than here."""
     options = EngineConfig(**job.engine)  # type: ignore[arg-type]
     deciding = {name: getattr(options, name) for name in _DECIDING}
     identity = json.dumps([quire.__version__, job.model, job.served_model_names, job.seed, deciding])
@@ -84,59 +112,59 @@ def run_batch(job: BatchJob, report: Report, make_engines: MakeEngines = open_en
             return summary
         if done < summary.total:
             set_up_logging("human", "warning", "server")
-            with ModelBars(job.model) as bars:
-                source = resolve(job.model, progress=bars("download"))
-            asyncio.run(_Run(job, source, answers, summary, report, make_engines).run(waiting))
+            (answer_all or _answer_here)(job, requests, waiting, BatchProgress(answers, summary, report))
         answers.complete()
         return summary
     finally:
         answers.close()
 
 
+def server_config(job: BatchJob) -> ServerConfig:
+    """Of the service that answers: nobody is turned away, and nothing takes too long."""
+    return ServerConfig(
+        model=job.model,
+        engine=dict(job.engine),
+        replicas=job.replicas,
+        served_model_names=job.served_model_names,
+        max_queued_requests=_UNLIMITED,
+        max_queued_tokens=_UNLIMITED,
+        request_seconds=float(_UNLIMITED),
+        queue_seconds=float(_UNLIMITED),
+        log_level="warning",
+    )
+
+
+def _answer_here(
+    job: BatchJob, requests: RequestFile, waiting: Iterator[BatchRequest], progress: BatchProgress
+) -> None:
+    with ModelBars(job.model) as bars:
+        source = resolve(job.model, progress=bars("download"))
+    asyncio.run(_Run(job, source, progress).run(waiting))
+
+
 class _Run:
     """An engine, and requests on their way through it."""
 
-    def __init__(
-        self,
-        job: BatchJob,
-        source: ModelSource,
-        answers: AnswerFile,
-        summary: BatchSummary,
-        report: Report,
-        make_engines: MakeEngines,
-    ) -> None:
-        self._make_engines = make_engines
+    def __init__(self, job: BatchJob, source: ModelSource, progress: BatchProgress) -> None:
         self._source = source
-        self._answers = answers
-        self._summary = summary
-        self._report = report
+        self._progress = progress
         self._concurrency = job.concurrency
-        self._config = ServerConfig(
-            model=job.model,
-            engine=dict(job.engine),
-            replicas=job.replicas,
-            served_model_names=job.served_model_names,
-            max_queued_requests=_UNLIMITED,
-            max_queued_tokens=_UNLIMITED,
-            request_seconds=float(_UNLIMITED),
-            queue_seconds=float(_UNLIMITED),
-            log_level="warning",
-        )
+        self._config = server_config(job)
         self._finished: dict[int, BatchAnswer] = {}
         """Whose turn to be written has not come."""
-        self._next = summary.done
+        self._next = progress.summary.done
         self._room = asyncio.Event()
 
     async def run(self, waiting: Iterator[BatchRequest]) -> None:
         metrics = metrics_for(self._config)
-        client = self._make_engines(self._config, metrics, lambda: None)
+        client = open_engines(self._config, metrics, lambda: None)
         try:
             ready, tokenizer = await asyncio.gather(client.start(), asyncio.to_thread(open_tokenizer, self._source))
             service = GenerationService(self._config, tokenizer, client, ready, metrics)
-            self._report(self._summary.done, self._summary.total, 0)
+            self._progress.report()
             started = time.monotonic()
             await self._answer_all(service, waiting, self._concurrency or 2 * ready.max_num_seqs)
-            self._summary.seconds = time.monotonic() - started
+            self._progress.summary.seconds = time.monotonic() - started
         finally:
             await client.stop()
 
@@ -159,23 +187,16 @@ class _Run:
                     await free.acquire()
                     tasks.create_task(answer(request))
         except* EngineGoneError:
-            raise EngineError(
-                f"the engine could not be started again; {self._next} of {self._summary.total} requests are answered, "
-                "and the same command goes on from there"
-            ) from None
+            raise self._progress.engine_gone() from None
 
     def _take(self, number: int, answer: BatchAnswer) -> None:
-        summary = self._summary
         self._finished[number] = answer
-        summary.num_tokens += answer.num_tokens
-        lines = []
+        self._progress.summary.num_tokens += answer.num_tokens
+        turn = []
         while self._next in self._finished:
-            written = self._finished.pop(self._next)
-            lines.append(written.line)
-            summary.done += 1
-            summary.failed += written.is_error
+            turn.append(self._finished.pop(self._next))
             self._next += 1
-        if lines:
-            self._answers.write(b"".join(lines))
+        if turn:
+            self._progress.write(b"".join([one.line for one in turn]), len(turn), sum(one.is_error for one in turn))
             self._room.set()
-        self._report(summary.done + len(self._finished), summary.total, summary.num_tokens)
+        self._progress.report(len(self._finished))

@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
+from quire.observe.block_names import BlockNamer
 from quire.observe.prometheus import ServerMetrics
 from quire.server import messages
 from quire.server.config import ServerConfig
 from quire.server.engine_client import EngineClient, Listener, State, unavailable
 from quire.server.errors import ApiError
-from quire.server.replicas.block_names import BlockNamer
 from quire.server.replicas.metrics import PoolMetrics
 from quire.server.replicas.relay import Relay
 from quire.server.replicas.router import PrefixRouter
@@ -298,8 +298,8 @@ class ReplicaPool:
             relay.listener.fail(error)
 
     def _place(self, relay: Relay, message: messages.AddRequest) -> None:
-        num_tokens, names = len(message.prompt_token_ids), list(relay.outputs)
-        blocks = self._namer.chunks(message.prompt_token_ids, message.params.get("cache_salt"))
+        num_tokens, names = message.num_prompt_tokens, list(relay.outputs)
+        blocks = self._namer.names(message.prompt, message.params.get("cache_salt"))
         assignment = self.router.place(blocks, num_tokens, len(names), self._candidates(relay))
         relay.assignment = assignment
         relay.fingerprint = self._fingerprint(self.replicas[assignment.replica])

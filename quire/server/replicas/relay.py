@@ -93,7 +93,7 @@ class Relay:
     def confirm_ends(self) -> None:
         """The engine can't confirm the ends that it was told of any more; its reader waits for the count."""
         for name, num_tokens in self._ended.items():
-            num_prompt = len(self.message.prompt_token_ids)
+            num_prompt = self.message.num_prompt_tokens
             metrics = RequestMetrics(name, 0.0, None, None, 0.0, num_prompt, num_tokens, 0, 0, 0, 0)
             self.listener.update(RequestUpdate(name, (), "stop", metrics=metrics))
         self._ended.clear()

@@ -5,16 +5,17 @@ will have to compute again because that takes its place. So a request goes where
 replica is busier by more than the difference. The picture of what is cached comes from the
 engines themselves (`quire.observe.cache_events`); prompts that are being computed count as cached where that happens.
 
-Pure data: no clock, no chance, no tensors. A choice takes microseconds per block of the prompt, most of which its hash.
+Pure data: no clock, no chance, no tensors.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quire.server.replicas.block_names import NameSet, read_names
+from quire.observe.block_names import Names, unpack_names
+from quire.server.replicas.block_table import MOST_REPLICAS, BlockTable
 
 ANSWER_TOKENS = 32
 """An answer that runs delays a newcomer like so many tokens of a prompt."""
@@ -24,6 +25,10 @@ HOME_TOKENS = 64
 """Where the conversation was before is worth so many tokens: it stays there when its blocks are gone, or are elsewhere
 as well."""
 _MOST_HOMES = 16384
+_LOOK_BACK = 64
+"""Blocks at the end of a prompt among which the end of the last one is looked for."""
+_MOST_EXPECTED = 16
+"""Blocks of a prompt being computed that count as cached."""
 
 
 @dataclass(slots=True)
@@ -32,7 +37,6 @@ class _Replica:
 
     max_num_seqs: int = 1
     num_blocks: int = 0
-    cached: NameSet = field(default_factory=NameSet)
     expected: dict[int, int] = field(default_factory=dict)
     """Blocks that are being computed, with the number of requests that do it."""
     waiting_tokens: int = 0
@@ -44,22 +48,9 @@ class _Replica:
         queued = max(0, self.num_answers - self.max_num_seqs)
         return self.waiting_tokens + ANSWER_TOKENS * self.num_answers + QUEUED_TOKENS * queued
 
-    def num_leading(self, names: Sequence[int]) -> int:
-        """How many of these blocks are here, from the first on. Engines give up the last block of a prefix first, so
-        where one is, those before it are, too: it is enough to halve the distance again and again."""
-        cached, expected = self.cached, self.expected
-        low, high = 0, len(names)
-        while low < high:
-            middle = (low + high) // 2
-            if names[middle] in cached or names[middle] in expected:
-                low = middle + 1
-            else:
-                high = middle
-        return low
-
-    def num_evicted(self, num_new: int) -> int:
+    def num_evicted(self, num_cached: int, num_new: int) -> int:
         """How many blocks go when so many come."""
-        return min(num_new, max(0, len(self.cached) + len(self.expected) + num_new - self.num_blocks))
+        return min(num_new, max(0, num_cached + len(self.expected) + num_new - self.num_blocks))
 
 
 @dataclass(slots=True, eq=False)
@@ -85,6 +76,8 @@ class PrefixRouter:
     def __init__(self, num_replicas: int) -> None:
         self.block_size = 16
         self._replicas = [_Replica() for _ in range(num_replicas)]
+        rest = range(num_replicas, 0, -MOST_REPLICAS)
+        self._tables = [BlockTable(min(MOST_REPLICAS, count)) for count in rest]
         self._homes: OrderedDict[int, int] = OrderedDict()
         """Where prompts went, by the name of their last full block, the latest last."""
         self._next = 0
@@ -94,65 +87,71 @@ class PrefixRouter:
     def join(self, replica: int, block_size: int, num_blocks: int, max_num_seqs: int) -> None:
         """A replica starts, with nothing cached and nothing to do."""
         self.block_size = block_size
-        self._replicas[replica] = _Replica(max_num_seqs, num_blocks, NameSet(num_blocks))
+        self._replace(replica, _Replica(max_num_seqs, num_blocks))
+        table, _ = self._table(replica)
+        first = replica - replica % MOST_REPLICAS
+        table.reserve(sum(one.num_blocks for one in self._replicas[first : first + MOST_REPLICAS]))
 
     def leave(self, replica: int) -> None:
         """A replica is lost; whatever was assigned to it counts no more."""
-        self._replicas[replica] = _Replica()
+        self._replace(replica, _Replica())
+
+    def _replace(self, replica: int, new: _Replica) -> None:
+        self._replicas[replica] = new
+        table, number = self._table(replica)
+        table.clear(number)
+
+    def _table(self, replica: int) -> tuple[BlockTable, int]:
+        """Where its blocks are, and its number there."""
+        return self._tables[replica // MOST_REPLICAS], replica % MOST_REPLICAS
 
     def note_blocks(self, replica: int, stored: bytes, removed: bytes) -> None:
         """Blocks that a replica has, or has no more."""
-        cached = self._replicas[replica].cached
-        for name in read_names(removed):
-            cached.discard(name)
-        for name in read_names(stored):
-            cached.add(name)
+        table, number = self._table(replica)
+        if removed:
+            table.discard(number, unpack_names(removed))
+        if stored:
+            table.add(number, unpack_names(stored))
 
     # What requests ask
 
-    def place(
-        self, chunks: Iterable[Sequence[int]], num_tokens: int, num_answers: int, candidates: Sequence[int]
-    ) -> Assignment:
-        """The best of the candidates, of which there must be one, for a prompt whose blocks have these names (read as
-        far as they are cached anywhere, and one chunk more). Equals take turns."""
-        names, leading = self._walk(chunks, candidates)
+    def place(self, names: Names, num_tokens: int, num_answers: int, candidates: Sequence[int]) -> Assignment:
+        """The best of the candidates, of which there must be one, for a prompt whose full blocks have these names.
+        Equals take turns."""
+        leading = self.leading(names, candidates)
         home = self._home(names)
         size, count = self.block_size, len(self._replicas)
 
         def cost(number: int) -> tuple[int, int, int]:
             replica = self._replicas[number]
             num_new = num_tokens - leading[number] * size
-            lost = size * replica.num_evicted(-(-num_new // size))
+            lost = size * replica.num_evicted(self.num_cached_blocks(number), -(-num_new // size))
             work = replica.load + num_new + lost - HOME_TOKENS * (number == home)
             return work, replica.num_answers, (number - self._next) % count
 
         best = min(candidates, key=cost)
         self._next = (best + 1) % count
-        cached, rest = leading[best] * size, tuple(names[leading[best] :])
-        assignment = Assignment(best, cached, num_tokens - cached, num_answers, rest, self._replicas[best])
+        first = leading[best]
+        expected = tuple(names[first : first + _MOST_EXPECTED].tolist())
+        rest = num_tokens - first * size
+        assignment = Assignment(best, first * size, rest, num_answers, expected, self._replicas[best])
         self._count(assignment, names)
         return assignment
 
-    def _walk(self, chunks: Iterable[Sequence[int]], candidates: Sequence[int]) -> tuple[list[int], dict[int, int]]:
-        """The names that were read, and how many of them each candidate has, from the first on."""
-        names: list[int] = []
-        leading: dict[int, int] = {}
-        following = [(number, self._replicas[number]) for number in candidates]
-        for chunk in chunks:
-            before, last = len(names), chunk[-1]
-            names.extend(chunk)
-            staying = []
-            for entry in following:
-                if last in entry[1].cached or (count := entry[1].num_leading(chunk)) == len(chunk):
-                    staying.append(entry)
-                else:
-                    leading[entry[0]] = before + count
-            following = staying
-            if not following:
-                break
-        for number, _ in following:
-            leading[number] = len(names)
-        return names, leading
+    def leading(self, names: Names, candidates: Sequence[int]) -> dict[int, int]:
+        """How many of these blocks each candidate has, or will have, from the first on."""
+        found: dict[int, int] = {}
+        for number, table in enumerate(self._tables):
+            first = number * MOST_REPLICAS
+            here = [one - first for one in candidates if 0 <= one - first < MOST_REPLICAS]
+            found |= {first + one: count for one, count in table.leading(names, here).items()}
+        for number in candidates:
+            expected, count = self._replicas[number].expected, found[number]
+            if expected:
+                while count < len(names) and int(names[count]) in expected:
+                    count += 1
+                found[number] = count
+        return found
 
     def computed(self, assignment: Assignment) -> None:
         """A prompt is computed: its blocks are cached or not, as the engine says."""
@@ -186,26 +185,28 @@ class PrefixRouter:
         return self._replicas[replica].load
 
     def num_cached_blocks(self, replica: int) -> int:
-        return len(self._replicas[replica].cached)
+        table, number = self._table(replica)
+        return table.count(number)
 
-    def _count(self, assignment: Assignment, names: Sequence[int]) -> None:
+    def _count(self, assignment: Assignment, names: Names) -> None:
         replica = assignment.counted
         replica.waiting_tokens += assignment.waiting_tokens
         replica.num_answers += assignment.num_answers
         expected = replica.expected
         for name in assignment.expected:
             expected[name] = expected.get(name, 0) + 1
-        if names:
-            self._homes[names[-1]] = assignment.replica
-            self._homes.move_to_end(names[-1])
+        if len(names):
+            last = int(names[-1])
+            self._homes[last] = assignment.replica
+            self._homes.move_to_end(last)
             if len(self._homes) > _MOST_HOMES:
                 self._homes.popitem(last=False)
 
-    def _home(self, names: Sequence[int]) -> int | None:
+    def _home(self, names: Names) -> int | None:
         """Where the longest beginning of a prompt that was a prompt itself has been sent."""
         homes = self._homes
         if homes:
-            for name in reversed(names):
+            for name in reversed(names[-_LOOK_BACK:].tolist()):
                 if name in homes:
                     return homes[name]
         return None

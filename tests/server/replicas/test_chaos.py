@@ -1,10 +1,14 @@
 """Engines die at random under load of every kind. Every request is answered exactly once, as if nothing had happened,
-or refused with a word; nothing is left behind. The long form (make soak) does it for two minutes to engines in
-processes of their own, and kills the server itself as well."""
+or refused with a word; nothing is left behind. The long form (make soak) does it for two minutes to processes: HTTP
+workers, engines, their ranks, and the server itself. Alone, and for another time:
+
+    QUIRE_LONG_TESTS=1 QUIRE_CHAOS_SECONDS=20 python -m pytest tests/server/replicas/test_chaos.py -k processes -s
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -83,83 +87,134 @@ def test_local_engines_die_at_random(small_model: str, seed: int) -> None:
     assert statuses[200] > len(everything) / 2
 
 
-@pytest.mark.skipif(not IS_LONG, reason="runs for two minutes: make soak")
-def test_processes_die_at_random(small_model: str) -> None:
-    """Clients that come again when the server is gone, as clients do."""
-    source = random.Random(0)
-    everything = calls(0, 60)
-    fields: dict[str, Any] = {"model": small_model, "engine": SMALL_ENGINE, "replicas": 2, "served_model_names": ["m"]}
-    outcomes: Counter[str] = Counter()
-    server = Server(**fields)
-    stop = threading.Event()
+class Chaos:
+    """A server of two HTTP workers and two engines of two ranks, and clients that come again when it is gone. All that
+    is answered must be what it was before anybody died."""
 
-    async def undisturbed() -> list[Any]:
-        async with httpx.AsyncClient(base_url=server.url, timeout=120, verify=False) as http:
-            return [await seen_by_client(http, path, body) for path, body in everything]
+    def __init__(self, model: str) -> None:
+        engine = {**SMALL_ENGINE, "tensor_parallel_size": 2}
+        self.server = Server(model=model, engine=engine, replicas=2, http_workers=2, served_model_names=["m"])
+        self.source = random.Random(0)
+        self.everything = calls(0, 60)
+        self.wanted: list[Any] = []
+        self.outcomes: Counter[str] = Counter()
+        self.killed: Counter[str] = Counter()
+        self.faults: list[str] = []
+        self._stop = threading.Event()
 
-    def ask(number: int) -> None:
-        async def main() -> None:
-            own = random.Random(number)
-            async with httpx.AsyncClient(base_url=server.url, timeout=120, verify=False) as http:
-                while not stop.is_set():
-                    which = own.randrange(len(everything))
-                    try:
-                        status, found = await seen_by_client(http, *everything[which])
-                    except httpx.ConnectError:
-                        outcomes["nobody there"] += 1
-                        await asyncio.sleep(0.5)
-                        continue
-                    except (httpx.TransportError, AssertionError, ValueError):
-                        outcomes["cut off"] += 1  # the server was killed in the middle of it
-                        await asyncio.sleep(0.5)
-                        continue
-                    outcomes[str(status)] += 1
-                    if status == 503:
-                        assert found["error"]["code"] in ("engine_unavailable", "shutting_down")
-                        await asyncio.sleep(0.2)
-                    else:
-                        assert (status, found) == wanted[which]
+    def run(self, seconds: float) -> None:
+        with self.server:
+            self.wanted = asyncio.run(self._undisturbed())
+            clients = [threading.Thread(target=self._ask, args=(number,)) for number in range(AT_ONCE)]
+            for client in clients:
+                client.start()
+            begun = time.monotonic()
+            while (passed := time.monotonic() - begun) < seconds and not self.faults:
+                if passed > seconds / 2 and not self.killed["server"]:
+                    self._kill_server()
+                else:
+                    self._kill_one()
+                time.sleep(self.source.uniform(0.5, 4.0))
+            self._stop.set()
+            for client in clients:
+                client.join()
+            assert not self.faults
+            self._check_recovered()
 
+    async def _undisturbed(self) -> list[Any]:
+        async with httpx.AsyncClient(base_url=self.server.url, timeout=120, verify=False) as http:
+            return [await seen_by_client(http, path, body) for path, body in self.everything]
+
+    def _ask(self, number: int) -> None:
         try:
-            asyncio.run(main())
+            asyncio.run(self._keep_asking(random.Random(number)))
         except BaseException as error:
-            faults.append(repr(error))
+            self.faults.append(repr(error))
             raise
 
-    faults: list[str] = []
-    with server:
-        wanted = asyncio.run(undisturbed())
-        clients = [threading.Thread(target=ask, args=(number,)) for number in range(AT_ONCE)]
-        for client in clients:
-            client.start()
-        end, server_dies = time.monotonic() + 120, time.monotonic() + 60
-        while time.monotonic() < end and not faults:
-            time.sleep(source.uniform(1.0, 5.0))
-            assert server.process is not None
-            if time.monotonic() > server_dies:
-                server_dies = end + 1
-                engines = engine_processes(server.process.pid)
-                server.process.kill()
-                server.process.wait()
-                wait_for(lambda pids=tuple(engines): not any(is_alive(pid) for pid in pids), 20, "engines to end")
-                server.__enter__()
+    async def _keep_asking(self, source: random.Random) -> None:
+        while not self._stop.is_set():
+            which = source.randrange(len(self.everything))
+            try:
+                # A client of its own each time, so that the workers share them.
+                async with httpx.AsyncClient(base_url=self.server.url, timeout=120, verify=False) as http:
+                    status, found = await seen_by_client(http, *self.everything[which])
+            except httpx.ConnectError:
+                self.outcomes["nobody there"] += 1
+                await asyncio.sleep(0.5)
                 continue
-            victims = engine_processes(server.process.pid)
-            if victims:
-                os.kill(source.choice(victims), signal.SIGKILL)
-        stop.set()
-        for client in clients:
-            client.join()
-        assert not faults
-        assert outcomes["200"] > 100, outcomes
-        assert outcomes["cut off"] <= 2 * AT_ONCE, outcomes
-        wait_for(lambda: server.metric("quire_replica_up") == 2, 60)
-        wait_for(lambda: server.is_idle, 20, "all blocks to be free")
+            except (httpx.TransportError, AssertionError, ValueError):
+                self.outcomes["cut off"] += 1  # who spoke to it was killed in the middle of it
+                await asyncio.sleep(0.2)
+                continue
+            self.outcomes[str(status)] += 1
+            if status == 503:
+                assert found["error"]["code"] in ("engine_unavailable", "shutting_down"), found
+                await asyncio.sleep(0.2)
+            else:
+                assert (status, found) == self.wanted[which]
+
+    def _kill_one(self) -> None:
+        kinds = self.processes()
+        kind = self.source.choice(list(kinds))
+        if kinds[kind]:
+            self.killed[kind] += 1
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.source.choice(kinds[kind]), signal.SIGKILL)
+
+    def _kill_server(self) -> None:
+        """None of its processes may survive it."""
+        assert self.server.process is not None
+        left = [pid for pids in self.processes().values() for pid in pids]
+        self.killed["server"] += 1
+        self.server.process.kill()
+        self.server.process.wait()
+        wait_for(lambda: not any(is_alive(pid) for pid in left), 30, "its processes to end")
+        self.server.__enter__()
+
+    def processes(self) -> dict[str, list[int]]:
+        assert self.server.process is not None
+        children = children_of(self.server.process.pid)
+        engines = [pid for pid in children if is_called(pid, b"engine")]
+        ranks = [pid for engine in engines for pid in children_of(engine) if is_called(pid, b"quire.parallel.rank")]
+        return {
+            "worker": [pid for pid in children if is_called(pid, b"workers.worker")],
+            "engine": engines,
+            "rank": ranks,
+        }
+
+    def _check_recovered(self) -> None:
+        server, outcomes = self.server, self.outcomes
+        print(f"\nkilled {dict(self.killed)}; requests {dict(outcomes)}")
+        wait_for(lambda: server.metric("quire_replica_up") == 2, 90, "both engines")
+        wait_for(lambda: server.is_idle, 30, "all blocks to be free")
+        wait_for(lambda: [len(pids) for pids in self.processes().values()] == [2, 2, 2], 60, "every process")
+        assert asyncio.run(self._undisturbed()) == self.wanted
+        assert outcomes["200"] > sum(self.killed.values())
+        # Only those whose HTTP process was killed, or the server, are left without an answer or a refusal.
+        assert outcomes["cut off"] <= AT_ONCE * (self.killed["worker"] + 2 * self.killed["server"]), outcomes
 
 
-def engine_processes(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(one) for one in children if b"engine" in Path(f"/proc/{one}/cmdline").read_bytes()]
+@pytest.mark.skipif(not IS_LONG, reason="runs for two minutes: make soak")
+def test_processes_die_at_random(small_model: str) -> None:
+    Chaos(small_model).run(float(os.environ.get("QUIRE_CHAOS_SECONDS", "120")))
+
+
+def children_of(pid: int) -> list[int]:
+    """Those that any of its threads has started."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                found += [int(child) for child in (task / "children").read_text().split()]
+    return found
+
+
+def is_called(pid: int, name: bytes) -> bool:
+    try:
+        return name in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def is_alive(pid: int) -> bool:

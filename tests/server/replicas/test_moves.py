@@ -10,7 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.server.messages import Updates
+from quire.engine.core import Pending
+from quire.errors import EngineError
+from quire.server.config import ServerConfig
+from quire.server.messages import AddRequest, Updates, encode, pack_tokens
+from quire.server.tasks import AttendedClock
+from quire.step import Step
 from tests.server.replicas.local_engines import LocalEngines, LocalLink, LocalServer, local_links, seen_by_client
 
 PROMPT = "Tell me about the river and the mill, and what became of the miller. " * 3
@@ -185,3 +190,31 @@ def test_embeddings(engines: LocalEngines) -> None:
         assert server.moved() > 0
 
     run(engines, script)
+
+
+def test_what_a_lost_rank_takes_along_is_not_called_an_error(small_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's process ends without a word about the requests of the step that failed: so they go on elsewhere."""
+    engines = LocalEngines(small_model)
+    link = engines(ServerConfig(model="local", engine=engines.options), AttendedClock(1.0))
+    asyncio.run(link.start())
+    engine, commands = link._engine, [encode(AddRequest("r", pack_tokens((1, 2, 3)), {"max_tokens": 3}, 0))]
+
+    class Commands:
+        """Stands for the socket on which an engine is told things."""
+
+        def poll(self, timeout: int) -> bool:
+            return bool(commands)
+
+        def recv(self) -> bytes:
+            return commands.pop()
+
+    def submit(step: Step) -> Pending:
+        engine.runner.broken = "rank 1 was killed by SIGKILL"
+        raise RuntimeError("connection closed by peer")
+
+    monkeypatch.setattr(engine.runner, "submit", submit)
+    monkeypatch.setattr(link._loop, "_commands", Commands())
+    monkeypatch.setattr(link._loop._poller, "poll", lambda *timeout: [])
+    with pytest.raises(EngineError, match="rank 1 was killed"):
+        link._loop.run(engine)
+    assert not link._mailbox.sent

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,45 +12,81 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from bench.router import chat_runs
 from quire.engine import EngineCore, Request, Scheduler, SchedulerConfig
-from quire.engine.block_key import sha256_digest
-from quire.observe.cache_events import NAME_BYTES, CacheEvents
+from quire.engine.block_key import BlockKey
+from quire.engine.block_manager import BlockManager
+from quire.observe.block_names import BlockNamer, Names, pack_names, unpack_names
+from quire.observe.cache_events import CacheEvents
 from quire.sampling_params import SamplingParams
-from quire.server.replicas.block_names import CHUNK_BLOCKS, BlockNamer, NameSet, read_names
+from quire.server.messages import pack_tokens
+from quire.server.replicas.block_table import BlockTable
 from quire.server.replicas.router import ANSWER_TOKENS, HOME_TOKENS, QUEUED_TOKENS, Assignment, PrefixRouter
 from quire.simulate.fake_runner import FakeRunner
 
 ALL = (0, 1, 2)
 
 
-def packed(names: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(names)}Q", *names)
+def named(names: Sequence[int]) -> Names:
+    return np.array(names, np.uint64)
 
 
-class TestNameSet:
-    @given(st.lists(st.tuples(st.booleans(), st.integers(0, 300).map(lambda n: n * 2**56 % (2**64 - 1) + n % 7))))
-    def test_is_a_set(self, changes: list[tuple[bool, int]]) -> None:
-        """Names that collide much: most of them differ only where a small table does not look."""
-        names, wanted = NameSet(), set[int]()
-        for is_added, name in changes:
-            (names.add if is_added else names.discard)(name)
-            (wanted.add if is_added else wanted.discard)(name)
-            assert len(names) == len({name or 1 for name in wanted})
-        for _, name in changes:
-            assert (name in names) == ((name or 1) in {one or 1 for one in wanted})
+def naive_leading(cached: set[int], names: Sequence[int]) -> int:
+    """Block by block, from the first on."""
+    return next((place for place, name in enumerate(names) if name not in cached), len(names))
+
+
+NAMES = st.integers(0, 400).map(lambda number: number * 2**55 % (2**64 - 1) + number % 7)
+"""Many in the same bucket, so that there is no room for all."""
+
+
+class TestBlockTable:
+    @settings(max_examples=30)
+    @given(
+        st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.sets(NAMES, max_size=60)), max_size=12),
+        st.sampled_from([3, 9, 17, 64]),
+    )
+    def test_is_a_set_for_each_replica(self, changes: list[tuple[int, bool, set[int]]], num_replicas: int) -> None:
+        """One name at a time or many at once."""
+        table = BlockTable(num_replicas)
+        replicas = (0, 1, num_replicas - 1)
+        wanted: list[set[int]] = [set(), set(), set()]
+        for which, is_added, given_names in changes:
+            names = {name or 1 for name in given_names}
+            (table.add if is_added else table.discard)(replicas[which], named(sorted(names)))
+            wanted[which] = wanted[which] | names if is_added else wanted[which] - names
+            assert [table.count(replica) for replica in replicas] == [len(one) for one in wanted]
+        for name in {name for _, _, names in changes for name in names}:
+            found = table.leading(named([name]), replicas)
+            assert [found[replica] for replica in replicas] == [int((name or 1) in one) for one in wanted]
+        table.clear(1)
+        wanted[1] = set()
+        assert [table.count(replica) for replica in replicas] == [len(one) for one in wanted]
+        assert table._size == len(wanted[0] | wanted[2])
+
+    @settings(max_examples=40)
+    @given(st.lists(st.integers(0, 70), min_size=5, max_size=5), st.sets(st.integers(0, 4), min_size=1))
+    def test_how_much_of_a_prompt_each_has(self, depths: list[int], replicas: set[int]) -> None:
+        table = BlockTable(5)
+        names = named(range(2**40, 2**40 + 70))
+        for replica, depth in enumerate(depths):
+            table.add(replica, names[:depth])
+        assert table.leading(names, sorted(replicas)) == {one: depths[one] for one in replicas}
 
     def test_grows_and_empties(self) -> None:
-        names = NameSet(expected=10)
-        values = [n * 0x9E3779B97F4A7C15 % 2**64 for n in range(1, 1001)]
-        for name in values:
-            names.add(name)
-            names.add(name)
-        assert len(names) == 1000
-        assert all(name in names for name in values)
-        for name in values[::2]:
-            names.discard(name)
-            names.discard(name)
-        assert [name in names for name in values] == [False, True] * 500
-        assert len(names) == 500
+        table = BlockTable(4)
+        names = named([number * 0x9E3779B97F4A7C15 % 2**64 for number in range(1, 3001)])
+        for first in range(0, 3000, 10):  # one by one, and again all at once
+            table.add(0, names[first : first + 10])
+        table.add(0, names)
+        assert table.leading(names, [0, 1]) == {0: 3000, 1: 0}
+        table.reserve(100_000)
+        assert table.leading(names, [0, 1]) == {0: 3000, 1: 0}
+        table.discard(0, names[1000:2000])
+        assert (table.count(0), table.leading(names, [0])) == (2000, {0: 1000})
+        for first in range(0, 3000, 10):
+            table.discard(0, names[first : first + 10])
+        assert (table.count(0), table._size) == (0, 0)
+        assert not table._names.any()
+        assert not table._bits.any()
 
 
 class TestNames:
@@ -59,40 +95,45 @@ class TestNames:
         st.lists(st.integers(0, 2**31 - 1), max_size=40),
         st.integers(1, 4),
         st.sampled_from([None, "", "salt", "ä\ud800"]),
-        st.integers(0, 2 * CHUNK_BLOCKS),
     )
-    def test_they_are_the_engines(self, tail: list[int], block_size: int, salt: str | None, num_shared: int) -> None:
+    def test_all_at_once_they_are_what_they_are_one_by_one(
+        self, prompt: list[int], block_size: int, salt: str | None
+    ) -> None:
         namer = BlockNamer(block_size)
-        prompts = [list(range(num_shared)), list(range(num_shared)) + tail, tail, list(range(num_shared)) + tail]
-        for prompt in prompts:
-            digest, wanted = b"", []
-            extra = () if salt is None else (salt,)
-            for first in range(0, (len(prompt) - 1) // block_size * block_size, block_size):
-                digest = sha256_digest(digest, tuple(prompt[first : first + block_size]), extra)
-                extra = ()
-                wanted.append(int.from_bytes(digest[:NAME_BYTES], "little"))
-            assert namer.names(prompt, salt) == wanted
+        name, wanted = namer.start(() if salt is None else (salt,)), []
+        for first in range(0, (len(prompt) - 1) // block_size * block_size, block_size):
+            name = namer.following(name, prompt[first : first + block_size])
+            wanted.append(name)
+        assert namer.names(pack_tokens(prompt), salt).tolist() == wanted
 
-    def test_memory_is_bounded(self) -> None:
-        namer = BlockNamer(1, most_chunks=3)
-        prompts = [[prompt] * 100 for prompt in range(5)]
-        wanted = [BlockNamer(1).names(prompt) for prompt in prompts]
-        for _ in range(2):
-            assert [namer.names(prompt) for prompt in prompts] == wanted
-        assert len(namer._seen) == 3
+    def test_no_two_are_alike(self) -> None:
+        """Of prompts that differ in one token, in the order of their blocks, or in their salt."""
+        namer, prompt = BlockNamer(2), [1, 2, 3, 4, 5, 6, 0]
+        others = [[1, 2, 5, 6, 3, 4, 0], [2, 1, 3, 4, 5, 6, 0], [1, 2, 3, 4, 5, 2**17 + 6, 0], [1] * 7, [0] * 7]
+        found = [namer.names(pack_tokens(one)).tolist() for one in (prompt, *others)]
+        found += [namer.names(pack_tokens(prompt), salt).tolist() for salt in ("", "a")]
+        lasts = [names[-1] for names in found]
+        assert len(set(lasts)) == len(lasts)
+        assert found[0][0] == found[1][0] != found[2][0]
+        assert all(len(set(names)) == len(names) for names in found)
 
 
 class RouterMachine(RuleBasedStateMachine):
-    """A router and a model that looks at everything anew for every choice."""
+    """A router and a model that looks at everything anew for every choice. There are three texts, of which prompts are
+    beginnings."""
 
     def __init__(self) -> None:
         super().__init__()
         self.router = PrefixRouter(3)
-        self.cached: list[set[int]] = [set(), set(), set()]
+        self.depths = [[0, 0, 0] for _ in ALL]
+        """How much of each text each replica has cached."""
         self.open: list[tuple[Assignment, list[int], dict[str, int]]] = []
-        """With the blocks that were read, the tokens to compute and the answers."""
+        """With their blocks, the tokens to compute and the answers."""
         for number in ALL:
             self.router.join(number, 4, 20, 2)
+
+    def cached(self, replica: int) -> set[int]:
+        return {name for text, depth in enumerate(self.depths[replica]) for name in text_names(text, depth)}
 
     def expected(self, replica: int) -> set[int]:
         return {
@@ -108,40 +149,35 @@ class RouterMachine(RuleBasedStateMachine):
         waiting = sum(counts["waiting"] for counts in mine)
         return waiting + ANSWER_TOKENS * answers + QUEUED_TOKENS * max(0, answers - 2)
 
-    @rule(replica=st.sampled_from(ALL), stored=st.sets(st.integers(1, 30)), removed=st.sets(st.integers(1, 30)))
-    def note(self, replica: int, stored: set[int], removed: set[int]) -> None:
-        removed -= stored
-        self.router.note_blocks(replica, packed(sorted(stored)), packed(sorted(removed)))
-        self.cached[replica] = (self.cached[replica] - removed) | stored
+    @rule(replica=st.sampled_from(ALL), text=st.sampled_from(ALL), depth=st.integers(0, 9))
+    def note(self, replica: int, text: int, depth: int) -> None:
+        before = self.depths[replica][text]
+        stored, removed = text_names(text, depth)[before:], text_names(text, before)[depth:]
+        self.router.note_blocks(replica, pack_names(stored), pack_names(removed))
+        self.depths[replica][text] = depth
 
     @rule(
-        start=st.integers(1, 25),
-        length=st.integers(0, 5),
+        text=st.sampled_from(ALL),
+        length=st.integers(0, 9),
         rest=st.integers(1, 4),
         answers=st.integers(1, 3),
         candidates=st.sets(st.sampled_from(ALL), min_size=1),
     )
-    def place(self, start: int, length: int, rest: int, answers: int, candidates: set[int]) -> None:
-        names = list(range(start, start + length))
-        leading = {}
-        for number in candidates:
-            here = self.cached[number] | self.expected(number)
-            leading[number] = next((place for place, name in enumerate(names) if name not in here), length)
+    def place(self, text: int, length: int, rest: int, answers: int, candidates: set[int]) -> None:
+        names = text_names(text, length)
+        leading = {one: naive_leading(self.cached(one) | self.expected(one), names) for one in candidates}
         work = {}
         for number in candidates:
             new = length - leading[number] + 1  # and the block with the rest
-            room = 20 - len(self.cached[number]) - len(self.expected(number))
+            room = 20 - len(self.cached(number)) - len(self.expected(number))
             work[number] = self.load(number) - 4 * leading[number] + 4 * min(new, max(0, new - room))
-        # Chunks of one block: the router stops reading after the first that nobody has.
-        chunks = [names[place : place + 1] for place in range(length)]
-        assignment = self.router.place(iter(chunks), 4 * length + rest, answers, sorted(candidates))
-        read = names[: min(length, max(leading.values()) + 1)]
+        assignment = self.router.place(named(names), 4 * length + rest, answers, sorted(candidates))
         assert assignment.replica in candidates
         assert assignment.num_cached == 4 * leading[assignment.replica]
         # Nobody has less to do, but for what it is worth to go where the conversation was.
         assert work[assignment.replica] <= min(work.values()) + HOME_TOKENS
         counts = {"waiting": 4 * length + rest - assignment.num_cached, "answers": answers}
-        self.open.append((assignment, read, counts))
+        self.open.append((assignment, names, counts))
 
     @rule(which=st.integers(0, 100))
     def computed(self, which: int) -> None:
@@ -172,7 +208,7 @@ class RouterMachine(RuleBasedStateMachine):
         lost = [one for one in self.open if one[0].replica == replica]
         self.open = [one for one in self.open if one[0].replica != replica]
         self.router.join(replica, 4, 20, 2)
-        self.cached[replica] = set()
+        self.depths[replica] = [0, 0, 0]
         for assignment, _, _ in lost:  # late, when the replica is another one
             self.router.close(assignment)
 
@@ -181,7 +217,11 @@ class RouterMachine(RuleBasedStateMachine):
         for number in ALL:
             assert self.router.load(number) == self.load(number)
             assert set(self.router._replicas[number].expected) == self.expected(number)
-            assert self.router.num_cached_blocks(number) == len(self.cached[number])
+            assert self.router.num_cached_blocks(number) == len(self.cached(number))
+
+
+def text_names(text: int, count: int) -> list[int]:
+    return [100 * text + place + 1 for place in range(count)]
 
 
 TestRouter = RouterMachine.TestCase
@@ -200,23 +240,23 @@ class TestChoices:
         router = new_router()
         chosen = []
         for _ in range(6):
-            assignment = router.place([], 10, 1, ALL)
+            assignment = router.place(named([]), 10, 1, ALL)
             chosen.append(assignment.replica)
             router.close(assignment)
         assert chosen == [0, 1, 2, 0, 1, 2]
 
     def test_where_most_of_the_prompt_lies(self) -> None:
         router = new_router()
-        router.note_blocks(1, packed([1, 2]), b"")
-        router.note_blocks(2, packed([1, 2, 3, 9]), b"")
-        assignment = router.place([[1, 2, 3, 4]], 70, 1, ALL)
+        router.note_blocks(1, pack_names([1, 2]), b"")
+        router.note_blocks(2, pack_names([1, 2, 3, 9]), b"")
+        assignment = router.place(named([1, 2, 3, 4]), 70, 1, ALL)
         assert (assignment.replica, assignment.num_cached, assignment.waiting_tokens) == (2, 48, 22)
-        assert router.place([[1, 2, 3, 4]], 70, 1, (0, 1)).replica == 1
+        assert router.place(named([1, 2, 3, 4]), 70, 1, (0, 1)).replica == 1
 
     def test_unless_it_is_much_busier(self) -> None:
         router = new_router()
-        router.note_blocks(1, packed(list(range(1, 101))), b"")
-        prompt = [list(range(1, 101))]
+        router.note_blocks(1, pack_names(list(range(1, 101))), b"")
+        prompt = named(range(1, 101))
         for _ in range(20):  # each adds an answer; from the fifth on they wait for a row
             router.place(prompt, 1601, 1, ALL)
         counts = [router._replicas[number].num_answers for number in ALL]
@@ -225,8 +265,8 @@ class TestChoices:
 
     def test_a_prompt_that_is_being_computed_counts_as_cached_there(self) -> None:
         router = new_router()
-        first = router.place([[1, 2, 3, 4, 5, 6, 7, 8]], 130, 1, ALL)
-        second = router.place([[1, 2, 3, 4, 5, 6, 7, 8]], 135, 1, ALL)
+        first = router.place(named(range(1, 9)), 130, 1, ALL)
+        second = router.place(named(range(1, 9)), 135, 1, ALL)
         assert (second.replica, second.num_cached) == (first.replica, 128)
         for assignment in (first, second):
             router.close(assignment)
@@ -235,36 +275,106 @@ class TestChoices:
     def test_a_conversation_stays_where_it_was_though_its_blocks_are_gone(self) -> None:
         router = new_router()
         for turn in range(1, 5):
-            assignment = router.place([list(range(turn))], 16 * turn + 1, 1, ALL)
+            assignment = router.place(named(range(turn)), 16 * turn + 1, 1, ALL)
             router.close(assignment)
             assert assignment.replica == 0
-            router.note_blocks(0, b"", packed(list(range(turn))))
+            router.note_blocks(0, b"", pack_names(list(range(turn))))
 
     def test_a_full_cache_is_spared(self) -> None:
         """A little of the prompt lies there, but the rest would take the place of what others come back for."""
         router = new_router()
-        router.note_blocks(1, packed(list(range(1000))), b"")
-        assert router.place([[0, 1, 2, *range(5000, 5010)]], 13 * 16 + 1, 1, ALL).replica != 1
-        assert router.place([[*range(12), 6000]], 13 * 16 + 1, 1, ALL).replica == 1
+        router.note_blocks(1, pack_names(list(range(1000))), b"")
+        assert router.place(named([0, 1, 2, *range(5000, 5010)]), 13 * 16 + 1, 1, ALL).replica != 1
+        assert router.place(named([*range(12), 6000]), 13 * 16 + 1, 1, ALL).replica == 1
 
-    @given(st.lists(st.integers(0, 40), min_size=3, max_size=3), st.integers(1, 3))
-    def test_any_number_of_chunks(self, depths: list[int], size: int) -> None:
-        """Replicas that have different parts of one prompt from its start, read in chunks of any size."""
-        router = new_router()
-        names = list(range(100, 140))
-        for number, depth in enumerate(depths):
-            router.note_blocks(number, packed(names[:depth]), b"")
-        chunks = [names[first : first + 5 * size] for first in range(0, 40, 5 * size)]
-        found, leading = router._walk(iter(chunks), ALL)
-        assert [leading[number] for number in ALL] == depths
-        assert found == names[: min(40, (max(depths) // (5 * size) + 1) * 5 * size)]
+    def test_more_replicas_than_a_table_has(self) -> None:
+        router = PrefixRouter(150)
+        for number in range(150):
+            router.join(number, 16, 100, 4)
+        for number, depth in ((3, 2), (63, 40), (64, 30), (149, 50)):
+            router.note_blocks(number, pack_names(range(1, depth + 1)), b"")
+        names = named(range(1, 61))
+        assert router.leading(names, (0, 3, 63, 64, 149)) == {0: 0, 3: 2, 63: 40, 64: 30, 149: 50}
+        assert router.place(names, 1000, 1, range(150)).replica == 149
+        router.leave(149)
+        assert router.place(names, 1000, 1, range(150)).replica == 63
+        assert [router.num_cached_blocks(number) for number in (63, 64, 149)] == [40, 30, 0]
 
     def test_homes_are_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("quire.server.replicas.router._MOST_HOMES", 10)
         router = new_router()
         for name in range(50):
-            router.close(router.place([[name]], 20, 1, ALL))
+            router.close(router.place(named([name]), 20, 1, ALL))
         assert list(router._homes) == list(range(40, 50))
+
+
+def name_of(key: BlockKey) -> int:
+    """From the first block of its chain on."""
+    before = BlockNamer(4).start(key.extra_keys) if key.parent is None else name_of(key.parent)
+    return BlockNamer(4).following(before, key.token_ids)
+
+
+PROMPTS = [(text,) * 4 + tuple(range(20)) for text in range(2)] + [tuple(range(21))]
+SALTS = ((), ("salt",))
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Blocks come into the two tiers of a cache and go in any order, so there are holes; now and then the router is
+    told. It finds of every prompt what an engine would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = BlockManager(SchedulerConfig(12, 3, 16, 64, block_size=4, num_host_blocks=3))
+        self.events = CacheEvents(self.blocks)
+        self.free = [block for block in self.blocks.pool.blocks if block.block_id]
+        self.router = PrefixRouter(2)
+        self.router.join(1, 4, 40, 2)
+        self.keys: list[list[BlockKey]] = []
+        for prompt in PROMPTS:
+            for extra in SALTS:
+                keys: list[BlockKey] = []
+                self.blocks.cache.extend_keys(keys, list(prompt), 5, [extra])
+                self.keys.append(keys)
+
+    @rule(text=st.integers(0, 5), places=st.sets(st.integers(0, 4)))
+    def store(self, text: int, places: set[int]) -> None:
+        for place in sorted(places):
+            if self.free and self.blocks.cache.publish(self.keys[text][place], self.free[-1]):
+                self.free.pop()
+
+    @rule(text=st.integers(0, 5), place=st.integers(0, 4))
+    def store_on_host(self, text: int, place: int) -> None:
+        self.blocks.host.store(self.keys[text][place])
+
+    @rule(text=st.integers(0, 5), place=st.integers(0, 4))
+    def remove(self, text: int, place: int) -> None:
+        block = self.blocks.cache.find(self.keys[text][place])
+        if block is not None:
+            self.blocks.cache.remove(block)
+            self.free.append(block)
+
+    @rule(slot=st.integers(0, 2))
+    def drop_from_host(self, slot: int) -> None:
+        self.blocks.host.drop(slot)
+
+    @rule()
+    def tell(self) -> None:
+        stored, removed = self.events.take()
+        assert not set(unpack_names(stored).tolist()) & set(unpack_names(removed).tolist())
+        self.router.note_blocks(1, stored, removed)
+        caches = (self.blocks.cache, self.blocks.host)
+        num_cached = set()
+        for number, (prompt, extra) in enumerate((prompt, extra) for prompt in PROMPTS for extra in SALTS):
+            names = BlockNamer(4).names(pack_tokens((*prompt, 0)), *extra)
+            found = [any(cache.find(key) is not None for cache in caches) for key in self.keys[number]]
+            wanted = found.index(False) if False in found else 5
+            assert self.router.leading(names, (0, 1)) == {0: 0, 1: wanted}
+            num_cached |= set(names[:wanted].tolist())
+        assert self.router.num_cached_blocks(1) == len(num_cached)
+
+
+TestCaches = CacheMachine.TestCase
+TestCaches.settings = settings(max_examples=25, stateful_step_count=30)
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 6])
@@ -284,21 +394,22 @@ def test_engines_tell_what_they_have(num_host_blocks: int) -> None:
         core.add_request(Request(f"r{number}", prompt, SamplingParams(max_tokens=7), seed=number), float(number))
         while core.has_work and (number % 3 == 2 or scheduler.table.waiting):
             core.step(float(number))
-            stored, removed = (set(read_names(one)) for one in events.take())
+            stored, removed = (set(unpack_names(one).tolist()) for one in events.take())
             assert not stored & removed
             num_removed += len(removed)
             told = (told - removed) | stored
-            cached = {
-                digest
-                for digest, block in scheduler.blocks.cache.items()
-                if not scheduler.blocks.cache.is_partial(block.key)
-            }
-            cached |= {digest for digest, _, _ in scheduler.blocks.host.items()}
-            assert told == {int.from_bytes(digest[:NAME_BYTES], "little") for digest in cached}
+            keys = [block.key for _, block in scheduler.blocks.cache.items()]
+            cached = {key.digest: key for key in keys if key is not None and len(key.token_ids) == 4}
+            cached |= {digest: key for digest, key, _ in scheduler.blocks.host.items()}
+            assert told == {name_of(key) for key in cached.values() if is_found(key, cached)}
     assert told
     assert num_removed
-    names = BlockNamer(4).names((*prompt, 0))
-    assert names[0] in told
+    assert int(BlockNamer(4).names(pack_tokens((*prompt, 0)))[0]) in told
+
+
+def is_found(key: BlockKey, cached: dict[bytes, BlockKey]) -> bool:
+    """Whether those before it are there, too."""
+    return key.digest in cached and (key.parent is None or is_found(key.parent, cached))
 
 
 def test_fifty_conversations_over_three_replicas() -> None:

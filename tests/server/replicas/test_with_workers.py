@@ -1,0 +1,92 @@
+"""`--http-workers` and `--replicas` together: requests of HTTP workers go through the server's process to a pool of
+engines, which die meanwhile. The links are real ones; workers and engines are in the test's own process."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from quire.server.app import create_app
+from quire.server.engine_client import Engines
+from quire.server.replicas.open import metrics_for
+from quire.server.service import GenerationService
+from quire.server.workers.engines import RemoteEngines
+from quire.server.workers.relay import WorkerLink
+from tests.server.replicas.local_engines import LocalEngines, LocalServer, local_links, seen_by_client
+from tests.server.replicas.test_moves import BODIES
+
+KINDS = ("sampled", "several", "schema")
+
+
+class Hub:
+    """The server's own process, as its links see it."""
+
+    def __init__(self, service: GenerationService) -> None:
+        self.service = service
+        self.links: list[WorkerLink] = []
+
+    def new_link(self) -> WorkerLink:
+        self.links.append(WorkerLink(self, self.service.client))
+        return self.links[-1]
+
+    def listening(self, worker: int, link: WorkerLink) -> None: ...
+
+    def unlinked(self, link: WorkerLink) -> None: ...
+
+
+async def open_worker(server: LocalServer, path: Path, stack: AsyncExitStack) -> httpx.AsyncClient:
+    """A client of a worker that is linked to the server through a socket."""
+    ready = server.client.ready
+    assert ready is not None
+    loop = asyncio.get_running_loop()
+    transport, engines = await loop.create_unix_connection(lambda: RemoteEngines(ready), str(path))
+    stack.callback(transport.close)
+    client, metrics = cast(Engines, engines), metrics_for(server.config)
+    service = GenerationService(server.config, server.engines.model.tokenizer, client, ready, metrics)
+    http = httpx.ASGITransport(create_app(service))
+    return await stack.enter_async_context(httpx.AsyncClient(transport=http, base_url="http://test", timeout=60))
+
+
+def test_engines_die_behind_workers(small_model: str, tmp_path: Path) -> None:
+    """Answers are those of the server's own process, undisturbed; nothing is left of requests, also of those whose
+    worker is gone."""
+    engines = LocalEngines(small_model)
+    bodies = [(path, {**body, "stream": bool(n % 2)}) for n, (path, body) in enumerate(BODIES[one] for one in KINDS)]
+
+    async def main() -> None:
+        server = LocalServer(engines, 3)
+        async with server as http, AsyncExitStack() as stack:
+            wanted = [await seen_by_client(http, path, body) for path, body in bodies]
+            hub = Hub(server.service)
+            listener = await asyncio.get_running_loop().create_unix_server(hub.new_link, str(tmp_path / "link"))
+            stack.callback(listener.close)
+            workers = [await open_worker(server, tmp_path / "link", stack) for _ in range(2)]
+            engines.kill_at(20, 90)
+            asked = [(worker, *call) for call in bodies for worker in workers]
+            found = await asyncio.gather(*(seen_by_client(*one) for one in asked))
+            assert found == [answer for answer in wanted for _ in workers]
+            assert server.moved() > 0
+            engines.kill_at()
+            await server.all_up()
+            await _lose_a_worker(server, hub, workers[1])
+            server.assert_empty()
+            assert await seen_by_client(workers[0], *bodies[0]) == wanted[0]
+
+    async def _lose_a_worker(server: LocalServer, hub: Hub, worker: httpx.AsyncClient) -> None:
+        body: dict[str, Any] = {"prompt": "on and on", "max_tokens": 900, "ignore_eos": True}
+        asking = asyncio.create_task(worker.post("/v1/completions", json=body))
+        async with asyncio.timeout(20):
+            while not server.pool._relays:
+                await asyncio.sleep(0.001)
+        assert hub.links[1].lost() == 1
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+    with local_links(engines):
+        asyncio.run(main())
