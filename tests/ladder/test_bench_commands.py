@@ -262,15 +262,9 @@ done
     assert table.note.endswith("What took too long was stopped after 1 s (--limit).")
     log = (tmp_path / "log").read_text().split()
     assert log == ["start", "jobs", "jobs", "start", "jobs", "jobs"]  # a warm-up, the long one; a short one each pass
-    with pytest.raises(QuireError, match="vllm did not answer within 0.1 s"):
-        EngineProcess(EngineChoice("vllm", setting(tmp_path), python=_sleeper(tmp_path)), limit=0.1)
-
-
-def _sleeper(folder: Path) -> str:
-    path = folder / "sleeper"
-    path.write_text("#!/bin/sh\nexec sleep 60\n")
-    path.chmod(0o700)
-    return str(path)
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    with pytest.raises(QuireError, match=r"vllm did not answer within 0\.1 s"):
+        EngineProcess(EngineChoice("vllm", setting(tmp_path), python=str(slow)), limit=0.1)
 
 
 def test_a_peer_has_nothing_of_ours_in_its_process() -> None:
