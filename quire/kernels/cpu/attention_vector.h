@@ -47,12 +47,13 @@ constexpr int64_t columns_of(int rows) { return rows <= 2 || LANES == 16 ? 32 : 
 
 constexpr int KEY_RUN = 16;  // keys that lie side by side in a cache by dimension: a block has whole runs
 
-// Rows of numbers up to row `end`, `stride` apart. The first KEY_RUN columns lie at `first`, the others at `second`;
-// what will be read soon lies at `ahead` and follows at the same stride.
+// Rows of numbers up to row `end`, `stride` apart. The first KEY_RUN columns lie at `first`, the others at `second`.
+// What is read after some hundred cycles lies `near` behind each row before `near_end`, what is read after all of these
+// at `ahead`, at the same stride.
 template <class N>
 struct Lines {
   const N *first, *second, *ahead;
-  int64_t stride, end;
+  int64_t stride, end, near, near_end;
 };
 
 // sums[r][i] = start + left[r][from] * right[from][i] + ... + left[r][to - 1] * right[to - 1][i], in this order, for
@@ -66,7 +67,7 @@ inline void multiply(const float* left, int64_t left_stride, Right right, int64_
   for (int r = 0; r < ROWS; ++r)
     for (int v = 0; v < VECTORS; ++v) s[r][v] = KEEP ? load(sums + r * sums_stride + v * LANES) : Vec{};
   for (int64_t k = from; k < to;) {
-    auto [first, second, ahead, stride, end] = right(k);
+    auto [first, second, ahead, stride, end, near, near_end] = right(k);
     end = std::min(end, to);
 #pragma GCC unroll 4
     for (; k < end; ++k, first += stride, second += stride, ahead += stride) {
@@ -74,6 +75,7 @@ inline void multiply(const float* left, int64_t left_stride, Right right, int64_
       for (int v = 0; v < VECTORS; ++v)
         values[v] = load(v * LANES < KEY_RUN ? first + v * LANES : second + v * LANES - KEY_RUN);
       __builtin_prefetch(ahead, 0, 2);
+      __builtin_prefetch(k < near_end ? first + near : first, 0, 3);
       for (int r = 0; r < ROWS; ++r) {
         const Vec factor = splat(left[r * left_stride + k]);
         for (int v = 0; v < VECTORS; ++v) s[r][v] = fma(factor, values[v], s[r][v]);
@@ -180,12 +182,14 @@ class VectorWalk {
       };
       if (!call_.keys_by_dimension) {
         const float* keys = keys_ + key;
-        score(Lines<float>{keys, keys + KEY_RUN, keys, KEY_TILE, call_.head_dim});
+        score(Lines<float>{keys, keys + KEY_RUN, keys, KEY_TILE, call_.head_dim, 0, 0});
         continue;
       }
       const CACHED *keys = key_run(tile, key), *more = WIDE > KEY_RUN ? key_run(tile, key + KEY_RUN) : keys;
-      const CACHED* ahead = next.begin < next.end ? key_run(next, key) : keys;
-      score(Lines<CACHED>{keys, more, ahead, call_.block_size, call_.head_dim});
+      const bool is_last = key + WIDE >= tile.end - tile.origin;
+      const CACHED* ahead = !is_last ? key_run(tile, key + WIDE) : next.begin < next.end ? key_run(next, 0) : keys;
+      const int64_t stride = call_.block_size;
+      score(Lines<CACHED>{keys, more, ahead, stride, call_.head_dim, KEY_RUN * stride, call_.head_dim - KEY_RUN});
     }
     float* output = state.output + first * dim_;
     for (int r = 0; r < ROWS; ++r) {
@@ -201,13 +205,21 @@ class VectorWalk {
     if (copies_)
       return add_values<ROWS>(seen, output, [&](int64_t key) {
         const float* values = values_ + key * dim_;
-        return Lines<float>{values, values + KEY_RUN, values, dim_, KEY_TILE};
+        return Lines<float>{values, values + KEY_RUN, values, dim_, KEY_TILE, 0, 0};
       });
-    add_values<ROWS>(seen, output, [&](int64_t key) {
-      const int64_t place = tile.place[key];
-      const CACHED *values = call_.value(place), *ahead = next.has(key) ? call_.value(next.place[key]) : values;
-      return Lines<CACHED>{values, values + KEY_RUN, ahead, dim_, key + call_.block_size - place % call_.block_size};
-    });
+    // As the memory lies, a few keys with all their columns at a time.
+    for (int64_t from = 0; from < KEY_TILE; from += KEY_RUN) {
+      Visible now[ROWS];
+      for (int r = 0; r < ROWS; ++r)
+        now[r] = {std::max(seen[r].begin, from), std::min(seen[r].end, from + KEY_RUN)};
+      add_values<ROWS>(now, output, [&](int64_t key) {
+        const int64_t place = tile.place[key], end = key + call_.block_size - place % call_.block_size;
+        const CACHED *values = call_.value(place), *ahead = values;
+        if (tile.has(key + KEY_RUN) && key + KEY_RUN < KEY_TILE) ahead = call_.value(tile.place[key + KEY_RUN]);
+        else if (next.has(key % KEY_RUN)) ahead = call_.value(next.place[key % KEY_RUN]);
+        return Lines<CACHED>{values, values + KEY_RUN, ahead, dim_, end, columns_of(ROWS), KEY_TILE};
+      });
+    }
   }
 
   // Only keys a row sees are touched: a later token's values, even infinite ones, can't reach it. So rows go together
