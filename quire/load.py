@@ -23,7 +23,7 @@ from quire.models.decoder import Decoder, WeightSource
 from quire.models.load import Progress, load_planned, open_model
 from quire.models.spec import ModelSpec
 from quire.models.weight_plan import ModelFiles, WeightPlan, plan_weights
-from quire.runner.device import pick_dtype, wake
+from quire.runner.device import pick_dtype, return_freed_memory, wake
 from quire.runner.memory import CachePlan
 from quire.runner.worker import Draft, choose_weights, expected_plan
 
@@ -137,7 +137,10 @@ def open_tokenizer(source: ModelSource) -> Tokenizer:
 def _open(source: ModelSource) -> tuple[ModelFiles, Tokenizer]:
     files = open_model(source.path)
     try:
-        return files, _open_tokenizer(files.checkpoint, source.path)
+        tokenizer = _open_tokenizer(files.checkpoint, source.path)
+        files.checkpoint.metadata = {}  # a GGUF file's vocabulary as Python objects, which nobody needs any more
+        return_freed_memory()
+        return files, tokenizer
     except BaseException:
         files.checkpoint.close()
         raise

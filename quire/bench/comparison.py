@@ -10,14 +10,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from operator import eq, truediv
 from typing import Any
 
 import torch
 
-from quire.bench.engine_process import EngineChoice, EngineProcess
+from quire.bench.engine_process import EngineChoice, EngineProcess, TookTooLongError
 from quire.bench.jobs import Job, Lengths, TokenSource, random_jobs
 from quire.bench.machine import instruction_sets, report_facts
 from quire.bench.measure import Clock
@@ -34,6 +34,7 @@ _REMOTE = "openai-url"
 """The peer that is a server somewhere and not a process of ours."""
 _FIRST_PROMPT, _FIRST_ANSWER = 128, 32
 """What a fresh process is asked for: the first token after a prompt, then an answer to another."""
+_CUT = "took too long"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +91,10 @@ def start_engines(
     repeats: int,
     stack: ExitStack,
     clock: Clock = time.perf_counter,
+    limit: float | None = None,
 ) -> tuple[dict[str, Peer], dict[str, Starts]]:
-    """Each engine's process, started `repeats` times in turn; the last one of each stays until `stack` is closed."""
+    """Each engine's process, started `repeats` times in turn; the last one of each stays until `stack` is closed. None
+    may think longer than `limit` seconds about anything."""
     source = TokenSource(0, vocab_size)
     engines: dict[str, Peer] = {}
     seconds: dict[str, list[float]] = {kind: [] for kind in choices}
@@ -102,7 +105,7 @@ def start_engines(
                 bar.begin(f"starting {kind}, pass {repeat + 1}")
                 first, whole = (Job(source.draw(_FIRST_PROMPT), count) for count in (1, _FIRST_ANSWER))
                 began = clock()
-                process = EngineProcess(choice)
+                process = EngineProcess(choice, limit)
                 with ExitStack() as until_done:
                     until_done.push(process)
                     process.run([first])
@@ -126,9 +129,10 @@ def compare_engines(
     options: dict[str, Any],
     peer_batch: int,
     url: str | None,
+    limit: float | None = None,
 ) -> Report:
     """Starts Quire (with further engine `options`) and `peers`, each with the interpreter it is installed for (empty:
-    ours), and compares them."""
+    ours), and compares them. A measure that takes longer than `limit` seconds is cut, and the table says so."""
     for kind in peers:
         check_peer(kind, url if kind == _REMOTE or _REMOTE not in peers else None)
     where, source = pick_device(device), resolve(model)
@@ -151,9 +155,9 @@ def compare_engines(
     choices[OWN] = EngineChoice(OWN, setting, options)  # last: on a GPU it takes what the others leave
     facts = report_facts(where) | {"instruction sets": instruction_sets()}
     with ExitStack() as stack:
-        started, starts = start_engines(choices, vocab_size, repeats, stack)
+        started, starts = start_engines(choices, vocab_size, repeats, stack, limit=limit)
         engines |= started
-        table = compare(engines, workloads, vocab_size, repeats, starts)
+        table = compare(engines, workloads, vocab_size, repeats, starts, limit=limit)
     names = {kind: engine.name for kind, engine in engines.items()}
     return Report(f"Quire and {', '.join(peers)}", facts | names, (table,))
 
@@ -172,7 +176,7 @@ class _Pass:
 
 
 _Passes = dict[tuple[str, str], list[_Pass]]
-"""By engine and workload."""
+"""By engine and workload; one that took too long has none."""
 
 
 def compare(
@@ -182,16 +186,18 @@ def compare(
     repeats: int,
     starts: Mapping[str, Starts] | None = None,
     clock: Clock = time.perf_counter,
+    limit: float | None = None,
 ) -> Table:
-    """Quire (the engine called "quire") and its peers, one line for each workload."""
+    """Quire (the engine called "quire") and its peers, one line for each workload. `limit` is what their processes were
+    started with."""
     peers = [kind for kind in engines if kind != OWN]
     order = [OWN, *peers]
     passes = _run({kind: engines[kind] for kind in order}, workloads, vocab_size, repeats, clock)
     rows: list[Row] = []
     for workload in workloads:
-        spreads = {kind: _figure(workload, passes, kind) for kind in order}
-        medians = {kind: spread.median for kind, spread in spreads.items()}
-        rows.append(_row(workload.name, order, spreads, medians, less_is_better=workload.figure == "time"))
+        cells = {kind: _figure(workload, passes, kind) for kind in order}
+        medians = {kind: cell.median for kind, cell in cells.items() if isinstance(cell, Spread)}
+        rows.append(_row(workload.name, order, cells, medians, less_is_better=workload.figure == "time"))
     if starts:
         first = {kind: start.first_token for kind, start in starts.items()}
         medians = {kind: spread.median for kind, spread in first.items()}
@@ -201,7 +207,10 @@ def compare(
         rows.append(_row("peak memory, one request", order, sizes, memory, less_is_better=True))
     rows.append(("answers that agree", EMPTY, *(_agreement(passes, kind) for kind in peers), *[EMPTY] * len(peers)))
     columns = ("what", *order, *(f"over {kind}" for kind in peers))
-    return Table("Comparison", _note(workloads, repeats, bool(starts)), columns, tuple(rows))
+    note = _note(workloads, repeats, bool(starts))
+    if any(_CUT in row for row in rows):
+        note += f" What {_CUT} was stopped after {limit:g} s (--limit)."
+    return Table("Comparison", note, columns, tuple(rows))
 
 
 def _run(
@@ -211,7 +220,8 @@ def _run(
     with BenchmarkBar(1 + repeats * len(workloads) * len(engines)) as bar:
         bar.begin("warming up")
         for engine in engines.values():
-            engine.run(workloads[-1].draw(TokenSource(0, vocab_size))[:2])
+            with suppress(TookTooLongError):  # its measures will tell
+                engine.run(workloads[-1].draw(TokenSource(0, vocab_size))[:2])
         bar.advance()
         for repeat in range(repeats):
             for number, workload in enumerate(workloads):
@@ -219,15 +229,22 @@ def _run(
                 prompt_tokens = sum(len(job.prompt) for job in jobs)
                 for kind, engine in engines.items():
                     bar.begin(f"{kind}: {workload.name}, pass {repeat + 1}")
-                    began = clock()
-                    answers = engine.run(jobs)
-                    passes[kind, workload.name].append(_Pass(clock() - began, prompt_tokens, answers))
+                    found = passes[kind, workload.name]
+                    if len(found) == repeat:  # it was never cut
+                        began = clock()
+                        try:
+                            answers = engine.run(jobs)
+                            found.append(_Pass(clock() - began, prompt_tokens, answers))
+                        except TookTooLongError:
+                            found.clear()
                     bar.advance()
     return passes
 
 
-def _figure(workload: Workload, passes: _Passes, kind: str) -> Spread:
+def _figure(workload: Workload, passes: _Passes, kind: str) -> Spread | str:
     found = passes[kind, workload.name]
+    if not found or (workload.without and not passes[kind, workload.without]):
+        return _CUT
     if workload.figure == "time":
         return Spread.of(each.seconds for each in found)
     if workload.figure == "prompt":
@@ -244,7 +261,7 @@ def _agreement(passes: _Passes, peer: str) -> str:
     """How many of a peer's answers are ours, token by token."""
     same: list[bool] = []
     for (kind, workload), found in passes.items():
-        if kind == peer:
+        if kind == peer and found and passes[OWN, workload]:
             for theirs, ours in zip(found, passes[OWN, workload], strict=True):
                 if isinstance(theirs.answers, list) and isinstance(ours.answers, list):
                     same += map(eq, theirs.answers, ours.answers)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -36,12 +37,26 @@ class EngineChoice:
     """The interpreter of the environment it is installed in."""
 
 
+class TookTooLongError(QuireError):
+    """An engine was stopped because it had not answered in time."""
+
+
 class EngineProcess:
     """The other end of an engine's process; a `Peer` like those that are in ours."""
 
-    def __init__(self, choice: EngineChoice) -> None:
-        """Starts it and loads the model."""
-        self._kind = choice.kind
+    def __init__(self, choice: EngineChoice, limit: float | None = None) -> None:
+        """Starts it and loads the model. Where loading, or an answer, takes more than `limit` seconds, the process is
+        stopped with TookTooLongError, and another started in its place."""
+        self._choice = choice
+        self._limit = limit
+        self._running = False
+        self.peak_memory: int | None = None
+        """Of resident memory, in bytes, from the process's start to its last answer; None where the system does not
+        tell."""
+        self._start()
+
+    def _start(self) -> None:
+        choice = self._choice
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed in `close`)
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
@@ -58,9 +73,7 @@ class EngineProcess:
         except OSError as error:
             self._log.close()
             raise QuireError(f"{choice.kind}: {choice.python} can't be started: {error}") from None
-        self.peak_memory: int | None = None
-        """Of resident memory, in bytes, from the process's start to its last answer; None where the system does not
-        tell."""
+        self._running = True
         try:
             order = {"kind": choice.kind, "setting": asdict(choice.setting), "options": choice.options}
             self.name: str = self._ask(order)["name"]
@@ -69,13 +82,22 @@ class EngineProcess:
             raise
 
     def run(self, jobs: Sequence[Job]) -> Answers:
-        reply = self._ask({"jobs": [(job.token_ids, job.max_tokens) for job in jobs]})
+        if not self._running:
+            self._start()
+        try:
+            reply = self._ask({"jobs": [(job.token_ids, job.max_tokens) for job in jobs]})
+        except TookTooLongError:
+            self._start()  # now, not within the time of whatever comes next
+            raise
         self.peak_memory = reply["peak_memory"]
         answers = reply["answers"]
         return answers if isinstance(answers, int) else [tuple(answer) for answer in answers]
 
     def close(self) -> None:
         """Ends the process."""
+        if not self._running:
+            return
+        self._running = False
         if self._process.stdin is not None:
             # There is no more to do, so it ends by itself; one that has ended already left what it did not read.
             with contextlib.suppress(BrokenPipeError):
@@ -101,12 +123,17 @@ class EngineProcess:
         assert stdout is not None
         try:
             _write(stdin, order)
+            # A line is written in one go, so where it has begun its end is near.
+            if self._limit is not None and not select.select([stdout], [], [], self._limit)[0]:
+                self._process.kill()
+                self.close()
+                raise TookTooLongError(f"{self._choice.kind} did not answer within {self._limit:g} s")
             line = stdout.readline()
         except OSError:
             line = ""
         if not line:
             self._log.seek(0)
-            raise QuireError(f"the process of {self._kind} ended: {self._log.read()[-2000:].strip()}")
+            raise QuireError(f"the process of {self._choice.kind} ended: {self._log.read()[-2000:].strip()}")
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
             raise QuireError(reply["error"])

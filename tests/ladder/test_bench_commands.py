@@ -238,6 +238,35 @@ def test_a_process_that_ends_says_why(tmp_path: Path) -> None:
         EngineProcess(EngineChoice("vllm", setting(tmp_path), {"long": "x" * 2**20}, python=str(broken)))
 
 
+def test_a_measure_that_takes_too_long_is_cut_and_named(tmp_path: Path) -> None:
+    """Its engine is started again: what comes after is measured, and what was cut is not tried once more."""
+    slow = tmp_path / "python"
+    slow.write_text(
+        f"""#!/bin/sh
+echo start >> {tmp_path}/log
+read setting && echo '{{"name": "slow"}}'
+while read jobs; do
+  echo jobs >> {tmp_path}/log
+  case $jobs in *", 9]"*) exec sleep 60;; esac
+  echo '{{"answers": 4, "peak_memory": null}}'
+done
+"""
+    )
+    slow.chmod(0o700)
+    workloads = [Workload(name, 1, Lengths(3, 3), Lengths(new, new)) for name, new in (("long", 9), ("short", 4))]
+    with EngineProcess(EngineChoice("vllm", setting(tmp_path), python=str(slow)), limit=1.0) as process:
+        table = compare({OWN: Counter(), "vllm": process}, workloads, 256, repeats=2, limit=1.0)
+    rows: dict[str, Any] = {str(row[0]): row[1:] for row in table.rows}
+    assert rows["long"][1:] == ("took too long", "–")
+    assert len(rows["short"][1].values) == len(rows["short"][0].values) == 2
+    assert table.note.endswith("What took too long was stopped after 1 s (--limit).")
+    log = (tmp_path / "log").read_text().split()
+    assert log == ["start", "jobs", "jobs", "start", "jobs", "jobs"]  # a warm-up, the long one; a short one each pass
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    with pytest.raises(QuireError, match=r"vllm did not answer within 0\.1 s"):
+        EngineProcess(EngineChoice("vllm", setting(tmp_path), python=str(slow)), limit=0.1)
+
+
 def test_a_peer_has_nothing_of_ours_in_its_process() -> None:
     script = "import sys, quire.bench.engine_process; print(sorted({'torch', 'numpy', 'rich'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)

@@ -35,6 +35,10 @@ def compare(
     new_tokens: Annotated[str, Option(metavar="N|LOW-HIGH", help="With --requests: how many follow.")] = "",
     max_num_seqs: shared.MaxNumSeqs = 64,
     repeats: shared.Repeats = 3,
+    limit: Annotated[
+        float,
+        Option(metavar="SECONDS", min=1, help="The most that one measure of one engine may take before it is cut."),
+    ] = 300,
     markdown: shared.MarkdownFile = None,
     json_file: shared.JsonFile = None,
 ) -> None:
@@ -42,7 +46,8 @@ def compare(
 
     Prompts, single answers, many requests at once, requests that begin alike, start-up and memory; with --requests only
     requests of the given lengths. Each engine runs in a process of its own. Peers are not installed with Quire; one
-    that is missing says what to install.
+    that is missing says what to install. An engine that takes longer than --limit for a measure is stopped and started
+    again, and the table says which measure that was.
 
     \b
     quire bench compare --peer llama-cpp --peer openvino=peers/openvino/bin/python
@@ -66,5 +71,5 @@ def compare(
         "max_batched_tokens": max(512, max_num_seqs),
         "quantization": quantization,
     }
-    report = compare_engines(model, peers, workloads, repeats, device, dtype, own, peer_batch, url)
+    report = compare_engines(model, peers, workloads, repeats, device, dtype, own, peer_batch, url, limit)
     shared.deliver(report, markdown, json_file)

@@ -30,19 +30,27 @@ std::pair<int64_t, int64_t> splits(const Rows<T, CACHED>& rows) {
   return {rows.visible(0).begin / SPLIT, (last + SPLIT - 1) / SPLIT};
 }
 
-template <class Walk, class T, class CACHED>
-void one_split(Walk& walk, const Rows<T, CACHED>& rows, int64_t split, State& state) {
-  state.clear(rows.task.rows, rows.call.padded_dim());
+// The tokens of a tile that the task's rows see.
+template <class T, class CACHED>
+KeyTile tile_at(const Rows<T, CACHED>& rows, int64_t split, int64_t origin) {
   const int64_t first_key = rows.visible(0).begin, last_key = rows.visible(rows.task.rows - 1).end;
-  const int64_t end = std::min((split + 1) * SPLIT, last_key);
-  auto tile_at = [&](int64_t origin) {
-    KeyTile tile{origin, std::max(origin, first_key), std::min(origin + KEY_TILE, end), {}};
-    rows.find(tile);
-    return tile;
-  };
-  KeyTile tile = tile_at(std::max(split * SPLIT, first_key / KEY_TILE * KEY_TILE));
-  while (tile.origin < end) {
-    KeyTile next = tile_at(tile.origin + KEY_TILE);
+  KeyTile tile{origin, std::max(origin, first_key), std::min({origin + KEY_TILE, (split + 1) * SPLIT, last_key}), {}};
+  rows.find(tile);
+  return tile;
+}
+template <class T, class CACHED>
+KeyTile first_tile(const Rows<T, CACHED>& rows, int64_t split) {
+  return tile_at(rows, split, std::max(split * SPLIT, rows.visible(0).begin / KEY_TILE * KEY_TILE));
+}
+
+// `after` is the tile that will probably be worked on next: it is asked for while the last one of this split is.
+template <class Walk, class T, class CACHED>
+void one_split(Walk& walk, const Rows<T, CACHED>& rows, int64_t split, const KeyTile& after, State& state) {
+  state.clear(rows.task.rows, rows.call.padded_dim());
+  const int64_t end = std::min((split + 1) * SPLIT, rows.visible(rows.task.rows - 1).end);
+  KeyTile tile = first_tile(rows, split);
+  for (int64_t origin = tile.origin; origin < end; origin += KEY_TILE) {
+    const KeyTile next = origin + KEY_TILE < end ? tile_at(rows, split, origin + KEY_TILE) : after;
     walk.tile(rows, tile, next, state);
     tile = next;
   }
@@ -70,26 +78,23 @@ void write_out(const Rows<T, CACHED>& rows, const State& state) {
 template <class Walk, class T, class CACHED>
 void whole_tasks(const Attention<T, CACHED>& call, const std::vector<Task>& tasks) {
   const int64_t dim = call.padded_dim();
-  std::atomic<size_t> next{0};
-  auto work = [&] {
+  parallel_tasks(call.num_threads, int64_t(tasks.size()), [&](int64_t i) {
     thread_local Scratch scratch;
     float* memory = scratch.get<float>(size_t(2 * State::floats(dim)));
     State merged = State::at(memory, dim), state = State::at(memory + State::floats(dim), dim);
+    const Rows<T, CACHED> rows{call, tasks[size_t(i)]}, later{call, tasks[std::min(size_t(i) + 1, tasks.size() - 1)]};
+    auto [begin, end] = splits(rows);
+    merged.clear(rows.task.rows, dim);
     Walk walk(call);
-    for (size_t i = next.fetch_add(1); i < tasks.size(); i = next.fetch_add(1)) {
-      Rows<T, CACHED> rows{call, tasks[i]};
-      auto [begin, end] = splits(rows);
-      merged.clear(rows.task.rows, dim);
-      walk.start(rows);
-      for (int64_t split = begin; split < end; ++split) {
-        one_split(walk, rows, split, state);
-        merged.merge(state, rows.task.rows, dim);
-      }
-      write_out(rows, merged);
+    walk.start(rows);
+    for (int64_t split = begin; split < end; ++split) {
+      const KeyTile after = split + 1 < end ? first_tile(rows, split + 1) : first_tile(later, splits(later).first);
+      one_split(walk, rows, split, after, state);
+      merged.merge(state, rows.task.rows, dim);
     }
+    write_out(rows, merged);
     walk.finish();
-  };
-  parallel(int(std::min<size_t>(tasks.size(), size_t(call.num_threads))), work);
+  });
 }
 
 // Few tasks with long contexts: the splits are shared out, then merged in the same order.
@@ -108,18 +113,15 @@ void split_tasks(const Attention<T, CACHED>& call, const std::vector<Task>& task
   thread_local Scratch scratch;
   float* memory = scratch.get<float>(size_t(State::floats(dim)) * (parts.size() + tasks.size()));
   auto state_of = [&](size_t i) { return State::at(memory + int64_t(i) * State::floats(dim), dim); };
-  std::atomic<size_t> next{0};
-  auto work = [&] {
+  parallel_tasks(call.num_threads, int64_t(parts.size()), [&](int64_t i) {
+    const Part part = parts[size_t(i)], later = parts[std::min(size_t(i) + 1, parts.size() - 1)];
+    const Rows<T, CACHED> rows{call, tasks[part.task]};
+    State state = state_of(size_t(i));
     Walk walk(call);
-    for (size_t i = next.fetch_add(1); i < parts.size(); i = next.fetch_add(1)) {
-      Rows<T, CACHED> rows{call, tasks[parts[i].task]};
-      State state = state_of(i);
-      walk.start(rows);
-      one_split(walk, rows, parts[i].split, state);
-    }
+    walk.start(rows);
+    one_split(walk, rows, part.split, first_tile(Rows<T, CACHED>{call, tasks[later.task]}, later.split), state);
     walk.finish();
-  };
-  parallel(int(std::min<size_t>(parts.size(), size_t(call.num_threads))), work);
+  });
   for (size_t i = 0, part = 0; i < tasks.size(); ++i) {
     State merged = state_of(parts.size() + i);
     merged.clear(tasks[i].rows, dim);

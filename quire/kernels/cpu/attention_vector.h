@@ -45,24 +45,41 @@ inline void turn_over(Vec* v) {
 // Columns whose sums are in registers together: all that ROWS rows leave room for.
 constexpr int64_t columns_of(int rows) { return rows <= 2 || LANES == 16 ? 32 : 16; }
 
-// sums[r][i] = start + left[r][from] * right(from)[i] + ... + left[r][to - 1] * right(to - 1)[i], in this order, for
-// ROWS rows and columns_of(ROWS) columns. What it starts from is what stands there if KEEP, or zero. right(k, i) is where
-// LANES numbers of row k from the i-th on lie; ahead(k) is where something lies that will be read soon.
-template <int ROWS, bool KEEP, class Right, class Ahead>
+constexpr int KEY_RUN = 16;  // keys that lie side by side in a cache by dimension: a block has whole runs
+
+// Rows of numbers up to row `end`, `stride` apart. The first KEY_RUN columns lie at `first`, the others at `second`.
+// What is read after some hundred cycles lies `near` behind each row before `near_end`, what is read after all of these
+// at `ahead`, at the same stride.
+template <class N>
+struct Lines {
+  const N *first, *second, *ahead;
+  int64_t stride, end, near, near_end;
+};
+
+// sums[r][i] = start + left[r][from] * right[from][i] + ... + left[r][to - 1] * right[to - 1][i], in this order, for
+// ROWS rows and columns_of(ROWS) columns. What it starts from is what stands there if KEEP, or zero. right(k) tells the
+// Lines that begin with row k: what is looked up is looked up once for several rows.
+template <int ROWS, bool KEEP, class Right>
 inline void multiply(const float* left, int64_t left_stride, Right right, int64_t from, int64_t to, float* sums,
-                     int64_t sums_stride, Ahead ahead) {
+                     int64_t sums_stride) {
   constexpr int VECTORS = int(columns_of(ROWS)) / LANES;
   Vec s[ROWS][VECTORS];
   for (int r = 0; r < ROWS; ++r)
     for (int v = 0; v < VECTORS; ++v) s[r][v] = KEEP ? load(sums + r * sums_stride + v * LANES) : Vec{};
+  for (int64_t k = from; k < to;) {
+    auto [first, second, ahead, stride, end, near, near_end] = right(k);
+    end = std::min(end, to);
 #pragma GCC unroll 4
-  for (int64_t k = from; k < to; ++k) {
-    Vec values[VECTORS];
-    for (int v = 0; v < VECTORS; ++v) values[v] = load(right(k, v * LANES));
-    __builtin_prefetch(ahead(k), 0, 3);
-    for (int r = 0; r < ROWS; ++r) {
-      const Vec factor = splat(left[r * left_stride + k]);
-      for (int v = 0; v < VECTORS; ++v) s[r][v] = fma(factor, values[v], s[r][v]);
+    for (; k < end; ++k, first += stride, second += stride, ahead += stride) {
+      Vec values[VECTORS];
+      for (int v = 0; v < VECTORS; ++v)
+        values[v] = load(v * LANES < KEY_RUN ? first + v * LANES : second + v * LANES - KEY_RUN);
+      __builtin_prefetch(ahead, 0, 2);
+      __builtin_prefetch(k < near_end ? first + near : first, 0, 3);
+      for (int r = 0; r < ROWS; ++r) {
+        const Vec factor = splat(left[r * left_stride + k]);
+        for (int v = 0; v < VECTORS; ++v) s[r][v] = fma(factor, values[v], s[r][v]);
+      }
     }
   }
   for (int r = 0; r < ROWS; ++r)
@@ -106,7 +123,6 @@ class VectorWalk {
 
  private:
   static constexpr int64_t TOGETHER = 4;  // rows
-  static constexpr int KEY_RUN = 16;      // keys that lie side by side in a cache by dimension: a block has whole runs
 
   static constexpr bool SCALED = std::is_same_v<CACHED, int8_t>;
 
@@ -160,18 +176,20 @@ class VectorWalk {
     }
     constexpr int64_t WIDE = columns_of(ROWS);
     for (int64_t key = seen[0].begin / WIDE * WIDE; key < seen[ROWS - 1].end; key += WIDE) {
-      auto score = [&](auto keys, auto ahead) {
-        multiply<ROWS, false>(query_ + first * dim_, dim_, keys, 0, call_.head_dim, weights_ + key, KEY_TILE, ahead);
+      auto score = [&](auto keys) {
+        multiply<ROWS, false>(query_ + first * dim_, dim_, [&](int64_t) { return keys; }, 0, call_.head_dim,
+                              weights_ + key, KEY_TILE);
       };
       if (!call_.keys_by_dimension) {
-        score([&](int64_t dim, int i) { return keys_ + dim * KEY_TILE + key + i; }, [&](int64_t) { return keys_; });
+        const float* keys = keys_ + key;
+        score(Lines<float>{keys, keys + KEY_RUN, keys, KEY_TILE, call_.head_dim, 0, 0});
         continue;
       }
-      const CACHED* runs[WIDE / KEY_RUN];
-      for (int i = 0; i < WIDE / KEY_RUN; ++i) runs[i] = key_run(tile, key + i * KEY_RUN);
-      const CACHED* ahead = next.begin < next.end ? key_run(next, key) : runs[0];
-      score([&](int64_t dim, int i) { return runs[i / KEY_RUN] + dim * call_.block_size + i % KEY_RUN; },
-            [&](int64_t dim) { return ahead + dim * call_.block_size; });
+      const CACHED *keys = key_run(tile, key), *more = WIDE > KEY_RUN ? key_run(tile, key + KEY_RUN) : keys;
+      const bool is_last = key + WIDE >= tile.end - tile.origin;
+      const CACHED* ahead = !is_last ? key_run(tile, key + WIDE) : next.begin < next.end ? key_run(next, 0) : keys;
+      const int64_t stride = call_.block_size;
+      score(Lines<CACHED>{keys, more, ahead, stride, call_.head_dim, KEY_RUN * stride, call_.head_dim - KEY_RUN});
     }
     float* output = state.output + first * dim_;
     for (int r = 0; r < ROWS; ++r) {
@@ -185,32 +203,48 @@ class VectorWalk {
         for (int64_t i = r * dim_; i < (r + 1) * dim_; i += LANES) store(output + i, load(output + i) * factor);
     }
     if (copies_)
-      add_values<ROWS>(seen, output, [&](int64_t key) { return values_ + key * dim_; }, [&](int64_t) { return values_; });
-    else
-      add_values<ROWS>(seen, output, [&](int64_t key) { return call_.value(tile.place[key]); },
-                       [&](int64_t key) { return call_.value(next.has(key) ? next.place[key] : tile.place[key]); });
+      return add_values<ROWS>(seen, output, [&](int64_t key) {
+        const float* values = values_ + key * dim_;
+        return Lines<float>{values, values + KEY_RUN, values, dim_, KEY_TILE, 0, 0};
+      });
+    // As the memory lies, a few keys with all their columns at a time.
+    for (int64_t from = 0; from < KEY_TILE; from += KEY_RUN) {
+      Visible now[ROWS];
+      for (int r = 0; r < ROWS; ++r)
+        now[r] = {std::max(seen[r].begin, from), std::min(seen[r].end, from + KEY_RUN)};
+      add_values<ROWS>(now, output, [&](int64_t key) {
+        const int64_t place = tile.place[key], end = key + call_.block_size - place % call_.block_size;
+        const CACHED *values = call_.value(place), *ahead = values;
+        if (tile.has(key + KEY_RUN) && key + KEY_RUN < KEY_TILE) ahead = call_.value(tile.place[key + KEY_RUN]);
+        else if (next.has(key % KEY_RUN)) ahead = call_.value(next.place[key % KEY_RUN]);
+        return Lines<CACHED>{values, values + KEY_RUN, ahead, dim_, end, columns_of(ROWS), KEY_TILE};
+      });
+    }
   }
 
   // Only keys a row sees are touched: a later token's values, even infinite ones, can't reach it. So rows go together
   // over the keys that all of them see, and alone over those before and after.
-  template <int ROWS, class Values, class Ahead>
-  void add_values(const Visible* seen, float* output, Values values, Ahead ahead) {
+  template <int ROWS, class Values>
+  void add_values(const Visible* seen, float* output, Values values) {
     Visible common{seen[ROWS - 1].begin, seen[0].end};
     if (common.begin >= common.end) common = {KEY_TILE, KEY_TILE};
-    for (int r = 0; r < ROWS; ++r)
-      add<1>(r, {seen[r].begin, std::min(common.begin, seen[r].end)}, output, values, ahead);
-    add<ROWS>(0, common, output, values, ahead);
-    for (int r = 0; r < ROWS; ++r)
-      add<1>(r, {std::max(common.end, seen[r].begin), seen[r].end}, output, values, ahead);
+    for (int r = 0; r < ROWS; ++r) add<1>(r, {seen[r].begin, std::min(common.begin, seen[r].end)}, output, values);
+    add<ROWS>(0, common, output, values);
+    for (int r = 0; r < ROWS; ++r) add<1>(r, {std::max(common.end, seen[r].begin), seen[r].end}, output, values);
   }
 
-  template <int ROWS, class Values, class Ahead>
-  void add(int64_t first, Visible keys, float* output, Values values, Ahead ahead) {
+  template <int ROWS, class Values>
+  void add(int64_t first, Visible keys, float* output, Values values) {
     if (keys.begin >= keys.end) return;
     for (int64_t i = 0; i < dim_; i += columns_of(ROWS))
-      multiply<ROWS, true>(weights_ + first * KEY_TILE, KEY_TILE, [&](int64_t key, int v) { return values(key) + i + v; },
-                           keys.begin, keys.end, output + first * dim_ + i, dim_,
-                           [&](int64_t key) { return ahead(key) + i; });
+      multiply<ROWS, true>(
+          weights_ + first * KEY_TILE, KEY_TILE,
+          [&](int64_t key) {
+            auto lines = values(key);
+            lines.first += i, lines.second += i, lines.ahead += i;
+            return lines;
+          },
+          keys.begin, keys.end, output + first * dim_ + i, dim_);
   }
 
   const Attention<T, CACHED>& call_;

@@ -187,9 +187,7 @@ class CpuKernels(ReferenceKernels):
             raise IndexError(f"a token id is outside the vocabulary of {columns}")
         if number is not None:
             out = self._empty(rows, depth, dtype=torch.float32)
-            self._unpack_quantized(
-                table.data_ptr(), ids.data_ptr(), out.data_ptr(), rows, depth, number, _threads()
-            )  # fmt: skip
+            self._unpack_quantized(table.data_ptr(), ids.data_ptr(), out.data_ptr(), rows, depth, number, _threads())
             return out
         out = self._empty(rows, depth, dtype=table.dtype)
         self._unpack_rows[table.dtype](

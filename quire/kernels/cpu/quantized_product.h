@@ -49,6 +49,19 @@ struct PackedPanel {
   }
   Vec scale(int64_t unit, int block, int part) const { return F::scale(scales, unit, block, part); }
   Vec minimum(int64_t unit, int part) const { return F::minimum(scales, unit, part); }
+
+  // Asks for the same unit of the panel behind, which the same thread takes most of the time: quants and scales are two
+  // short streams that begin anew with each panel, and the machine alone finds out about them too late. Into the second
+  // level: from the first, prefetches so far ahead take half of the memory's speed on a Neoverse-N1.
+  void ask_ahead(int64_t unit, int64_t units) const {
+#if defined(__aarch64__)
+    const int64_t lines = (F::UNIT_BYTES + F::scale_bytes(8) / 8 + 63) / 64;
+    const uint8_t* later = quants + PanelShape<F>{units}.bytes() + unit * lines * 64;
+    QUIRE_UNROLL for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(later + i * 64, 0, 2);
+#else
+    (void)unit, (void)units;
+#endif
+  }
 };
 
 // The same taken apart once for many rows: bytes, and scales in float32.
@@ -66,6 +79,7 @@ struct ExpandedPanel {
     return load(scales + (unit * F::BLOCKS + block) * OUTPUTS + part * LANES);
   }
   Vec minimum(int64_t unit, int part) const { return load(minima + unit * OUTPUTS + part * LANES); }
+  void ask_ahead(int64_t, int64_t) const {}
 
   static size_t bytes(int64_t units) { return size_t(units * (512 + (F::BLOCKS + 1) * OUTPUTS * 4)); }
 };
@@ -74,7 +88,8 @@ template <class F>
 ExpandedPanel<typename F::Kind> expand(const PackedPanel<F>& packed, int64_t units, uint8_t* memory) {
   float* scales = reinterpret_cast<float*>(memory + units * 512);
   float* minima = scales + units * F::BLOCKS * OUTPUTS;
-  for (int64_t unit = 0; unit < units; ++unit)
+  for (int64_t unit = 0; unit < units; ++unit) {
+    packed.ask_ahead(unit, units);
     for (int part = 0; part < PER; ++part) {
       if constexpr (!F::IS_LARGE)
         unrolled<8>([&](auto group) {
@@ -85,6 +100,7 @@ ExpandedPanel<typename F::Kind> expand(const PackedPanel<F>& packed, int64_t uni
         store(scales + (unit * F::BLOCKS + block) * OUTPUTS + part * LANES, packed.scale(unit, block, part));
       if constexpr (F::MINIMA) store(minima + unit * OUTPUTS + part * LANES, packed.minimum(unit, part));
     }
+  }
   return {F::IS_LARGE ? packed.quants : memory, scales, minima, packed.zero};
 }
 
@@ -96,7 +112,8 @@ void some_rows(const Panel& panel, const QuantizedRows& x, int64_t first_row, fl
   const int8_t* quants[ROWS];
   for (int r = 0; r < ROWS; ++r) quants[r] = x.quants + (first_row + r) * x.units * UNIT;
   Vec total[ROWS][PER] = {};
-  for (int64_t unit = 0; unit < x.units; ++unit)
+  for (int64_t unit = 0; unit < x.units; ++unit) {
+    panel.ask_ahead(unit, x.units);
     unrolled<F::BLOCKS>([&](auto block) __attribute__((always_inline)) {
       IntVec sums[ROWS][PER];
       QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
@@ -121,6 +138,7 @@ void some_rows(const Panel& panel, const QuantizedRows& x, int64_t first_row, fl
           total[r][p] = merge<F>(total[r][p], sums[r][p], scale, minimum, x, first_row + r, unit);
       }
     });
+  }
   for (int r = 0; r < ROWS; ++r)
     for (int p = 0; p < PER; ++p) store(totals + r * OUTPUTS + p * LANES, total[r][p]);
 }

@@ -157,18 +157,36 @@ inline void parallel(int num_threads, Body& body, const int64_t* mine = nullptr,
   Threads::all().run([](void* data) { (*static_cast<Body*>(data))(); }, &body, num_threads, mine, all);
 }
 
-// Calls body(task) for 0..count, each thread taking the next one as it gets free.
+// Calls body(task) for 0..count. Each thread has a run of neighbours, whose memory lies in one piece, and takes one after
+// the other; then those that are left of the others' runs.
 template <class Body>
 inline void parallel_tasks(int num_threads, int64_t count, Body body) {
-  std::atomic<int64_t> next{0};
+  struct alignas(64) Run {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+  constexpr int64_t MOST = 64;
+  num_threads = int(std::min<int64_t>(count, num_threads));
+  const int num_runs = int(std::min<int64_t>(num_threads, MOST));
+  Run runs[MOST];
+  for (int i = 0; i < num_runs; ++i) {
+    runs[i].next.store(count * i / num_runs, std::memory_order_relaxed);
+    runs[i].end = count * (i + 1) / num_runs;
+  }
+  std::atomic<int> arrived{1};  // the caller has the first run
   int64_t mine = 0;
   const std::thread::id caller = std::this_thread::get_id();
   auto work = [&] {
+    const bool is_caller = std::this_thread::get_id() == caller;
+    const int first = is_caller ? 0 : arrived.fetch_add(1);
     int64_t done = 0;
-    for (int64_t task = next.fetch_add(1); task < count; task = next.fetch_add(1), ++done) body(task);
-    if (std::this_thread::get_id() == caller) mine = done;
+    for (int i = 0; i < num_runs; ++i) {
+      Run& run = runs[(first + i) % num_runs];
+      for (int64_t task = run.next.fetch_add(1); task < run.end; task = run.next.fetch_add(1), ++done) body(task);
+    }
+    if (is_caller) mine = done;
   };
-  parallel(count < num_threads ? int(count) : num_threads, work, &mine, count);
+  parallel(num_threads, work, &mine, count);
 }
 
 // Calls body(i) for 0..count, where each is little work: threads take several at a time, and as many threads take part
