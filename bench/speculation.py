@@ -187,7 +187,7 @@ def table_equal(options: argparse.Namespace) -> Figures:
             if quantization not in expected:
                 expected[quantization] = essence(answers(llms["off"], 1, count, longest))
             # Whatever this machine's other work makes of the times: guesses that have a chance are made.
-            with patch.object(StepCosts, "observe", lambda costs, entry: setattr(costs, "least_chance", 0.3)):
+            with patch.object(StepCosts, "observe", lambda costs, entry: setattr(costs, "share", 0.3)):
                 outputs = answers(llms[name], 1, count, longest)
             pairs = zip(essence(outputs), expected[quantization], strict=True)
             differ = sum(one != two for one, two in pairs)

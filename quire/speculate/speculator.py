@@ -80,10 +80,11 @@ class Speculator:
         if state.pause and not request.drafts:
             state.pause -= 1
             return ()
-        most = self._count(request, state, most)
+        token_ids, ahead = request.token_ids, request.num_placeholders - 1
+        drafted = len(request.drafts) - ahead  # as many as were worth it
+        most = min(most, drafted) if drafted > 0 else self._count(request, state, most)
         if not most:
             return ()
-        token_ids, ahead = request.token_ids, request.num_placeholders - 1
         found: Sequence[int] = ()
         if state.prediction is not None:
             found = state.prediction.guess(token_ids[request.num_prompt_tokens :], ahead + most)
@@ -109,17 +110,13 @@ class Speculator:
         return 0 if state is None else self._count(request, state, MAX_GUESSES)
 
     def _state(self, request: DraftedRequest) -> _DraftState | None:
-        state = request.draft_state
-        if state is None:
-            is_used = self._is_used(request)
-            request.draft_state = state = _DraftState(request.resolved.prediction_ids) if is_used else False
-        return state or None
-
-    def _is_used(self, request: DraftedRequest) -> bool:
-        """Whether there can be guesses for a request at all."""
-        can = self._ngrams or self._runner_drafts or bool(request.resolved.prediction_ids)
-        # A request's own functions are called once for every token of the answer, and for no other.
-        return can and request.params.speculation and not request.params.logits_processors
+        """None where there can be no guesses for a request at all."""
+        if request.draft_state is None:
+            can = self._ngrams or self._runner_drafts or bool(request.resolved.prediction_ids)
+            # A request's own functions are called once for every token of the answer, and for no other.
+            is_used = can and request.params.speculation and not request.params.logits_processors
+            request.draft_state = _DraftState(request.resolved.prediction_ids) if is_used else False
+        return request.draft_state or None
 
     def _count(self, request: DraftedRequest, state: _DraftState, most: int) -> int:
         if not self._adaptive:
@@ -127,4 +124,4 @@ class Speculator:
         acceptance = state.acceptance
         if request.accepted_tokens != acceptance.num_right or request.num_rejections != acceptance.num_wrong:
             acceptance.learn(request.accepted_tokens, request.num_rejections)
-        return acceptance.count(self._costs.least_chance, min(most, MAX_GUESSES))
+        return acceptance.count(self._costs, min(most, MAX_GUESSES))
