@@ -35,12 +35,7 @@ class ModelDrafter:
     """Drafts for the requests of a runner."""
 
     def __init__(
-        self,
-        decoder: Decoder,
-        cache: KVCache,
-        has_own_cache: bool,
-        request_rows: RequestRows,
-        graphs: Graphs | None,
+        self, decoder: Decoder, cache: KVCache, has_own_cache: bool, request_rows: RequestRows, graphs: Graphs | None
     ) -> None:
         self._decoder = decoder
         self._cache = cache

@@ -93,9 +93,9 @@ class Acceptance:
 
     __slots__ = ("_right", "_skip", "_tried", "_wait", "chance", "num_right", "num_wrong")
 
-    def __init__(self) -> None:
-        self._right, self._tried = 1.4, 2.0  # as if two had been tried
-        self.chance = self._right / self._tried
+    def __init__(self, chance: float = 0.7) -> None:
+        self._right, self._tried = chance, 1.0  # as if one had been tried
+        self.chance = chance
         """Of the next guess to be right."""
         self.num_right = self.num_wrong = 0
         """All guesses so far that were right, and that were the first wrong one of a step."""

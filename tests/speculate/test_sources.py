@@ -113,6 +113,18 @@ class TestWhoIsGuessedFor:
         request.draft_state = None
         assert not Speculator(10).guess(request, 5)
 
+    def test_nothing_is_guessed_behind_the_end(self) -> None:
+        """A prompt that is repeated to its last word goes on with what ends an answer, and a question's beginning."""
+        speculator = Speculator(10, ngrams=True, adaptive=False)
+        request = Request("a", (1, 2, 3, 4, 9, 7, 8, 1, 2, 3), SamplingParams(), 0, eos_token_ids=(9,))
+        request.num_placeholders = 1
+        assert list(speculator.guess(request, 5)) == [4, 9]
+        request.num_placeholders = 3
+        assert list(speculator.guess(request, 5)) == []
+        request = Request("a", request.prompt_token_ids, SamplingParams(ignore_eos=True), 0, eos_token_ids=(9,))
+        request.num_placeholders = 1
+        assert list(speculator.guess(request, 5)) == [4, 9, 7, 8, 1]
+
     def test_what_the_runner_was_asked_to_draft_is_checked(self) -> None:
         """Also where guesses have long been wrong, and one is tried now and then."""
         request = Request("a", (1, 2, 3), SamplingParams(), 0)
