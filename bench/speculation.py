@@ -2,9 +2,11 @@
 
     python bench/speculation.py                                  # all tables, SmolLM2 on this machine
     python bench/speculation.py copy loss --device cuda --model Qwen/Qwen3-8B
+    python bench/speculation.py check loss --device cuda --shape qwen3-8b    # random weights of that shape
     python bench/speculation.py equal --requests 1000
 
-Ratios are medians of one run, with and without guesses in turn, so that whatever else the machine does hits both.
+Ratios are medians of one run, with and without guesses in turn, so that whatever else the machine does hits both. The
+last lines are all figures as a Markdown table, each beside its goal.
 """
 
 from __future__ import annotations
@@ -14,22 +16,35 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from copy import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
 
+from bench.drafted_scheduler import DraftedScheduler
+from bench.random_engine import random_decoder
+from bench.shapes import CONFIGS, spec_of
 from quire import LLM, RequestOutput, SamplingParams
-from quire.engine import Scheduler, SchedulerConfig, make_requests
+from quire.assemble import Engine, assemble
+from quire.bench.machine import report_facts
+from quire.bench.report import Row, Table, cell_text
+from quire.bench.spread import Spread
+from quire.config import EngineConfig
+from quire.kernels.select import select_kernels
+from quire.process.gc_pauses import full_collections_put_off
+from quire.runner.device import pick_device, pick_dtype
 from quire.speculate.adaptive import StepCosts
 from quire.speculate.speculator import Speculator
-from quire.step import ScheduledRequest, Step, StepLogEntry, StepResult
+from quire.step import ScheduledRequest, Step
 from tests.speculate.every_kind import TEXT, answers, essence, num_accepted
 
+MAX_MODEL_LEN = 2048
 QUESTIONS = (
     "Why is the sky blue?",
     "Give me three tips for learning to cook.",
@@ -38,53 +53,161 @@ QUESTIONS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One ratio, from every round, and what it should be."""
+
+    table: str
+    what: str
+    ratios: Spread
+    goal: float | None = None
+    at_most: bool = False
+    detail: str = ""
+
+    def row(self) -> Row:
+        if self.goal is None:
+            return self.table, self.what, self.ratios, "", "", self.detail
+        is_met = self.ratios.median <= self.goal if self.at_most else self.ratios.median >= self.goal
+        goal = f"{'≤' if self.at_most else '≥'} {self.goal:.2f} ×"
+        return self.table, self.what, self.ratios, goal, "yes" if is_met else "no", self.detail
+
+
+Figures = Iterator[Figure]
+
+
 @contextmanager
 def engines(options: argparse.Namespace, *speculations: str, **more: Any) -> Iterator[dict[str, LLM]]:
-    """The same model with each kind of speculation."""
-    common = {"device": options.device, "max_model_len": 2048, "kv_cache_memory": options.kv_cache_memory} | more
+    """The same model with each kind of speculation; with a `--shape`, one of random weights."""
+    device = pick_device(options.device)
+    seqs, memory = (256, "8GiB") if device.type == "cuda" else (64, "1GiB")
+    common = {
+        "device": options.device,
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": max([seqs, *(options.batches or ())]),
+        "kv_cache_memory": options.kv_cache_memory or memory,
+    } | more
     opened: dict[str, LLM] = {}
+    build = None if options.shape is None else _random_builder(options.shape, options.device)
     try:
         for one in speculations:
-            opened[one] = LLM(options.model, speculation=one, **common)
+            if build is None:
+                opened[one] = LLM(options.model, speculation=one, **common)
+            else:
+                with patch("quire.llm.resolve"), patch("quire.llm.build_engine", build):
+                    opened[one] = LLM(options.shape, speculation=one, **common)
+            if device.type == "cuda":  # a graph is captured after each of the first steps
+                warm_up = SamplingParams(temperature=1.5, seed=1, max_tokens=128, ignore_eos=True)
+                opened[one].generate([[5] * 64] * 8, warm_up, progress=False)
         yield opened
     finally:
         for llm in opened.values():
             llm.close()
 
 
-def decode_seconds(outputs: list[RequestOutput]) -> float:
-    """From the first token of all to the last, over the tokens that came in between."""
-    metrics = [output.metrics for output in outputs]
-    first = max(one.first_token for one in metrics if one.first_token is not None)
-    tokens = sum(one.num_output_tokens - 1 for one in metrics)
-    return (max(one.finished for one in metrics) - first) / max(tokens, 1)
+def _random_builder(shape: str, wanted: str) -> Callable[..., Engine]:
+    """What stands for `build_engine`: all engines have the same random weights."""
+    device = pick_device(wanted)
+    dtype = pick_dtype("auto", device)
+    kernels = select_kernels(device, dtype)
+    decoder = random_decoder(spec_of(shape), kernels, dtype, device, max_position=MAX_MODEL_LEN)
+
+    def build(_source: object, config: EngineConfig, _progress: object, listeners: Any) -> Engine:
+        # Each lets go of its own at the end.
+        return assemble(copy(decoder), config, name=shape, listeners=listeners)
+
+    return build
 
 
-def compare(llms: dict[str, LLM], ask: Callable[[LLM], list[RequestOutput]], rounds: int) -> dict[str, float]:
-    """Median seconds per token of each engine, in turn; the answers must be the same."""
+def decode(
+    llm: LLM, prompts: Sequence[list[int]], params: SamplingParams
+) -> tuple[list[list[int]], float, list[RequestOutput]]:
+    """The answers, and seconds per token from when each has begun to when the last has ended."""
+    tokens: dict[str, list[int]] = {llm.add_request(prompt, params): [] for prompt in prompts}
+    outputs: list[RequestOutput] = []
+    began: float | None = None
+    count = 0
+    with full_collections_put_off():  # as `LLM.generate` does
+        while len(outputs) < len(prompts):
+            deltas = llm.step()
+            if began is not None:
+                count += sum(len(delta.token_ids) for delta in deltas)
+            for delta in deltas:
+                tokens[delta.request_id] += delta.token_ids
+                outputs += [delta.output] if delta.output is not None else []
+            if began is None and all(tokens.values()):
+                began = time.perf_counter()
+    assert began is not None
+    return list(tokens.values()), (time.perf_counter() - began) / max(count, 1), outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two engines with the same work in turn."""
+
+    ratios: Spread
+    """How many times quicker the second one was, in each round."""
+    medians: tuple[float, float]
+    """Seconds per token."""
+    drafted: int
+    accepted: int
+
+    @property
+    def detail(self) -> str:
+        slow, fast = (1e3 * median for median in self.medians)
+        share = f"{self.accepted / self.drafted:.0%} of {self.drafted:,} guesses right" if self.drafted else "no guess"
+        return f"{slow:.2f} → {fast:.2f} ms/token, {share}"
+
+
+def compare(llms: dict[str, LLM], prompts: Sequence[list[int]], params: SamplingParams, rounds: int) -> Comparison:
+    """Without and with guesses, in turn; the answers must be the same."""
     times: dict[str, list[float]] = {name: [] for name in llms}
+    drafted = accepted = 0
     for number in range(rounds + 1):
         found = {}
-        for name, llm in llms.items():
-            outputs = ask(llm)
-            found[name] = [output.token_ids for output in outputs]
+        for name in sorted(llms, reverse=number % 2 == 0):  # who is first has no advantage
+            found[name], seconds, outputs = decode(llms[name], prompts, params)
             if number:  # the first round records steps and fills caches
-                times[name].append(decode_seconds(outputs))
-            drafted, accepted = num_accepted(outputs)
+                times[name].append(seconds)
+                counts = num_accepted(outputs)
+                drafted, accepted = drafted + counts[0], accepted + counts[1]
         assert len(set(map(str, found.values()))) == 1, "answers differ"
-    print(f"    {drafted} guesses, {accepted} right (the last of {', '.join(llms)})")
-    return {name: statistics.median(values) for name, values in times.items()}
+    plain, guessed = times.values()
+    ratios = Spread.of((one / two for one, two in zip(plain, guessed, strict=True)), "×")
+    return Comparison(ratios, (statistics.median(plain), statistics.median(guessed)), drafted, accepted)
 
 
-def _chat(asked: list[list[dict[str, str]]], params: SamplingParams, llm: LLM) -> list[RequestOutput]:
-    return llm.chat(asked, params, progress=False)
+def compare_steps(
+    llms: dict[str, LLM], prompts: Sequence[list[int]], params: SamplingParams, rounds: int
+) -> Comparison:
+    """The same step by step in turn, by the medians of steps: where there are no guesses, and a step takes as long as
+    the one before, it sees far smaller differences. Not with steps in flight: they would wait for each other's."""
+    medians: dict[str, list[float]] = {name: [] for name in llms}
+    drafted = accepted = 0
+    for number in range(rounds + 1):
+        times: dict[str, list[float]] = {name: [] for name in llms}
+        begun: dict[str, int] = {}
+        for name, llm in llms.items():
+            begun |= {f"{name} {llm.add_request(prompt, params)}": 0 for prompt in prompts}
+        while any(llm.has_work for llm in llms.values()):
+            for name, llm in llms.items():
+                began = time.perf_counter()
+                deltas = llm.step()
+                seconds = time.perf_counter() - began
+                if deltas and all(begun.values()):
+                    times[name].append(seconds / sum(len(delta.token_ids) for delta in deltas))
+                for delta in deltas:
+                    begun[f"{name} {delta.request_id}"] += len(delta.token_ids)
+                    if delta.output is not None:
+                        counts = num_accepted([delta.output])
+                        drafted, accepted = drafted + counts[0], accepted + counts[1]
+        for name, values in times.items():
+            medians[name] += [statistics.median(values)] * (number > 0)
+    plain, guessed = medians.values()
+    ratios = Spread.of((one / two for one, two in zip(plain, guessed, strict=True)), "×")
+    return Comparison(ratios, (statistics.median(plain), statistics.median(guessed)), drafted, accepted)
 
 
-def _generate(prompts: list[list[int]], params: SamplingParams, llm: LLM) -> list[RequestOutput]:
-    return llm.generate(prompts, params, progress=False)
-
-
-def table_equal(options: argparse.Namespace) -> None:
+def table_equal(options: argparse.Namespace) -> Figures:
     """Requests of every kind with every drafter: how many answers differ from those without guesses."""
     count, longest = options.requests, 24
     # Weights in 4 bits are no quicker draft of weights that are stored in 4 bits: there, both are expanded.
@@ -95,7 +218,7 @@ def table_equal(options: argparse.Namespace) -> None:
             if quantization not in expected:
                 expected[quantization] = essence(answers(llms["off"], 1, count, longest))
             # Whatever this machine's other work makes of the times: guesses that have a chance are made.
-            with patch.object(StepCosts, "observe", lambda costs, entry: setattr(costs, "least_chance", 0.3)):
+            with patch.object(StepCosts, "observe", lambda costs, entry: setattr(costs, "share", 0.3)):
                 outputs = answers(llms[name], 1, count, longest)
             pairs = zip(essence(outputs), expected[quantization], strict=True)
             differ = sum(one != two for one, two in pairs)
@@ -103,110 +226,119 @@ def table_equal(options: argparse.Namespace) -> None:
             print(f"  {name}: {differ} of {count} differ; {drafted} guesses, {accepted} of them right", flush=True)
             if differ:
                 sys.exit(1)
+    yield from ()
 
 
-def table_copy(options: argparse.Namespace) -> None:
+def table_copy(options: argparse.Namespace) -> Figures:
     """The answer repeats the prompt."""
     texts = [TEXT, TEXT.replace("lighthouse", "bridge").replace("morning", "evening")]
     message = "Repeat the following text exactly, word for word:\n\n"
+    goals = {1: 2.2, 32: 1.3}
     with engines(options, "off", "ngram") as llms:
-        for batch in options.batches:
-            asked = [[{"role": "user", "content": message + texts[i % 2]}] for i in range(batch)]
+        asked = [[{"role": "user", "content": message + text}] for text in texts]
+        prompts = [llms["off"].encode_chat(one) for one in asked]
+        for batch in options.batches or goals:
             params = SamplingParams(temperature=0, max_tokens=96)
-            found = compare(llms, partial(_chat, asked, params), options.rounds)
-            print(f"  batch {batch}: {found['off'] * 1e3:.2f} -> {found['ngram'] * 1e3:.2f} ms/token, "
-                  f"{found['off'] / found['ngram']:.2f} x")  # fmt: skip
+            found = compare(llms, [prompts[i % 2] for i in range(batch)], params, options.rounds)
+            yield Figure("copy", f"batch {batch}", found.ratios, goals.get(batch), detail=found.detail)
 
 
-def table_self(options: argparse.Namespace) -> None:
+def table_self(options: argparse.Namespace) -> Figures:
     """4-bit weights draft for the full ones, ordinary questions, one at a time."""
     with engines(options, "off", "self", quantization="none") as llms:
         for temperature in (0.0, 0.7):
-            ratios = []
+            ratios: list[float] = []
+            medians, drafted, accepted = [], 0, 0
             for question in QUESTIONS:
-                params = SamplingParams(temperature=temperature, seed=1, max_tokens=80)
-                asked = [{"role": "user", "content": question}]
-                found = compare(llms, partial(_chat, [asked], params), options.rounds)
-                ratios.append(found["off"] / found["self"])
-            print(f"  temperature {temperature}: {statistics.median(ratios):.2f} x")
+                params = SamplingParams(temperature=temperature, seed=1, max_tokens=64)
+                prompt = llms["off"].encode_chat([{"role": "user", "content": question}])
+                found = compare(llms, [prompt], params, max(options.rounds // 2, 1))
+                ratios += found.ratios.values
+                medians.append(found.medians)
+                drafted, accepted = drafted + found.drafted, accepted + found.accepted
+            plain, guessed = (statistics.median(values) for values in zip(*medians, strict=True))
+            detail = Comparison(Spread.of(ratios), (plain, guessed), drafted, accepted).detail
+            yield Figure("self", f"temperature {temperature}", Spread.of(ratios, "×"), 1.5, detail=detail)
 
 
-def table_loss(options: argparse.Namespace) -> None:
+def table_loss(options: argparse.Namespace) -> Figures:
     """Answers that can't be guessed: random tokens at a high temperature."""
-    with engines(options, "off", "ngram") as llms:
+    with engines(options, "off", "ngram", max_num_seqs=max([256, *(options.batches or ())])) as llms:
         vocab_size = llms["off"].engine.decoder.spec.vocab_size
-        for batch in options.batches:
+        is_gpu = llms["off"].engine.decoder.device.type == "cuda"
+        for batch in options.batches or (1, 32, 256):
             rng = random.Random(batch)
-            prompts = [[rng.randrange(vocab_size) for _ in range(64)] for _ in range(batch)]
-            params = SamplingParams(temperature=1.5, seed=1, max_tokens=64, ignore_eos=True)
-            found = compare(llms, partial(_generate, prompts, params), options.rounds)
-            print(f"  batch {batch}: {found['off'] / found['ngram'] - 1:+.1%}")
+            # With many requests a CPU takes tenths of a second for a step.
+            length, count = (65, 64) if is_gpu or batch <= 64 else (17, 16)
+            prompts = [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(batch)]
+            params = SamplingParams(temperature=1.5, seed=1, max_tokens=count, ignore_eos=True)
+            rounds = options.rounds * (4 if batch == 1 else 1)  # they are short, and differ most
+            found = (compare if is_gpu else compare_steps)(llms, prompts, params, rounds)
+            yield Figure("loss", f"batch {batch}", found.ratios, 0.98, detail=found.detail)
 
 
-def table_check(options: argparse.Namespace) -> None:
+def table_check(options: argparse.Namespace) -> Figures:
     """A step that checks guesses, in plain steps."""
     with engines(options, "ngram") as llms:
-        runner, number = llms["ngram"].engine.runner, 10**6
-        llms["ngram"].generate([[5] * 64] * 8, SamplingParams(max_tokens=2), progress=False)
+        engine, numbers = llms["ngram"].engine, (0, 1, 3, 5, 7, 15)
+        # Requests that have ended leave rows and blocks behind, which is all that these steps need.
+        llms["ngram"].generate([[5] * 64] * 8, SamplingParams(max_tokens=2, ignore_eos=True), progress=False)
         for batch in (1, 4, 8):
-            times: dict[int, list[float]] = {}
-            for _ in range(options.rounds * 5):
-                for guesses in (0, 1, 3, 5, 7, 15):
-                    scheduled = tuple(
-                        ScheduledRequest(f"r{row}", row, 40, 1 + guesses, True, (), (7,) * guesses)
-                        for row in range(batch)
-                    )
-                    began = time.perf_counter()
-                    runner.submit(Step(number, 0.0, scheduled)).result()
-                    times.setdefault(guesses, []).append(time.perf_counter() - began)
+            times: dict[int, list[float]] = {count: [] for count in numbers}
+            for number in range(options.rounds * 3 + 1):
+                for count in numbers:
+                    seconds = _check_seconds(engine, batch, count)
+                    if number:  # the first round records steps
+                        times[count].append(seconds)
             plain = statistics.median(times[0])
-            ratios = ", ".join(f"{k}: {statistics.median(v) / plain:.2f} x" for k, v in times.items() if k)
-            print(f"  batch {batch}, guesses per request: {ratios} (plain {plain * 1e3:.2f} ms)")
+            for count in numbers[1:]:
+                ratios = Spread.of((one / zero for one, zero in zip(times[count], times[0], strict=True)), "×")
+                detail = f"{1e3 * plain:.2f} → {1e3 * statistics.median(times[count]):.2f} ms"
+                goal = 1.15 if count == 5 else None
+                yield Figure("check", f"batch {batch}, {count} guesses each", ratios, goal, True, detail)
 
 
-def table_scheduler(options: argparse.Namespace) -> None:
-    """The engine's own time per step with 256 requests and a model that costs nothing."""
-    for name, speculator, period in (
-        ("without", None, 0),
-        ("off", Speculator(50_000), 0),
-        ("ngram, nothing to guess", Speculator(50_000, ngrams=True), 0),
-        ("ngram, all right", Speculator(50_000, ngrams=True), 40),
-        ("ngram, all 15 guesses always", Speculator(50_000, ngrams=True, adaptive=False), 40),
-    ):
-        config = SchedulerConfig(num_blocks=40_000, max_num_seqs=256, max_batched_tokens=8192, max_model_len=4096)
-        scheduler = Scheduler(config, guess=None if speculator is None else speculator.guess)
-        rng = random.Random(1)
-        for i in range(256):
-            prompt = [position % period if period else rng.randrange(50_000) for position in range(500 + i % 16)]
-            scheduler.add(make_requests(f"r{i}", prompt, SamplingParams(max_tokens=2000), i)[0], 0.0)
-        times, tokens = [], 0
-        for number in range(60):
-            began = time.perf_counter()
-            step = scheduler.schedule(float(number))
-            scheduled = time.perf_counter()
-            result = _fake(step, period, rng)
-            drawn = time.perf_counter()
-            scheduler.commit(step, result, number + 0.5)
-            if speculator is not None:
-                speculator.observe(StepLogEntry(step, result, None, number + 0.5 + 1e-4 * step.num_tokens))
-            if number > 20:
-                times.append(time.perf_counter() - drawn + scheduled - began)
-                tokens += sum(map(len, result.tokens.values()))
-        print(f"  {name}: {statistics.median(times) * 1e3:.2f} ms a step, {sum(times) / tokens * 1e6:.2f} us a token")
+def _check_seconds(engine: Engine, batch: int, count: int) -> float:
+    """Of a step that checks so many guesses for each of so many requests, with as many in flight as in the engine."""
+    scheduled = tuple(ScheduledRequest(f"r{row}", row, 40, 1 + count, True, (), (7,) * count) for row in range(batch))
+    is_gpu = engine.decoder.device.type == "cuda"
+    in_flight: deque[Any] = deque()
+    began, repeats = time.perf_counter(), 10 if is_gpu else 1
+    for number in range(repeats):
+        in_flight.append(engine.runner.submit(Step(10**6 + number, 0.0, scheduled)))
+        if len(in_flight) == engine.core.depth:
+            in_flight.popleft().result()
+    while in_flight:
+        in_flight.popleft().result()
+    return (time.perf_counter() - began) / repeats
 
 
-def _fake(step: Step, period: int, rng: random.Random) -> StepResult:
-    tokens = {}
-    for one in step.scheduled:
-        if one.samples:
-            first = one.start + one.num_tokens - len(one.guesses)
-            drawn = [(first + i) % period if period else rng.randrange(50_000) for i in range(1 + len(one.guesses))]
-            right = next((i for i, guess in enumerate(one.guesses) if guess != drawn[i]), len(one.guesses))
-            tokens[one.request_id] = tuple(drawn[: right + 1])
-    return StepResult(step.step_id, tokens)
+def table_scheduler(options: argparse.Namespace) -> Figures:
+    """The engine's own time per token with 256 requests and a model that costs nothing."""
+    variants = (
+        DraftedScheduler("without", None, 0),
+        DraftedScheduler("off", Speculator(50_000), 0),
+        DraftedScheduler("ngram, nothing to guess", Speculator(50_000, ngrams=True), 0),
+        DraftedScheduler("ngram, 9 of 10 tokens as expected", Speculator(50_000, ngrams=True), 40, 0.1),
+        DraftedScheduler("ngram, all right", Speculator(50_000, ngrams=True), 40),
+        DraftedScheduler("ngram, all 15 guesses always", Speculator(50_000, ngrams=True, adaptive=False), 40),
+    )
+    with full_collections_put_off():  # as the engine does
+        for number in range(20 + 20 * options.rounds):
+            for variant in variants:  # in turn, so that what else the machine does hits all
+                variant.step(number)
+    today = variants[0]
+    for variant in variants[1:]:
+        each, steps = ([1e6 * t / n for t, n in zip(one.times, one.tokens, strict=True)] for one in (today, variant))
+        ratios = Spread.of((two / one for one, two in zip(each, steps, strict=True)), "×")
+        times = [1e3 * statistics.median(one.times) for one in (today, variant)]
+        detail = (
+            f"{times[0]:.2f} → {times[1]:.2f} ms a step of {256:,} → {statistics.median(variant.tokens):,.0f} tokens"
+        )
+        yield Figure("scheduler", variant.name, ratios, 1.5, True, detail)
 
 
-TABLES: dict[str, Callable[[argparse.Namespace], None]] = {
+TABLES: dict[str, Callable[[argparse.Namespace], Figures]] = {
     "scheduler": table_scheduler,
     "check": table_check,
     "copy": table_copy,
@@ -214,22 +346,38 @@ TABLES: dict[str, Callable[[argparse.Namespace], None]] = {
     "self": table_self,
     "equal": table_equal,
 }
+_WITH_RANDOM_WEIGHTS = ("scheduler", "check", "loss")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="*", choices=[[], *TABLES], help="which ones; all of them by default")
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument(
+        "--shape",
+        choices=list(CONFIGS),
+        help=f"random weights of this shape instead of a model: for {', '.join(_WITH_RANDOM_WEIGHTS)}",
+    )
     parser.add_argument("--draft", help="equal: the draft model; by default the model drafts for itself")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--kv-cache-memory", default="1GiB")
-    parser.add_argument("--batches", type=int, nargs="*", default=[1, 32])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kv-cache-memory", help="of each engine; default: 1GiB, on a GPU 8GiB")
+    parser.add_argument("--batches", type=int, nargs="*", help="copy, loss; default: those of the goals")
+    parser.add_argument("--rounds", type=int, default=5, help="a first one that does not count comes before them")
     parser.add_argument("--requests", type=int, default=1000)
     options = parser.parse_args()
-    for name in options.tables or TABLES:
-        print(f"{name}: {(TABLES[name].__doc__ or '').splitlines()[0]}")
-        TABLES[name](options)
+    chosen = options.tables or (TABLES if options.shape is None else _WITH_RANDOM_WEIGHTS)
+    for name in chosen:
+        if options.shape is not None and name not in _WITH_RANDOM_WEIGHTS:
+            parser.error(f"{name} needs a real model: its answers are not those of random weights")
+    facts = report_facts(pick_device(options.device), "python bench/speculation.py")
+    rows: list[Row] = []
+    for name in chosen:
+        print(f"{name}: {(TABLES[name].__doc__ or '').splitlines()[0]}", flush=True)
+        for figure in TABLES[name](options):
+            rows.append(figure.row())
+            print("  " + " | ".join(map(cell_text, rows[-1][1:])), flush=True)
+    table = Table("Speculation", "", ("table", "", "ratio", "goal", "met", ""), tuple(rows))
+    print("", *(f"{name}: {value}" for name, value in facts.items()), "", *table.markdown(), sep="\n")
 
 
 if __name__ == "__main__":

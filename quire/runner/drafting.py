@@ -35,12 +35,7 @@ class ModelDrafter:
     """Drafts for the requests of a runner."""
 
     def __init__(
-        self,
-        decoder: Decoder,
-        cache: KVCache,
-        has_own_cache: bool,
-        request_rows: RequestRows,
-        graphs: Graphs | None,
+        self, decoder: Decoder, cache: KVCache, has_own_cache: bool, request_rows: RequestRows, graphs: Graphs | None
     ) -> None:
         self._decoder = decoder
         self._cache = cache
@@ -73,7 +68,6 @@ class ModelDrafter:
     ) -> dict[str, tuple[int, ...]]:
         """Drafts behind the `tokens` that a step drew, as many as each of the scheduled requests wants."""
         wanted = [entry for entry in scheduled if entry.num_drafts and entry.request_id in tokens]
-        drafts: list[list[int]] = [[] for _ in wanted]
         if not wanted:
             return {}
         rows = np.array([entry.row for entry in wanted], np.int64)
@@ -88,13 +82,15 @@ class ModelDrafter:
             draws = sampler.draws(rows[active], positions[active] + number + 1, self._request_rows.token_ids)
             drawn = sampler.sample(logits.float(), draws).token_ids
             self._request_rows.write_tokens(draws.request_rows, draws.positions, drawn)
-            for index, token in zip(active.tolist(), drawn.tolist(), strict=True):
-                drafts[index].append(token)
         if self._num_computed is not None:
             self._num_computed[rows] = positions + counts
         if self._graphs is not None:
             self._graphs.capture_next()
-        return {entry.request_id: tuple(own) for entry, own in zip(wanted, drafts, strict=True)}
+        # Read at the end: no draft waits until the one before it has reached the host.
+        token_ids, offsets = self._request_rows.token_ids, np.minimum(np.arange(counts.max()), counts[:, None] - 1)
+        row, place = self._uploader.upload(rows[:, None], positions[:, None] + 1 + offsets)
+        drafts = zip(wanted, token_ids[row, place].tolist(), strict=True)
+        return {entry.request_id: tuple(own[: entry.num_drafts]) for entry, own in drafts}
 
     def release(self) -> None:
         """Lets go of the weights."""

@@ -6,7 +6,7 @@ tokens come out of it.
 
 from __future__ import annotations
 
-import math
+from functools import lru_cache
 
 from quire.step import StepLogEntry
 
@@ -20,8 +20,8 @@ _MARGIN = 1.02
 """A guess must gain so many times what it costs: neither is known well."""
 _OUTLIER = 1.5
 """A step that takes so many times as long as expected met something else, too: it counts as so long."""
-
-
+_TRIALS = 0.005
+"""Of all time, at most, for guesses that find out whether it has become worthwhile to guess."""
 _MOST_RECORDED = 64
 """Steps of so many tokens may take longer when the first of a size comes."""
 _NUMBERS = (0, 1, 2, 3, 4, 4, 6, 6, 8, 8, 8, 11, 11, 11, 11, 15)
@@ -32,19 +32,17 @@ class StepCosts:
     """What a step costs by the number of its tokens: a line through the last few dozen steps of answers."""
 
     def __init__(self) -> None:
-        self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
+        self._sums = [0.0] * 5
+        """Of the last steps: how many, their tokens and seconds, the squares of the first, the products of both."""
         self._last_end = float("-inf")
         self._seen: set[float] = set()
         """Numbers of tokens that steps have had."""
-        self._gained = self._spent = 0.0
-        """Tokens that came of the last few steps, and their seconds."""
-        self.least_chance = _FIRST_SHARE
-        """How probable it must be that a guess is right, so that checking it makes answers come sooner: a further
-        token's cost, over the cost per token that comes out of steps as they are (both settle where that is least)."""
+        self.share = _FIRST_SHARE
+        """What a guess for each request adds to the time of a step without guesses, as a part of that."""
         self.num_requests = 1
         """In the last step."""
         self._share = _FIRST_SHARE
-        """What was last known of that, for when steps have long been alike."""
+        """A token's part of a step's time as last known, for when steps have long been alike."""
 
     def observe(self, entry: StepLogEntry) -> None:
         """A step that is over; those with prompts in them say little about guesses."""
@@ -58,34 +56,36 @@ class StepCosts:
         if tokens <= _MOST_RECORDED and tokens not in self._seen:
             self._seen.add(tokens)  # it was recorded, which takes longer than computing it
             return
-        gain = float(sum(map(len, result.tokens.values()))) or 1.0
-        if self._weight > 4:
-            base, slope = self._base_and_slope()
+        if self._sums[0] > 4:
+            base, slope, _ = self._line()
             seconds = min(seconds, _OUTLIER * (base + slope * tokens))
-        self._weight = self._weight * _FORGET + 1
-        self._tokens = self._tokens * _FORGET + tokens
-        self._seconds = self._seconds * _FORGET + seconds
-        self._squares = self._squares * _FORGET + tokens * tokens
-        self._products = self._products * _FORGET + tokens * seconds
-        base, slope = self._base_and_slope()
+        found = (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
+        self._sums = [_FORGET * old + new for old, new in zip(self._sums, found, strict=True)]
+        base, slope, variance = self._line()
         share = slope * tokens / max(base + slope * tokens, 1e-9)
-        mean = self._tokens / self._weight
-        spread = self._squares / self._weight - mean * mean
-        self._share += 0.2 * (share - self._share) * spread / (spread + _CERTAINTY)
+        self._share += 0.2 * (share - self._share) * variance / (variance + _CERTAINTY)
         self._share += 0.001 * (_FIRST_SHARE - self._share)  # what was measured long ago may be otherwise by now
-        self._gained = self._gained * 0.95 + gain
-        self._spent = self._spent * 0.95 + seconds
-        self.least_chance = _MARGIN * slope * self._gained / max(self._spent, 1e-9)
         self.num_requests = len(step.scheduled)
+        self.share = _MARGIN * slope * self.num_requests / max(base + slope * self.num_requests, 1e-9)
 
-    def _base_and_slope(self) -> tuple[float, float]:
-        mean, seconds = self._tokens / self._weight, self._seconds / self._weight
-        variance = self._squares / self._weight - mean * mean
-        covariance = self._products / self._weight - mean * seconds
+    def _line(self) -> tuple[float, float, float]:
+        """A step's cost without tokens, that of each, and the variance of the numbers of tokens behind that."""
+        mean, seconds, squares, products = (one / self._sums[0] for one in self._sums[1:])
+        variance = squares - mean * mean
         # As if a little had been measured before: times are noisy, and often all steps are alike.
-        slope = (covariance + _CERTAINTY * self._share * seconds / mean) / (variance + _CERTAINTY)
-        slope = min(max(slope, 0.0), seconds / mean)
-        return seconds - slope * mean, slope
+        slope = products - mean * seconds + _CERTAINTY * self._share * seconds / mean
+        slope = min(max(slope / (variance + _CERTAINTY), 0.0), seconds / mean)
+        return seconds - slope * mean, slope, variance
+
+
+@lru_cache(10_000)
+def best_number(chance: float, share: float) -> int:
+    """How many guesses bring the most tokens a second, if each is right with this chance once those before it are, and
+    adds this share to a step's time: where (1 + chance + chance ** 2 ...) / (1 + share * number) is largest."""
+    number, right, tokens = 0, chance, 1.0
+    while number < len(_NUMBERS) - 1 and right * (1 + share * number) > share * tokens:
+        number, tokens, right = number + 1, tokens + right, right * chance
+    return _NUMBERS[number]
 
 
 class Acceptance:
@@ -93,9 +93,9 @@ class Acceptance:
 
     __slots__ = ("_right", "_skip", "_tried", "_wait", "chance", "num_right", "num_wrong")
 
-    def __init__(self) -> None:
-        self._right, self._tried = 1.4, 2.0  # as if two had been tried
-        self.chance = self._right / self._tried
+    def __init__(self, chance: float = 0.7) -> None:
+        self._right, self._tried = chance, 1.0  # as if one had been tried
+        self.chance = chance
         """Of the next guess to be right."""
         self.num_right = self.num_wrong = 0
         """All guesses so far that were right, and that were the first wrong one of a step."""
@@ -108,18 +108,18 @@ class Acceptance:
         self.num_right, self.num_wrong = num_right, num_wrong
         self._right = self._right * 0.8 + right
         self._tried = self._tried * 0.8 + right + wrong
-        self.chance = min(self._right / self._tried, 0.99)
+        before, self.chance = self.chance, min(self._right / self._tried, 0.99)
+        if self.chance > before + 0.1:  # that was news: the next trial comes sooner
+            self._wait = max(self._wait // 4, 2)
 
-    def count(self, least_chance: float, most: int) -> int:
+    def count(self, costs: StepCosts, most: int) -> int:
         """How many guesses to check, if there are some."""
-        chance = self.chance
-        if least_chance <= 0:
-            return most
-        if chance > least_chance:
+        number = best_number(round(self.chance, 2), round(costs.share, 3))
+        if number:
             self._wait = 2
-            return _NUMBERS[min(most, int(math.log(least_chance) / math.log(chance)))]
+            return min(number, most)
         if self._skip < self._wait:
             self._skip += 1
             return 0
-        self._skip, self._wait = 0, min(2 * self._wait, 512)
+        self._skip, self._wait = 0, min(2 * self._wait, 2 + int(costs.share / _TRIALS))
         return min(most, 1)

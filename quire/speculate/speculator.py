@@ -37,6 +37,7 @@ class DraftedRequest(Protocol):
     drafts: Sequence[int]
     accepted_tokens: int
     num_rejections: int
+    stop_ids: frozenset[int]
 
     @property
     def num_prompt_tokens(self) -> int: ...
@@ -45,10 +46,10 @@ class DraftedRequest(Protocol):
 class _DraftState:
     __slots__ = ("acceptance", "index", "num_missed", "pause", "prediction")
 
-    def __init__(self, prediction: tuple[int, ...]) -> None:
+    def __init__(self, prediction: tuple[int, ...], chance: float) -> None:
         self.num_missed = self.pause = 0
         """Searches in vain, and how many times there is no search because of them."""
-        self.acceptance = Acceptance()
+        self.acceptance = Acceptance(chance)
         self.index = NgramIndex()
         self.prediction = PredictedAnswer(prediction) if prediction else None
 
@@ -66,6 +67,8 @@ class Speculator:
         self._runner_drafts = runner_drafts
         self._adaptive = adaptive
         self._costs = StepCosts()
+        self._chance = 0.7
+        """Of guesses to be right, over all requests: what is expected of a new one."""
 
     def observe(self, entry: StepLogEntry) -> None:
         """Listens to the steps, to know what they cost."""
@@ -80,10 +83,11 @@ class Speculator:
         if state.pause and not request.drafts:
             state.pause -= 1
             return ()
-        most = self._count(request, state, most)
+        token_ids, ahead = request.token_ids, request.num_placeholders - 1
+        drafted = len(request.drafts) - ahead  # as many as were worth it
+        most = min(most, drafted) if drafted > 0 else self._count(request, state, most)
         if not most:
             return ()
-        token_ids, ahead = request.token_ids, request.num_placeholders - 1
         found: Sequence[int] = ()
         if state.prediction is not None:
             found = state.prediction.guess(token_ids[request.num_prompt_tokens :], ahead + most)
@@ -97,6 +101,8 @@ class Speculator:
                 # With many requests the searches of those who find nothing add up.
                 state.num_missed += 1
                 state.pause = min(state.num_missed, self._costs.num_requests // _SEARCHES)
+        if not request.stop_ids.isdisjoint(found):  # nothing comes after the end
+            found = found[: 1 + min(found.index(token) for token in request.stop_ids if token in found)]
         found = found[ahead : ahead + most]
         # Tokenizers know more tokens than some models.
         return found if not found or max(found) < self._vocab_size else ()
@@ -109,17 +115,13 @@ class Speculator:
         return 0 if state is None else self._count(request, state, MAX_GUESSES)
 
     def _state(self, request: DraftedRequest) -> _DraftState | None:
-        state = request.draft_state
-        if state is None:
-            is_used = self._is_used(request)
-            request.draft_state = state = _DraftState(request.resolved.prediction_ids) if is_used else False
-        return state or None
-
-    def _is_used(self, request: DraftedRequest) -> bool:
-        """Whether there can be guesses for a request at all."""
-        can = self._ngrams or self._runner_drafts or bool(request.resolved.prediction_ids)
-        # A request's own functions are called once for every token of the answer, and for no other.
-        return can and request.params.speculation and not request.params.logits_processors
+        """None where there can be no guesses for a request at all."""
+        if request.draft_state is None:
+            can = self._ngrams or self._runner_drafts or bool(request.resolved.prediction_ids)
+            # A request's own functions are called once for every token of the answer, and for no other.
+            is_used = can and request.params.speculation and not request.params.logits_processors
+            request.draft_state = _DraftState(request.resolved.prediction_ids, self._chance) if is_used else False
+        return request.draft_state or None
 
     def _count(self, request: DraftedRequest, state: _DraftState, most: int) -> int:
         if not self._adaptive:
@@ -127,4 +129,5 @@ class Speculator:
         acceptance = state.acceptance
         if request.accepted_tokens != acceptance.num_right or request.num_rejections != acceptance.num_wrong:
             acceptance.learn(request.accepted_tokens, request.num_rejections)
-        return acceptance.count(self._costs.least_chance, min(most, MAX_GUESSES))
+            self._chance += 0.05 * (acceptance.chance - self._chance)
+        return acceptance.count(self._costs, min(most, MAX_GUESSES))

@@ -36,7 +36,7 @@ def test_every_kind_of_request(
     expected: list[Any], smollm2_gguf: Path, speculation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Not what this machine's noise makes of it.
-    monkeypatch.setattr(StepCosts, "observe", lambda self, entry: setattr(self, "least_chance", 0.3))
+    monkeypatch.setattr(StepCosts, "observe", lambda self, entry: setattr(self, "share", 0.3))
     speculation = f"draft:{smollm2_gguf}" if speculation == "draft" else speculation
     with LLM(smollm2_gguf, max_model_len=512, kv_cache_memory="400MiB", speculation=speculation) as llm:
         outputs = answers(llm, 7, COUNT, 24)
@@ -50,7 +50,7 @@ def test_every_kind_of_request(
 @pytest.mark.soak
 def test_the_same_model_in_fewer_bits_drafts(smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It writes its own keys and values where the model's will be: none of them may be left when it counts."""
-    monkeypatch.setattr(StepCosts, "observe", lambda self, entry: setattr(self, "least_chance", 0.3))
+    monkeypatch.setattr(StepCosts, "observe", lambda self, entry: setattr(self, "share", 0.3))
     count = short_or_long(4, 300)
     found = []
     for speculation in ("self", "off"):
@@ -73,7 +73,7 @@ def test_who_cannot_draft_is_refused(smollm2_gguf: Path, tiny_model: Path) -> No
 
 def test_scarcity_chunks_streams_and_aborts(plain: LLM, smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few blocks, few tokens a step, a host tier, preemptions by hand, a stream that is left and one that is read."""
-    monkeypatch.setattr(StepCosts, "observe", lambda self, entry: setattr(self, "least_chance", 0.3))
+    monkeypatch.setattr(StepCosts, "observe", lambda self, entry: setattr(self, "share", 0.3))
     prompts, params = make_requests(3, 8, 16)
     params = [replace(one, deadline=None) for one in params]
     expected = essence(plain.generate(prompts, params, progress=False))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import pytest
 
 from quire.engine.request import Request
 from quire.sampling_params import ResolvedTokens, SamplingParams
-from quire.speculate.adaptive import Acceptance, StepCosts
+from quire.speculate.adaptive import Acceptance, StepCosts, best_number
 from quire.speculate.ngram import NgramIndex, continuation
 from quire.speculate.prediction import PredictedAnswer
 from quire.speculate.speculator import MAX_GUESSES, Speculator
@@ -112,6 +113,31 @@ class TestWhoIsGuessedFor:
         request.draft_state = None
         assert not Speculator(10).guess(request, 5)
 
+    def test_nothing_is_guessed_behind_the_end(self) -> None:
+        """A prompt that is repeated to its last word goes on with what ends an answer, and a question's beginning."""
+        speculator = Speculator(10, ngrams=True, adaptive=False)
+        request = Request("a", (1, 2, 3, 4, 9, 7, 8, 1, 2, 3), SamplingParams(), 0, eos_token_ids=(9,))
+        request.num_placeholders = 1
+        assert list(speculator.guess(request, 5)) == [4, 9]
+        request.num_placeholders = 3
+        assert list(speculator.guess(request, 5)) == []
+        request = Request("a", request.prompt_token_ids, SamplingParams(ignore_eos=True), 0, eos_token_ids=(9,))
+        request.num_placeholders = 1
+        assert list(speculator.guess(request, 5)) == [4, 9, 7, 8, 1]
+
+    def test_what_the_runner_was_asked_to_draft_is_checked(self) -> None:
+        """Also where guesses have long been wrong, and one is tried now and then."""
+        request = Request("a", (1, 2, 3), SamplingParams(), 0)
+        speculator = Speculator(10, runner_drafts=True)
+        request.num_placeholders, request.num_rejections = 1, 40
+        num_tried = 0
+        for _ in range(60):
+            request.drafts = (5,) * speculator.num_drafts(request)
+            assert tuple(speculator.guess(request, 9)) == tuple(request.drafts)
+            num_tried += bool(request.drafts)
+            request.num_rejections += len(request.drafts)
+        assert 2 < num_tried < 20
+
     def test_guesses_behind_tokens_in_flight_go_on_from_them(self) -> None:
         request = Request("a", (1, 2, 3, 4, 5, 6, 1, 2, 3), SamplingParams(), 0)
         speculator = Speculator(10, ngrams=True, adaptive=False)
@@ -121,32 +147,37 @@ class TestWhoIsGuessedFor:
         assert list(speculator.guess(request, 2)) == [6, 1]
 
 
-def step_entry(number: int, num_requests: int, guesses: int, right: int, seconds: float) -> StepLogEntry:
-    scheduled = tuple(
-        ScheduledRequest(f"r{i}", i, 10, 1 + guesses, True, (), (1,) * guesses) for i in range(num_requests)
-    )
-    tokens = {f"r{i}": (1,) * (1 + right) for i in range(num_requests)}
-    return StepLogEntry(
-        Step(number, float(number), scheduled), StepResult(number, tokens), None, float(number) + seconds
-    )
+@cache
+def requests(count: int, guesses: int) -> tuple[ScheduledRequest, ...]:
+    return tuple(ScheduledRequest(f"r{i}", i, 10, 1 + guesses, True, (), (1,) * guesses) for i in range(count))
+
+
+def step_entry(number: int, num_requests: int, guesses: int, seconds: float) -> StepLogEntry:
+    step = Step(number, float(number), requests(num_requests, guesses))
+    return StepLogEntry(step, StepResult(number, {}), None, float(number) + seconds)
 
 
 class TestWhatPays:
     """Costs are base + slope per token; a request's guesses are right with a chance, one after the other."""
 
-    def run(self, num_requests: int, base: float, slope: float, chance: float, seed: int = 0) -> tuple[float, float]:
-        """(time per token, that without guesses), after it has settled."""
+    def run(
+        self, num_requests: int, base: float, slope: float, chance: float, seed: int = 0, early: float | None = None
+    ) -> tuple[float, float]:
+        """(time per token, that without guesses), after it has settled. In every other 60 steps the chance is `early`,
+        if that is given."""
         rng = random.Random(seed)
         costs, acceptance = StepCosts(), Acceptance()
         right = wrong = 0
         spent = tokens = 0.0
         for number in range(600):
-            count = acceptance.count(costs.least_chance, MAX_GUESSES)
-            accepted = next((i for i in range(count) if rng.random() >= chance), count)
+            count = acceptance.count(costs, MAX_GUESSES)
+            now = chance if early is None or number // 60 % 2 else early
+            accepted = next((i for i in range(count) if rng.random() >= now), count)
             right, wrong = right + accepted, wrong + (accepted < count)
             seconds = (base + slope * num_requests * (1 + count)) * rng.uniform(0.9, 1.1)
-            costs.observe(step_entry(number, num_requests, count, accepted, seconds / 1e6))
-            acceptance.learn(right, wrong)
+            costs.observe(step_entry(number, num_requests, count, seconds / 1e6))
+            if count:
+                acceptance.learn(right, wrong)
             if number >= 100:
                 spent, tokens = spent + seconds, tokens + 1 + accepted
         return spent / tokens, base + slope * num_requests
@@ -159,7 +190,7 @@ class TestWhatPays:
     @pytest.mark.parametrize(
         ("num_requests", "base", "slope"), [(1, 1000.0, 50.0), (32, 1000.0, 50.0), (256, 100.0, 50.0), (1, 100.0, 50.0)]
     )
-    @pytest.mark.parametrize("chance", [0.0, 0.05])
+    @pytest.mark.parametrize("chance", [0.0, 0.05, 0.4, 0.7])
     def test_wrong_guesses_cost_nothing(self, num_requests: int, base: float, slope: float, chance: float) -> None:
         took, plain = self.run(num_requests, base, slope, chance)
         assert took < plain * 1.02
@@ -168,9 +199,22 @@ class TestWhatPays:
         took, plain = self.run(256, 0.0, 50.0, 0.7)
         assert took < plain * 1.03
 
+    def test_after_a_stretch_of_wrong_guesses_right_ones_are_soon_used_again(self) -> None:
+        took, plain = self.run(1, 100.0, 50.0, 0.97, early=0.05)
+        assert took < plain / 1.2
+        took, plain = self.run(1, 1000.0, 50.0, 0.97, early=0.05)
+        assert took < plain / 3
+
+    def test_as_many_are_checked_as_bring_the_most_tokens_a_second(self) -> None:
+        for share in (0.01, 0.1, 0.3, 0.7, 1.0):
+            for percent in range(0, 100, 7):
+                chance = percent / 100
+                speeds = [sum(chance**i for i in range(k + 1)) / (1 + share * k) for k in range(MAX_GUESSES + 1)]
+                assert speeds[best_number(chance, share)] >= 0.97 * max(speeds)
+
     def test_prompts_say_nothing_about_guesses(self) -> None:
         costs: Any = StepCosts()
-        before = costs.least_chance
+        before = costs.share
         scheduled = (ScheduledRequest("a", 0, 0, 300, True, ()),)
         costs.observe(StepLogEntry(Step(0, 0.0, scheduled), StepResult(0, {"a": (1,)}), None, 9.0))
-        assert costs.least_chance == before
+        assert costs.share == before

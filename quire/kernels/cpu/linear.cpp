@@ -11,7 +11,11 @@ namespace {
 
 constexpr int64_t KC = 256;
 constexpr int VECTORS = int(PANEL) / LANES;                   // vectors in a panel's row
-constexpr int MAX_ROWS = LANES == 16 ? 12 : LANES == 8 ? 3 : 1;  // rows whose sums fit the registers
+#if defined(__aarch64__)
+constexpr int MAX_ROWS = 2;  // rows whose sums fit the registers
+#else
+constexpr int MAX_ROWS = LANES == 16 ? 12 : LANES == 8 ? 3 : 1;
+#endif
 constexpr int64_t ROW_CHUNK = 16 * MAX_ROWS;
 
 inline void multiply_add(const float* weights, const float* const* x, int64_t k, int rows, Vec (*sums)[VECTORS]) {

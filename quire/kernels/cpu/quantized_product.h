@@ -104,7 +104,8 @@ ExpandedPanel<typename F::Kind> expand(const PackedPanel<F>& packed, int64_t uni
   return {F::IS_LARGE ? packed.quants : memory, scales, minima, packed.zero};
 }
 
-constexpr int MAX_ROWS = LANES == 16 ? 8 : 4;  // rows whose sums fit the registers
+constexpr int MAX_ROWS = LANES == 16 ? 8 : 4;    // rows whose sums fit the registers
+constexpr int PACKED_ROWS = LANES == 4 ? 4 : 2;  // for so many, taking a panel apart first costs more than it saves
 
 // totals[row][16] of ROWS rows. Everything is unrolled: the sums must stay in registers.
 template <class F, int ROWS, class Panel>
@@ -205,7 +206,7 @@ template <class F>
 void panel_totals(const uint8_t* data, const QuantizedRows& x, int64_t first_row, int64_t rows, bool use_amx,
                   float* totals) {
   const PackedPanel<F> packed{data, data + PanelShape<F>{x.units}.quant_bytes()};
-  if (rows <= 2) return up_to_rows<F, PackedPanel<F>, 2>(rows, packed, x, first_row, totals);
+  if (rows <= PACKED_ROWS) return up_to_rows<F, PackedPanel<F>, PACKED_ROWS>(rows, packed, x, first_row, totals);
   thread_local Scratch scratch;
   using Kind = typename F::Kind;
   using Panel = ExpandedPanel<Kind>;
