@@ -7,6 +7,7 @@ import gc
 import resource
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp
 
 from quire.checkpoints.sources import ModelSource
 from quire.frontend.tokenizer import Tokenizer
+from quire.process.gc_pauses import IdleCollector
 from quire.server.config import ServerConfig
 from quire.server.guard.counts import Counts
 from quire.server.guard.http_protocol import limited_protocol
@@ -24,15 +26,43 @@ _SWITCH_SECONDS = 0.001
 """For which a thread that makes a large answer keeps the interpreter from the event loop; Python's own are 5 ms."""
 
 
+_SILENCE = 1.0
+"""Seconds without requests, after which nobody is expected for as long as it takes to tidy up: some tens of
+milliseconds."""
+_TIDY_INTERVAL = 5.0
+
+
 class HttpServer(uvicorn.Server):
-    """uvicorn without its own idea of signals."""
+    """uvicorn without its own idea of signals, which gives back the memory of what it has answered when nobody asks."""
 
     on_started: Callable[[], None] = staticmethod(lambda: None)
     """Called when connections are accepted."""
 
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._collector = IdleCollector(time.monotonic(), _TIDY_INTERVAL)
+        self._last_busy = time.monotonic()
+        self._num_answered = self._num_tidied = 0
+        """Requests so far, and when it tidied up last."""
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second."""
+        self._tidy(time.monotonic())
+        return await super().on_tick(counter)
+
+    def _tidy(self, now: float) -> None:
+        state = self.server_state
+        if state.tasks or state.total_requests != self._num_answered:
+            self._last_busy, self._num_answered = now, state.total_requests
+        elif (
+            self._num_answered > self._num_tidied and now - self._last_busy >= _SILENCE and self._collector.is_due(now)
+        ):
+            self._num_tidied = self._num_answered
+            self._collector.collect(now)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
