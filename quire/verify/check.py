@@ -69,7 +69,7 @@ Report = Callable[[str, float], None]
 @dataclass(slots=True)
 class _Pace:
     """How long a request takes here, by all that was computed so far: so an axis can be given as many as leave those
-    after it their time."""
+    after it their time. A twentieth is kept for what takes longer than that."""
 
     seconds: float = 0.0
     passes: float = 0.0
@@ -81,7 +81,7 @@ class _Pace:
     def fits(self, axes: Sequence[Axis], room: float, more_passes: float = 0.0) -> float:
         """How many requests each of the axes may have in so many seconds."""
         each = max(self.seconds, 1e-6) / self.passes
-        room -= sum(axis.start_seconds for axis in axes)
+        room = 0.95 * room - sum(axis.start_seconds for axis in axes)
         return room / (each * max(sum(axis.passes for axis in axes) + more_passes, 1e-3))
 
 

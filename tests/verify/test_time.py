@@ -63,11 +63,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_axes_that_start_slowly_have_their_time_kept_for_them(clock: Clock) -> None:
     subject = Timed(clock, {"a": (0, 1), "b": (0, 1), "devices": (20, 1), "restarted": (10, 1)})
-    verdict = verify(subject, 70.0, max_rounds=1)
+    verdict = verify(subject, 75.0, max_rounds=1)
     assert verdict.is_exact
-    assert [axis.requests for axis in verdict.axes] == [7, 7, 7, 7]  # 36 s for each and alone
+    assert [axis.requests for axis in verdict.axes] == [7, 7, 7, 7]
     assert [axis.seconds for axis in verdict.axes] == [7, 7, 27, 17]
-    assert verdict.seconds < 70
+    assert verdict.seconds < 75
 
 
 def test_axes_that_take_longer_than_expected_leave_the_others_some_requests(clock: Clock) -> None:
