@@ -105,7 +105,7 @@ def verify(
     for axis in subject.axes():
         if axis.missing is not None:
             results[axis.name].state, results[axis.name].note = "not applicable", axis.missing
-    failed: tuple[str, Sequence[Case], Difference] | None = None
+    failed: tuple[str, list[Case], Difference] | None = None
     report("one request alone", 0.0)
     pace = _measure_pace(subject, seed)
     sizes, axes = subject.sizes, [axis for axis in subject.axes() if axis.missing is None]
