@@ -44,6 +44,8 @@ WARM_UP = 1 / 2
 """Of the rounds: caches and logs of fixed size fill first."""
 LOGS = {"steps in the engine's log": 4096, "answers in the HTTP process's records": 2048}
 """What fills, and how many it holds."""
+STORED = 64
+"""Responses that the server keeps, so that the store is full early, too, and old ones make room."""
 IDLE_SECONDS = 60
 REST_SECONDS = 1.5
 """Without requests, after which both processes have given back what they could."""
@@ -269,9 +271,7 @@ class Soak:
             gain = slope * (self.times[-1] - self.times[skipped])
             share, most = LIMITS[name.split()[1]]
             limit = max(share * values[skipped], most)
-            print(
-                f"{name}: {describe(name, values[skipped])} after half of the run, gained {describe(name, gain)} since"
-            )
+            print(f"{name}: {describe(name, values[skipped])} at half time, gained {describe(name, gain)} since")
             if gain > limit:
                 self.faults.append(
                     f"{name}: gained {describe(name, gain)}, at most {describe(name, limit)} are allowed"
@@ -296,6 +296,7 @@ def describe(name: str, value: float) -> str:
 def server(model: str) -> Iterator[tuple[str, dict[str, int]]]:
     """Its address and the ids of its two processes."""
     options = ["--max-num-seqs=16", "--kv-cache-memory=128MiB", "--max-model-len=1024", "--served-model-name=smollm2"]
+    options += [f"--stored-responses={STORED}"]
     command = [sys.executable, "-m", "quire.cli.main", "serve", "--port=0", f"--model={model}", *options]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, cwd=ROOT, stderr=log)
