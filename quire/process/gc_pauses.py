@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,6 +20,8 @@ _PUT_OFF = 5000
 that never ends: some minutes of steps of 256 requests. (Python 3.14 has a collector that works in small portions, with
 no full collections of its own accord; it ignores the number.)"""
 _INTERVAL = 60.0
+_M_ARENA_MAX = -8
+"""As in malloc.h."""
 
 
 @contextmanager
@@ -67,6 +70,14 @@ class IdleCollector:
         self._last = now
         gc.collect()
         return_freed_memory()
+
+
+def share_heaps() -> None:
+    """Has all threads of this process share two of C's heaps. Else there may be eight for each core, and what one
+    thread has freed in its own is of no use to others: memory creeps up. For a process most of whose threads wait."""
+    if "MALLOC_ARENA_MAX" not in os.environ:
+        with contextlib.suppress(OSError, AttributeError):  # glibc only
+            ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
 
 
 def return_freed_memory() -> None:

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 
 from quire.checkpoints.sources import ModelSource
 from quire.frontend.tokenizer import Tokenizer
-from quire.process.gc_pauses import IdleCollector
+from quire.process.gc_pauses import IdleCollector, share_heaps
 from quire.server.config import ServerConfig
 from quire.server.guard.counts import Counts
 from quire.server.guard.http_protocol import limited_protocol
@@ -89,6 +89,7 @@ def http_settings(
 
 def prepare_process() -> None:
     """Before anything is served."""
+    share_heaps()
     _raise_file_limit()
     sys.setswitchinterval(_SWITCH_SECONDS)
 
