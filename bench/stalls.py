@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
 
-from bench.server import server
+from bench.server import ENGINE, server
 
 GOAL = 0.050
 PATIENCE = 12.0
@@ -181,6 +181,7 @@ def overload(port: int, clients: int, seconds: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="default: all")
+    parser.add_argument("--model", default="smollm2")
     options = parser.parse_args()
     known = bodies()
     unknown = [name for name in options.names if name not in known]
@@ -189,9 +190,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server must not be left behind
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as with bench/server.py: HTTP needs a core, too
     limits = {"max_num_seqs": 4, "max_model_len": 1024, "kv_cache_memory": "128MiB", "max_queued_requests": 4}
+    model = {"model": options.model, "served_model_name": "smollm2"}
     worst = 0.0
     with tempfile.TemporaryDirectory() as folder:
-        with server("bfloat16", Path(folder) / "steps.jsonl") as url:
+        with server("bfloat16", Path(folder) / "steps.jsonl", {**ENGINE, **model}) as url:
             port = urlsplit(url).port
             assert port is not None
             print(f"{'body':32} {'status':>8} {'took, ms':>9}   others waited, ms: longest  median")
@@ -203,7 +205,7 @@ def main() -> None:
                     print(f"{name:32} {status:>8} {took} {longest * 1e3:28.1f} {median * 1e3:7.2f}", flush=True)
         print(f"others waited {worst * 1e3:.1f} ms at most: {worst / GOAL:.0%} of the {GOAL * 1e3:.0f} ms they may")
         if not options.names:
-            with server("bfloat16", Path(folder) / "more.jsonl", limits) as url:
+            with server("bfloat16", Path(folder) / "more.jsonl", {**limits, **model}) as url:
                 print("4 requests run and 4 wait; more are refused:")
                 for clients in (4, 8, 80):
                     print(overload(urlsplit(url).port or 0, clients, 6.0), flush=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 from pathlib import Path
 
 import torch
 
 from quire.errors import DeviceError
+from quire.process import gc_pauses
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -83,8 +83,7 @@ def return_freed_memory() -> None:
     """Hands what was freed back to the operating system: allocators keep it for themselves otherwise."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    with contextlib.suppress(OSError, AttributeError):  # glibc only
-        ctypes.CDLL(None).malloc_trim(0)
+    gc_pauses.return_freed_memory()
 
 
 def _cpu_multiplies_bfloat16() -> bool:

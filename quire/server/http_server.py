@@ -7,6 +7,7 @@ import gc
 import resource
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp
 
 from quire.checkpoints.sources import ModelSource
 from quire.frontend.tokenizer import Tokenizer
+from quire.process.gc_pauses import IdleCollector, share_heaps
 from quire.server.config import ServerConfig
 from quire.server.guard.counts import Counts
 from quire.server.guard.http_protocol import limited_protocol
@@ -24,15 +26,43 @@ _SWITCH_SECONDS = 0.001
 """For which a thread that makes a large answer keeps the interpreter from the event loop; Python's own are 5 ms."""
 
 
+_SILENCE = 1.0
+"""Seconds without requests, after which nobody is expected for as long as it takes to tidy up: some tens of
+milliseconds."""
+_TIDY_INTERVAL = 5.0
+
+
 class HttpServer(uvicorn.Server):
-    """uvicorn without its own idea of signals."""
+    """uvicorn without its own idea of signals, which gives back the memory of what it has answered when nobody asks."""
 
     on_started: Callable[[], None] = staticmethod(lambda: None)
     """Called when connections are accepted."""
 
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._collector = IdleCollector(time.monotonic(), _TIDY_INTERVAL)
+        self._last_busy = time.monotonic()
+        self._num_answered = self._num_tidied = 0
+        """Requests so far, and when it tidied up last."""
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second."""
+        self._tidy(time.monotonic())
+        return await super().on_tick(counter)
+
+    def _tidy(self, now: float) -> None:
+        state = self.server_state
+        if state.tasks or state.total_requests != self._num_answered:
+            self._last_busy, self._num_answered = now, state.total_requests
+        elif (
+            self._num_answered > self._num_tidied and now - self._last_busy >= _SILENCE and self._collector.is_due(now)
+        ):
+            self._num_tidied = self._num_answered
+            self._collector.collect(now)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -59,6 +89,7 @@ def http_settings(
 
 def prepare_process() -> None:
     """Before anything is served."""
+    share_heaps()
     _raise_file_limit()
     sys.setswitchinterval(_SWITCH_SECONDS)
 
@@ -72,10 +103,15 @@ def settle() -> None:
 
 
 def open_tokenizer(source: ModelSource) -> Tokenizer:
-    """A model's tokenizer, if possible without importing torch."""
+    """A model's tokenizer, if possible without importing torch, which takes seconds and 170 MB."""
     if (source.path / "tokenizer.json").is_file():
         return Tokenizer.from_hf_folder(source.path)
-    # Other kinds of models are opened by code that needs torch, which takes seconds and memory to import.
+    if source.path.suffix.lower() == ".gguf":
+        from quire.checkpoints.gguf_header import read_header
+
+        metadata = read_header(source.path).metadata
+        if metadata.get("split.count", 1) in (0, 1):  # the engine's process checks the rest of the file
+            return Tokenizer.from_gguf(metadata)
     from quire import load
 
     return load.open_tokenizer(source)

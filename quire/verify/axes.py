@@ -20,6 +20,8 @@ from quire.verify.subject import Answers, Axis, Comparison, Sizes, pairs_of
 
 _NUM_SEEDS = 8
 _NUM_DEVICES = 2
+_PROCESS_SECONDS = 4.0
+"""Until another process has imported torch."""
 _LONGEST = 72
 """Tokens of a prompt in the first round; in later ones, which are of the quick, four times that."""
 
@@ -27,7 +29,7 @@ _LONGEST = 72
 class LoadedModel:
     """A model on this machine, as something that can be tried."""
 
-    sizes = Sizes(fewest=6, first=12, most=192, num_passes=25)
+    sizes = Sizes(fewest=6, first=12, most=192, least=3)
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -36,7 +38,12 @@ class LoadedModel:
 
     def axes(self) -> list[Axis]:
         model = self._model
-        return [Axis(name, about, partial(compare, model), missing(model)) for name, about, compare, missing in _AXES]
+        load = model.load_seconds
+        start_seconds = {"devices": 2 * load + _PROCESS_SECONDS, "restarted": load}
+        return [
+            Axis(name, about, partial(compare, model), missing(model), passes, start_seconds.get(name, 0.0))
+            for name, about, compare, missing, passes in _AXES
+        ]
 
     def draw(self, count: int, seed: int, is_first: bool) -> list[Case]:
         model = self._model
@@ -248,22 +255,23 @@ def _always(model: Model) -> str | None:
     return None
 
 
-_AXES: tuple[tuple[str, str, _Compare, Callable[[Model], str | None]], ...] = (
-    ("repeated", "alone, a second time", _repeated, _always),
-    ("seeds", "n answers are n seeds, and seeds count", _seeds, _always),
-    ("together", "all requests in one batch", _together, _always),
-    ("orders", "in other orders, a few at a time", _orders, _always),
-    ("chunks", "prompts in chunks (max_batched_tokens)", _chunks, _always),
-    ("rows", "fewer requests at once (max_num_seqs)", _rows, _always),
-    ("blocks", "other block sizes of the cache", _block_sizes, _always),
-    ("preempted", "preempted and computed again", _preempted, _always),
-    ("swapped", "preempted, blocks kept on the host", _swapped, _always),
-    ("prefix cache", "prompts found in the prefix cache", _prefix_cache, _always),
-    ("in flight", "more or fewer steps in flight", _depths, _always),
-    ("CUDA graphs", "no step captured and launched as a whole", _without_graphs, _no_cuda),
-    ("recorded steps", "no CPU step recorded and made again", _without_graphs, _recorded),
-    ("drafted", "tokens guessed and checked (speculation)", _drafted, _always),
-    ("devices", "the model divided among processes", _devices, _no_devices),
-    ("scored again", "answers as prompts have their logprobs", _scored_again, _always),
-    ("restarted", "everything loaded again", _restarted, _no_reload),
+_AXES: tuple[tuple[str, str, _Compare, Callable[[Model], str | None], float], ...] = (
+    ("repeated", "alone, a second time", _repeated, _always, 1.0),
+    ("seeds", "n answers are n seeds, and seeds count", _seeds, _always, 1.0),
+    ("together", "all requests in one batch", _together, _always, 0.8),
+    ("orders", "in other orders, a few at a time", _orders, _always, 0.8),
+    ("chunks", "prompts in chunks (max_batched_tokens)", _chunks, _always, 2.0),
+    ("rows", "fewer requests at once (max_num_seqs)", _rows, _always, 0.8),
+    ("blocks", "other block sizes of the cache", _block_sizes, _always, 2.5),
+    ("preempted", "preempted and computed again", _preempted, _always, 2.0),
+    ("swapped", "preempted, blocks kept on the host", _swapped, _always, 2.0),
+    ("prefix cache", "prompts found in the prefix cache", _prefix_cache, _always, 1.5),
+    ("in flight", "more or fewer steps in flight", _depths, _always, 1.0),
+    ("CUDA graphs", "no step captured and launched as a whole", _without_graphs, _no_cuda, 1.0),
+    ("recorded steps", "no CPU step recorded and made again", _without_graphs, _recorded, 1.0),
+    ("drafted", "tokens guessed and checked (speculation)", _drafted, _always, 2.5),
+    ("devices", "the model divided among processes", _devices, _no_devices, 1.0),
+    ("scored again", "answers as prompts have their logprobs", _scored_again, _always, 1.0),
+    ("restarted", "everything loaded again", _restarted, _no_reload, 1.0),
 )
+"""The last number: what an axis computes, in requests alone (SmolLM2 on two cores)."""

@@ -28,12 +28,12 @@ _SCHEMA = {
 KINDS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("greedy", {"temperature": 0.0, "logprobs": 2}),
     ("sampled", {"temperature": 0.8}),
+    ("n answers", {"n": 3, "temperature": 1.3, "logprobs": 0}),
     ("top-k, top-p", {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "logprobs": 3}),
     (
         "penalties",
         {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.2, "logprobs": 1},
     ),
-    ("n answers", {"n": 3, "temperature": 1.3, "logprobs": 0}),
     ("prompt logprobs", {"temperature": 0.0, "prompt_logprobs": 2, "logprobs": 1}),
     ("regex", {"structured": {"regex": "[a-z]{4,12}, [0-9]{2,6}"}, "logprobs": 1}),
     ("greedy, tokens only", {"temperature": 0.0}),
@@ -42,7 +42,8 @@ KINDS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("bias, bad words", {"logit_bias": {5: 4.0, 9: -4.0}, "bad_words": ("harbour",), "min_tokens": 2, "logprobs": 2}),
     ("JSON schema", {"structured": {"json_schema": _SCHEMA}, "temperature": 0.7}),
 )
-"""What requests ask for: every path through the sampler, and those around it."""
+"""What requests ask for: every path through the sampler, and those around it. What an axis can't do without is among
+the first three."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ class AxisResult:
     different_requests: int = 0
     differences: int = 0
     first: Difference | None = None
+    seconds: float = 0.0
     note: str = ""
     """What happened there; where it was not tried, why."""
     state: str = "not reached"
@@ -65,6 +66,25 @@ Report = Callable[[str, float], None]
 """Called with what is being done and how many seconds it has taken so far."""
 
 
+@dataclass(slots=True)
+class _Pace:
+    """How long a request takes here, by all that was computed so far: so an axis can be given as many as leave those
+    after it their time. A twentieth is kept for what takes longer than that."""
+
+    seconds: float = 0.0
+    passes: float = 0.0
+
+    def note(self, seconds: float, passes: float) -> None:
+        self.seconds += max(0.0, seconds)
+        self.passes += passes
+
+    def fits(self, axes: Sequence[Axis], room: float, more_passes: float = 0.0) -> float:
+        """How many requests each of the axes may have in so many seconds."""
+        each = max(self.seconds, 1e-6) / self.passes
+        room = 0.95 * room - sum(axis.start_seconds for axis in axes)
+        return room / (each * max(sum(axis.passes for axis in axes) + more_passes, 1e-3))
+
+
 def verify(
     subject: Subject,
     seconds: float,
@@ -82,26 +102,32 @@ def verify(
 
     results = {axis.name: AxisResult(axis.name, axis.about) for axis in subject.axes()}
     verdict = Verdict(list(results.values()), notes=list(subject.notes))
+    for axis in subject.axes():
+        if axis.missing is not None:
+            results[axis.name].state, results[axis.name].note = "not applicable", axis.missing
     failed: tuple[str, list[Case], Difference] | None = None
     report("one request alone", 0.0)
-    sizes, size = subject.sizes, _first_size(subject, seed, seconds)
+    pace = _measure_pace(subject, seed)
+    sizes, axes = subject.sizes, [axis for axis in subject.axes() if axis.missing is None]
+    size = int(min(max(sizes.fewest, pace.fits(axes, seconds - spent(), more_passes=1)), sizes.first))
     while True:
         began = spent()
         cases = subject.draw(size, seed + verdict.rounds, is_first=verdict.rounds == 0)
         report(f"round {verdict.rounds + 1}: {size} requests alone", spent())
         alone = subject.reference(cases)
-        for axis in subject.axes():
-            result = results[axis.name]
-            if axis.missing is not None:
-                result.state, result.note = "not applicable", axis.missing
-                continue
-            if spent() > seconds:
-                continue
-            report(f"round {verdict.rounds + 1}: {axis.name}", spent())
-            found = _try(axis, cases, alone, result)
+        pace.note(spent() - began, size)
+        for number, axis in enumerate(axes):
+            result, start = results[axis.name], spent()
+            if start > seconds:
+                break
+            count = int(min(max(sizes.least, pace.fits(axes[number:], seconds - start)), size))
+            report(f"round {verdict.rounds + 1}: {axis.name}, {count} requests", start)
+            found = _try(axis, cases[:count], alone[:count], result)
             subject.tidy()
+            result.seconds += spent() - start
+            pace.note(spent() - start - axis.start_seconds, count * axis.passes)
             if found is not None and failed is None:
-                failed = axis.name, cases, found
+                failed = axis.name, cases[:count], found
         verdict.rounds += 1
         room = seconds - spent()
         # Later requests are longer, so a guess must leave some room.
@@ -120,15 +146,15 @@ def verify(
     return verdict
 
 
-def _first_size(subject: Subject, seed: int, seconds: float) -> int:
-    """So many requests that all axes fit into the time; two of them are tried for that, which warms everything up."""
+def _measure_pace(subject: Subject, seed: int) -> _Pace:
+    """Of two requests; they are computed twice, and the first time warms everything up."""
     probe = subject.draw(2, seed + 2**32, is_first=True)
     subject.reference(probe)
     started = time.monotonic()
     subject.reference(probe)
-    each = (time.monotonic() - started) / len(probe)
-    sizes = subject.sizes
-    return int(min(max(sizes.fewest, seconds / (each * sizes.num_passes)), sizes.first))
+    pace = _Pace()
+    pace.note(time.monotonic() - started, len(probe))
+    return pace
 
 
 def _try(axis: Axis, cases: Sequence[Case], alone: Answers, result: AxisResult) -> Difference | None:

@@ -52,7 +52,7 @@ class Server:
         self._dialect = dialect
         self._concurrency = concurrency
         self._refused = 0
-        self.sizes = Sizes(fewest=2, first=concurrency, most=concurrency, num_passes=5)
+        self.sizes = Sizes(fewest=2, first=concurrency, most=concurrency, least=2)
 
     @property
     def notes(self) -> Sequence[str]:

@@ -34,6 +34,10 @@ class Axis:
     """Runs the requests under this condition and holds them beside their answers alone."""
     missing: str | None = None
     """Why there is no such thing here, if so."""
+    passes: float = 1.0
+    """What it computes, in requests alone: so many for each."""
+    start_seconds: float = 0.0
+    """Before its first request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +48,8 @@ class Sizes:
     first: int
     """In the first round, if they are quick."""
     most: int
-    num_passes: float
-    """How often a round computes its requests, on all axes together."""
+    least: int
+    """That an axis tries when time is short: the first ones of the round."""
 
 
 class Subject(Protocol):

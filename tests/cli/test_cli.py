@@ -18,11 +18,10 @@ from bench.startup import write_checkpoint
 from tests.cli.in_process import quire_here
 
 
-def quire(*arguments: str | Path, stdin: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+def quire(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "quire.cli.main", *map(str, arguments)],
-        input=stdin,
-        stdin=subprocess.DEVNULL if stdin is None else None,
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=120,
@@ -41,7 +40,7 @@ def test_run_answers_a_prompt_with_the_chat_template(smollm2_gguf: Path) -> None
 
 
 def test_run_raw_continues_the_text_and_json_tells_everything(smollm2_gguf: Path) -> None:
-    done = quire(
+    done = quire_here(
         "run", "1, 2, 3,", "The capital of France is", "--raw", "--json", "--temperature", "0", "--max-tokens", "5",
         "--model", smollm2_gguf,
     )  # fmt: skip
@@ -61,7 +60,7 @@ def test_run_takes_prompts_from_a_file_and_from_stdin_and_repeats_itself(smollm2
     (tmp_path / "prompts.txt").write_text("Say hello.\n\nSay goodbye.\n")
     arguments = ("run", "--json", "--max-tokens", "8", "--seed", "5", "--model", smollm2_gguf)
     from_file = quire_here(*arguments, "--file", tmp_path / "prompts.txt")
-    from_stdin = quire(*arguments, stdin="Say goodbye.")
+    from_stdin = quire_here(*arguments, stdin="Say goodbye.")
     lines = [json.loads(line) for line in from_file.stdout.splitlines()]
     assert [line["prompt"] for line in lines] == ["Say hello.", "Say goodbye."]
     assert json.loads(from_stdin.stdout)["token_ids"] == lines[1]["token_ids"]
@@ -120,7 +119,7 @@ def test_quantize_writes_a_folder_that_run_takes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert re.search(r"small: [0-9.]+ [KM]iB of weights became [0-9.]+ [KM]iB \(int4\)", done.stdout)
     arguments = ("run", "hello", "--raw", "-n", "4", "--device", "cpu", "--model", tmp_path / "small")
-    answered = quire(*arguments)
+    answered = quire_here(*arguments)
     assert answered.returncode == 0, answered.stderr
     assert "Q4_0" in answered.stderr
     assert quire_here(*arguments, "--quantization", "none").stdout
@@ -153,8 +152,9 @@ def test_ctrl_c_ends_cleanly(smollm2_gguf: Path) -> None:
     assert "Traceback" not in errors
 
 
-def test_a_reader_that_leaves_early_is_no_error(smollm2_gguf: Path) -> None:
-    command = f'"{sys.executable}" -m quire.cli.main run "Count to ten." -n 100 -m "{smollm2_gguf}" | head -c 1'
+def test_in_a_pipe_a_reader_that_leaves_early_is_no_error(smollm2_gguf: Path) -> None:
+    command = f'"{sys.executable}" -m quire.cli.main run -n 100 -m "{smollm2_gguf}" | head -c 1'
+    command = f'echo "Count to ten." | {command}'
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=False)
     assert len(done.stdout) == 1
     assert "Traceback" not in done.stderr
@@ -196,7 +196,7 @@ def test_chat_keeps_the_conversation_and_knows_its_commands(smollm2_gguf: Path) 
             "never reached",
         ]
     )
-    done = quire("chat", "--model", smollm2_gguf, stdin=script)
+    done = quire_here("chat", "--model", smollm2_gguf, stdin=script)
     assert done.returncode == 0, done.stderr
     assert "temperature=0.0" in done.stderr
     assert "Zanzibar" in done.stdout

@@ -33,14 +33,10 @@ from quire.cli.main import app, main
 from quire.errors import QuireError
 from quire.frontend.progress import BenchmarkBar
 from quire.sampling_params import SamplingParams
+from tests.cli.in_process import quire_here
 
 CPU = torch.device("cpu")
 SMALL = ("--requests", "3", "--prompt-tokens", "4-8", "--new-tokens", "2-5", "--repeats", "2", "--device", "cpu")
-
-
-def quire(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "quire.cli.main", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def setting(model: Path, **options: Any) -> PeerSetting:
@@ -66,7 +62,7 @@ def llm(tiny_model: Path) -> Iterator[LLM]:
 )
 def test_the_engine_alone(tiny_model: Path, tmp_path: Path, command: str, rows: list[str]) -> None:
     files = ("--json", tmp_path / "a.json", "--markdown", tmp_path / "a.md")
-    done = quire("bench", command, "--model", tiny_model, *SMALL, *files)
+    done = quire_here("bench", command, "--model", tiny_model, *SMALL, *files)
     assert done.returncode == 0, done.stderr
     raw = json.loads((tmp_path / "a.json").read_text())
     measured = raw["tables"][0]["rows"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import statistics
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,13 +20,9 @@ from quire.bench.ladder.settings import FULL, QUICK
 from quire.bench.report import Bytes, Factor, Table, cell_text
 from quire.bench.spread import Spread
 from quire.models.decoder import Decoder
+from tests.cli.in_process import quire_here
 
 NUMBER = r"[\d,]+(?:\.\d+)?"
-
-
-def quire(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "quire.cli.main", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def read_tables(markdown: str) -> dict[str, list[list[str]]]:
@@ -53,7 +48,7 @@ def close(shown: str, value: float) -> bool:
 @pytest.fixture(scope="module")
 def quick(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
     folder = tmp_path_factory.mktemp("climbed")
-    done = quire("bench", "ladder", "--quick", "--model", tiny_model, "--device", "cpu", "--output", folder)
+    done = quire_here("bench", "ladder", "--quick", "--model", tiny_model, "--device", "cpu", "--output", folder)
     assert done.returncode == 0, done.stderr
     return folder, done.stdout, done.stderr
 

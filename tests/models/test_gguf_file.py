@@ -19,9 +19,11 @@ from hypothesis import strategies as st
 from quire.checkpoints.checkpoint import chunks_of
 from quire.checkpoints.gguf_file import read_gguf
 from quire.checkpoints.gguf_types import OTHER_TYPES, TYPE_NAMES
+from quire.checkpoints.sources import ModelSource
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.formats import FORMATS
 from quire.models.load import open_checkpoint
+from quire.server.http_server import open_tokenizer
 from tests.models.corruption import Damage, check_open_and_read, damages
 from tests.models.gguf_bytes import TYPE_IDS, Gguf, Tensor, array, pair, text, u16, u32
 
@@ -336,6 +338,20 @@ def test_a_split_model_is_read_as_one_from_any_of_its_files(tmp_path: Path) -> N
         assert list(checkpoint.tensors) == ["t0", "t1", "t2"]
         for i in range(3):
             assert torch.equal(checkpoint.read(f"t{i}"), torch.full((8,), float(i)))
+
+
+def test_the_http_process_leaves_the_tokenizer_of_a_split_model_to_the_loader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which finds the first part; of a single file it reads the header itself."""
+    asked: list[Path] = []
+    monkeypatch.setattr("quire.load.open_tokenizer", lambda source: asked.append(source.path))
+    path = split_model(tmp_path, 2)
+    open_tokenizer(ModelSource("split", "gguf", path, "local file"))
+    assert asked == [path]
+    with pytest.raises(ModelFormatError, match=r"m\.gguf: not a GGUF file"):
+        open_tokenizer(ModelSource("m", "gguf", save(tmp_path, Gguf(magic=b"GGML")), "local file"))
+    assert asked == [path]
 
 
 def test_faults_of_split_models_are_named(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from quire import LLM
 from tests.frontend.templates import QWEN
 from tests.server.browser import open_browser
-from tests.server.harness import KEY, SMALL_ENGINE, Server
+from tests.server.harness import ENGINE, KEY, SMALL_ENGINE, Server
 from tests.server.random_model import write_model
 from tests.server.scripted_model import write_scripted_model
 
@@ -27,6 +28,13 @@ def server(shared_server: Server) -> Iterator[Server]:
     shared_server.assert_sound()
     yield shared_server
     shared_server.assert_sound()
+
+
+@pytest.fixture(scope="session")
+def llm() -> Iterator[LLM]:
+    """The same model without a server."""
+    with LLM("smollm2", **ENGINE) as llm:
+        yield llm
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,8 @@ from types import TracebackType
 from typing import Any, Self
 
 import httpx
+
+from tests.server.forked import ForkedServer
 
 ROOT = Path(__file__).parents[2]
 ENGINE = {"kv_cache_memory": "128MiB", "max_model_len": 1024, "max_num_seqs": 16}
@@ -62,7 +63,7 @@ class Server:
         self.log_file = Path(self._folder.name) / "log"
         self.fault_file = Path(self._folder.name) / "fault"
         self.fields = {"port": self.port, "engine": ENGINE, **fields}
-        self._module = "tests.server.run_faulty_server" if faults else "tests.server.run_server"
+        self._faults = faults
         if faults:
             self.fields["engine_module"] = "tests.server.faulty_engine"
         self._environment = {
@@ -72,25 +73,22 @@ class Server:
             "QUIRE_TEST_FAULT": str(self.fault_file),
             **(environment or {}),
         }
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: ForkedServer | None = None
         self.baseline: list[int] = []
         self._memory: list[int] = []
 
     def __enter__(self) -> Self:
-        with self.log_file.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", self._module, json.dumps(self.fields)],
-                cwd=ROOT,
-                env=self._environment,
-                stderr=log,
-                stdout=log,
-            )
+        self.begin()
         try:
             wait_for(self._is_up, 120, "the server")
         except BaseException:
             self.__exit__(None, None, None)
             raise
         return self
+
+    def begin(self) -> None:
+        """Starts it, and waits for nothing."""
+        self.process = ForkedServer(self.fields, self._environment, self.log_file, self._faults)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

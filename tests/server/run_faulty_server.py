@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from quire.server.guard.http_protocol import LimitedProtocol
 from tests.server.countdown import break_sends, is_due
-from tests.server.run_server import main
 
 
 class FaultyTransport:
@@ -37,7 +35,6 @@ def break_writes() -> None:
     LimitedProtocol.connection_made = connection_made  # type: ignore[assignment]
 
 
-if __name__ == "__main__":
+def break_all() -> None:
     break_sends("http_send")
     break_writes()
-    sys.exit(main())

@@ -1,35 +1,27 @@
-"""Runs a server with any configuration, given as JSON: `python -m tests.server.run_server '{"port": 1234}'`."""
+"""Runs a server with any configuration."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from quire.errors import QuireError
 from quire.server.config import ServerConfig
 from quire.server.run import serve
 
 
-def main() -> int:
-    fields = json.loads(sys.argv[1])
+def run(fields: dict[str, Any]) -> int:
+    """Its status; what is wrong is said in one line, as the command line does."""
+    fields = dict(fields)
     for name in ("api_keys", "served_model_names", "cors_origins", "allowed_hosts"):
         if name in fields:
             fields[name] = tuple(fields[name])
     for name in ("tls_certificate", "tls_key", "store", "batches"):
         if name in fields:
             fields[name] = Path(fields[name])
-    return serve(ServerConfig(**fields))
-
-
-def run_safely() -> int:
-    """The status; what is wrong is said in one line, as the command line does."""
     try:
-        return main()
+        return serve(ServerConfig(**fields))
     except QuireError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

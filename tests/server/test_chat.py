@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from quire import LLM, SamplingParams
-from tests.server.harness import ENGINE, Server, error_of
+from tests.server.harness import Server, error_of
 
 MESSAGES = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
 CHAT = "/v1/chat/completions"
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM("smollm2", **ENGINE) as llm:
-        yield llm
 
 
 def chat(server: Server, **fields: Any) -> dict[str, Any]:
@@ -70,9 +63,9 @@ def test_usage_with_every_chunk_when_asked_for(server: Server) -> None:
     assert 1 <= counts[-1] <= 4
 
 
-def test_the_longest_answer_fills_the_context(server: Server) -> None:
-    messages = [{"role": "user", "content": "so " * 930}]
-    body = server.post(CHAT, {"messages": messages, "ignore_eos": True, "temperature": 0}).json()
+def test_the_longest_answer_fills_the_context(shared_small_server: Server) -> None:
+    messages = [{"role": "user", "content": "so " * 300}]
+    body = shared_small_server.post(CHAT, {"messages": messages, "ignore_eos": True, "temperature": 0}).json()
     assert body["usage"]["total_tokens"] == 1024
     assert body["choices"][0]["finish_reason"] == "length"
 

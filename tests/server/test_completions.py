@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire import LLM, SamplingParams
-from tests.server.harness import ENGINE, Server, error_of
+from tests.server.harness import Server, error_of
 
 PROMPT = "The capital of France is"
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM("smollm2", **ENGINE) as llm:
-        yield llm
 
 
 def test_tokens_and_text_are_those_of_the_offline_api(server: Server, llm: LLM) -> None:
@@ -32,6 +26,13 @@ def test_tokens_and_text_are_those_of_the_offline_api(server: Server, llm: LLM) 
     assert body["object"] == "text_completion"
     assert body["model"] == "smollm2"
     assert body["system_fingerprint"].startswith("fp_")
+
+
+def test_the_http_process_has_no_torch(server: Server) -> None:
+    """Of a GGUF file, too, it reads the tokenizer alone: torch would take it seconds to import, and 200 MB."""
+    assert server.process is not None
+    assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
+    assert "libtorch" in Path(f"/proc/{server.engine_pid}/maps").read_text()
 
 
 @pytest.mark.parametrize(
@@ -192,9 +193,9 @@ def test_a_negative_seed_is_a_seed(server: Server) -> None:
     assert one["token_ids"] == two["token_ids"]
 
 
-def test_truncation_keeps_the_end_of_the_prompt(server: Server) -> None:
+def test_truncation_keeps_the_end_of_the_prompt(server: Server, shared_small_server: Server) -> None:
     ids = server.complete(prompt=PROMPT, max_tokens=1)["choices"][0]["prompt_token_ids"]
     body = server.complete(prompt="so " * 2000 + PROMPT, max_tokens=4, truncate_prompt_tokens=3)
     assert body["choices"][0]["prompt_token_ids"] == ids[-3:]
-    longest = server.complete(prompt="so " * 2000, max_tokens=4, truncate_prompt_tokens=-1)
+    longest = shared_small_server.complete(prompt="so " * 2000, max_tokens=4, truncate_prompt_tokens=-1)
     assert longest["usage"]["prompt_tokens"] == 1020

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -13,15 +12,9 @@ import pytest
 
 from quire import LLM, SamplingParams
 from tests.long_runs import short_or_long
-from tests.server.harness import ENGINE, Server
+from tests.server.harness import Server
 
 WORDS = ["the", "a", "sea", "sky", "red", "blue", "one", "two", "three", "king", "queen", "ran", "saw", "old", "new"]
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM("smollm2", **ENGINE) as llm:
-        yield llm
 
 
 def mixed_requests(count: int) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from quire.config import EngineConfig
 from quire.engine import make_requests
 from quire.sampling_params import SamplingParams
 from quire.step import Pooling
-from tests.server.harness import Server, error_of, wait_for
+from tests.server.harness import SMALL_ENGINE, Server, error_of, wait_for
 
 TEXTS = ["The cat sat on the mat.", "A", "Long. " * 200, "Ünïcödé 文字 🙂", "one two three"]
 
@@ -137,8 +137,8 @@ def test_a_client_that_leaves_takes_its_texts_with_it(server: Server) -> None:
 
 
 @pytest.fixture(scope="module")
-def faulty() -> Iterator[Server]:
-    with Server(faults=True) as server:
+def faulty(small_model: str) -> Iterator[Server]:
+    with Server(faults=True, model=small_model, engine=SMALL_ENGINE) as server:
         server.assert_sound()
         yield server
 

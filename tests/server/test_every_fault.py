@@ -4,8 +4,6 @@ what happened, the server goes on or ends with a status that tells, and nothing 
 from __future__ import annotations
 
 import contextlib
-import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -15,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,58 +36,13 @@ Ending = Literal["lost", "unharmed", "drained"]
 Phase = Literal["loading", "loading again", "idle", "prompt", "streaming", "draining"]
 
 
-class Forked:
-    """A process like those of `subprocess`."""
-
-    def __init__(self, process: ForkServerProcess) -> None:
-        self._process = process
-        assert process.pid is not None
-        self.pid = process.pid
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def wait(self, seconds: float | None = None) -> int:
-        self._process.join(seconds)
-        assert self._process.exitcode is not None, "it does not end"
-        return self._process.exitcode
-
-    def send_signal(self, which: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, which)
-
-    def kill(self) -> None:
-        self._process.kill()
-
-
-def serve(arguments: str, environment: dict[str, str], log: str) -> None:
-    """In the new process, which was forked from one that had everything imported."""
-    from tests.server import run_server
-
-    os.environ.update(environment)
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for descriptor in (1, 2):
-        os.dup2(file, descriptor)
-    run_server.sys.argv[1:] = [arguments]
-    os._exit(run_server.run_safely())
-
-
 class ScriptedServer(Server):
     """Starts at once: its engine has no model, and its HTTP process is forked from one that is ready."""
 
     def __init__(self, model: str, folder: Path, limits: dict[str, float]) -> None:
         super().__init__(model=model, engine={}, engine_module="tests.server.scripted_engine", **limits)
         self.temporary = folder
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.server.run_server", "pytest"])
-
-    def begin(self) -> None:
-        """Starts it, and waits for nothing."""
-        environment = {**self._environment, "TMPDIR": str(self.temporary)}
-        self.log_file.touch()
-        process = self._context.Process(target=serve, args=(json.dumps(self.fields), environment, str(self.log_file)))
-        process.start()
-        self.process = Forked(process)  # type: ignore[assignment]
+        self._environment["TMPDIR"] = str(folder)
 
     def order(self, text: str) -> None:
         """Tells the engine, all of it at once."""

@@ -11,15 +11,17 @@ from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.observe.prometheus import ServerMetrics
 from quire.observe.shared_metrics import Numbers
+from quire.process.gc_pauses import IdleCollector
 from quire.sampling_params import SamplingParams
 from quire.server.call_stream import DIRECT_BODY, CallStream
 from quire.server.config import ServerConfig
@@ -38,6 +40,7 @@ from quire.server.generation import (
 from quire.server.guard.admission import Admission
 from quire.server.guard.counts import ANSWERS, CONNECTIONS, Counts
 from quire.server.http_responses import TextEvent, data_event
+from quire.server.http_server import HttpServer
 from quire.server.messages import Event, Fatal, Updates
 from quire.server.protocol.anthropic import MessagesRequest
 from quire.server.protocol.chat import ChatCompletionRequest
@@ -451,3 +454,45 @@ def test_a_worker_gets_the_server_s_options(tmp_path: Path) -> None:
         api_keys=("a", "b"), http_workers=3, store=tmp_path, engine={"max_num_seqs": 3}, tls_certificate=None
     )
     assert decode_config(encode_config(config)) == config
+
+
+def test_memory_is_given_back_once_when_nobody_has_asked_for_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    tidied: list[float] = []
+    monkeypatch.setattr(IdleCollector, "collect", lambda self, now: tidied.append(now))
+    server = HttpServer(uvicorn.Config(app="none", log_config=None))
+    state, start = server.server_state, server._last_busy
+    for tenth in range(60):
+        server._tidy(start + tenth / 10)
+    assert tidied == []  # nothing was answered yet
+    answer = cast("asyncio.Task[None]", object())
+    state.tasks.add(answer)
+    for tenth in range(60, 120):
+        server._tidy(start + tenth / 10)
+    assert tidied == []  # somebody is being answered
+    state.tasks.discard(answer)
+    state.total_requests += 1
+    for tenth in range(120, 200):
+        server._tidy(start + tenth / 10)
+    assert [round(moment - start, 1) for moment in tidied] == [13.0]
+    # Who asks the health twice a second is no silence.
+    for tenth in range(200, 300):
+        state.total_requests += tenth % 5 == 0
+        server._tidy(start + tenth / 10)
+    assert len(tidied) == 1
+
+
+def test_what_was_freed_goes_back_to_the_system() -> None:
+    """Small pieces between others that stay: C's allocator keeps their pages for itself."""
+    code = """
+import os
+from pathlib import Path
+from quire.process.gc_pauses import IdleCollector
+resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
+pieces = [bytearray(20_000) for _ in range(2000)]
+del pieces[:-1]
+before = resident()
+IdleCollector(0.0).collect(1.0)
+print(before - resident())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert int(done.stdout) > 30_000  # KiB

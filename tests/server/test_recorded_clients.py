@@ -174,7 +174,7 @@ def test_edits_of_the_context(scripted: Server, edit: dict[str, Any], turns: lis
         assert edit["type"] in response.json()["error"]["message"]
 
 
-def test_more_tokens_than_the_context_has_room_for(scripted: Server) -> None:
+def test_more_tokens_than_the_context_has_room_for(scripted: Server, shared_small_server: Server) -> None:
     """Anthropic's servers answer, and say so if the answer came to the context's end; OpenAI's refuse."""
     ask = {"model": "scripted", "messages": [USER], "max_tokens": 100_000}
     response = scripted.post("/v1/messages", ask)
@@ -182,18 +182,14 @@ def test_more_tokens_than_the_context_has_room_for(scripted: Server) -> None:
     assert response.headers["x-quire-clamped"] == f"max_tokens={16384 - prompt}"
     assert response.json()["stop_reason"] == "end_turn"
     assert scripted.post("/v1/messages", {**ask, "max_tokens": 2}).json()["stop_reason"] == "max_tokens"
-
-    def count(num_turns: int) -> int:
-        turns = [{"role": "user", "content": "xq" * 150}] * num_turns
-        response = scripted.post("/v1/messages/count_tokens", {"model": "scripted", "messages": turns})
-        tokens: int = response.json()["input_tokens"]
-        return tokens
-
-    num_turns = (16384 - 1 - count(1)) // (count(2) - count(1)) + 1
-    full = {**ask, "messages": [{"role": "user", "content": "xq" * 150}] * num_turns, "ignore_eos": True}
-    assert scripted.post("/v1/messages", full).json()["stop_reason"] == "model_context_window_exceeded"
     chat = {"messages": [USER], "max_tokens": 100_000}
     assert "16384" in error_of(scripted.post("/v1/chat/completions", chat), 400, "max_tokens")
+    # A context of 1,024 tokens is full sooner.
+    full = {"model": "small", "messages": [{"role": "user", "content": "xq" * 450}], "max_tokens": 100_000}
+    response = shared_small_server.post("/v1/messages", {**full, "ignore_eos": True})
+    assert response.json()["stop_reason"] == "model_context_window_exceeded"
+    usage = response.json()["usage"]
+    assert sum(usage[name] for name in ("input_tokens", "cache_read_input_tokens", "output_tokens")) == 1024
 
 
 # Vercel's AI SDK and LiteLLM

@@ -10,6 +10,8 @@ from types import ModuleType
 import pytest
 
 from quire.bench.http_client import HttpClient
+from quire.observe.request_records import RecordBook
+from quire.observe.step_log import StepLog
 from tests.server.harness import ROOT
 
 MIB = 2**20
@@ -42,17 +44,25 @@ def test_odd_samples_are_no_slope(soak: ModuleType) -> None:
         (0.0, 0.5, "engine descriptors: gained"),
     ],
 )
-def test_growth_after_the_warm_up_is_told(
+def test_growth_in_the_second_half_is_told(
     soak: ModuleType, memory_per_round: float, descriptors_per_round: float, fault: str | None
 ) -> None:
     run = soak.Soak(HttpClient("http://127.0.0.1:1"), {})
     for number in range(24):
-        filling = min(number, 6) * 50  # caches
+        filling = min(number, 11) * 50  # caches
         run.times.append(25.0 * number)
         run.samples["engine memory"].append((100 + filling + memory_per_round * number) * MIB)
         run.samples["engine descriptors"].append(20 + descriptors_per_round * number)
     assert run.judge() is (fault is None)
     assert [one.startswith(fault) for one in run.faults] == ([] if fault is None else [True])
+
+
+def test_logs_that_fill_are_those_that_there_are(soak: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(soak.LOGS.values()) == [StepLog()._capacity, RecordBook()._keep]
+    run = soak.Soak(HttpClient("http://127.0.0.1:1"), {})
+    run.filled = {next(iter(soak.LOGS)): 290.4}
+    assert run.judge()
+    assert "4,096, full after 290 s" in capsys.readouterr().out
 
 
 def test_attacks_are_of_every_kind(soak: ModuleType) -> None:

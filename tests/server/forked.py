@@ -1,0 +1,62 @@
+"""Servers forked from a process that has everything imported: starting Python and importing takes seconds of a
+processor, and tests start dozens of servers."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).parents[2]
+
+
+class ForkedServer:
+    """A process that serves, with the methods of those of `subprocess`."""
+
+    def __init__(self, fields: dict[str, Any], environment: dict[str, str], log: Path, faults: bool) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.server.run_faulty_server", "pytest"])
+        log.touch()
+        arguments = (fields, environment, str(log), faults)
+        self._process: ForkServerProcess = context.Process(target=_serve, args=arguments, daemon=True)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, seconds: float | None = None) -> int:
+        self._process.join(seconds)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("the server", seconds or 0.0)
+        return self._process.exitcode
+
+    def send_signal(self, which: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, which)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _serve(fields: dict[str, Any], environment: dict[str, str], log: str, faults: bool) -> None:
+    """In the new process."""
+    from tests.server import run_faulty_server, run_server
+
+    os.environ.update(environment)
+    os.chdir(_ROOT)
+    file = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(file, descriptor)
+    if faults:
+        run_faulty_server.break_all()
+    sys.exit(run_server.run(fields))
