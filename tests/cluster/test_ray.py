@@ -73,6 +73,7 @@ def test_an_actor_passes_messages_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.skipif(not IS_LONG, reason="importing all of Ray takes long: make soak")
 def test_a_cluster_that_is_not_there() -> None:
+    pytest.importorskip("pyarrow", reason="Ray Data needs pyarrow: pip install 'quire[ray]'")
     from quire.cluster.ray_batch import cluster_at
 
     address = f"127.0.0.1:{free_port()}"
