@@ -88,7 +88,7 @@ class QuantizedProducts:
 
     def __init__(self, dense: Callable[[Tensor, Weight, Tensor | None, Tensor | None], Tensor]) -> None:
         self._dense = dense
-        self._checked: dict[tuple[int, ...], tuple[bool, bool]] = {}
+        self._checked: dict[tuple[str, torch.Size], tuple[bool, bool]] = {}
 
     def check(self, weight: Weight, dtype: torch.dtype) -> None:
         """Tries cuBLAS and the kernel for a single row; as this can't be done while a graph is captured, it is when
@@ -96,8 +96,8 @@ class QuantizedProducts:
         for part in weight.parts:
             if part.format.codes == torch.float8_e4m3fn and not part.format.group and len(weight.shape) == 2:
                 codes, scales = part.tensors
-                if codes.shape not in self._checked:
-                    self._checked[codes.shape] = _rows_are_exact(codes, scales, dtype)
+                if (part.format.name, codes.shape) not in self._checked:
+                    self._checked[part.format.name, codes.shape] = _rows_are_exact(codes, scales, dtype)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, out: Tensor | None, silu_mul: bool) -> Tensor:
         """x [rows, in] times a weight of one part that is not plain numbers; with `silu_mul`, silu(first half of the
@@ -119,7 +119,7 @@ class QuantizedProducts:
                 return self._dense(x, Weight.dense(expand_codes(weight, x.dtype)), bias, given)
             tile = Tile(min(64, max(16, next_power_of_2(rows))), 64, 128, 3, 4)
             return tile_product(x.contiguous(), weight, bias, rows_in_order(x, tile.rows), tile, x.dtype, out=out)
-        cublas, single = self._checked.get(() if part.format.group else codes.shape, (False, False))
+        cublas, single = self._checked.get((part.format.name, codes.shape), (False, False))
         if rows == 1 and single and single_row_linear.takes(1, codes, silu_mul):
             return single_row_linear.single_row_linear(x, codes, bias, out, silu_mul, part.tensors[1])
         rounded, row_scales = quantize_rows(x, codes.dtype, part.format.group)
