@@ -30,6 +30,8 @@ class Limits:
     max_num_seqs: int
     max_batched_tokens: int
     kv_cache_memory: int | float | str
+    graph_tokens: int = 0
+    """Of the largest step that has a CUDA graph, in which a few requests have guesses; 0 without graphs."""
 
 
 _CPU_LIMITS = Limits(64, 512, 0.25)
@@ -123,10 +125,12 @@ class EngineConfig:
     def limits(self, device_type: str) -> Limits:
         """The limits for a kind of device ("cpu", "cuda"), with its defaults where none were given."""
         default = _GPU_LIMITS if device_type == "cuda" else _CPU_LIMITS
+        max_num_seqs = self.max_num_seqs or default.max_num_seqs
         return Limits(
-            self.max_num_seqs or default.max_num_seqs,
+            max_num_seqs,
             self.max_batched_tokens or default.max_batched_tokens,
             default.kv_cache_memory if self.kv_cache_memory is None else self.kv_cache_memory,
+            max(max_num_seqs, 64) if device_type == "cuda" and self.cuda_graphs else 0,
         )
 
 

@@ -159,6 +159,7 @@ def scheduler_config(config: EngineConfig, plan: CachePlan, limits: Limits) -> S
         num_groups=len(plan.groups.members),
         num_windowed=plan.groups.num_windowed,
         window=plan.groups.window,
+        max_checked_tokens=limits.graph_tokens,
     )
 
 

@@ -32,6 +32,8 @@ class SchedulerConfig:
     """So many of them, the last ones, look back no further than a window; what lies before it is given back."""
     window: int = 0
     """Of these, in tokens, and what else is read before it."""
+    max_checked_tokens: int = 0
+    """Of a step with guesses, which is worth less where it has no graph; 0: as many as of any step."""
 
     def __post_init__(self) -> None:
         for field, low in (

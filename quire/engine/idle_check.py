@@ -14,10 +14,10 @@ from quire.engine.scheduler import Scheduler
 class IdleCheck:
     """Checks an idle engine (nothing to schedule, to commit or to report) and remembers how far it has come.
 
-    At once it finds whatever is wrong with queues, rows and groups, and a sum that does not
-    come out. A block or slot that is wrong by itself it finds when its turn comes, `num_checks_per_round` calls
-    later at most. Both together miss little: only links that form a ring apart from the free list, and a name in
-    the prefix cache whose block has another one (which `PrefixCache.publish` never makes).
+    At once it finds whatever is wrong with queues, rows and groups, and a sum that does not come out. A block or slot
+    that is wrong by itself it finds when its turn comes, after as many calls at most as there are slices. Both together
+    miss little: only links that form a ring apart from the free list, and a name in the prefix cache whose block has
+    another one (which `PrefixCache.publish` never makes).
     """
 
     def __init__(self, scheduler: Scheduler, slice_size: int = 256) -> None:
@@ -26,12 +26,6 @@ class IdleCheck:
         """Blocks, and host slots, per call: a fraction of a millisecond."""
         self._next_block = 0
         self._next_slot = 0
-
-    @property
-    def num_checks_per_round(self) -> int:
-        """After so many calls every block and every slot was looked at."""
-        blocks = self._scheduler.blocks
-        return -(-max(len(blocks.pool.blocks), blocks.host.num_slots) // self._slice_size)
 
     def check(self) -> None:
         """Raises InvariantError, saying what is wrong, if this call finds anything."""

@@ -296,18 +296,20 @@ class Scheduler:
 
     def _add_guesses(self, plan: _StepPlan, guess: Guess) -> None:
         """Guessed tokens behind those of the requests that sample, out of what everyone else has left: budget that is
-        unused, and blocks of which every running request could still take one."""
-        drafts = self._num_drafts is not None
-        for index, request in enumerate(plan.requests):
+        unused, and blocks of which every running request could still take one. All get the same share."""
+        drafts, limit = self._num_drafts is not None, self.config.max_checked_tokens or self.config.max_batched_tokens
+        share = limit // max(len(plan.requests), 1) - 1
+        for index, request in enumerate(plan.requests if share > 0 else ()):
             if request.draft_state is False:
                 continue
             entry = plan.scheduled[index]
             if not entry.samples or request.pooling is not None:
                 continue
-            guesses = guess(request, plan.budget) if plan.budget else ()
+            room = min(plan.budget, share)
+            guesses = guess(request, room) if room else ()
             if not guesses and not drafts:
                 continue
-            most = max(0, min(plan.budget, request.max_total_tokens - request.num_tokens))
+            most = max(0, min(room, request.max_total_tokens - request.num_tokens))
             computed = request.num_computed_tokens
             new_block_ids = self._grow_for_guesses(request, computed + min(len(guesses), most), entry.new_block_ids)
             guesses = tuple(guesses[: min(most, self.blocks.num_held(request) - computed)])

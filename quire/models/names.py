@@ -101,21 +101,13 @@ _HUGGINGFACE, _GGUF = ({part: pair[i] for part, pair in _LAYER_NAMES.items()} fo
 
 def huggingface_pieces(spec: ModelSpec, present: Collection[str]) -> Iterator[Piece]:
     """`present` are the names in the checkpoint: experts come one by one or stacked."""
-    family = family_named(spec.family)
-    names = {**_HUGGINGFACE, **family.names}
-    yield from _ends(spec, "model.embed_tokens", "model.norm", "lm_head")
-    for i, layer in enumerate(spec.layers):
-        own = {part: f"model.layers.{i}.{name}" for part, name in names.items() if name}
-        yield from _Layer(spec, layer, own, f"layers.{i}.", family.interleaved_rope, present).pieces()
+    family, ends = family_named(spec.family), ("model.embed_tokens", "model.norm", "lm_head")
+    return _pieces(spec, ends, "model.layers", {**_HUGGINGFACE, **family.names}, family.interleaved_rope, present)
 
 
 def gguf_pieces(spec: ModelSpec, present: Collection[str] = ()) -> Iterator[Piece]:
-    family = family_named(spec.family)
-    names = {**_GGUF, **family.gguf_names}
-    yield from _ends(spec, "token_embd", "output_norm", "output")
-    for i, layer in enumerate(spec.layers):
-        own = {part: f"blk.{i}.{name}" for part, name in names.items() if name}
-        yield from _Layer(spec, layer, own, f"layers.{i}.", family.gguf_interleaved_rope, present).pieces()
+    family, ends = family_named(spec.family), ("token_embd", "output_norm", "output")
+    return _pieces(spec, ends, "blk", {**_GGUF, **family.gguf_names}, family.gguf_interleaved_rope, present)
 
 
 def ignored_names(spec: ModelSpec, present: Collection[str]) -> set[str]:
@@ -131,13 +123,20 @@ def ignored_names(spec: ModelSpec, present: Collection[str]) -> set[str]:
     return unused
 
 
-def _ends(spec: ModelSpec, embedding: str, norm: str, head: str) -> Iterator[Piece]:
+def _pieces(
+    spec: ModelSpec, ends: tuple[str, str, str], layers: str, names: Mapping[str, str], interleaved: bool,
+    present: Collection[str],
+) -> Iterator[Piece]:  # fmt: skip
+    embedding, norm, head = ends
     yield Piece(f"{embedding}.weight", "embedding")
     yield Piece(f"{norm}.weight", "final_norm")
     if spec.norm_bias:
         yield Piece(f"{norm}.bias", "final_norm_bias")
     if not spec.tie_embeddings:
         yield Piece(f"{head}.weight", "head")
+    for i, layer in enumerate(spec.layers):
+        own = {part: f"{layers}.{i}.{name}" for part, name in names.items() if name}
+        yield from _Layer(spec, layer, own, f"layers.{i}.", interleaved, present).pieces()
 
 
 class _Layer(NamedTuple):

@@ -163,7 +163,7 @@ def estimate(model: PlannedModel, device: Device, form: Form, load: Load) -> Est
     if device.kind == "cuda":
         item = form.dtype.itemsize
         activations = _activations(spec, limits.max_batched_tokens, limits.max_num_seqs, item)
-        graphs = _activations(spec, limits.max_num_seqs, limits.max_num_seqs, item)
+        graphs = _activations(spec, limits.graph_tokens, limits.graph_tokens, item)
         needs = replace(needs, activations=activations, graphs=graphs)
     try:
         groups = LayerGroups.of(spec, 1, config.max_model_len)

@@ -43,7 +43,7 @@ class DecodeOutput:
 class DecodeGraphs:
     """Captures and replays them."""
 
-    def __init__(self, decoder: Decoder, caches: list[LayerCache], rows: RequestRows) -> None:
+    def __init__(self, decoder: Decoder, caches: list[LayerCache], rows: RequestRows, most_tokens: int) -> None:
         spec, device = decoder.spec, rows.token_ids.device
         self._decoder = decoder
         self._caches = caches
@@ -54,7 +54,7 @@ class DecodeGraphs:
         self._uploader = Uploader(device)
         self._heads = spec.heads
         self._max_context_len = rows.token_ids.shape[1] - 1
-        self._sizes = graph_sizes(len(rows.token_ids))
+        self._sizes = graph_sizes(most_tokens)
         self._most_work: dict[tuple[int, str], int] = {}
         """Of each size and kind of list: how many items it has room for."""
         for size, before in zip(self._sizes, [0, *self._sizes], strict=False):

@@ -100,14 +100,15 @@ class Needs:
 
 
 @torch.inference_mode()
-def measure_needs(decoder: Decoder, limits: Limits, block_size: int, cuda_graphs: bool) -> Needs:
+def measure_needs(decoder: Decoder, limits: Limits, block_size: int) -> Needs:
     """Computes the largest step there can be and looks at the peak. Compiles the kernels on the way."""
     weights, device = decoder.nbytes, decoder.device
     if device.type != "cuda":
         return Needs(weights=weights)
     try:
         activations = _peak_of_step(decoder, limits.max_batched_tokens, limits.max_num_seqs, block_size)
-        graphs = _peak_of_step(decoder, limits.max_num_seqs, limits.max_num_seqs, block_size) if cuda_graphs else 0
+        tokens = limits.graph_tokens
+        graphs = _peak_of_step(decoder, tokens, tokens, block_size) if tokens else 0
     except torch.OutOfMemoryError as error:
         free = torch.cuda.mem_get_info(device)[0]
         raise CapacityError(

@@ -76,7 +76,7 @@ def start_worker(
     ones the weights are in. Workers that compute the same steps `agree` on how much all of them can hold."""
     spec, dtype, device, kernels = decoder.spec, decoder.dtype, decoder.device, decoder.kernels
     limits = config.limits(device.type)
-    needs = measure_needs(decoder, limits, config.block_size, config.cuda_graphs)
+    needs = measure_needs(decoder, limits, config.block_size)
     cache_dtype = pick_cache_dtype(config.kv_cache_dtype, dtype, device)
     if draft is not None:
         needs = replace(needs, weights=needs.weights + draft.decoder.nbytes)
@@ -114,7 +114,7 @@ def _make_graphs(decoder: Decoder, config: EngineConfig, cache: KVCache, rows: R
     if config.cuda_graphs and RecordedSteps.fit(decoder):
         return RecordedSteps(decoder, cache.layers, rows)
     if config.cuda_graphs and kernels.decode_lists(1, 1, 1, decoder.spec.heads) and kernels.sample_rows is not None:
-        graphs = DecodeGraphs(decoder, cache.layers, rows)
+        graphs = DecodeGraphs(decoder, cache.layers, rows, config.limits(decoder.device.type).graph_tokens)
         graphs.warm_up()
         return graphs
     return None

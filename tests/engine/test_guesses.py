@@ -100,6 +100,18 @@ def test_no_more_is_guessed_than_the_answer_may_have(max_tokens: int) -> None:
     assert [len(entry.guesses) for step in engine.steps for entry in step.scheduled] == [max_tokens - 1]
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("count", "guesses"), [(1, 7), (2, 3), (3, 1), (4, 1), (5, 0)])
+def test_a_step_with_guesses_has_no_more_tokens_than_have_a_graph(count: int, guesses: int, depth: int) -> None:
+    engine = harness(Oracle(9), depth, max_checked_tokens=8, max_num_seqs=5, num_blocks=60)
+    for i in range(count):
+        engine.add(f"r{i}", range(i, i + 4), max_tokens=20, seed=i)
+    engine.run()
+    engine.check_answers()
+    found = {len(one.guesses) for step in engine.steps if len(step.scheduled) == count for one in step.scheduled}
+    assert max(found) == guesses
+
+
 def test_guesses_take_no_budget_from_real_tokens() -> None:
     engine = harness(Oracle(5), max_batched_tokens=8, max_num_seqs=4)
     engine.add("a", range(3), max_tokens=30)

@@ -39,6 +39,7 @@ from quire.kernels.triton.attention_splits import (
 from quire.kernels.triton.attention_work import DECODE_ROWS, PROGRAMS, PROMPT_ROWS, SPLIT
 from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
 from quire.kernels.triton.rowwise import soft_capped
+from quire.kernels.triton.shapes import next_power_of_2
 
 _ONES = 16
 _STAGES = 2
@@ -46,8 +47,20 @@ _TILES = (64, 64), (32, 64), (32, 32), (16, 32)
 """Keys of a tile and rows of a prompt's program, as much of them as fits into shared memory."""
 _SCRATCH = 20 << 10
 """Bytes of shared memory that the compiler takes beside the tiles, at most."""
+_TO_FLOAT16 = tl.constexpr(
+    "{.reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high;}"
+)
 _DECODE_REGISTERS = 128
 """Per thread, for four programs on a multiprocessor at once."""
+
+
+@triton.jit
+def _numbers(values, dtype: tl.constexpr):
+    """Values of a cache of 8 bits become float16. That is said to have side effects, so that they are turned over as
+    float16 and not before: single bytes come one by one from shared memory."""
+    if values.dtype == tl.float8e4nv:
+        values = tl.inline_asm_elementwise(_TO_FLOAT16, "=r,=r,r", [values], tl.float16, is_pure=False, pack=4)
+    return values.to(dtype)
 
 
 @triton.jit
@@ -82,7 +95,7 @@ def _attend_tile(
     # Scaled and reduced with one rounding, as in the other kernels.
     weights = tl.exp2(tl.fma(scores, scale, -reference[:, None])).to(query.dtype)
     decay = tl.exp2(highest - reference)
-    v = tl.load(values + place[:, None] + column[None, :], mask=mask, other=0.0).to(query.dtype)
+    v = _numbers(tl.load(values + place[:, None] + column[None, :], mask=mask, other=0.0), query.dtype)
     # The sum of the weights is a product too: the order of a reduction would depend on the tile's layout.
     ones = tl.full((KEYS, ONES), 1.0, query.dtype)
     total = tl.dot(weights, ones, total * decay[:, None], input_precision="ieee")
@@ -92,13 +105,16 @@ def _attend_tile(
 
 @triton.jit
 def _load_queries(
-    query, first_row, rows, num_queries, kv_head, num_heads, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr
-):
-    """Rows of (query, head of the group) pairs, [rows, D_PAD], zeros past the sequence's last."""
+    query, keys, first_row, rows, num_queries, kv_head, num_heads,
+    GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+):  # fmt: skip
+    """Rows of (query, head of the group) pairs, [rows, D_PAD], zeros past the sequence's last; in float16 where
+    keys have 8 bits, which become that in one instruction."""
     column = tl.arange(0, D_PAD)
     place = (first_row + rows // GROUP).to(tl.int64) * num_heads + kv_head * GROUP + rows % GROUP
     mask = (rows < num_queries * GROUP)[:, None] & (column < D)[None, :]
-    return tl.load(query + place[:, None] * D + column[None, :], mask=mask, other=0.0)
+    found = tl.load(query + place[:, None] * D + column[None, :], mask=mask, other=0.0)
+    return found.to(tl.float16) if keys.dtype.element_ty == tl.float8e4nv else found
 
 
 @triton.jit
@@ -165,7 +181,7 @@ def _decode_kernel(
         position = context_len - num_queries + rows // GROUP
         num_tiles = tl.cdiv(context_len, KEYS)
         num_splits = tl.cdiv(num_tiles, TILES)
-        q = _load_queries(query, first_row, rows, num_queries, kv_head, num_heads, GROUP, D, D_PAD)
+        q = _load_queries(query, keys, first_row, rows, num_queries, kv_head, num_heads, GROUP, D, D_PAD)
         highest = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((ROWS, ONES), tl.float32)
         output = tl.zeros((ROWS, D_PAD), tl.float32)
@@ -250,7 +266,7 @@ def _prefill_kernel(
     table = block_tables + tl.load(entry + 5).to(tl.int64) * table_stride
     rows = first + tl.arange(0, ROWS)
     position = context_len - num_queries + rows // GROUP
-    q = _load_queries(query, first_row, rows, num_queries, kv_head, num_heads, GROUP, D, D_PAD)
+    q = _load_queries(query, keys, first_row, rows, num_queries, kv_head, num_heads, GROUP, D, D_PAD)
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS, ONES), tl.float32)
     output = tl.zeros((ROWS, D_PAD), tl.float32)
@@ -321,7 +337,7 @@ def _arguments(
     strides = block_tables.stride(0), cache.keys.stride(0), cache.keys.stride(1)
     wide = cache.keys.numel() >= 1 << 31  # numbers of 32 bits take half the registers
     window = spec.sliding_window is not None
-    d_pad = max(16, triton.next_power_of_2(head_dim))
+    d_pad = max(16, next_power_of_2(head_dim))
     keys, _ = _tiles(query.device, d_pad * query.itemsize)
     log2e = math.log2(math.e)  # scores have it in them: weights are powers of two
     return (*strides, spec.scale * log2e, spec.sliding_window or 0, spec.soft_cap * log2e or 1.0, num_heads), (

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from quire.kernels.triton.launch import LAUNCH, USE_PDL, begin
 from quire.kernels.triton.sampling import higher
-from quire.kernels.triton.shapes import ALIGNMENT, CHUNK, next_power_of_2
+from quire.kernels.triton.shapes import ALIGNMENT, CHUNK, cdiv, next_power_of_2
 
 _CAPACITY = 4 * CHUNK
 """The most scores that are collected."""
@@ -322,7 +322,7 @@ def filter_rows_(logits: Tensor, rows: Tensor, limits: Tensor) -> None:
         return
     stride = vocab_size if logits.is_contiguous() else logits.stride(0)
     limits = limits.contiguous()
-    chunks = triton.cdiv(vocab_size, CHUNK)
+    chunks = cdiv(vocab_size, CHUNK)
     wide = next_power_of_2(chunks)
 
     def empty(*shape: int) -> Tensor:

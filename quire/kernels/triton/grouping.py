@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.launch import LAUNCH, USE_PDL, begin
-from quire.kernels.triton.shapes import next_power_of_2
+from quire.kernels.triton.shapes import cdiv, next_power_of_2
 
 _UNCOUNTED_PAIRS = 512
 """So many every program counts for itself; of more, kernels before it make a table."""
@@ -125,7 +125,7 @@ def _place_kernel(
 
 def rows_in_order(x: Tensor, width: int) -> Tiles:
     """Tiles of `width` rows of x."""
-    return Tiles(x, x, x, len(x), triton.cdiv(len(x), width), width, IN_ORDER.value)
+    return Tiles(x, x, x, len(x), cdiv(len(x), width), width, IN_ORDER.value)
 
 
 def group_pairs(expert_ids: Tensor, num_experts: int, rows: int, width: int) -> Tiles:
@@ -141,7 +141,7 @@ def group_pairs(expert_ids: Tensor, num_experts: int, rows: int, width: int) -> 
     order = torch.empty(bound * width, dtype=torch.int32, device=device)
     is_counted = pairs > _UNCOUNTED_PAIRS
     chunk = _CHUNK if is_counted else _SMALL_CHUNK
-    chunks = triton.cdiv(pairs, chunk)
+    chunks = cdiv(pairs, chunk)
     block = next_power_of_2(num_experts)
     table = expert_ids  # not read where nothing was counted
     if is_counted:

@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.kernels.ops import HeadNorms, HeadShape, LayerCache
 from quire.kernels.triton.launch import LAUNCH, USE_PDL, begin
 from quire.kernels.triton.rowwise import rms_norm
-from quire.kernels.triton.shapes import as_rows, next_power_of_2, num_warps, row_stride
+from quire.kernels.triton.shapes import as_rows, cdiv, next_power_of_2, num_warps, row_stride
 
 _HEADS = 8
 """Heads of one program: enough loads at once, and several programs even for a single row. One number for all models, as
@@ -80,16 +80,11 @@ def _qkv_to_cache_kernel(
 
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
-    if is_query:
-        head = tile * HEADS + tl.arange(0, HEADS)[:, None]
-        packed_head, exists = head, (head < NUM_HEADS) & within
-    elif is_value:
-        head = (tile - QUERY_TILES - KEY_TILES) * HEADS + tl.arange(0, HEADS)[:, None]
-        packed_head, exists = head + NUM_HEADS + NUM_KV_HEADS, (head < NUM_KV_HEADS) & within
-    else:
-        head = (tile - QUERY_TILES) * HEADS + tl.arange(0, HEADS)[:, None]
-        packed_head, exists = head + NUM_HEADS, (head < NUM_KV_HEADS) & within
-    source = qkv + row * qkv_stride + packed_head * D + column
+    tiles_before = 0 if is_query else QUERY_TILES + KEY_TILES if is_value else QUERY_TILES
+    heads_before = 0 if is_query else NUM_HEADS + NUM_KV_HEADS if is_value else NUM_HEADS
+    head = (tile - tiles_before) * HEADS + tl.arange(0, HEADS)[:, None]
+    exists = (head < (NUM_HEADS if is_query else NUM_KV_HEADS)) & within
+    source = qkv + row * qkv_stride + (heads_before + head) * D + column
     first = tl.load(source, mask=exists, other=0.0)
     second = tl.load(source + D // 2, mask=exists, other=0.0)
 
@@ -140,7 +135,7 @@ def qkv_to_cache_(
     if rows == 0:
         return query
     half = next_power_of_2(head_dim // 2)
-    tiles = triton.cdiv(num_heads, _HEADS) + 2 * triton.cdiv(num_kv_heads, _HEADS)
+    tiles = cdiv(num_heads, _HEADS) + 2 * cdiv(num_kv_heads, _HEADS)
     # What the flags say is not there is not read.
     angles = qkv if cos_sin is None else cos_sin
     query_norm, key_norm, eps, offset, after = (angles, angles, 0.0, 0.0, False) if norms is None else norms

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.launch import LAUNCH, USE_PDL, begin
+from quire.kernels.triton.shapes import cdiv
 
 _BLOCK = 256
 
@@ -39,7 +40,7 @@ def gather_inputs(
     out = torch.empty(3, count, dtype=torch.int64, device=token_rows.device)
     ids, places, slots = out.unbind()
     if count:
-        _gather_inputs_kernel[(triton.cdiv(count, _BLOCK),)](
+        _gather_inputs_kernel[(cdiv(count, _BLOCK),)](
             token_rows, positions, token_ids, block_tables, ids, places, slots, count,
             token_ids.stride(0), block_tables.stride(0), block_size, _BLOCK, USE_PDL, num_warps=4, **LAUNCH,
         )  # fmt: skip

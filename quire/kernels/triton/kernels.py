@@ -16,14 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.formats import Format
-from quire.kernels.ops import (
-    Activation,
-    AttentionSpec,
-    HeadShape,
-    Int32Array,
-    LayerCache,
-    PagedBatch,
-)
+from quire.kernels.ops import Activation, AttentionSpec, HeadShape, Int32Array, LayerCache, PagedBatch
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.triton import attention as paged_attention
 from quire.kernels.triton import filters, heads, inputs, quantized, repeats, rowwise, sampling, scores

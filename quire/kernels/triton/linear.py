@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
 from quire.kernels.triton.rowwise import silu
+from quire.kernels.triton.shapes import cdiv
 
 MEMORY_BOUND_ROWS = 32
 """Up to here the time is that of reading the weights."""
@@ -85,7 +86,7 @@ def linear(
     if x.dtype == torch.float32:
         block_k, stages = 32, 2  # twice the bytes must fit the same memory
     if rows:
-        _linear_kernel[(triton.cdiv(size, block_n), triton.cdiv(rows, block_m))](
+        _linear_kernel[(cdiv(size, block_n), cdiv(rows, block_m))](
             x, weight, weight if bias is None else bias, out, rows, size, inner,
             bias is not None, silu_mul, size % block_n == 0 and inner % block_k == 0,
             block_m, block_n, block_k, USE_PDL,

@@ -16,7 +16,7 @@ from quire.kernels.ops import Between, ExpertWeights, MoeSpec
 from quire.kernels.triton.grouping import Tiles, group_pairs
 from quire.kernels.triton.launch import LAUNCH, USE_PDL, begin
 from quire.kernels.triton.linear import Tile
-from quire.kernels.triton.shapes import as_rows, next_power_of_2, row_stride
+from quire.kernels.triton.shapes import as_rows, cdiv, next_power_of_2, row_stride
 from quire.kernels.triton.tile_product import quantize_rows, tile_product
 from quire.kernels.weights import Weight
 
@@ -101,7 +101,7 @@ def moe(
         activated = between(activated)
     products = _expert_product(activated, down, experts.down_bias, tiles, spec, is_gated=False)
     block = min(_COMBINE_BLOCK, next_power_of_2(hidden))
-    _combine_kernel[(rows, triton.cdiv(hidden, block))](
+    _combine_kernel[(rows, cdiv(hidden, block))](
         products, weights, out, hidden, top_k, block, USE_PDL, num_warps=4, **LAUNCH
     )
     return out

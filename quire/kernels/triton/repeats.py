@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.launch import LAUNCH, USE_PDL, begin
+from quire.kernels.triton.shapes import cdiv
 
 _BLOCK = 512
 
@@ -42,7 +43,7 @@ def match_lengths(tokens: Tensor, lengths: Tensor, breaks: Tensor | None, most: 
     out = torch.empty(rows, size, dtype=torch.int32, device=tokens.device)
     if out.numel():
         flags = None if breaks is None else breaks.contiguous().view(torch.uint8)
-        _match_kernel[(rows, triton.cdiv(size, _BLOCK))](
+        _match_kernel[(rows, cdiv(size, _BLOCK))](
             tokens, lengths.contiguous(), flags, out, size, most, breaks is not None, _BLOCK, USE_PDL,
             num_warps=4, **LAUNCH,
         )  # fmt: skip

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.kernels.ops import Activation
 from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
-from quire.kernels.triton.shapes import as_rows, next_power_of_2, num_warps, row_stride
+from quire.kernels.triton.shapes import as_rows, cdiv, next_power_of_2, num_warps, row_stride
 
 MAX_SIZE = 16384
 """The longest row of a norm that fits a program's registers."""
@@ -96,7 +96,7 @@ def _launch(
         return
     block = next_power_of_2(size)
     group = max(1, _SHORT // block)
-    grid = (triton.cdiv(rows, group),)
+    grid = (cdiv(rows, group),)
     _rms_norm_kernel[grid](
         x, residual, weight, weight if bias is None else bias, normed, total, rows, row_stride(x), row_stride(residual),
         eps, offset, size, block, group, add, offset != 0, center, bias is not None, USE_PDL,
@@ -183,7 +183,7 @@ def _activated(x: Tensor, activation: Activation, size: int) -> Tensor:
     out = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
     if rows:
         block = min(_BLOCK, next_power_of_2(size))
-        _gate_kernel[(rows, triton.cdiv(size, block))](
+        _gate_kernel[(rows, cdiv(size, block))](
             source, out, row_stride(source), size, NUMBERS[activation], size < x.shape[-1], block, USE_PDL,
             num_warps=num_warps(block), **ROUND_ALWAYS, **LAUNCH,
         )  # fmt: skip
@@ -197,7 +197,7 @@ def sigmoid_mul(gate: Tensor, x: Tensor) -> Tensor:
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     if rows:
         block = min(_BLOCK, next_power_of_2(size))
-        _sigmoid_mul_kernel[(rows, triton.cdiv(size, block))](
+        _sigmoid_mul_kernel[(rows, cdiv(size, block))](
             gate, x, out, gate.stride(0), row_stride(x), size, block, USE_PDL, num_warps=num_warps(block), **LAUNCH
         )
     return out
@@ -227,7 +227,7 @@ def soft_cap_(x: Tensor, cap: float) -> None:
         raise ValueError(f"Rows must lie in one piece: {x.stride()}.")
     if rows:
         block = min(_BLOCK, next_power_of_2(size))
-        _soft_cap_kernel[(rows, triton.cdiv(size, block))](
+        _soft_cap_kernel[(rows, cdiv(size, block))](
             x, x.stride(0), cap, size, block, USE_PDL, num_warps=num_warps(block), **ROUND_ALWAYS, **LAUNCH
         )
 
@@ -255,7 +255,7 @@ def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
     out = torch.empty(rows, size, dtype=weight.dtype, device=weight.device)
     if rows:
         block = min(_BLOCK, next_power_of_2(size))
-        _embedding_kernel[(rows, triton.cdiv(size, block))](
+        _embedding_kernel[(rows, cdiv(size, block))](
             token_ids, weight, out, weight.shape[0], size, block, USE_PDL, num_warps=num_warps(block), **LAUNCH
         )
     return out

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import libdevice
 
 from quire.kernels.ops import HAS_NAN, NOTHING_LEFT
 from quire.kernels.triton.launch import INTERPRETED, LAUNCH, USE_PDL, begin
-from quire.kernels.triton.shapes import CHUNK, as_rows, next_power_of_2, row_stride
+from quire.kernels.triton.shapes import CHUNK, as_rows, cdiv, next_power_of_2, row_stride
 
 _HAS_NAN, _NOTHING_LEFT = tl.constexpr(HAS_NAN), tl.constexpr(NOTHING_LEFT)
 _NO_ID = tl.constexpr(2**31 - 1)
@@ -82,14 +82,18 @@ def _highest(scores):
 
 
 @triton.jit
-def _best_of_chunk(logits, temperature, first_key, second_key, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """The highest score of the program's chunk (NaN if there is one) and the lowest id that has it."""
+def _scan_chunk(
+    logits, temperature, first_key, second_key, best, best_ids, row, VOCAB: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Leaves the highest score of the program's chunk (NaN if there is one) and the lowest id that has it."""
     token_id = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     score = tl.load(logits + token_id, mask=token_id < VOCAB, other=float("-inf")).to(tl.float32)
     if temperature > 0:
         score = score * (1.0 / temperature) + _gumbel(token_id.to(tl.uint32), first_key, second_key)
-    best = _highest(score)
-    return best, tl.min(tl.where(score == best, token_id, _NO_ID))
+    highest = _highest(score)
+    place = row * tl.num_programs(1) + tl.program_id(1)
+    tl.store(best + place, highest)
+    tl.store(best_ids + place, tl.min(tl.where(score == highest, token_id, _NO_ID)))
 
 
 @triton.jit(do_not_specialize_on_alignment=["temperatures", "keys"])
@@ -102,10 +106,7 @@ def _scan_kernel(
     first_key = tl.load(keys + 2 * row).to(tl.uint32, bitcast=True)
     second_key = tl.load(keys + 2 * row + 1).to(tl.uint32, bitcast=True)
     temperature = tl.load(temperatures + row)
-    score, token_id = _best_of_chunk(logits + row * stride, temperature, first_key, second_key, VOCAB, BLOCK)
-    place = row * tl.num_programs(1) + tl.program_id(1)
-    tl.store(best + place, score)
-    tl.store(best_ids + place, token_id)
+    _scan_chunk(logits + row * stride, temperature, first_key, second_key, best, best_ids, row, VOCAB, BLOCK)
 
 
 @triton.jit(do_not_specialize_on_alignment=["row_index", "seeds", "temperatures", "positions"])
@@ -122,32 +123,27 @@ def _scan_rows_kernel(
         mixed = _mix64(_mix64(seed) + tl.load(positions + row).to(tl.uint64))
         first_key, second_key = mixed.to(tl.uint32), (mixed >> 32).to(tl.uint32)
         temperature = tl.load(temperatures + own)
-        score, token_id = _best_of_chunk(logits + row * stride, temperature, first_key, second_key, VOCAB, BLOCK)
-        place = row * tl.num_programs(1) + tl.program_id(1)
-        tl.store(best + place, score)
-        tl.store(best_ids + place, token_id)
+        _scan_chunk(logits + row * stride, temperature, first_key, second_key, best, best_ids, row, VOCAB, BLOCK)
 
 
 @triton.jit
-def _best_of_row(best, best_ids, row, chunks, BLOCK: tl.constexpr):
-    """The token and the flags of what the chunks found."""
+def _fold_row(best, best_ids, out, flags, row, chunks, BLOCK: tl.constexpr):
+    """Leaves the token and the flags of what the chunks found; returns the token."""
     chunk = tl.arange(0, BLOCK)
     score = tl.load(best + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
     ids = tl.load(best_ids + row * chunks + chunk, mask=chunk < chunks, other=_NO_ID)
     highest = _highest(score)
     has_nan = highest != highest
-    token_id = tl.where(has_nan, 0, tl.min(tl.where(score == highest, ids, _NO_ID)))
-    flags = tl.where(has_nan, _HAS_NAN, tl.where(highest == float("-inf"), _NOTHING_LEFT, 0))
-    return token_id.to(tl.int64), flags
+    token_id = tl.where(has_nan, 0, tl.min(tl.where(score == highest, ids, _NO_ID))).to(tl.int64)
+    tl.store(out + row, token_id)
+    tl.store(flags + row, tl.where(has_nan, _HAS_NAN, tl.where(highest == float("-inf"), _NOTHING_LEFT, 0)))
+    return token_id
 
 
 @triton.jit(do_not_specialize_on_alignment=["out", "flags"])
 def _fold_kernel(best, best_ids, out, flags, chunks, BLOCK: tl.constexpr, PDL: tl.constexpr):
     begin(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    token_id, flag = _best_of_row(best, best_ids, row, chunks, BLOCK)
-    tl.store(out + row, token_id)
-    tl.store(flags + row, flag)
+    _fold_row(best, best_ids, out, flags, tl.program_id(0).to(tl.int64), chunks, BLOCK)
 
 
 @triton.jit(do_not_specialize_on_alignment=["row_index", "positions", "token_ids", "out", "flags"])
@@ -159,10 +155,8 @@ def _fold_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     own = tl.load(row_index + row).to(tl.int64)
     if own >= 0:
-        token_id, flag = _best_of_row(best, best_ids, row, chunks, BLOCK)
+        token_id = _fold_row(best, best_ids, out, flags, row, chunks, BLOCK)
         tl.store(token_ids + own * token_stride + tl.load(positions + row), token_id)
-        tl.store(out + row, token_id)
-        tl.store(flags + row, flag)
 
 
 @triton.jit(do_not_specialize_on_alignment=["low", "high"])
@@ -181,7 +175,7 @@ def gumbel_argmax(logits: Tensor, temperature: Tensor, keys: Tensor) -> tuple[Te
     """`Kernels.gumbel_argmax`, of logits in bfloat16 or float16 too."""
     logits = as_rows(logits)
     rows, vocab_size = logits.shape
-    chunks = triton.cdiv(vocab_size, CHUNK)
+    chunks = cdiv(vocab_size, CHUNK)
     best, best_ids = _results(logits, torch.float32, rows, chunks)
     out, flags = _results(logits, torch.int64, rows)
     if rows:
@@ -216,7 +210,7 @@ def sample_rows(
         raise ValueError("A row's token ids must lie side by side.")
     logits = as_rows(logits)
     rows, vocab_size = logits.shape
-    chunks = triton.cdiv(vocab_size, CHUNK)
+    chunks = cdiv(vocab_size, CHUNK)
     best, best_ids = _results(logits, torch.float32, rows, chunks)
     if out is None or flags is None:
         own_out, own_flags = _results(logits, torch.int64, rows)
@@ -239,7 +233,7 @@ def keep_between_(x: Tensor, low: Tensor, high: Tensor) -> None:
         raise ValueError(f"Rows must lie in one piece and limits be {x.dtype}, not {low.dtype} and {high.dtype}.")
     rows, size = x.shape
     if rows:
-        _keep_between_kernel[(rows, triton.cdiv(size, CHUNK))](
+        _keep_between_kernel[(rows, cdiv(size, CHUNK))](
             x, low.contiguous(), high.contiguous(), x.stride(0), size, CHUNK, USE_PDL, num_warps=8, **LAUNCH
         )
 

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from triton.language.extra import cuda
 
 from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
+from quire.kernels.triton.shapes import cdiv
 
 TILE_OUTPUTS, TILE_INPUTS = 64, 128
 MAX_ROWS = 384
@@ -131,16 +132,9 @@ def _numbers(codes, first, second, dtype: gl.constexpr, ASM: gl.constexpr, OUT: 
         word = gl.arange(0, 16, gl.SliceLayout(0, codes.type.layout))[None, :].broadcast_to(OUT, 16)
         scale = gl.where(word % 4 < 2, scale, _twice(second, "prmt.b32 $0, $1, 0, 0x1010;")[:, None])
         other = gl.where(word % 4 < 2, other, _twice(second, "prmt.b32 $0, $1, 0, 0x3232;")[:, None])
-    if dtype == gl.bfloat16:
-        a, b, c, d = gl.inline_asm_elementwise(
-            ASM, "=h,=h,=h,=h,r,r,r", [codes, scale, other],
-            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        a, b, c, d = gl.inline_asm_elementwise(
-            ASM, "=h,=h,=h,=h,r,r,r", [codes, scale, other],
-            dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=1,
-        )  # fmt: skip
+    a, b, c, d = gl.inline_asm_elementwise(
+        ASM, "=h,=h,=h,=h,r,r,r", [codes, scale, other], dtype=(dtype.value,) * 4, is_pure=True, pack=1
+    )
     return gl.join(gl.join(a, b), gl.join(c, d)).reshape(OUT, 4, 4, 2, 2)  # t, j, e, i
 
 
@@ -239,7 +233,7 @@ def int4_linear(x: Tensor, weight: Int4, bias: Tensor | None, out: Tensor) -> No
     size = weight.shape[0]
     block, ahead, stages, warps = _tile_of(rows, size, inner // TILE_INPUTS)
     low, high = (_asm(x.dtype, shift, weight.has_minimum) for shift in (0, 4))
-    _int4_kernel[(size // (16 * warps), triton.cdiv(rows, block))](
+    _int4_kernel[(size // (16 * warps), cdiv(rows, block))](
         x, weight.codes, weight.scales, x if bias is None else bias, out, rows, out.shape[1], size,
         inner, weight.group, bias is not None, low, high, block, ahead, stages, warps, USE_PDL,
         num_warps=warps, **ROUND_ALWAYS, **LAUNCH,
@@ -249,10 +243,11 @@ def int4_linear(x: Tensor, weight: Int4, bias: Tensor | None, out: Tensor) -> No
 def _tile_of(rows: int, size: int, tiles: int) -> tuple[int, int, int, int]:
     """Rows of a program, tiles asked for ahead, stages of inputs and warps, as were quickest on an H200. Bits don't
     depend on them."""
-    block = next((block for block in (8, 16, 32, 64) if rows <= block), 128)
-    ahead = next(ahead for ahead in ((8, 4, 2, 1) if block <= 32 else (4, 2, 1)) if tiles % ahead == 0)
-    is_wide = block == 128 and size >= 6144 and size % 128 == 0
-    return block, ahead, 4, 8 if is_wide else 4
+    block = next((block for block in (8, 16, 32) if rows <= block), 64)
+    ahead, warps = 8 if block < 64 else 4, 4
+    if 128 < rows <= 256 and size % 128 == 0:
+        block, ahead, warps = (128, 4, 8) if size >= 6144 else (64, 8, 8)
+    return block, next(each for each in (8, 4, 2, 1) if each <= ahead and tiles % each == 0), 4, warps
 
 
 @triton.jit
@@ -278,10 +273,7 @@ def _expand_kernel(
     number = ((code.to(tl.float32) + FIRST + other) * scale).to(dtype)
     if MINIMUM:  # rounded once, as above
         parts = code.to(dtype), scale.to(dtype), other.to(dtype)
-        if dtype == tl.bfloat16:
-            number = tl.inline_asm_elementwise(FMA, "=h,h,h,h", parts, dtype=tl.bfloat16, is_pure=True, pack=1)
-        else:
-            number = tl.inline_asm_elementwise(FMA, "=h,h,h,h", parts, dtype=tl.float16, is_pure=True, pack=1)
+        number = tl.inline_asm_elementwise(FMA, "=h,h,h,h", parts, dtype=dtype.value, is_pure=True, pack=1)
     tl.store(out + output * K + k, number, mask=exists)
 
 
@@ -290,7 +282,7 @@ def expand_int4(weight: Int4, dtype: torch.dtype) -> Tensor:
     out, inner = weight.shape
     numbers = torch.empty(out, inner, dtype=dtype, device=weight.codes.device)
     block = 1024
-    _expand_kernel[(out, triton.cdiv(inner, block))](
+    _expand_kernel[(out, cdiv(inner, block))](
         weight.codes.view(torch.uint8), weight.scales, numbers, out, inner, weight.group, weight.has_minimum,
         FIRST[dtype], f"fma.rn.{_CONSTANTS[dtype]['TYPE'].removesuffix('x2')} $0, $1, $2, $3;", block, USE_PDL,
         num_warps=4, **LAUNCH,

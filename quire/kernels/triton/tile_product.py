@@ -24,7 +24,7 @@ from quire.kernels.triton.grouping import GROUPED, IN_ORDER, Tiles
 from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
 from quire.kernels.triton.linear import Tile
 from quire.kernels.triton.rowwise import NUMBERS, gated
-from quire.kernels.triton.shapes import as_rows, next_power_of_2, num_warps, row_stride
+from quire.kernels.triton.shapes import as_rows, cdiv, next_power_of_2, num_warps, row_stride
 from quire.kernels.weights import Part, Weight
 
 _PREFETCHED_LINES = 16
@@ -34,7 +34,7 @@ _HALF = tl.constexpr(64)
 """Codes of 4 bits stand for inputs that are so far from each other, the first in the lower half of a byte."""
 
 
-@triton.jit(do_not_specialize=["stride"])
+@triton.jit
 def _quantize_kernel(
     x, codes, scales, stride, LARGEST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     PDL: tl.constexpr,
@@ -72,7 +72,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, group: int) -> tuple[Tensor, Te
     if rows:
         _quantize_kernel[(rows,)](
             source, codes, scales, row_stride(source), 127.0 if dtype == torch.int8 else 448.0, size, block,
-            group or block, USE_PDL, num_warps=num_warps(block), **LAUNCH,
+            group or block, USE_PDL, num_warps=min(8, num_warps(block)), **LAUNCH,
         )  # fmt: skip
     return codes, scales
 
@@ -202,7 +202,7 @@ def expand_codes(weight: Weight, dtype: torch.dtype) -> Tensor:
     codes, *others = part.tensors
     numbers = torch.empty(size, inner, dtype=dtype, device=codes.device)
     block = 32
-    _expand_kernel[(triton.cdiv(size, block), triton.cdiv(inner, 2 * _HALF.value))](
+    _expand_kernel[(cdiv(size, block), cdiv(inner, 2 * _HALF.value))](
         codes, others[0], others[-1], numbers, size, inner, inner // others[0].shape[-1], *coding_of(part.format),
         block, USE_PDL, num_warps=4, **ROUND_ALWAYS, **LAUNCH,
     )  # fmt: skip
@@ -335,7 +335,7 @@ def tile_product(
     if out is None:
         out = torch.empty(tiles.pairs, outer, dtype=dtype, device=x.device)
     block = 2 * tile.outputs if activation else tile.outputs
-    _product_kernel[(triton.cdiv(outer, tile.outputs), tiles.bound)](
+    _product_kernel[(cdiv(outer, tile.outputs), tiles.bound)](
         x, x if x_scales is None else x_scales, first, others[0] if others else first, others[-1] if others else first,
         first if bias is None else bias, tiles.experts, tiles.counts, tiles.order, out, row_stride(x), tiles.pairs,
         stack[0] if stack else 1, inner, outer, top_k, kind, activation is not None,
