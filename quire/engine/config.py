@@ -36,15 +36,9 @@ class SchedulerConfig:
     """Of a step with guesses, which is worth less where it has no graph; 0: as many as of any step."""
 
     def __post_init__(self) -> None:
-        for field, low in (
-            ("num_blocks", 2),
-            ("max_num_seqs", 1),
-            ("max_batched_tokens", 1),
-            ("max_model_len", 2),
-            ("block_size", 1),
-            ("num_host_blocks", 0),
-        ):
-            value = getattr(self, field)
+        lowest = {"num_blocks": 2, "max_model_len": 2, "num_host_blocks": 0}
+        for field in ("max_num_seqs", "max_batched_tokens", "block_size", *lowest):
+            value, low = getattr(self, field), lowest.get(field, 1)
             if value < low:
                 raise InvalidRequestError(field, f"must be at least {low}, not {value}")
         if self.policy not in ("fcfs", "priority"):

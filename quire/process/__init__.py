@@ -1,1 +1,1 @@
-"""How a Python process behaves: what it loads first, when it collects garbage, what it leaves on disk."""
+"""How a Python process behaves: what it is granted, loads first and leaves on disk, and when it collects garbage."""

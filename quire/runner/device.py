@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 
 from quire.errors import DeviceError
 from quire.process import gc_pauses
+from quire.process.granted import available_memory, granted_cores
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -67,7 +67,7 @@ def describe(device: torch.device, dtype: torch.dtype) -> str:
 def use_own_cores() -> None:
     """One thread for each core this process really has: torch counts those it may run on, but not what a container's
     share of their time amounts to. A number that the user has set stays."""
-    cores = _cgroup_cores(Path("/"))
+    cores = granted_cores(Path("/"))
     if cores < torch.get_num_threads() and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores)
 
@@ -76,7 +76,7 @@ def free_memory(device: torch.device) -> int:
     """Bytes that can be had on the device now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return min(_system_available(), _cgroup_available())
+    return available_memory()
 
 
 def return_freed_memory() -> None:
@@ -92,54 +92,3 @@ def _cpu_multiplies_bfloat16() -> bool:
     except OSError:
         return False
     return " amx_bf16" in flags or " avx512_bf16" in flags
-
-
-def _system_available() -> int:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    # No /proc (macOS): half of what is installed is a fair guess at what can be had.
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-
-
-def _cgroup_cores(root: Path) -> int:
-    """Whole cores in the time that control groups grant, one at least; a very large number where they don't say. With
-    more threads than that, all of them would be stopped for a while again and again."""
-    cores = 2.0**31
-    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
-        quota, period = (
-            int((root / "sys/fs/cgroup/cpu" / name).read_text()) for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-        )
-        cores = quota / period if quota > 0 else cores
-    with contextlib.suppress(OSError, StopIteration):
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-        path = next(line for line in lines if line.startswith("0::/")).removeprefix("0::/")
-        base = root / "sys/fs/cgroup"
-        for folder in (base / path, *(base / path).parents):
-            with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
-                share = (folder / "cpu.max").read_text().split()
-                cores = min(cores, int(share[0]) / int(share[1]))
-            if folder == base:
-                break
-    return max(1, int(cores))
-
-
-def _cgroup_available() -> int:
-    """What a container's limit leaves; a very large number where there is none."""
-    unlimited = 2**63
-    folder = Path("/sys/fs/cgroup")
-    for limit_file, used_file in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            limit = (folder / limit_file).read_text().strip()
-            used = (folder / used_file).read_text().strip()
-        except OSError:
-            continue
-        if limit.isdigit() and used.isdigit():
-            return max(int(limit) - int(used), 0)
-    return unlimited

@@ -14,7 +14,7 @@ from quire.errors import DeviceError
 from quire.kernels.cpu.kernels import CpuKernels
 from quire.kernels.ops import Activation
 from quire.kernels.weights import Weight
-from quire.runner.device import _cgroup_cores
+from quire.process.granted import granted_cores
 
 
 @pytest.fixture(scope="module")
@@ -101,4 +101,4 @@ def test_a_containers_share_of_the_cores(tmp_path: Path, files: dict[str, str], 
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert _cgroup_cores(tmp_path) == cores
+    assert granted_cores(tmp_path) == cores

@@ -16,9 +16,9 @@ LIMITS = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
 """By compute capability: what one program can have."""
 
 
-def shared_memory(kernel: Any, constants: dict[str, Any], capability: int, num_warps: int) -> int:
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else ATTENTION_TYPES.get(name, "i32") for name in names}
+def shared_memory(kernel: Any, constants: dict[str, Any], capability: int, num_warps: int, cache: str = "*bf16") -> int:
+    names, types = kernel.arg_names, ATTENTION_TYPES | {"keys": cache, "values": cache}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     aligned = [i for i, name in enumerate(names) if signature[name].startswith("*") or name.endswith("stride")]
     source = ASTSource(
         kernel,
@@ -48,8 +48,11 @@ def attention_kernels() -> dict[str, tuple[int, int]]:
             "WIDE": True,
             "PDL": False,
         }
-        used = shared_memory(_decode_kernel, constants, capability, 4)
+        used = shared_memory(_decode_kernel, constants | {"KEY_PARTS": 1}, capability, 4)
         found[f"decode {capability} {head_dim}"] = used, LIMITS[capability]
+        if IS_LONG and capability > 86:  # which know FP8
+            used = shared_memory(_decode_kernel, constants | {"KEY_PARTS": 2}, capability, 1, "*fp8e4nv")
+            found[f"decode {capability} {head_dim} FP8"] = used, LIMITS[capability]
         constants |= {"ROWS": rows, "PARTS": 128 // rows}
         used = shared_memory(_prefill_kernel, constants, capability, 4 if head_dim <= 128 else 8)
         found[f"prefill {capability} {head_dim}"] = used, LIMITS[capability]

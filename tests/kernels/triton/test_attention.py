@@ -204,6 +204,33 @@ def test_every_position_has_the_same_bits_in_any_chunk(heads: tuple[int, int, in
             assert same(attend(query[start:stop], cache, part, window), whole[start:stop]), (start, stop)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", [(16, 8, 128), (9, 3, 64), (4, 1, 80), (4, 2, 256)], ids=str)
+@pytest.mark.parametrize("window", [None, 700])
+def test_a_cache_of_8_bits_gives_the_same_bits_in_any_chunk_and_those_of_float64(
+    heads: tuple[int, int, int], window: int | None, dtype: torch.dtype
+) -> None:
+    query, cache, batch = make([LONG], [LONG], HeadShape(*heads), dtype)
+    narrow = LayerCache(*(side.to(torch.float8_e4m3fn) for side in (cache.keys, cache.values)))
+    whole = attend(query, narrow, batch, window)
+    positions = torch.arange(0, LONG)
+    assert torch.equal(attend(query, narrow, one_each(query, batch, positions, 1), window), whole)
+    last = one_each(query, batch, positions[-1:], 1)  # divided among programs
+    assert torch.equal(attend(query[-1:], narrow, last, window), whole[-1:])
+    for chunk in (2, 7, 333):
+        for start in range(0, LONG - chunk, 7 * chunk):
+            part = one_each(query, batch, positions[start + chunk - 1 : start + chunk], chunk)
+            got = attend(query[start : start + chunk], narrow, part, window)
+            assert torch.equal(got, whole[start : start + chunk]), (start, chunk)
+    wide = LayerCache(*(side.to(torch.float16) for side in (narrow.keys, narrow.values)))
+    error = (whole.double() - truth_of(query, wide, batch, window)).abs().max().item()
+    assert error <= {torch.float16: 4e-3, torch.bfloat16: 1e-2}[dtype]
+    blocks = batch.block_tables[0]
+    narrow.keys[blocks[(LONG - 1) // 16].long(), 0, (LONG - 1) % 16, 3] = NAN
+    assert attend(query[-1:], narrow, last, window).isnan().any()
+
+
 def one_each(query: Tensor, batch: PagedBatch, positions: Tensor, count: int) -> PagedBatch:
     """Each position as the last of a sequence of its own, all in the blocks of the one sequence of `batch`."""
     return replace(
