@@ -15,7 +15,6 @@ is a product with ones. Query heads that share a key head are rows of one tile: 
 r // group, head r % group.
 """
 
-# ruff: noqa: RUF005  (Triton knows no * within a tuple)
 from __future__ import annotations
 
 import math
@@ -53,18 +52,16 @@ _TO_FLOAT16 = tl.constexpr(
 )
 _DECODE_REGISTERS = 128
 """Per thread, for four programs on a multiprocessor at once."""
-_NARROW = 7, 1, 255, 2
-"""With a cache of 8 bits: programs on a multiprocessor, warps, registers, and parts of a tile. Instructions are what
-takes the time there, and a single warp has no other to wait for."""
 
 
 @triton.jit
-def _numbers(values, dtype: tl.constexpr):
-    """Values of a cache of 8 bits become float16. That is said to have side effects, so that they are turned over as
-    float16 and not before: single bytes come one by one from shared memory."""
-    if values.dtype == tl.float8e4nv:
-        values = tl.inline_asm_elementwise(_TO_FLOAT16, "=r,=r,r", [values], tl.float16, is_pure=False, pack=4)
-    return values.to(dtype)
+def _numbers(loaded, dtype: tl.constexpr):
+    """What a cache of 8 bits holds, as float16. This is said to have side effects, so that the compiler does it first
+    and only then brings the numbers to the threads that multiply them. As bytes they would come one by one, and in
+    another order than in kernels whose products take them from shared memory."""
+    if loaded.dtype == tl.float8e4nv:
+        loaded = tl.inline_asm_elementwise(_TO_FLOAT16, "=r,=r,r", [loaded], tl.float16, is_pure=False, pack=4)
+    return loaded.to(dtype)
 
 
 @triton.jit
@@ -72,49 +69,38 @@ def _attend_tile(
     query, highest, total, output, first_key, context_len, position,
     keys, values, table, kv_head, block_stride, head_stride, scale,
     window, cap, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    KEYS: tl.constexpr, KEY_PARTS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, ONES: tl.constexpr,
-    WIDE: tl.constexpr,
+    KEYS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, ONES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Adds one tile of keys to the running softmax of the queries: highest [rows], total [rows, ONES] (all columns
-    the same), output [rows, D_PAD]. It may be taken in several parts, one after the other, which changes no bit."""
-    PART: tl.constexpr = KEYS // KEY_PARTS
+    the same), output [rows, D_PAD]."""
+    key = first_key + tl.arange(0, KEYS)
+    exists = key < context_len
+    block = tl.load(table + key // BLOCK_SIZE, mask=exists, other=0)
+    if WIDE:
+        block = block.to(tl.int64)
+    place = block * block_stride + kv_head * head_stride + (key % BLOCK_SIZE) * D
     column = tl.arange(0, D_PAD)
-    parts = ()
-    new_highest = highest
+    mask = exists[:, None] & (column < D)[None, :]
+    # What lies past the sequence's end is nobody's and may be NaN: it is not read.
+    k = _numbers(tl.load(keys + place[:, None] + column[None, :], mask=mask, other=0.0), query.dtype)
+    scores = tl.dot(query, tl.trans(k), input_precision="ieee")
     if CAP:  # the scaled scores are capped, so there is nothing left to scale
-        cap_scale, scale = scale, 1.0
-    for part in tl.static_range(KEY_PARTS):
-        key = first_key + part * PART + tl.arange(0, PART)
-        exists = key < context_len
-        block = tl.load(table + key // BLOCK_SIZE, mask=exists, other=0)
-        if WIDE:
-            block = block.to(tl.int64)
-        place = (block * block_stride + kv_head * head_stride + (key % BLOCK_SIZE) * D)[:, None] + column[None, :]
-        mask = exists[:, None] & (column < D)[None, :]
-        # What lies past the sequence's end is nobody's and may be NaN: it is not read.
-        k = tl.load(keys + place, mask=mask, other=0.0).to(query.dtype)
-        scores = tl.dot(query, tl.trans(k), input_precision="ieee")
-        if CAP:
-            scores = soft_capped(scores * cap_scale, cap)
-        visible = key[None, :] <= position[:, None]
-        if WINDOW:
-            visible = visible & (key[None, :] > position[:, None] - window)
-        scores = tl.where(visible, scores, float("-inf"))
-        new_highest = tl.maximum(new_highest, tl.max(scores, 1) * scale)
-        parts = parts + ((scores, place, mask),)  # type: ignore[assignment]
+        scores, scale = soft_capped(scores * scale, cap), 1.0
+    visible = key[None, :] <= position[:, None]
+    if WINDOW:
+        visible = visible & (key[None, :] > position[:, None] - window)
+    scores = tl.where(visible, scores, float("-inf"))
+    new_highest = tl.maximum(highest, tl.max(scores, 1) * scale)
     # Where nothing is visible yet the maximum is -inf, and -inf - -inf would be NaN.
     reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-    decay = tl.exp2(highest - reference)[:, None]
-    total, output = total * decay, output * decay
+    # Scaled and reduced with one rounding, as in the other kernels.
+    weights = tl.exp2(tl.fma(scores, scale, -reference[:, None])).to(query.dtype)
+    decay = tl.exp2(highest - reference)
+    v = _numbers(tl.load(values + place[:, None] + column[None, :], mask=mask, other=0.0), query.dtype)
     # The sum of the weights is a product too: the order of a reduction would depend on the tile's layout.
-    ones = tl.full((PART, ONES), 1.0, query.dtype)
-    for part in tl.static_range(KEY_PARTS):
-        scores, place, mask = parts[part]
-        # Scaled and reduced with one rounding, as in the other kernels.
-        weights = tl.exp2(tl.fma(scores, scale, -reference[:, None])).to(query.dtype)
-        v = _numbers(tl.load(values + place, mask=mask, other=0.0), query.dtype)
-        total = tl.dot(weights, ones, total, input_precision="ieee")
-        output = tl.dot(weights, v, output, input_precision="ieee")
+    ones = tl.full((KEYS, ONES), 1.0, query.dtype)
+    total = tl.dot(weights, ones, total * decay[:, None], input_precision="ieee")
+    output = tl.dot(weights, v, output * decay[:, None], input_precision="ieee")
     return new_highest, total, output
 
 
@@ -167,9 +153,8 @@ def _decode_kernel(
     query, out, keys, values, sinks, block_tables, work, partial_output, partial_state, arrived,
     table_stride, block_stride, head_stride, scale, window, cap, num_heads, num_kv_heads,
     GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, KEY_PARTS: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, SINKS: tl.constexpr, ONES: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr,
-    PDL: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    SINKS: tl.constexpr, ONES: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`work` int32 [1 + items, 8] begins with the number of items; then for each: where the partial results of its
     sequence begin, first split, first row, number of queries, context length, row of the block table, split after
@@ -213,8 +198,8 @@ def _decode_kernel(
         for tile in tl.range(first_tile, last_tile, num_stages=STAGES):
             split_highest, split_total, split_output = _attend_tile(
                 q, split_highest, split_total, split_output, tile * KEYS, context_len, position, keys, values,
-                table, kv_head, block_stride, head_stride, scale, window, cap, D, D_PAD, BLOCK_SIZE, KEYS, KEY_PARTS,
-                WINDOW, CAP, ONES, WIDE,
+                table, kv_head, block_stride, head_stride, scale, window, cap, D, D_PAD, BLOCK_SIZE, KEYS, WINDOW, CAP,
+                ONES, WIDE,
             )  # fmt: skip
             if ((tile + 1) % TILES == 0) | (tile + 1 == last_tile):
                 if is_whole:
@@ -301,8 +286,8 @@ def _prefill_kernel(
         for tile in tl.range(begin_tile, end_tile, num_stages=STAGES):
             split_highest, split_total, split_output = _attend_tile(
                 q, split_highest, split_total, split_output, tile * KEYS, context_len, position, keys, values, table,
-                kv_head, block_stride, head_stride, scale, window, cap, D, D_PAD, BLOCK_SIZE, KEYS, 1, WINDOW, CAP,
-                ONES, WIDE,
+                kv_head, block_stride, head_stride, scale, window, cap, D, D_PAD, BLOCK_SIZE, KEYS, WINDOW, CAP, ONES,
+                WIDE,
             )  # fmt: skip
         highest, total, output = merge(highest, total, output, split_highest, split_total, split_output)
     _store_output(
@@ -337,14 +322,11 @@ def decode_attention(
     num_kv_heads = cache.keys.shape[1]
     shape, constants = _arguments(query, cache, block_tables, spec, sinks)
     d_pad = constants[2]
-    is_narrow = cache.keys.itemsize == 1 and d_pad <= 128
-    programs, warps, registers, parts = _NARROW if is_narrow else (PROGRAMS, 4, _DECODE_REGISTERS, 1)
-    most_programs = programs * num_multiprocessors(query.device)  # each takes further items when it is done with one
-    _decode_kernel[(min((len(work) - 1) * num_kv_heads, most_programs),)](
+    _decode_kernel[(min((len(work) - 1) * num_kv_heads, most_programs(query.device)),)](
         query, out, cache.keys, cache.values, out if sinks is None else sinks, block_tables, work,
         *partial_results(query, num_kv_heads, num_partials, d_pad), counters(query.device, num_kv_heads),
-        *shape, num_kv_heads, *constants[:4], DECODE_ROWS, parts, *constants[4:],
-        num_warps=warps, maxnreg=registers if d_pad <= 128 else None, **ROUND_ALWAYS, **LAUNCH,
+        *shape, num_kv_heads, *constants[:4], DECODE_ROWS, *constants[4:],
+        num_warps=4, maxnreg=_DECODE_REGISTERS if d_pad <= 128 else None, **ROUND_ALWAYS, **LAUNCH,
     )  # fmt: skip
 
 
@@ -377,6 +359,12 @@ def _tiles(device: torch.device, row_bytes: int) -> tuple[int, int]:
         return _TILES[0]
     has = torch.cuda.get_device_properties(device)
     return fitting_tiles(row_bytes, getattr(has, "shared_memory_per_block_optin", has.shared_memory_per_block))
+
+
+@cache
+def most_programs(device: torch.device) -> int:
+    """As many as run at once; each takes further items when it is done with one."""
+    return PROGRAMS * num_multiprocessors(device)
 
 
 @cache

@@ -28,6 +28,8 @@ def shared_memory(kernel: Any, constants: dict[str, Any], capability: int, num_w
     )
     options = {"num_warps": num_warps, "enable_fp_fusion": False}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    # Where threads have 4 neighbours of 16 bits, a product does not take 16 neighbours at a time, as all others do.
+    assert "kWidth = 4" not in compiled.asm["ttgir"]
     return int(compiled.metadata.shared)
 
 
@@ -35,25 +37,15 @@ def attention_kernels() -> dict[str, tuple[int, int]]:
     """The shared memory each takes, and what there is."""
     found = {}
     cases = [*((capability, 256) for capability in LIMITS), (86, 128)] if IS_LONG else [(86, 256)]
-    for capability, head_dim in cases:
+    fp8 = [(89, 256), (90, 128), (90, 256)] if IS_LONG else [(90, 128)]
+    for capability, head_dim, cache in [*((*case, "*bf16") for case in cases), *((*case, "*fp8e4nv") for case in fp8)]:
         keys, rows = fitting_tiles(2 * head_dim, LIMITS[capability])
+        flags = dict.fromkeys(("WINDOW", "CAP", "SINKS", "WIDE"), True)
         constants = {"GROUP": 4, "D": head_dim, "D_PAD": head_dim, "BLOCK_SIZE": 16, "ROWS": 16, "KEYS": keys}
-        constants |= {
-            "TILES": 512 // keys,
-            "WINDOW": True,
-            "CAP": True,
-            "SINKS": True,
-            "ONES": 16,
-            "STAGES": 2,
-            "WIDE": True,
-            "PDL": False,
-        }
-        used = shared_memory(_decode_kernel, constants | {"KEY_PARTS": 1}, capability, 4)
-        found[f"decode {capability} {head_dim}"] = used, LIMITS[capability]
-        if IS_LONG and capability > 86:  # which know FP8
-            used = shared_memory(_decode_kernel, constants | {"KEY_PARTS": 2}, capability, 1, "*fp8e4nv")
-            found[f"decode {capability} {head_dim} FP8"] = used, LIMITS[capability]
+        constants |= {"TILES": 512 // keys, "ONES": 16, "STAGES": 2, "PDL": False} | flags
+        used = shared_memory(_decode_kernel, constants, capability, 4, cache)
+        found[f"decode {capability} {head_dim} {cache}"] = used, LIMITS[capability]
         constants |= {"ROWS": rows, "PARTS": 128 // rows}
-        used = shared_memory(_prefill_kernel, constants, capability, 4 if head_dim <= 128 else 8)
-        found[f"prefill {capability} {head_dim}"] = used, LIMITS[capability]
+        used = shared_memory(_prefill_kernel, constants, capability, 4 if head_dim <= 128 else 8, cache)
+        found[f"prefill {capability} {head_dim} {cache}"] = used, LIMITS[capability]
     return found
