@@ -251,17 +251,12 @@ class CpuKernels(ReferenceKernels):
     def write_kv_(self, keys: Tensor, values: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
         rows, heads, head_dim = keys.shape
         keys, values = _with_whole_rows(keys), _with_whole_rows(values)
-        if cache.key_scales is not None and cache.value_scales is not None:
-            self._write_kv_int8[keys.dtype](
-                keys, keys.stride(0), values, values.stride(0), cache.keys, cache.values, cache.key_scales,
-                cache.value_scales, slot_mapping, rows, heads, cache.block_size, head_dim, cache.keys_by_dimension,
-                _threads(),
-            )  # fmt: skip
-            return
-        self._write_kv[keys.dtype](
-            keys, keys.stride(0), values, values.stride(0), cache.keys, cache.values, slot_mapping, rows, heads,
-            cache.block_size, head_dim, cache.keys_by_dimension, _threads(),
-        )  # fmt: skip
+        source = keys, keys.stride(0), values, values.stride(0), cache.keys, cache.values
+        where = slot_mapping, rows, heads, cache.block_size, head_dim, cache.keys_by_dimension, _threads()
+        if cache.key_scales is None:
+            self._write_kv[keys.dtype](*source, *where)
+        else:
+            self._write_kv_int8[keys.dtype](*source, *cache.scales, *where)
 
     def gather_inputs(
         self, token_rows: Tensor, positions: Tensor, token_ids: Tensor, block_tables: Tensor, block_size: int
