@@ -40,7 +40,7 @@ class StepGrammars:
     def apply(self, step: Step) -> None:
         """Drops the grammars of requests that left, and takes up those of admitted ones."""
         if self.constrainer is not None:
-            if self.constrainer.constrains(np.array([gone.row for gone in step.preempted], np.int64)):
+            if any(map(self.constrains, (gone.row for gone in step.preempted))):
                 self._read_last()  # a last token may be the end, and no other copy of the grammar would notice
             for row in (*(gone.row for gone in step.finished), *(gone.row for gone in step.preempted)):
                 if row is not None:

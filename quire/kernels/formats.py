@@ -9,12 +9,26 @@ FP8 and Q4_0 from plain numbers.
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+_LARGE = 2**16
+"""Bytes that are worth pages of their own."""
+
+
+def _room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Memory for what is read. On a CPU, where it is packed anew, the system gets it back as soon as nobody needs it;
+    torch's allocator would keep it."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if torch.device(device).type != "cpu" or num_bytes < _LARGE:
+        return torch.empty(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +62,13 @@ class Format:
     def empty(self, shape: tuple[int, ...], device: torch.device | str = "cpu") -> tuple[Tensor, ...]:
         """Room for a tensor of this logical shape: the tensors of a `Part`."""
         if self.dtype is not None:
-            return (torch.empty(shape, dtype=self.dtype, device=device),)
+            return (_room(shape, self.dtype, device),)
         if self.codes is not None:
-            codes = torch.empty(*shape[:-1], shape[-1] // self.num_elements, dtype=self.codes, device=device)
+            codes = _room((*shape[:-1], shape[-1] // self.num_elements), self.codes, device)
             scales = torch.empty(self._scales_shape(shape), device=device)
             zeros = (torch.empty(scales.shape, dtype=torch.uint8, device=device),) if self.has_zeros else ()
             return codes, scales, *zeros
-        return (torch.empty(*shape[:-1], self.nbytes(shape[-1:]), dtype=torch.uint8, device=device),)
+        return (_room((*shape[:-1], self.nbytes(shape[-1:])), torch.uint8, device),)
 
     def expand(self, stored: Tensor, *others: Tensor) -> Tensor:
         """Numbers [..., elements of a row] from a part's tensors: itself where it holds plain numbers, else uint8

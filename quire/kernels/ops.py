@@ -207,8 +207,7 @@ class SampleRows(Protocol):
         positions: Tensor,
         token_ids: Tensor,
         out: Tensor | None = None,
-        flags: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
+    ) -> Tensor: ...
 
 
 Between = Callable[[Tensor], Tensor]

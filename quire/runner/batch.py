@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.kernels.ops import Batches, HeadShape, Int32Array, Kernels
 from quire.runner.request_rows import RequestRows
 from quire.sampling.upload import Uploader
-from quire.step import ScheduledRequest
+from quire.step import ScheduledRequest, Step
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,16 @@ class StepShape:
     counts: Int32Array
     samples: npt.NDArray[np.bool_]
     guesses: tuple[tuple[int, ...], ...]
-    runs_ahead: npt.NDArray[np.bool_]
+    runs_ahead: tuple[bool, ...]
+    is_decode: bool
+    """Whether each computes one token and draws the next: nothing has to be looked for then."""
 
     @classmethod
-    def of(cls, scheduled: Sequence[ScheduledRequest]) -> StepShape:
-        _, rows, starts, counts, samples, _, guesses, ahead, _ = zip(*scheduled, strict=True)
+    def of(cls, step: Step) -> StepShape:
+        _, rows, starts, counts, samples, _, guesses, ahead, _ = zip(*step.scheduled, strict=True)
         numbers = [np.array(values, np.int32) for values in (rows, starts, counts)]
-        flags = [np.array(values, np.bool_) for values in (samples, ahead)]
-        return cls(numbers[0], numbers[1], numbers[2], flags[0], guesses, flags[1])
+        is_decode = step.num_decodes == len(rows)
+        return cls(numbers[0], numbers[1], numbers[2], np.array(samples, np.bool_), guesses, ahead, is_decode)
 
     @cached_property
     def has_guesses(self) -> bool:
@@ -43,21 +45,24 @@ class StepShape:
     @cached_property
     def is_ahead(self) -> bool:
         """Whether the host does not know where some request stands."""
-        return bool(self.runs_ahead.any())
+        return any(self.runs_ahead)
 
-    @cached_property
+    @property
     def is_drawn_everywhere(self) -> bool:
         """Whether a token is drawn behind every one that is computed: each request decodes, or checks guesses."""
-        return bool(self.samples.all() and (self.counts == 1 + self.num_guesses).all())
+        return self.is_decode or bool(self.samples.all() and (self.counts == 1 + self.num_guesses).all())
+
+    def drawn_for(self, scheduled: Sequence[ScheduledRequest]) -> Sequence[ScheduledRequest]:
+        """The one of the scheduled requests that each draw is for."""
+        return scheduled if self.is_decode else [scheduled[owner] for owner in self.draw_owners.tolist()]
 
     def by_token(self) -> StepShape:
         """The same as decodes, one for each token: its key is written before any attends, so it sees those before."""
         owners, offsets = np.arange(len(self.counts)).repeat(self.counts), self.draw_offsets
         ones = np.ones(len(owners), np.int32)
         starts = self.starts[owners] + offsets
-        return StepShape(
-            self.request_rows[owners], starts, ones, self.samples[owners], ((),) * len(owners), self.runs_ahead[owners]
-        )
+        none = ((),) * len(owners)
+        return StepShape(self.request_rows[owners], starts, ones, self.samples[owners], none, (), is_decode=True)
 
     @cached_property
     def num_guesses(self) -> Int32Array:
@@ -120,7 +125,7 @@ def lag_of(shape: StepShape, request_rows: RequestRows, uploader: Uploader) -> T
     """int32 [requests], on the device: how many guesses were wrong that the host counts as right. None: none."""
     if not shape.is_ahead:
         return None
-    rows, starts, ahead = uploader.upload(shape.request_rows, shape.starts, shape.runs_ahead)
+    rows, starts, ahead = uploader.upload(shape.request_rows, shape.starts, np.array(shape.runs_ahead))
     return torch.where(ahead, starts - request_rows.num_computed_tokens[rows.long()], 0)
 
 

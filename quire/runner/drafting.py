@@ -127,6 +127,5 @@ class ModelDrafter:
 def _decodes(rows: Indices, positions: Indices) -> StepShape:
     """A step in which each row computes one token."""
     every = np.ones(len(rows), np.bool_)
-    return StepShape(
-        rows.astype(np.int32), positions.astype(np.int32), every.astype(np.int32), every, ((),) * len(rows), ~every
-    )
+    numbers = [values.astype(np.int32) for values in (rows, positions, every)]
+    return StepShape(numbers[0], numbers[1], numbers[2], every, ((),) * len(rows), (), is_decode=True)

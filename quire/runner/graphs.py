@@ -31,13 +31,13 @@ _MAX_WORK = 4096
 
 @dataclass(frozen=True, slots=True)
 class DecodeOutput:
-    """What a decode step left on the device; valid until the next one."""
+    """What a decode step left on the device."""
 
-    sampled: Tensor | None
-    """int64 [2, rows]: token ids, which are in the request rows already, and flags (see `sample_rows`); None where
-    tokens were not drawn yet."""
+    sampled: Tensor
+    """int64 [2, rows]: token ids, which are in the request rows already, and flags (see `sample_rows`); on the CPU only
+    until the next step."""
     logits: Tensor
-    """[rows, vocab] in the model's dtype, untouched by sampling."""
+    """[rows, vocab] in the model's dtype, untouched by sampling; valid until the next step."""
 
 
 class DecodeGraphs:
@@ -49,8 +49,6 @@ class DecodeGraphs:
         self._caches = caches
         self._rows = rows
         self._kernels = decoder.kernels
-        assert self._kernels.sample_rows is not None
-        self._sample_rows = self._kernels.sample_rows
         self._uploader = Uploader(device)
         self._heads = spec.heads
         self._max_context_len = rows.token_ids.shape[1] - 1
@@ -96,7 +94,7 @@ class DecodeGraphs:
             listed = self._inputs[3 * self._largest :].view(-1, 8)[: len(work)]
             self._kernels.shorten_attention_work_({name: listed}, by_row)
         graph.replay()
-        return DecodeOutput(self._sampled[:, :count], self._logits[:count])
+        return DecodeOutput(self._sampled[:, :count].clone(), self._logits[:count])
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -144,15 +142,7 @@ class DecodeGraphs:
         )
         hidden = self._decoder(token_ids, places, paged, self._caches)
         logits = self._decoder.logits(hidden, out=self._logits[:size])
-        self._sample_rows(
-            logits,
-            rows,
-            self._rows.seeds,
-            self._rows.temperatures,
-            next_positions,
-            self._rows.token_ids,
-            *self._sampled[:, :size],
-        )
+        self._rows.draw(self._kernels, logits, rows, next_positions, self._sampled[:, :size])
 
     def _padded(self, values: npt.NDArray[np.int32], filler: int) -> npt.NDArray[np.int32]:
         result = np.full(self._largest, filler, np.int32)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +26,7 @@ _MOST_ROWS = 64
 class _Recording(NamedTuple):
     inputs: Int32Array
     """[4, rows + 1]: request rows, positions, lengths, and where each one's queries begin."""
-    logits: Tensor
+    output: DecodeOutput
     replay: Callable[[], None]
 
 
@@ -40,6 +39,7 @@ class RecordedSteps:
         self._decoder = decoder
         self._caches = caches
         self._rows = rows
+        self._most_rows = max(_MOST_ROWS, len(rows.token_ids))
         self._recordings: dict[int, _Recording | None] = {}
 
     @staticmethod
@@ -52,10 +52,10 @@ class RecordedSteps:
     def run(self, shape: StepShape, lag: Tensor | None = None) -> DecodeOutput | None:
         """Computes a decode step, whose rows begin `lag` earlier; None where it takes too much memory to keep."""
         count = len(shape.request_rows)
-        if count > max(_MOST_ROWS, len(self._rows.token_ids)):
+        if count > self._most_rows:
             return None
         if count not in self._recordings:
-            inputs = torch.zeros(4, count + 1, dtype=torch.int32)
+            inputs = torch.arange(count + 1, dtype=torch.int32).repeat(4, 1)
             self._fill(inputs.numpy(), shape, lag)
             self._recordings[count] = recording = self._make(inputs, count)
         else:
@@ -63,7 +63,7 @@ class RecordedSteps:
             if recording is not None:
                 self._fill(recording.inputs, shape, lag)
                 recording.replay()
-        return None if recording is None else DecodeOutput(None, recording.logits)
+        return None if recording is None else recording.output
 
     def capture_next(self) -> None:
         """Nothing is made in advance."""
@@ -73,15 +73,17 @@ class RecordedSteps:
         inputs[0, :-1] = shape.request_rows
         inputs[1, :-1] = starts
         inputs[2, :-1] = starts + 1
-        inputs[3] = np.arange(inputs.shape[1])
 
     def _make(self, inputs: Tensor, count: int) -> _Recording | None:
         """Records a step, which computes it."""
         rows, positions, lengths = inputs[:3, :count].unbind()
-        logits: list[Tensor] = []
+        found: list[DecodeOutput] = []
+        of, drawn = self._rows, (rows.long(), lengths.long())
+        guesses = of.token_ids[drawn]
 
         def compute() -> None:
-            token_ids, places, paged = self._rows.inputs(
+            of.token_ids[drawn] = guesses  # it is computed twice, and other tokens come into their places
+            token_ids, places, paged = of.inputs(
                 self._decoder.kernels,
                 rows,
                 positions,
@@ -92,7 +94,11 @@ class RecordedSteps:
                 max_context_len=int(lengths.max()),
             )
             hidden = self._decoder(token_ids, places, paged, self._caches)
-            logits.append(self._decoder.logits(hidden))
+            logits = self._decoder.logits(hidden)
+            found.append(DecodeOutput(of.draw(self._decoder.kernels, logits, rows, lengths), logits))
 
         replay = self._record(compute)
-        return None if replay is None else _Recording(inputs.numpy(), logits[-1], replay)
+        if replay is None:
+            of.token_ids[drawn] = guesses  # for whoever computes the step instead
+            return None
+        return _Recording(inputs.numpy(), found[-1], replay)

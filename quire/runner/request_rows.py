@@ -75,6 +75,13 @@ class RequestRows:
         paged = (PagedBatch(block_tables=tables, slot_mapping=slots, **sequences) for tables, (_, _, slots) in batches)
         return *found[0][:2], tuple(paged)
 
+    def draw(
+        self, kernels: Kernels, logits: Tensor, request_rows: Tensor, positions: Tensor, out: Tensor | None = None
+    ) -> Tensor:
+        """Draws tokens by temperature and seed alone, into their places: see `Kernels.sample_rows`."""
+        assert kernels.sample_rows is not None
+        return kernels.sample_rows(logits, request_rows, self.seeds, self.temperatures, positions, self.token_ids, out)
+
     def _write_admitted(self, admitted: tuple[Admission, ...]) -> None:
         lengths = [len(admission.token_ids) for admission in admitted]
         rows = np.array([admission.row for admission in admitted])

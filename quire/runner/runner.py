@@ -16,9 +16,8 @@ from torch import Tensor
 
 from quire.constrain.masks import Constrainer
 from quire.constrain.step_grammars import StepGrammars
-from quire.kernels.ops import SampleRows
 from quire.models.decoder import Decoder
-from quire.runner.batch import InputBatch, StepShape, build_batch, lag_of, note_accepted, write_guesses
+from quire.runner.batch import StepShape, build_batch, lag_of, note_accepted, write_guesses
 from quire.runner.device import return_freed_memory
 from quire.runner.drafting import ModelDrafter
 from quire.runner.graphs import DecodeGraphs, DecodeOutput
@@ -64,7 +63,7 @@ class Runner:
         self._request_rows = request_rows
         self._uploader = Uploader(device)
         self._sampler = Sampler(max_num_seqs, spec.vocab_size, kernels, device)
-        self._logprobs = Logprobs(max_num_seqs, device)
+        self._logprobs = Logprobs(device)
         self._pooling = PoolingRows(device)
         self._grammars = StepGrammars(constrainer)
         self._copy_stream: torch.cuda.Stream | None = None
@@ -116,40 +115,33 @@ class Runner:
 
     def _compute(self, step: Step, outputs: StepOutputs) -> None:
         """Runs the model, draws tokens from its logits, and whatever else is wanted of its hidden states."""
-        shape = StepShape.of(step.scheduled)
+        shape = StepShape.of(step)
         lag = lag_of(shape, self._request_rows, self._uploader)
         if shape.has_guesses:
             write_guesses(shape, self._request_rows, self._uploader, lag)
         decoded = self._run_graph(shape, lag)
-        drawn_for = [step.scheduled[owner] for owner in shape.draw_owners.tolist()]
-        draws = self._sampler.draws(shape.draw_request_rows, shape.draw_positions, self._request_rows.token_ids)
-        if self._rejects and shape.has_guesses:
-            draws = replace(draws, guesses=shape.draw_guesses)
-        if lag is not None and not self._is_drawn_on_device(draws):
-            # The sampler must know the positions: on a GPU this alone waits for the step before.
-            draws = replace(draws, positions=draws.positions - lag.cpu().numpy()[shape.draw_owners])
-        is_plain = self._is_plain(draws)
-        if not is_plain:
+        kernels, drawn_for = self._decoder.kernels, shape.drawn_for(step.scheduled)
+        draws = self._special_draws(shape, drawn_for, lag)
+        if draws is not None:
             self._grammars.start(draws.request_rows)  # masks are computed while the model runs
         sampled: SampledTokens | None = None
-        if decoded is not None and decoded.sampled is not None and is_plain:
-            sampled = SampledTokens(decoded.sampled.clone())
-            outputs.add_tokens(drawn_for, sampled, shape.draw_offsets.tolist())
-        elif decoded is not None:
-            if decoded.sampled is not None and shape.has_guesses:
+        if decoded is not None and draws is None:
+            sampled = SampledTokens(decoded.sampled)
+            outputs.add_tokens(drawn_for, sampled)
+        elif decoded is not None and draws is not None:
+            if shape.has_guesses:
                 # The graph has drawn tokens of its own in their places, which are histories of the draws behind them.
                 write_guesses(shape, self._request_rows, self._uploader, lag)
             sampled = self._sample(outputs, drawn_for, shape, draws, decoded.logits.float())
         else:
-            kernels = self._decoder.kernels
             batch = build_batch(shape, self._request_rows, kernels, self._uploader, self._decoder.spec.heads, lag)
             hidden = self._decoder(batch.token_ids, batch.positions, batch.paged, self._kv_cache.layers)
             if drawn_for:
                 logits = self._decoder.logits(hidden[batch.draw_indices])
-                sample_rows = kernels.sample_rows
-                if is_plain and sample_rows is not None:
-                    sampled = self._draw_plain(sample_rows, batch, logits)
-                    outputs.add_tokens(drawn_for, sampled, shape.draw_offsets.tolist())
+                if draws is None:
+                    places = batch.draw_request_rows, batch.draw_positions
+                    sampled = SampledTokens(self._request_rows.draw(kernels, logits, *places))
+                    outputs.add_tokens(drawn_for, sampled)
                 else:
                     sampled = self._sample(outputs, drawn_for, shape, draws, logits.float())
             if self._drafter is not None:
@@ -162,15 +154,24 @@ class Runner:
         if sampled is not None and (shape.has_guesses or shape.is_ahead):
             note_accepted(shape, self._request_rows, sampled.tensor, self._uploader, lag)
 
-    def _is_plain(self, draws: Draws) -> bool:
-        """Whether tokens drawn by temperature and seed alone are all that is wanted."""
-        is_watched = self.observe_logits is not None or draws.guesses is not None
-        return not is_watched and self._sampler.is_plain(draws) and not self._logprobs.are_wanted(draws)
-
-    def _is_drawn_on_device(self, draws: Draws) -> bool:
-        """Whether draws are plain at whatever positions, which then need not be known on the host."""
-        is_always_plain = self._sampler.asks_nothing(draws.request_rows) and self._is_plain(draws)
-        return is_always_plain and self._decoder.kernels.sample_rows is not None
+    def _special_draws(
+        self, shape: StepShape, drawn_for: Sequence[ScheduledRequest], lag: Tensor | None
+    ) -> Draws | None:
+        """What the sampler has to know of a step's draws; None where tokens drawn by temperature and seed alone, by the
+        kernels in one go, are all that is wanted."""
+        is_watched = self.observe_logits is not None or (self._rejects and shape.has_guesses)
+        may_be_plain = not is_watched and self._decoder.kernels.sample_rows is not None
+        rows = [entry.row for entry in drawn_for]
+        if may_be_plain and self._sampler.asks_nothing(rows) and not self._logprobs.are_wanted(rows):
+            return None  # at whatever positions, which need not be known
+        draws = self._sampler.draws(shape.draw_request_rows, shape.draw_positions, self._request_rows.token_ids)
+        if self._rejects and shape.has_guesses:
+            draws = replace(draws, guesses=shape.draw_guesses)
+        if lag is not None:
+            # The sampler must know the positions: on a GPU this alone waits for the step before.
+            draws = replace(draws, positions=draws.positions - lag.cpu().numpy()[shape.draw_owners])
+        is_plain = may_be_plain and self._sampler.is_plain(draws) and not self._logprobs.are_wanted(rows)
+        return None if is_plain else draws
 
     def _run_graph(self, shape: StepShape, lag: Tensor | None) -> DecodeOutput | None:
         """Computes a step of decodes and checks in one launch, where that can be done. Graphs keep no hidden states."""
@@ -180,14 +181,6 @@ class Runner:
         if lag is not None and shape.has_guesses:
             lag = lag[self._uploader.upload(shape.draw_owners)[0]]
         return self._graphs.run(shape.by_token() if shape.has_guesses else shape, lag)
-
-    def _draw_plain(self, draw: SampleRows, batch: InputBatch, logits: Tensor) -> SampledTokens:
-        """What a graph does at its end."""
-        rows = self._request_rows
-        token_ids, flags = draw(
-            logits, batch.draw_request_rows, rows.seeds, rows.temperatures, batch.draw_positions, rows.token_ids
-        )
-        return SampledTokens(torch.stack((token_ids, flags.long())))
 
     def _sample(
         self,
@@ -212,7 +205,7 @@ class Runner:
             (index,) = self._uploader.upload(np.array(undefined))
             sampled.tensor[1].index_fill_(0, index, UNDEFINED)
         advance = None if masks is None else partial(self._grammars.advance, masks)
-        outputs.add_tokens(drawn_for, sampled, shape.draw_offsets.tolist(), undefined, advance)
+        outputs.add_tokens(drawn_for, sampled, undefined, advance)
         if scored is not None:
             outputs.add_scores(drawn_for, scored, scored.score(sampled.token_ids, self._decoder.kernels))
         return sampled

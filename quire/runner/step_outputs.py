@@ -43,18 +43,19 @@ class StepOutputs:
         self,
         drawn_for: Sequence[ScheduledRequest],
         sampled: SampledTokens,
-        offsets: Sequence[int],
         undefined: Collection[int] = (),
         advance_grammars: GrammarAdvance | None = None,
     ) -> None:
-        """The tokens of a step's draws; for each draw the request it is for, and how many draws of it come before.
+        """The tokens of a step's draws; for each draw the request it is for: several of one follow each other.
         `undefined` ones come to nothing, and so does one that failed behind a guess: it is drawn again, and first."""
 
         def read(tensors: Sequence[Tensor]) -> None:
-            tokens: list[int] = tensors[0][0].tolist()
-            failures = sampled.failures(tensors[0])
+            tokens, flags = tensors[0].tolist()
+            failures = sampled.failures(flags)
             taken: list[int] = []
-            for index, (entry, offset, token) in enumerate(zip(drawn_for, offsets, tokens, strict=True)):
+            offset = 0
+            for index, (entry, token) in enumerate(zip(drawn_for, tokens, strict=True)):
+                offset = offset + 1 if index and drawn_for[index - 1] is entry else 0
                 if offset:
                     before = self.tokens[entry.request_id]
                     if len(before) < offset or before[-1] != entry.guesses[offset - 1]:
@@ -126,10 +127,10 @@ class StepOutputs:
         for request_id in self.errors:
             self.tokens.pop(request_id, None)
             self.pooled.pop(request_id, None)
-        found = {
-            name: getattr(self, name) for name in ("tokens", "scores", "prompt_scores", "pooled", "drafts", "errors")
-        }
-        return StepResult(self._step_id, ended=frozenset(self.ended), **found)
+        scored = self.scores, self.prompt_scores
+        return StepResult(
+            self._step_id, self.tokens, self.errors, *scored, frozenset(self.ended), self.pooled, self.drafts
+        )
 
 
 class PendingStep:
@@ -143,7 +144,9 @@ class PendingStep:
         self._result: StepResult | None = None
         self._host = outputs.tensors
         self._arrived: torch.cuda.Event | None = None
-        if stream is not None:
+        if stream is None:
+            self.result()  # the next step may compute in the same memory
+        else:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 self._host = [

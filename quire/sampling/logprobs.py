@@ -20,7 +20,6 @@ from quire.sampling.upload import Uploader
 from quire.step import Admission, ScheduledRequest, TokenScore
 
 ROWS_AT_ONCE = 64
-_NOT_WANTED = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +41,18 @@ class Logprobs:
     fields = ("logprobs", "prompt_logprobs")
     """Of SamplingParams."""
 
-    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
-        self._num_top = np.full(max_num_seqs, _NOT_WANTED)
+    def __init__(self, device: torch.device) -> None:
+        self._num_top: dict[int, int] = {}
+        """By request row, for those that want their tokens scored."""
         self._uploader = Uploader(device)
         self._prompts: dict[int, Admission] = {}
         """By request row, for those whose prompt is not wholly scored."""
 
     def admit(self, admission: Admission) -> None:
-        wanted = admission.params.logprobs
-        self._num_top[admission.row] = _NOT_WANTED if wanted is None else wanted
+        self._num_top.pop(admission.row, None)
         self._prompts.pop(admission.row, None)
+        if admission.params.logprobs is not None:
+            self._num_top[admission.row] = admission.params.logprobs
         if admission.score_prompt_from is not None:
             self._prompts[admission.row] = admission
 
@@ -60,18 +61,18 @@ class Logprobs:
         """Whether somebody's prompt is not wholly scored."""
         return bool(self._prompts)
 
-    def are_wanted(self, draws: Draws) -> bool:
-        """Whether one of the drawn tokens is to be scored."""
-        return bool((self._num_top[draws.request_rows] > _NOT_WANTED).any())
+    def are_wanted(self, request_rows: Sequence[int]) -> bool:
+        """Whether tokens drawn for one of these are to be scored."""
+        return not self._num_top.keys().isdisjoint(request_rows)
 
     def keep(self, logits: Tensor, draws: Draws) -> ScoredDraws | None:
         """What is needed to score the tokens that will be drawn, where somebody wants that."""
-        num_top = self._num_top[draws.request_rows]
-        which = np.flatnonzero(num_top > _NOT_WANTED)
-        if len(which) == 0:
+        rows = draws.request_rows.tolist()
+        which = [index for index, row in enumerate(rows) if row in self._num_top]
+        if not which:
             return None
-        (index,) = self._uploader.upload(which)
-        return ScoredDraws(which.tolist(), num_top[which].tolist(), index, logits[index])
+        (index,) = self._uploader.upload(np.array(which))
+        return ScoredDraws(which, [self._num_top[rows[one]] for one in which], index, logits[index])
 
     def prompt_parts(self, scheduled: Sequence[ScheduledRequest]) -> Iterator[PromptPart]:
         """The parts of a step that score prompts; requests whose prompt ends here are done with that."""

@@ -10,7 +10,7 @@ tensors. (`logits_processors` are the exception: what they do is theirs.)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -74,10 +74,10 @@ class SampledTokens:
     def token_ids(self) -> Tensor:
         return self.tensor[0]
 
-    def failures(self, on_host: Tensor | None = None) -> dict[int, str]:
-        """Why draws failed, by index, from a copy of `tensor` on the host. Without one it waits for the device."""
+    def failures(self, on_host: Sequence[int] | None = None) -> dict[int, str]:
+        """Why draws failed, by index, from the flags if they are on the host. Else it waits for the device."""
         found = dict(self.errors)
-        for index, flags in enumerate((self.tensor if on_host is None else on_host)[1].tolist()):
+        for index, flags in enumerate(self.tensor[1].tolist() if on_host is None else on_host):
             if flags and not flags & UNDEFINED:
                 weightiest = next(flag for flag in _MESSAGES if flags & flag)
                 if weightiest == HAS_NAN or index not in found:  # a function's own error says more than other flags
@@ -96,8 +96,8 @@ class Sampler:
         self._kernels = kernels
         self._upload = uploader.upload
         self._features = [feature(max_num_seqs, vocab_size, kernels, uploader) for feature in FEATURES]
-        self._asked = np.zeros(max_num_seqs, np.int64)
-        """By request row, a bit for each feature it asks for."""
+        self._asked: dict[int, int] = {}
+        """By request row, a bit for each feature it asks for; not those that ask for none."""
         self._seeds = np.zeros(max_num_seqs, np.uint64)
         self._temperatures = np.zeros(max_num_seqs, np.float32)
         self._prompt_lengths = np.zeros(max_num_seqs, np.int64)
@@ -105,7 +105,9 @@ class Sampler:
     def admit(self, admission: Admission) -> None:
         """A request row begins anew."""
         row = admission.row
-        self._asked[row] = sum(feature.admit(admission) << i for i, feature in enumerate(self._features))
+        self._asked.pop(row, None)
+        if asked := sum(feature.admit(admission) << i for i, feature in enumerate(self._features)):
+            self._asked[row] = asked
         self._seeds[row] = admission.seed
         self._temperatures[row] = effective_temperature(admission.params)
         self._prompt_lengths[row] = admission.num_prompt_tokens
@@ -121,9 +123,9 @@ class Sampler:
             token_ids,
         )
 
-    def asks_nothing(self, request_rows: Indices) -> bool:
+    def asks_nothing(self, request_rows: Sequence[int]) -> bool:
         """Whether draws of these requests are plain at any position."""
-        return not self._asked[request_rows].any()
+        return self._asked.keys().isdisjoint(request_rows)
 
     def is_plain(self, draws: Draws) -> bool:
         """Whether no draw asks for more than a temperature."""
@@ -152,7 +154,7 @@ class Sampler:
 
     def _active(self, draws: Draws) -> Iterator[tuple[Feature, Indices]]:
         """The features that change something, in their order, and in which draws."""
-        asked = self._asked[draws.request_rows]
+        asked = np.array([self._asked.get(row, 0) for row in draws.request_rows.tolist()], np.int64)
         by_anybody = int(np.bitwise_or.reduce(asked))
         for i, feature in enumerate(self._features if by_anybody else ()):
             if by_anybody >> i & 1:

@@ -157,23 +157,26 @@ def test_attention_has_the_same_bits_whole_in_chunks_and_one_by_one(
         )
 
 
+@pytest.mark.parametrize(("kv_heads", "group"), [(3, 3), (20, 2)])
 def test_attention_of_one_long_sequence_equals_the_same_among_many(
-    kernels: CpuKernels, dtype: torch.dtype, threads: None
+    kernels: CpuKernels, dtype: torch.dtype, kv_heads: int, group: int, threads: None
 ) -> None:
-    """Alone, its splits are shared among threads; among many, one thread walks them all."""
-    length, kv_heads, head_dim = 1700, 1, 32
+    """Alone, its splits are shared among threads, and the heads of those that are left over; among many, one thread
+    walks them all, with all heads at once (up to 16) where they lie by dimension."""
+    length, head_dim = 1700, 32
     keys, values = (
         random(length, kv_heads, head_dim, dtype=dtype),
         random(length, kv_heads, head_dim, dtype=dtype, seed=1),
     )
     cache, table = make_cache([(keys, values)], 16, seed=0)
-    query = random(1, 2, head_dim, dtype=dtype, seed=2)
+    query = random(1, kv_heads * group, head_dim, dtype=dtype, seed=2)
+    caches = [cache, by_dimension(cache)] if kernels.keys_by_dimension(dtype, 16) else [cache]
     for window in (None, 1100):
         results = []
-        for num_threads, copies in ((2, 1), (2, 30), (1, 1)):
+        for one, (num_threads, copies) in itertools.product(caches, ((2, 1), (3, 1), (2, 9), (1, 1))):
             torch.set_num_threads(num_threads)
             batch = make_batch(table.expand(copies, -1), [length] * copies, [1] * copies)
-            got = attend(kernels, query.expand(copies, -1, -1), cache, batch, head_dim**-0.5, window)
+            got = attend(kernels, query.expand(copies, -1, -1), one, batch, head_dim**-0.5, window)
             results += list(got)
         assert all(torch.equal(result, results[0]) for result in results)
 

@@ -1,17 +1,12 @@
-"""Graphs that draw tokens themselves, as CUDA's do, played on a CPU: they write over the guesses they have computed."""
+"""Graphs draw tokens themselves: they write over the guesses they have computed."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
+from quire.kernels.cpu import recording
 from quire.models.decoder import Decoder
-from quire.runner.batch import StepShape
-from quire.runner.graphs import DecodeOutput
-from quire.runner.recorded import RecordedSteps
-from quire.sampling.noise import noise_keys
 from quire.sampling_params import SamplingParams
 from tests.random_models import SPECS, Bench, random_decoder
 from tests.test_exactness import make_kernels
@@ -25,24 +20,7 @@ HISTORIES = [
     *EVERYTHING[4:],
 ]
 """What was said before decides much."""
-
-
-class DrawingSteps(RecordedSteps):
-    """Draws plain tokens, by seed, position and temperature alone, and writes them to the request rows."""
-
-    def run(self, shape: StepShape, lag: Tensor | None = None) -> DecodeOutput | None:
-        decoded = super().run(shape, lag)
-        if decoded is None:
-            return None
-        rows = torch.from_numpy(shape.request_rows).long()
-        starts = shape.starts if lag is None else shape.starts - lag.numpy()
-        places = torch.from_numpy(starts).long() + 1
-        seeds = self._rows.seeds[rows].numpy().view(np.uint64)
-        keys = torch.from_numpy(noise_keys(seeds, places.numpy()))
-        logits = decoded.logits.float().contiguous()
-        token_ids, flags = self._decoder.kernels.gumbel_argmax(logits, self._rows.temperatures[rows], keys)
-        self._rows.token_ids[rows, places] = token_ids
-        return DecodeOutput(torch.stack((token_ids, flags.long())), decoded.logits)
+PLAIN = [SamplingParams(temperature=heat, seed=2, max_tokens=30) for heat in (0.0, 0.7, 1.5)]
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +34,24 @@ def test_guesses_change_no_bit(decoder: Decoder, right: float, depth: int) -> No
     expected = Bench(decoder).run(prompts(), HISTORIES)
     for observes in (True, False):
         bench = Bench(decoder, depth=depth, guess=Guesser(expected.tokens, right, depth), observes=observes)
-        runner = bench.runner
-        runner._graphs = DrawingSteps(decoder, runner._kv_cache.layers, runner._request_rows)
         got = bench.run(prompts(), HISTORIES)
         if observes:
             assert_same(got, expected)
         assert got.tokens == expected.tokens
+
+
+@pytest.mark.parametrize("max_bytes", [2**26, 1024])
+@pytest.mark.parametrize("params", [PLAIN, HISTORIES[:3]])
+def test_tokens_are_the_same_whoever_draws_them(
+    decoder: Decoder, params: list[SamplingParams], max_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs alone, or what comes behind them; and where a step is too large to be recorded its guesses stay, though
+    computing it for the first time, which finds that out, has drawn other tokens in their places."""
+    jobs = prompts()[: len(params)]
+    expected = Bench(decoder, recorded=False).run(jobs, params)
+    monkeypatch.setattr(recording, "_MAX_BYTES", max_bytes)
+    for right, depth in ((0.7, 2), (1.0, 1)):
+        bench = Bench(decoder, depth=depth, guess=Guesser(expected.tokens, right, depth), observes=False)
+        got = bench.run(jobs, params)
+        assert got.tokens == expected.tokens
+    assert got.steps < expected.steps

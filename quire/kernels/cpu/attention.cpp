@@ -43,15 +43,17 @@ KeyTile first_tile(const Rows<T, CACHED>& rows, int64_t split) {
   return tile_at(rows, split, std::max(split * SPLIT, rows.visible(0).begin / KEY_TILE * KEY_TILE));
 }
 
-// `after` is the tile that will probably be worked on next: it is asked for while the last one of this split is.
+// `after` is the tile that will probably be worked on next: it is asked for while the last one of this split is. There
+// is a state for each of the heads that the walk was started with.
 template <class Walk, class T, class CACHED>
-void one_split(Walk& walk, const Rows<T, CACHED>& rows, int64_t split, const KeyTile& after, State& state) {
-  state.clear(rows.task.rows, rows.call.padded_dim());
+void one_split(Walk& walk, const Rows<T, CACHED>& rows, int64_t split, const KeyTile& after, State* states,
+               int64_t heads) {
+  for (int64_t i = 0; i < heads; ++i) states[i].clear(rows.task.rows, rows.call.padded_dim());
   const int64_t end = std::min((split + 1) * SPLIT, rows.visible(rows.task.rows - 1).end);
   KeyTile tile = first_tile(rows, split);
   for (int64_t origin = tile.origin; origin < end; origin += KEY_TILE) {
     const KeyTile next = origin + KEY_TILE < end ? tile_at(rows, split, origin + KEY_TILE) : after;
-    walk.tile(rows, tile, next, state);
+    walk.tile(rows, tile, next, states);
     tile = next;
   }
 }
@@ -74,25 +76,45 @@ void write_out(const Rows<T, CACHED>& rows, const State& state) {
   }
 }
 
+// Neighbouring tasks, of one sequence's key heads, that are walked together; all of their splits, or one.
+struct Part {
+  size_t task;
+  int64_t heads, split;
+};
+
 // Enough tasks for all threads: each walks all its splits and merges as it goes.
 template <class Walk, class T, class CACHED>
 void whole_tasks(const Attention<T, CACHED>& call, const std::vector<Task>& tasks) {
   const int64_t dim = call.padded_dim();
-  parallel_tasks(call.num_threads, int64_t(tasks.size()), [&](int64_t i) {
+  std::vector<Part> parts;
+  for (size_t i = 0; i < tasks.size(); i += size_t(call.num_kv_heads)) {
+    const int64_t walks = int64_t(tasks.size()) / call.num_kv_heads;
+    const bool is_enough = call.num_threads == 1 || walks >= 4 * call.num_threads;
+    const int64_t together = is_enough ? Walk::heads_together(call, tasks[i].rows) : 1;
+    for (int64_t head = 0; head < call.num_kv_heads; head += together)
+      parts.push_back({i + size_t(head), std::min(together, call.num_kv_heads - head), 0});
+  }
+  parallel_tasks(call.num_threads, int64_t(parts.size()), [&](int64_t i) {
     thread_local Scratch scratch;
-    float* memory = scratch.get<float>(size_t(2 * State::floats(dim)));
-    State merged = State::at(memory, dim), state = State::at(memory + State::floats(dim), dim);
-    const Rows<T, CACHED> rows{call, tasks[size_t(i)]}, later{call, tasks[std::min(size_t(i) + 1, tasks.size() - 1)]};
+    const Part part = parts[size_t(i)], after_it = parts[std::min(size_t(i) + 1, parts.size() - 1)];
+    float* memory = scratch.get<float>(size_t(2 * part.heads * State::floats(dim)));
+    State merged[TASK_ROWS], states[TASK_ROWS];
+    const Rows<T, CACHED> rows{call, tasks[part.task]}, later{call, tasks[after_it.task]};
+    for (int64_t head = 0; head < part.heads; ++head) {
+      merged[head] = State::at(memory + 2 * head * State::floats(dim), dim);
+      states[head] = State::at(memory + (2 * head + 1) * State::floats(dim), dim);
+      merged[head].clear(rows.task.rows, dim);
+    }
     auto [begin, end] = splits(rows);
-    merged.clear(rows.task.rows, dim);
     Walk walk(call);
-    walk.start(rows);
+    walk.start(rows, part.heads);
     for (int64_t split = begin; split < end; ++split) {
       const KeyTile after = split + 1 < end ? first_tile(rows, split + 1) : first_tile(later, splits(later).first);
-      one_split(walk, rows, split, after, state);
-      merged.merge(state, rows.task.rows, dim);
+      one_split(walk, rows, split, after, states, part.heads);
+      for (int64_t head = 0; head < part.heads; ++head) merged[head].merge(states[head], rows.task.rows, dim);
     }
-    write_out(rows, merged);
+    for (int64_t head = 0; head < part.heads; ++head)
+      write_out(Rows<T, CACHED>{call, tasks[part.task + size_t(head)]}, merged[head]);
     walk.finish();
   });
 }
@@ -100,32 +122,45 @@ void whole_tasks(const Attention<T, CACHED>& call, const std::vector<Task>& task
 // Few tasks with long contexts: the splits are shared out, then merged in the same order.
 template <class Walk, class T, class CACHED>
 void split_tasks(const Attention<T, CACHED>& call, const std::vector<Task>& tasks) {
-  const int64_t dim = call.padded_dim();
-  struct Part {
-    size_t task;
-    int64_t split;
-  };
+  const int64_t dim = call.padded_dim(), heads = call.num_kv_heads;
   std::vector<Part> parts;
+  std::vector<size_t> first_state(tasks.size() + 1);  // a task has one for each of its splits
   for (size_t i = 0; i < tasks.size(); ++i) {
     auto [begin, end] = splits(Rows<T, CACHED>{call, tasks[i]});
-    for (int64_t split = begin; split < end; ++split) parts.push_back({i, split});
+    first_state[i + 1] = first_state[i] + size_t(end - begin);
+    if (int64_t(i) % heads) continue;
+    // As many splits with all heads as give every thread the same; the heads of the others are shared out. In the order
+    // in which `parallel_tasks` divides them.
+    const int64_t together = Walk::heads_together(call, tasks[i].rows), threads = call.num_threads;
+    const int64_t each = (end - begin) / threads, whole = begin + each * threads, rest = (end - whole) * heads;
+    for (int64_t thread = 0; thread < threads; ++thread) {
+      for (int64_t split = begin + thread * each; split < begin + (thread + 1) * each; ++split)
+        for (int64_t head = 0; head < heads; head += together)
+          parts.push_back({i + size_t(head), std::min(together, heads - head), split});
+      for (int64_t one = rest * thread / threads; one < rest * (thread + 1) / threads; ++one)
+        parts.push_back({i + size_t(one % heads), 1, whole + one / heads});
+    }
   }
   thread_local Scratch scratch;
-  float* memory = scratch.get<float>(size_t(State::floats(dim)) * (parts.size() + tasks.size()));
-  auto state_of = [&](size_t i) { return State::at(memory + int64_t(i) * State::floats(dim), dim); };
+  float* memory = scratch.get<float>(size_t(State::floats(dim)) * (first_state.back() + 1));
+  auto state_at = [&](size_t i) { return State::at(memory + int64_t(i) * State::floats(dim), dim); };
   parallel_tasks(call.num_threads, int64_t(parts.size()), [&](int64_t i) {
     const Part part = parts[size_t(i)], later = parts[std::min(size_t(i) + 1, parts.size() - 1)];
     const Rows<T, CACHED> rows{call, tasks[part.task]};
-    State state = state_of(size_t(i));
+    const int64_t begin = splits(rows).first;
+    State states[TASK_ROWS];
+    for (int64_t head = 0; head < part.heads; ++head)
+      states[head] = state_at(first_state[part.task + size_t(head)] + size_t(part.split - begin));
     Walk walk(call);
-    walk.start(rows);
-    one_split(walk, rows, part.split, first_tile(Rows<T, CACHED>{call, tasks[later.task]}, later.split), state);
+    walk.start(rows, part.heads);
+    const KeyTile after = first_tile(Rows<T, CACHED>{call, tasks[later.task]}, later.split);
+    one_split(walk, rows, part.split, after, states, part.heads);
     walk.finish();
   });
-  for (size_t i = 0, part = 0; i < tasks.size(); ++i) {
-    State merged = state_of(parts.size() + i);
+  State merged = state_at(first_state.back());
+  for (size_t i = 0; i < tasks.size(); ++i) {
     merged.clear(tasks[i].rows, dim);
-    for (; part < parts.size() && parts[part].task == i; ++part) merged.merge(state_of(part), tasks[i].rows, dim);
+    for (size_t at = first_state[i]; at < first_state[i + 1]; ++at) merged.merge(state_at(at), tasks[i].rows, dim);
     write_out(Rows<T, CACHED>{call, tasks[i]}, merged);
   }
 }

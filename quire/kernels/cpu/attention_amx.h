@@ -56,8 +56,11 @@ class AmxWalk {
     std::fill(keys_, keys_ + KEY_TILE * dim_, bf16{0});  // what lies past head_dim stays zero
   }
 
+  // Key heads that are walked together.
+  static int64_t heads_together(const Attention<bf16>&, int64_t) { return 1; }
+
   // Queries as [dim / 2][16 rows] pairs, one such table for each block of rows.
-  void start(const Rows<bf16>& rows) {
+  void start(const Rows<bf16>& rows, int64_t) {
     std::fill(query_, query_ + TASK_ROWS * dim_ / 2, 0u);
     for (int64_t r = 0; r < rows.task.rows; ++r) {
       const bf16* source = rows.query(r);
@@ -66,7 +69,8 @@ class AmxWalk {
     }
   }
 
-  void tile(const Rows<bf16>& rows, const KeyTile& tile, const KeyTile& next, State& state) {
+  void tile(const Rows<bf16>& rows, const KeyTile& tile, const KeyTile& next, State* states) {
+    State& state = *states;
     find_keys(tile);
     interleave_values(tile, next);
     // In three passes, so that what one stores has long arrived when the next loads it in another shape.

@@ -91,19 +91,32 @@ class VectorWalk {
  public:
   explicit VectorWalk(const Attention<T, CACHED>& call) : call_(call), dim_(call.padded_dim()) {
     thread_local Scratch scratch;
-    keys_ = scratch.get<float>(size_t((2 * KEY_TILE + TASK_ROWS) * dim_ + TOGETHER * KEY_TILE));
+    keys_ = scratch.get<float>(size_t((2 * KEY_TILE + TASK_ROWS) * dim_ + TASK_ROWS * KEY_TILE));
     values_ = keys_ + KEY_TILE * dim_;
     query_ = values_ + KEY_TILE * dim_;
     weights_ = query_ + TASK_ROWS * dim_;
   }
 
-  void start(const Rows<T, CACHED>& rows) {
-    for (int64_t r = 0; r < rows.task.rows; ++r) widen(rows.query(r), query_ + r * dim_);
+  // How many key heads of a sequence can be walked together, whose queries are `rows` each: then keys and values are
+  // read as they lie in memory, a block's heads one after the other.
+  static int64_t heads_together(const Attention<T, CACHED>& call, int64_t rows) {
+    const bool in_place = call.keys_by_dimension && call.padded_dim() == call.head_dim && !SCALED && rows <= TOGETHER;
+    return in_place ? std::min(call.num_kv_heads, TASK_ROWS / TOGETHER) : 1;
+  }
+
+  // The rows of `heads` key heads from the task's on.
+  void start(Rows<T, CACHED> rows, int64_t heads) {
+    heads_ = heads;
+    for (int64_t i = 0; i < heads * rows.task.rows; ++i) {
+      if (i && i % rows.task.rows == 0) ++rows.task.kv_head;
+      widen(rows.query(i % rows.task.rows), query_ + i * dim_);
+    }
     // Values that are read once are not worth a copy in one piece; those that end in the middle of a vector need it.
     copies_ = dim_ != call_.head_dim || rows.task.rows > TOGETHER;
   }
 
-  void tile(const Rows<T, CACHED>& rows, const KeyTile& tile, const KeyTile& next, State& state) {
+  // One state for each head.
+  void tile(const Rows<T, CACHED>& rows, const KeyTile& tile, const KeyTile& next, State* state) {
     if (!call_.keys_by_dimension) turn_keys(tile, next);
     for (int64_t i = tile.begin - tile.origin; i < tile.end - tile.origin; ++i) {
       if (SCALED) key_scales_[i] = call_.key_scales[tile.place[i]], value_scales_[i] = call_.value_scales[tile.place[i]];
@@ -166,44 +179,19 @@ class VectorWalk {
     return run - seen % KEY_RUN;
   }
 
-  // ROWS rows from `first` on. Later rows see later keys: what the first and the last see, all do.
+  // ROWS rows from `first` on, of each head. Later rows see later keys: what the first and the last see, all do.
   template <int ROWS>
-  void attend(const Rows<T, CACHED>& rows, const KeyTile& tile, const KeyTile& next, int64_t first, State& state) {
+  void attend(const Rows<T, CACHED>& rows, const KeyTile& tile, const KeyTile& next, int64_t first, State* state) {
     Visible seen[ROWS];  // within the tile
     for (int r = 0; r < ROWS; ++r) {
       Visible visible = rows.visible(first + r);
       seen[r] = {std::max(visible.begin, tile.begin) - tile.origin, std::min(visible.end, tile.end) - tile.origin};
     }
-    constexpr int64_t WIDE = columns_of(ROWS);
-    for (int64_t key = seen[0].begin / WIDE * WIDE; key < seen[ROWS - 1].end; key += WIDE) {
-      auto score = [&](auto keys) {
-        multiply<ROWS, false>(query_ + first * dim_, dim_, [&](int64_t) { return keys; }, 0, call_.head_dim,
-                              weights_ + key, KEY_TILE);
-      };
-      if (!call_.keys_by_dimension) {
-        const float* keys = keys_ + key;
-        score(Lines<float>{keys, keys + KEY_RUN, keys, KEY_TILE, call_.head_dim, 0, 0});
-        continue;
-      }
-      const CACHED *keys = key_run(tile, key), *more = WIDE > KEY_RUN ? key_run(tile, key + KEY_RUN) : keys;
-      const bool is_last = key + WIDE >= tile.end - tile.origin;
-      const CACHED* ahead = !is_last ? key_run(tile, key + WIDE) : next.begin < next.end ? key_run(next, 0) : keys;
-      const int64_t stride = call_.block_size;
-      score(Lines<CACHED>{keys, more, ahead, stride, call_.head_dim, KEY_RUN * stride, call_.head_dim - KEY_RUN});
-    }
-    float* output = state.output + first * dim_;
-    for (int r = 0; r < ROWS; ++r) {
-      if (seen[r].begin >= seen[r].end) continue;
-      float* weights = weights_ + r * KEY_TILE;
-      if (SCALED) scale(weights, key_scales_);
-      float factor = scores_to_weights(weights, weights, 0, seen[r], call_.scale, call_.cap,
-                                       state.highest[first + r], state.total + (first + r) * SUM_LANES);
-      if (SCALED) scale(weights, value_scales_);
-      if (factor != 1.0f)
-        for (int64_t i = r * dim_; i < (r + 1) * dim_; i += LANES) store(output + i, load(output + i) * factor);
-    }
+    score<ROWS>(tile, next, first, seen);
+    for (int64_t head = 0; head < heads_; ++head)
+      for (int r = 0; r < ROWS; ++r) weigh(seen[r], weights_ + (head * ROWS + r) * KEY_TILE, first + r, state[head]);
     if (copies_)
-      return add_values<ROWS>(seen, output, [&](int64_t key) {
+      return add_values<ROWS>(seen, weights_, state->output + first * dim_, [&](int64_t key) {
         const float* values = values_ + key * dim_;
         return Lines<float>{values, values + KEY_RUN, values, dim_, KEY_TILE, 0, 0};
       });
@@ -212,43 +200,87 @@ class VectorWalk {
       Visible now[ROWS];
       for (int r = 0; r < ROWS; ++r)
         now[r] = {std::max(seen[r].begin, from), std::min(seen[r].end, from + KEY_RUN)};
-      add_values<ROWS>(now, output, [&](int64_t key) {
-        const int64_t place = tile.place[key], end = key + call_.block_size - place % call_.block_size;
-        const CACHED *values = call_.value(place), *ahead = values;
-        if (tile.has(key + KEY_RUN) && key + KEY_RUN < KEY_TILE) ahead = call_.value(tile.place[key + KEY_RUN]);
-        else if (next.has(key % KEY_RUN)) ahead = call_.value(next.place[key % KEY_RUN]);
-        return Lines<CACHED>{values, values + KEY_RUN, ahead, dim_, end, columns_of(ROWS), KEY_TILE};
-      });
+      for (int64_t head = 0; head < heads_; ++head)
+        add_values<ROWS>(now, weights_ + head * ROWS * KEY_TILE, state[head].output + first * dim_, [&](int64_t key) {
+          const int64_t place = tile.place[key], end = key + call_.block_size - place % call_.block_size;
+          const CACHED *values = call_.value(place) + head * head_size(), *ahead = values;
+          if (tile.has(key + KEY_RUN) && key + KEY_RUN < KEY_TILE) ahead = call_.value(tile.place[key + KEY_RUN]);
+          else if (next.has(key % KEY_RUN)) ahead = call_.value(next.place[key % KEY_RUN]);
+          if (ahead != values) ahead += head * head_size();
+          return Lines<CACHED>{values, values + KEY_RUN, ahead, dim_, end, columns_of(ROWS), KEY_TILE};
+        });
     }
+  }
+
+  // Numbers of a head in a block: so far apart are neighbouring heads.
+  int64_t head_size() const { return call_.block_size * call_.head_dim; }
+
+  // weights_[head][row][key] = the products of queries and keys.
+  template <int ROWS>
+  void score(const KeyTile& tile, const KeyTile& next, int64_t first, const Visible* seen) {
+    constexpr int64_t WIDE = columns_of(ROWS);
+    for (int64_t key = seen[0].begin / WIDE * WIDE; key < seen[ROWS - 1].end; key += WIDE) {
+      auto multiply_keys = [&](auto keys, int64_t head) {
+        multiply<ROWS, false>(query_ + (first + head * ROWS) * dim_, dim_, [&](int64_t) { return keys; }, 0,
+                              call_.head_dim, weights_ + head * ROWS * KEY_TILE + key, KEY_TILE);
+      };
+      if (!call_.keys_by_dimension) {
+        const float* keys = keys_ + key;
+        multiply_keys(Lines<float>{keys, keys + KEY_RUN, keys, KEY_TILE, call_.head_dim, 0, 0}, 0);
+        continue;
+      }
+      const CACHED *keys = key_run(tile, key), *more = WIDE > KEY_RUN ? key_run(tile, key + KEY_RUN) : keys;
+      const bool is_last = key + WIDE >= tile.end - tile.origin;
+      const CACHED* ahead = !is_last ? key_run(tile, key + WIDE) : next.begin < next.end ? key_run(next, 0) : keys;
+      const int64_t stride = call_.block_size;
+      for (int64_t head = 0; head < heads_; ++head) {
+        const int64_t near_end = head + 1 < heads_ ? call_.head_dim : call_.head_dim - KEY_RUN, at = head * head_size();
+        multiply_keys(
+            Lines<CACHED>{keys + at, more + at, ahead + at, stride, call_.head_dim, KEY_RUN * stride, near_end}, head);
+      }
+    }
+  }
+
+  // A row's scores become weights, and what it has summed up so far is brought to its new maximum.
+  void weigh(Visible seen, float* weights, int64_t row, State& state) {
+    if (seen.begin >= seen.end) return;
+    if (SCALED) scale(weights, key_scales_);
+    const float factor = scores_to_weights(weights, weights, 0, seen, call_.scale, call_.cap, state.highest[row],
+                                           state.total + row * SUM_LANES);
+    if (SCALED) scale(weights, value_scales_);
+    float* output = state.output + row * dim_;
+    if (factor != 1.0f)
+      for (int64_t i = 0; i < dim_; i += LANES) store(output + i, load(output + i) * factor);
   }
 
   // Only keys a row sees are touched: a later token's values, even infinite ones, can't reach it. So rows go together
   // over the keys that all of them see, and alone over those before and after.
   template <int ROWS, class Values>
-  void add_values(const Visible* seen, float* output, Values values) {
+  void add_values(const Visible* seen, const float* weights, float* output, Values values) {
     Visible common{seen[ROWS - 1].begin, seen[0].end};
     if (common.begin >= common.end) common = {KEY_TILE, KEY_TILE};
-    for (int r = 0; r < ROWS; ++r) add<1>(r, {seen[r].begin, std::min(common.begin, seen[r].end)}, output, values);
-    add<ROWS>(0, common, output, values);
-    for (int r = 0; r < ROWS; ++r) add<1>(r, {std::max(common.end, seen[r].begin), seen[r].end}, output, values);
+    auto alone = [&](int64_t r, Visible keys) { add<1>(weights + r * KEY_TILE, keys, output + r * dim_, values); };
+    for (int r = 0; r < ROWS; ++r) alone(r, {seen[r].begin, std::min(common.begin, seen[r].end)});
+    add<ROWS>(weights, common, output, values);
+    for (int r = 0; r < ROWS; ++r) alone(r, {std::max(common.end, seen[r].begin), seen[r].end});
   }
 
   template <int ROWS, class Values>
-  void add(int64_t first, Visible keys, float* output, Values values) {
+  void add(const float* weights, Visible keys, float* output, Values values) {
     if (keys.begin >= keys.end) return;
     for (int64_t i = 0; i < dim_; i += columns_of(ROWS))
       multiply<ROWS, true>(
-          weights_ + first * KEY_TILE, KEY_TILE,
+          weights, KEY_TILE,
           [&](int64_t key) {
             auto lines = values(key);
             lines.first += i, lines.second += i, lines.ahead += i;
             return lines;
           },
-          keys.begin, keys.end, output + first * dim_ + i, dim_);
+          keys.begin, keys.end, output + i, dim_);
   }
 
   const Attention<T, CACHED>& call_;
-  int64_t dim_;
+  int64_t dim_, heads_ = 1;
   bool copies_ = false;
   float *keys_, *values_, *query_, *weights_;
   float key_scales_[KEY_TILE] = {}, value_scales_[KEY_TILE] = {};

@@ -89,6 +89,7 @@ class CpuKernels(ReferenceKernels):
         self._write_kv_int8 = by_dtype("write_kv_int8", "PqPqPPPPPqqqqqi")
         self._gather_inputs = calls.function("quire_gather_inputs", "PPPqPqPPPqq")
         self._gumbel_argmax = calls.function("quire_gumbel_argmax", "PqPPPPqqi")
+        self._sample_rows = by_dtype("sample_rows", "PqPPPPPqPPqqi")
         self._top_values = calls.function("quire_top_values", "PqPqqqi")
         self._keep_between = calls.function("quire_keep_between", "PqPPqqi")
         if self.has_amx:
@@ -117,7 +118,7 @@ class CpuKernels(ReferenceKernels):
         packed = torch.empty_like(stored)
         pack = self._pack[stored.dtype]
         for plain, target in zip(stored.view(-1, columns, depth), packed.view(-1, columns, depth), strict=True):
-            pack(plain.data_ptr(), target.data_ptr(), columns, depth, _threads())
+            pack(plain, target, columns, depth, _threads())
         return Part(_PACKED[stored.dtype], (packed,), part.rows)
 
     def _packed_blocks(self, part: Part) -> Part:
@@ -156,15 +157,11 @@ class CpuKernels(ReferenceKernels):
         parts = weight.quantized_parts
         if parts is not None:
             self._linear_quantized[dtype](
-                x.data_ptr(), stride, ctypes.addressof(parts), len(weight.parts),
-                0 if bias is None else bias.data_ptr(), out.data_ptr(), out.stride(0), rows, depth, _threads(),
-                self.has_amx,
+                x, stride, ctypes.addressof(parts), len(weight.parts), bias, out, out.stride(0), rows, depth,
+                _threads(), self.has_amx,
             )  # fmt: skip
         elif weight.format is _PACKED[dtype]:
-            function(
-                x.data_ptr(), stride, weight.tensor.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
-                out.stride(0), rows, columns, depth, _threads(),
-            )  # fmt: skip
+            function(x, stride, weight.tensor, bias, out, out.stride(0), rows, columns, depth, _threads())
         elif weight.format is None:
             first = 0
             for part, added in weight.split(bias):
@@ -187,12 +184,10 @@ class CpuKernels(ReferenceKernels):
             raise IndexError(f"a token id is outside the vocabulary of {columns}")
         if number is not None:
             out = self._empty(rows, depth, dtype=torch.float32)
-            self._unpack_quantized(table.data_ptr(), ids.data_ptr(), out.data_ptr(), rows, depth, number, _threads())
+            self._unpack_quantized(table, ids, out, rows, depth, number, _threads())
             return out
         out = self._empty(rows, depth, dtype=table.dtype)
-        self._unpack_rows[table.dtype](
-            table.data_ptr(), ids.data_ptr(), out.data_ptr(), rows, columns, depth, _threads()
-        )
+        self._unpack_rows[table.dtype](table, ids, out, rows, columns, depth, _threads())
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -201,9 +196,8 @@ class CpuKernels(ReferenceKernels):
         out = self._empty(*shape, dtype=x.dtype)
         inner = shape[1] if len(shape) == 3 else 1
         self._rms_norm[x.dtype](
-            x.data_ptr(), x.stride(0), inner, weight.data_ptr(), out.data_ptr(),
-            shape[0] * inner, shape[-1], eps, offset, _threads(),
-        )  # fmt: skip
+            x, x.stride(0), inner, weight, out, shape[0] * inner, shape[-1], eps, offset, _threads()
+        )
         return out
 
     def add_rms_norm(
@@ -212,44 +206,33 @@ class CpuKernels(ReferenceKernels):
         x, residual = x.contiguous(), residual.contiguous()
         rows, size = x.shape
         out, total = self._empty(rows, size, dtype=x.dtype), self._empty(rows, size, dtype=x.dtype)
-        self._add_rms_norm[x.dtype](
-            x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), total.data_ptr(),
-            rows, size, eps, offset, _threads(),
-        )  # fmt: skip
+        self._add_rms_norm[x.dtype](x, residual, weight, out, total, rows, size, eps, offset, _threads())
         return out, total
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         x, (rows, size) = x.contiguous(), x.shape
         out = self._empty(rows, size, dtype=x.dtype)
-        self._layer_norm[x.dtype](
-            x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), rows, size, eps,
-            _threads(),
-        )  # fmt: skip
+        self._layer_norm[x.dtype](x, weight, bias, out, rows, size, eps, _threads())
         return out
 
     def scale_add(self, x: Tensor, scale: float, other: Tensor | None = None) -> Tensor:
         x, (rows, size) = x.contiguous(), x.shape
         added = None if other is None else other.contiguous()
         out = self._empty(rows, size, dtype=x.dtype)
-        self._scale_add[x.dtype](
-            x.data_ptr(), 0 if added is None else added.data_ptr(), out.data_ptr(), rows, size, scale, _threads()
-        )  # fmt: skip
+        self._scale_add[x.dtype](x, added, out, rows, size, scale, _threads())
         return out
 
     def soft_cap_(self, x: Tensor, cap: float) -> None:
         if x.stride(1) != 1:
             raise ValueError(f"x has strides {x.stride()}")
-        self._soft_cap[x.dtype](x.data_ptr(), x.stride(0), *x.shape, cap, _threads())
+        self._soft_cap[x.dtype](x, x.stride(0), *x.shape, cap, _threads())
 
     def rope(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
         rows, heads, head_dim = x.shape
         x = _with_whole_rows(x)
         positions = positions.long().contiguous()
         out = self._empty(rows, heads, head_dim, dtype=x.dtype)
-        self._rope[x.dtype](
-            x.data_ptr(), x.stride(0), positions.data_ptr(), cos_sin.data_ptr(), out.data_ptr(),
-            rows, heads, head_dim, _threads(),
-        )  # fmt: skip
+        self._rope[x.dtype](x, x.stride(0), positions, cos_sin, out, rows, heads, head_dim, _threads())
         return out
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
@@ -262,26 +245,18 @@ class CpuKernels(ReferenceKernels):
         rows, width = x.shape
         x = _with_whole_rows(x)
         out = self._empty(rows, size, dtype=x.dtype)
-        self._activate[x.dtype](
-            x.data_ptr(), x.stride(0), out.data_ptr(), rows, size, _ACTIVATIONS[activation], width > size, _threads()
-        )  # fmt: skip
+        self._activate[x.dtype](x, x.stride(0), out, rows, size, _ACTIVATIONS[activation], width > size, _threads())
         return out
 
     def write_kv_(self, keys: Tensor, values: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
         rows, heads, head_dim = keys.shape
         keys, values = _with_whole_rows(keys), _with_whole_rows(values)
-        if cache.key_scales is not None and cache.value_scales is not None:
-            self._write_kv_int8[keys.dtype](
-                keys.data_ptr(), keys.stride(0), values.data_ptr(), values.stride(0), cache.keys.data_ptr(),
-                cache.values.data_ptr(), cache.key_scales.data_ptr(), cache.value_scales.data_ptr(),
-                slot_mapping.data_ptr(), rows, heads, cache.block_size, head_dim, cache.keys_by_dimension, _threads(),
-            )  # fmt: skip
-            return
-        self._write_kv[keys.dtype](
-            keys.data_ptr(), keys.stride(0), values.data_ptr(), values.stride(0), cache.keys.data_ptr(),
-            cache.values.data_ptr(), slot_mapping.data_ptr(), rows, heads, cache.block_size, head_dim,
-            cache.keys_by_dimension, _threads(),
-        )  # fmt: skip
+        source = keys, keys.stride(0), values, values.stride(0), cache.keys, cache.values
+        where = slot_mapping, rows, heads, cache.block_size, head_dim, cache.keys_by_dimension, _threads()
+        if cache.key_scales is None:
+            self._write_kv[keys.dtype](*source, *where)
+        else:
+            self._write_kv_int8[keys.dtype](*source, *cache.scales, *where)
 
     def gather_inputs(
         self, token_rows: Tensor, positions: Tensor, token_ids: Tensor, block_tables: Tensor, block_size: int
@@ -291,9 +266,8 @@ class CpuKernels(ReferenceKernels):
             raise TypeError("rows, positions and block tables are int32, token ids int64")
         ids, places, slots = (self._empty(count, dtype=torch.int64) for _ in range(3))
         self._gather_inputs(
-            token_rows.contiguous().data_ptr(), positions.contiguous().data_ptr(), token_ids.data_ptr(),
-            token_ids.stride(0), block_tables.data_ptr(), block_tables.stride(0), ids.data_ptr(), places.data_ptr(),
-            slots.data_ptr(), count, block_size,
+            token_rows.contiguous(), positions.contiguous(), token_ids, token_ids.stride(0), block_tables,
+            block_tables.stride(0), ids, places, slots, count, block_size,
         )  # fmt: skip
         return ids, places, slots
 
@@ -308,19 +282,18 @@ class CpuKernels(ReferenceKernels):
             )
         query = _with_whole_rows(query)
         _, kv_heads, block_size, _ = cache.keys.shape
-        key_scales, value_scales = (0 if scales is None else scales.data_ptr() for scales in cache.scales)
+        key_scales, value_scales = cache.scales
         if self._attention_amx is not None and cache.keys.dtype == torch.bfloat16 and not cache.keys_by_dimension:
             function = self._attention_amx
         else:
-            function = (self._attention_int8 if key_scales else self._attention)[query.dtype]
+            function = (self._attention if key_scales is None else self._attention_int8)[query.dtype]
         block_tables = batch.block_tables.contiguous()
         out = self._empty(rows, num_heads, head_dim, dtype=query.dtype)
         function(
-            query.data_ptr(), query.stride(0), cache.keys.data_ptr(), cache.values.data_ptr(), key_scales, value_scales,
-            batch.query_start.data_ptr(), batch.context_lens.data_ptr(), block_tables.data_ptr(),
-            batch.table_rows.data_ptr(), out.data_ptr(), len(batch.table_rows), block_tables.shape[1],
-            num_heads, kv_heads, head_dim, block_size, spec.sliding_window or 0, cache.keys_by_dimension,
-            0 if sinks is None else sinks.data_ptr(), spec.scale * _LOG2_E, spec.soft_cap * _LOG2_E, _threads(),
+            query, query.stride(0), cache.keys, cache.values, key_scales, value_scales, batch.query_start,
+            batch.context_lens, block_tables, batch.table_rows, out, len(batch.table_rows), block_tables.shape[1],
+            num_heads, kv_heads, head_dim, block_size, spec.sliding_window or 0, cache.keys_by_dimension, sinks,
+            spec.scale * _LOG2_E, spec.soft_cap * _LOG2_E, _threads(),
         )  # fmt: skip
         return out
 
@@ -330,11 +303,21 @@ class CpuKernels(ReferenceKernels):
             raise TypeError(f"logits {logits.dtype}, temperature {temperature.dtype}, keys {keys.dtype}")
         logits, temperature, keys = _with_whole_rows(logits), temperature.contiguous(), keys.contiguous()
         out, flags = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.int32)
-        self._gumbel_argmax(
-            logits.data_ptr(), logits.stride(0), temperature.data_ptr(), keys.data_ptr(), out.data_ptr(),
-            flags.data_ptr(), rows, size, _threads(),
-        )  # fmt: skip
+        self._gumbel_argmax(logits, logits.stride(0), temperature, keys, out, flags, rows, size, _threads())
         return out, flags
+
+    def sample_rows(
+        self, logits: Tensor, row_index: Tensor, seeds: Tensor, temperatures: Tensor, positions: Tensor,
+        token_ids: Tensor, out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        logits, (rows, size) = _with_whole_rows(logits), logits.shape
+        out = self._empty(2, rows, dtype=torch.int64) if out is None else out
+        tokens, flags = out
+        self._sample_rows[logits.dtype](
+            logits, logits.stride(0), row_index, seeds, temperatures, positions, token_ids, token_ids.stride(0), tokens,
+            flags, rows, size, _threads(),
+        )  # fmt: skip
+        return out
 
     def top_values(self, x: Tensor, k: int) -> Tensor:
         rows, size = x.shape
@@ -342,7 +325,7 @@ class CpuKernels(ReferenceKernels):
             raise ValueError(f"there are no {k} largest of {x.dtype} rows of {size}")
         x = _with_whole_rows(x)
         out = x.new_empty(rows, k)
-        self._top_values(x.data_ptr(), x.stride(0), out.data_ptr(), rows, size, k, _threads())
+        self._top_values(x, x.stride(0), out, rows, size, k, _threads())
         return out
 
     def keep_between_(self, x: Tensor, low: Tensor, high: Tensor) -> None:
@@ -350,7 +333,7 @@ class CpuKernels(ReferenceKernels):
         if {x.dtype, low.dtype, high.dtype} != {torch.float32} or x.stride(1) != 1:
             raise ValueError(f"x {x.dtype} with strides {x.stride()}, limits {low.dtype} and {high.dtype}")
         low, high = low.contiguous(), high.contiguous()
-        self._keep_between(x.data_ptr(), x.stride(0), low.data_ptr(), high.data_ptr(), rows, size, _threads())
+        self._keep_between(x, x.stride(0), low, high, rows, size, _threads())
 
 
 class _ByDtype(dict[torch.dtype, Function]):

@@ -20,7 +20,6 @@ constexpr int64_t ROW_CHUNK = 128;  // rows of one task: a panel is taken apart 
 // x as integers, with a scale for each unit of each row; a unit that is not all numbers has a scale of NaN.
 template <class T>
 void quantize_row(const T* x, int64_t units, int8_t* quants, float* scales, float* scaled_sums, int32_t* sums) {
-  typedef int8_t Narrow __attribute__((vector_size(LANES)));
   constexpr int VECTORS = int(UNIT) / LANES;
   for (int64_t unit = 0; unit < units; ++unit) {
     Vec v[VECTORS];
@@ -30,8 +29,7 @@ void quantize_row(const T* x, int64_t units, int8_t* quants, float* scales, floa
       IntVec magnitude = (IntVec)v[i] & 0x7fffffff;  // compares like the number; infinity and NaN are above all
       top = magnitude > top ? magnitude : top;
     }
-    int32_t top_bits = 0;
-    for (int i = 0; i < LANES; ++i) top_bits = top[i] > top_bits ? top[i] : top_bits;
+    const int32_t top_bits = max_lanes(top);
     float highest;
     std::memcpy(&highest, &top_bits, 4);
     const bool finite = top_bits < 0x7f800000;
@@ -43,13 +41,10 @@ void quantize_row(const T* x, int64_t units, int8_t* quants, float* scales, floa
       Vec whole = round_to_whole((finite ? v[i] : Vec{}) * inverse);
       IntVec number = __builtin_convertvector(whole, IntVec);
       halves[2 * i / VECTORS] += number;
-      Narrow narrow = __builtin_convertvector(number, Narrow);
-      std::memcpy(quants + unit * UNIT + i * LANES, &narrow, sizeof narrow);
+      store_bytes(quants + unit * UNIT + i * LANES, number);
     }
     for (int half = 0; half < 2; ++half) {
-      int32_t sum = 0;
-      for (int i = 0; i < LANES; ++i) sum += halves[half][i];
-      sums[2 * unit + half] = sum;
+      sums[2 * unit + half] = sum_lanes(halves[half]);
     }
     scales[unit] = scale;
     scaled_sums[unit] = float(sums[2 * unit] + sums[2 * unit + 1]) * scale;

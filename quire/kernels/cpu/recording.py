@@ -38,7 +38,8 @@ class Calls:
         """Recordings are never made again at the same time, so they may share their memory."""
 
     def function(self, symbol: str, fields: str) -> Function:
-        """Takes the fields of the function's struct in C++: P pointer, q int64, f float, i int."""
+        """Takes the fields of the function's struct in C++: P pointer, q int64, f float, i int. A tensor stands for the
+        address of its numbers, None for none."""
         pack = Struct(fields).pack
         try:
             function = self._library[symbol]
@@ -50,8 +51,8 @@ class Calls:
         address = ctypes.cast(function, ctypes.c_void_p).value
         assert address is not None
 
-        def call(*values: float) -> None:
-            arguments = pack(*values)
+        def call(*values: Tensor | float | None) -> None:
+            arguments = pack(*[value.data_ptr() if isinstance(value, Tensor) else value or 0 for value in values])
             if self._recorded is not None:
                 self._recorded.append((address, arguments))
             function(arguments)

@@ -200,10 +200,14 @@ struct Activate {
 
   template <class Function>
   void run(Function function) const {
+    // A row is cut: an exponential is as much work as some dozen products, and with one request nobody else works.
+    constexpr int64_t PIECE = 256, PRODUCTS = 32;
     const float limit = 7.0f;
-    parallel_shares(num_threads, rows, 2 * size, [&](int64_t row) {
-      const T *source = x + row * stride, *up = source + size;
-      for_vectors(size, [&](int64_t i, int count) {
+    const int64_t pieces = (size + PIECE - 1) / PIECE;
+    parallel_shares(num_threads, rows * pieces, PIECE * PRODUCTS, [&](int64_t share) {
+      const int64_t row = share / pieces, begin = share % pieces * PIECE;
+      const T *source = x + row * stride + begin, *up = source + size;
+      for_vectors(std::min(PIECE, size - begin), [&](int64_t i, int count) {
         Vec v = read(source + i, count);
         if (activation == CLAMPED_SWIGLU) v = v > limit ? splat(limit) : v;
         Vec result = round_to<T>(function(v));
@@ -215,7 +219,7 @@ struct Activate {
           }
           result *= factor;
         }
-        write(out + row * size + i, result, count);
+        write(out + row * size + begin + i, result, count);
       });
     });
   }

@@ -43,6 +43,8 @@ inline bool any(IntVec mask) {
   return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
 #elif defined(__AVX2__)
   return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+#elif defined(__aarch64__)
+  return vmaxvq_u32((uint32x4_t)mask) != 0;
 #else
   int32_t found = 0;
   for (int i = 0; i < LANES; ++i) found |= mask[i];
@@ -50,10 +52,11 @@ inline bool any(IntVec mask) {
 #endif
 }
 
-inline Vec read_scores(const float* logits, int64_t count) {
+template <class T>
+inline Vec read_scores(const T* logits, int64_t count) {
   if (count >= LANES) return load(logits);
   Vec v = splat(-INFINITE);
-  for (int i = 0; i < count; ++i) v[i] = logits[i];
+  for (int i = 0; i < count; ++i) v[i] = read(logits + i, 1)[0];
   return v;
 }
 
@@ -67,28 +70,38 @@ struct Best {
   int32_t flags() const { return has_nan ? HAS_NAN : score == -INFINITE ? NOTHING_LEFT : 0; }
 };
 
-// In ascending order, and only what is higher replaces the best: the lowest id wins among equals.
-Best greedy(const float* logits, int64_t size) {
-  Best best;
-  IntVec unordered = {};
-  for (int64_t i = 0; i < size; i += LANES) {
-    Vec scores = read_scores(logits + i, size - i);
-    unordered |= scores != scores;
-    if (!any(scores > best.score)) continue;
-    for (int lane = 0; lane < LANES; ++lane)
-      if (scores[lane] > best.score) best = {scores[lane], i + lane};
+// Of the tokens [begin, end); the lowest id wins among equals, here and below.
+template <class T>
+Best greedy(const T* logits, int64_t begin, int64_t end) {
+  constexpr int AT_ONCE = 4;
+  Vec tops[AT_ONCE];
+  IntVec unordered[AT_ONCE] = {};
+  for (Vec& top : tops) top = splat(-INFINITE);
+  for (int64_t i = begin; i < end; i += AT_ONCE * LANES)
+    for (int part = 0; part < AT_ONCE && i + part * LANES < end; ++part) {
+      Vec scores = read_scores(logits + i + part * LANES, end - i - part * LANES);
+      unordered[part] |= scores != scores;
+      tops[part] = scores > tops[part] ? scores : tops[part];
+    }
+  for (int part = 1; part < AT_ONCE; ++part) {
+    tops[0] = tops[part] > tops[0] ? tops[part] : tops[0];
+    unordered[0] |= unordered[part];
   }
-  best.has_nan = any(unordered);
+  Best best{max_lanes(tops[0]), begin, any(unordered[0])};
+  if (best.score == -INFINITE) return best;
+  while (!any(read_scores(logits + best.id, end - best.id) == best.score)) best.id += LANES;
+  while (read(logits + best.id, 1)[0] != best.score) ++best.id;
   return best;
 }
 
-Best draw(const float* logits, int64_t size, float temperature, uint32_t first_key, uint32_t second_key) {
+template <class T>
+Best draw(const T* logits, int64_t begin, int64_t end, float temperature, uint32_t first_key, uint32_t second_key) {
   Best best;
   IntVec unordered = {};
   UIntVec ids;
-  for (int lane = 0; lane < LANES; ++lane) ids[lane] = uint32_t(lane);
-  for (int64_t i = 0; i < size; i += LANES, ids += uint32_t(LANES)) {
-    Vec scores = read_scores(logits + i, size - i) / temperature;
+  for (int lane = 0; lane < LANES; ++lane) ids[lane] = uint32_t(begin + lane);
+  for (int64_t i = begin; i < end; i += LANES, ids += uint32_t(LANES)) {
+    Vec scores = read_scores(logits + i, end - i) / temperature;
     unordered |= scores != scores;
     Vec v = uniform(ids, first_key, second_key);
     IntVec may_win = scores + bound(v) > best.score;
@@ -103,6 +116,38 @@ Best draw(const float* logits, int64_t size, float temperature, uint32_t first_k
   return best;
 }
 
+// What a row of logits is drawn with: nothing at temperature 0.
+struct Chance {
+  float temperature;
+  uint32_t first_key, second_key;
+};
+
+// Calls take(row, best) for each row of logits; chance(row) says how it is drawn. Pieces of a row go to all threads.
+template <class T, class GetChance, class Take>
+void choose(int num_threads, const T* logits, int64_t stride, int64_t rows, int64_t size, GetChance chance, Take take) {
+  constexpr int64_t PIECE = 8192;
+  const int64_t pieces = (size + PIECE - 1) / PIECE;
+  thread_local Scratch scratch;
+  Best* found = scratch.get<Best>(size_t(rows * pieces));
+  parallel_shares(num_threads, rows * pieces, PIECE, [&](int64_t i) {
+    const T* own = logits + i / pieces * stride;
+    const int64_t begin = i % pieces * PIECE, end = std::min(begin + PIECE, size);
+    const Chance by = chance(i / pieces);
+    found[i] = by.temperature > 0 ? draw(own, begin, end, by.temperature, by.first_key, by.second_key)
+                                  : greedy(own, begin, end);
+  });
+  for (int64_t row = 0; row < rows; ++row) {
+    Best best;
+    for (int64_t i = row * pieces; i < (row + 1) * pieces; ++i) {
+      const bool has_nan = best.has_nan || found[i].has_nan;
+      if (found[i].score > best.score) best = found[i];
+      best.has_nan = has_nan;
+    }
+    if (best.flags()) best.id = 0;
+    take(row, best);
+  }
+}
+
 struct GumbelArgmax {
   const float* logits;
   int64_t stride;
@@ -114,12 +159,47 @@ struct GumbelArgmax {
   int num_threads;
 
   void run() const {
-    parallel_shares(num_threads, rows, size, [&](int64_t row) {
-      const float* own = logits + row * stride;
-      Best best = temperature[row] > 0 ? draw(own, size, temperature[row], keys[2 * row], keys[2 * row + 1])
-                                       : greedy(own, size);
+    auto chance = [&](int64_t row) { return Chance{temperature[row], keys[2 * row], keys[2 * row + 1]}; };
+    choose(num_threads, logits, stride, rows, size, chance, [&](int64_t row, const Best& best) {
+      out[row] = best.id;
       flags[row] = best.flags();
-      out[row] = flags[row] ? 0 : best.id;
+    });
+  }
+};
+
+inline uint64_t mix64(uint64_t value) {
+  value += 0x9E3779B97F4A7C15u;
+  value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9u;
+  value = (value ^ (value >> 27)) * 0x94D049BB133111EBu;
+  return value ^ (value >> 31);
+}
+
+// The same with everything that stands in the request rows, where the tokens are written too. Keys are those of
+// quire/sampling/noise.py. A row without a request has no token.
+template <class T>
+struct SampleRows {
+  const T* logits;
+  int64_t stride;
+  const int32_t* row_index;
+  const uint64_t* seeds;
+  const float* temperatures;
+  const int32_t* positions;
+  int64_t* token_ids;
+  int64_t tokens_stride;
+  int64_t *out, *flags;
+  int64_t rows, size;
+  int num_threads;
+
+  void run() const {
+    auto chance = [&](int64_t row) {
+      if (row_index[row] < 0) return Chance{};
+      const uint64_t key = mix64(mix64(seeds[row_index[row]]) + uint64_t(positions[row]));
+      return Chance{temperatures[row_index[row]], uint32_t(key), uint32_t(key >> 32)};
+    };
+    choose(num_threads, logits, stride, rows, size, chance, [&](int64_t row, const Best& best) {
+      if (row_index[row] < 0) return;
+      out[row] = token_ids[row_index[row] * tokens_stride + positions[row]] = best.id;
+      flags[row] = best.flags();
     });
   }
 };
@@ -207,5 +287,7 @@ struct KeepBetween {
 extern "C" {
 void quire_keep_between(const quire::KeepBetween* call) { call->run(); }
 void quire_gumbel_argmax(const quire::GumbelArgmax* call) { call->run(); }
+void quire_sample_rows_float32(const quire::SampleRows<float>* call) { call->run(); }
+void quire_sample_rows_bfloat16(const quire::SampleRows<quire::bf16>* call) { call->run(); }
 void quire_top_values(const quire::TopValues* call) { call->run(); }
 }

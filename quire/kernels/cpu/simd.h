@@ -94,6 +94,39 @@ inline float max_lanes(Vec v) {
 #endif
 }
 
+// Of whole numbers.
+inline int32_t sum_lanes(IntVec v) {
+#if defined(__aarch64__)
+  return vaddvq_s32((int32x4_t)v);
+#else
+  int32_t sum = 0;
+  for (int i = 0; i < LANES; ++i) sum += v[i];
+  return sum;
+#endif
+}
+inline int32_t max_lanes(IntVec v) {
+#if defined(__aarch64__)
+  return vmaxvq_s32((int32x4_t)v);
+#else
+  int32_t top = v[0];
+  for (int i = 1; i < LANES; ++i) top = v[i] > top ? v[i] : top;
+  return top;
+#endif
+}
+
+// Whole numbers between -128 and 127 as bytes.
+inline void store_bytes(int8_t* p, IntVec v) {
+#if defined(__aarch64__)
+  const int16x4_t half = vmovn_s32((int32x4_t)v);
+  const int8x8_t bytes = vmovn_s16(vcombine_s16(half, half));  // GCC would take the vector apart
+  std::memcpy(p, &bytes, LANES);
+#else
+  typedef int8_t Narrow __attribute__((vector_size(LANES)));
+  const Narrow bytes = __builtin_convertvector(v, Narrow);
+  std::memcpy(p, &bytes, sizeof bytes);
+#endif
+}
+
 // Pairs of bfloat16 in 32 bits: the first one is the low half.
 inline Vec low_bf16(UIntVec pair) { return (Vec)(pair << 16); }
 inline Vec high_bf16(UIntVec pair) { return (Vec)(pair & 0xffff0000u); }

@@ -197,10 +197,9 @@ def sample_rows(
     positions: Tensor,
     token_ids: Tensor,
     out: Tensor | None = None,
-    flags: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Draws the token of every row of logits [rows, vocab] as `gumbel_argmax` does and writes it to
-    `token_ids[row_index, positions]` (int64) and to `out` int64 [rows]; `flags` int32 [rows].
+    `token_ids[row_index, positions]` (int64) and, with its flags, to `out` int64 [2, rows], which is returned.
 
     `row_index` int32 [rows] says whose logits these are: seeds (int64 or uint64) and temperatures (float32) are
     those of the permanent rows. `positions` int32 [rows] is where the token will stand; with the seed it makes the
@@ -212,19 +211,17 @@ def sample_rows(
     rows, vocab_size = logits.shape
     chunks = cdiv(vocab_size, CHUNK)
     best, best_ids = _results(logits, torch.float32, rows, chunks)
-    if out is None or flags is None:
-        own_out, own_flags = _results(logits, torch.int64, rows)
-        out, flags = own_out if out is None else out, own_flags if flags is None else flags
+    out = logits.new_empty(2, rows, dtype=torch.int64) if out is None else out
     if rows:
         _scan_rows_kernel[(rows, chunks)](
             logits, row_index, seeds, temperatures, positions, best, best_ids, row_stride(logits),
             vocab_size, CHUNK, USE_PDL, num_warps=8, **LAUNCH,
         )  # fmt: skip
         _fold_rows_kernel[(rows,)](
-            best, best_ids, row_index, positions, token_ids, out, flags, chunks, token_ids.stride(0),
+            best, best_ids, row_index, positions, token_ids, *out, chunks, token_ids.stride(0),
             next_power_of_2(chunks), USE_PDL, num_warps=1, **LAUNCH,
         )  # fmt: skip
-    return out, flags
+    return out
 
 
 def keep_between_(x: Tensor, low: Tensor, high: Tensor) -> None:

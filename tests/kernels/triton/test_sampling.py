@@ -121,9 +121,9 @@ def test_rows_sample_with_their_own_seeds_and_write_their_tokens() -> None:
     position = [3, 39, 5, 1, 17, 0]
     logits = random(len(row_index), vocab_size, dtype=torch.float32)
     token_ids = torch.full((max_rows, longest + 3), -5, dtype=torch.int64, device=DEVICE)[:, :longest]
-    out = torch.full((len(row_index),), -7, dtype=torch.int64, device=DEVICE)
+    out = torch.full((2, len(row_index)), -7, dtype=torch.int64, device=DEVICE)
     all_temperatures = temperatures(max_rows)
-    chosen, flags = sample_rows(
+    found = sample_rows(
         logits,
         torch.tensor(row_index, dtype=torch.int32, device=DEVICE),
         torch.from_numpy(seeds.view(np.int64)).to(DEVICE),
@@ -134,14 +134,13 @@ def test_rows_sample_with_their_own_seeds_and_write_their_tokens() -> None:
     )
     keys = torch.from_numpy(noise_keys(seeds[row_index], np.array(position))).to(DEVICE)
     expected, _ = gumbel_argmax(logits, all_temperatures[row_index], keys)
-    assert chosen is out
+    assert found is out
     written = torch.full_like(token_ids, -5)
     for i, (row, where) in enumerate(zip(row_index, position, strict=True)):
         if row < 0:
-            assert out[i] == -7
+            assert out[:, i].tolist() == [-7, -7]
         else:
-            assert out[i] == expected[i]
-            assert flags[i] == 0
+            assert out[:, i].tolist() == [expected[i], 0]
             written[row, where] = expected[i]
     assert torch.equal(token_ids, written)
 
