@@ -20,7 +20,7 @@ class NgramIndex:
     it. A token costs a fraction of a microsecond and some hundred bytes, a search a few microseconds, however long the
     sequence is."""
 
-    __slots__ = ("_before", "_key", "_latest")
+    __slots__ = ("_before", "_key", "_latest", "_length", "_place")
 
     def __init__(self) -> None:
         self._latest: dict[int, int] = {}
@@ -28,18 +28,31 @@ class NgramIndex:
         self._before: list[int] = []
         """For every indexed token, where the one before with the same tokens up to it stands; -1: nowhere."""
         self._key = 0
+        self._place = self._length = 0
+        """The last place that was found, and how long the sequence was then."""
+
+    def follow(self, token_ids: Sequence[int]) -> int:
+        """Further behind the place that was found last, if what has come since is what stands there; else -1. That takes
+        no search, and nothing has to be taken in for it."""
+        place, length = self._place, self._length
+        end = place + len(token_ids) - length
+        if not place or token_ids[place:end] != token_ids[length:]:
+            return -1
+        self._place, self._length = end, len(token_ids)
+        return end
 
     def extend(self, token_ids: Sequence[int], most: int) -> bool:
         """Takes in at most so many further tokens, all but the last one; whether these are all."""
-        begin = len(self._before)
-        end = min(len(token_ids) - 1, begin + most)
-        key, latest, append = self._key, self._latest, self._before.append
-        for position in range(begin, end):
-            key = (key << _BITS | token_ids[position]) & _MASK
-            append(latest.get(key, -1))
-            latest[key] = position
-        self._key = key
-        return end >= len(token_ids) - 1
+        begin, last = len(self._before), len(token_ids) - 1
+        end = min(last, begin + most)
+        if begin < end:
+            key, latest, append = self._key, self._latest, self._before.append
+            for position, token in enumerate(token_ids[begin:end], begin):
+                key = (key << _BITS | token) & _MASK
+                append(latest.get(key, -1))
+                latest[key] = position
+            self._key = key
+        return end >= last
 
     def find(self, token_ids: Sequence[int]) -> int:
         """Behind the place where the sequence's last tokens occurred before, with as many as possible of those before
@@ -47,17 +60,24 @@ class NgramIndex:
         last = len(token_ids) - 1
         place = self._latest.get((self._key << _BITS | token_ids[last]) & _MASK, -1)
         best, longest = -1, _SIZE - 1
+        self._place = 0
+        if place < longest:
+            return -1
+        tail = token_ids[last - longest :]
         for _ in range(_MAX_PLACES):
             if place < longest:
                 break
-            length = 0
-            while length < _LONGEST and length <= place and token_ids[place - length] == token_ids[last - length]:
-                length += 1
-            if length > longest:
+            # Only a place where one token more is the same can be better than the best so far.
+            if token_ids[place - longest : place + 1] == tail:
+                length = longest + 1
+                while length < _LONGEST and length <= place and token_ids[place - length] == token_ids[last - length]:
+                    length += 1
                 best, longest = place + 1, length
                 if length == _LONGEST:
                     break
+                tail = token_ids[last - longest :]
             place = self._before[place]
+        self._place, self._length = max(best, 0), last + 1
         return best
 
 
