@@ -83,22 +83,14 @@ struct PackedPanel {
 
   // Asks for the same unit of the panel behind, which the same thread takes most of the time: quants and scales are two
   // short streams that begin anew with each panel, and the machine alone finds out about them too late. Into the second
-  // level: from the first, prefetches so far ahead take half of the memory's speed on a Neoverse-N1. Who walks the panel
-  // `walks` times asks for a part of it each time.
-  template <int WALKS = 1>
-  void ask_ahead(int64_t unit, int64_t units, int walk = 0) const {
+  // level: from the first, prefetches so far ahead take half of the memory's speed on a Neoverse-N1.
+  void ask_ahead(int64_t unit, int64_t units) const {
 #if defined(__aarch64__)
-    constexpr int64_t LINES = (F::UNIT_BYTES + 63) / 64 + 1;
     const int64_t lines = (F::UNIT_BYTES + F::scale_bytes(8) / 8 + 63) / 64;
     const uint8_t* later = quants + PanelShape<F>{units}.bytes() + unit * lines * 64;
-    if constexpr (WALKS == 1) {
-      QUIRE_UNROLL for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(later + i * 64, 0, 2);
-    } else {
-      QUIRE_UNROLL for (int64_t i = 0; i < LINES / WALKS; ++i) __builtin_prefetch(later + (i * WALKS + walk) * 64, 0, 2);
-      if (walk == 0) QUIRE_UNROLL for (int64_t i = LINES / WALKS * WALKS; i < lines; ++i) __builtin_prefetch(later + i * 64, 0, 2);
-    }
+    QUIRE_UNROLL for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(later + i * 64, 0, 2);
 #else
-    (void)unit, (void)units, (void)walk;
+    (void)unit, (void)units;
 #endif
   }
 };
@@ -120,8 +112,7 @@ struct ExpandedPanel {
     return load(scales + (unit * F::BLOCKS + block) * OUTPUTS + part * LANES);
   }
   Vec minimum(int64_t unit, int part) const { return load(minima + unit * OUTPUTS + part * LANES); }
-  template <int = 1>
-  void ask_ahead(int64_t, int64_t, int = 0) const {}
+  void ask_ahead(int64_t, int64_t) const {}
 
   static size_t bytes(int64_t units) { return size_t(units * (512 + (F::BLOCKS + 1) * OUTPUTS * 4)); }
 };
@@ -159,14 +150,16 @@ constexpr int PACKED_ROWS = LANES == 4 ? 8 : 2;  // for so many, taking a panel 
 
 // totals[row][16] of ROWS rows, of some parts of a panel. Everything is unrolled: the sums must stay in registers.
 template <class F, int ROWS, class Panel>
-void some_parts(const Panel& panel, const QuantizedRows& x, int64_t first_row, int part, float* totals) {
+__attribute__((noinline))  // among others' code the registers would not do
+void some_parts(const Panel& panel, const QuantizedRows& x, int64_t first_row, int first_part, float* totals) {
   constexpr int PARTS = quire::PARTS<F, ROWS>;
+  const int part = PARTS == PER ? 0 : first_part;
   constexpr bool LOADED = SIGNED_DOT && ROWS > 2;  // then all sums begin alike: ZERO is subtracted from the weights
   const int8_t* quants = x.quants + first_row * x.units * UNIT;
   const float* factors = x.factors + first_row * x.units * 2;
   Vec total[ROWS][PARTS] = {};
   for (int64_t unit = 0; unit < x.units; ++unit) {
-    panel.template ask_ahead<PER / PARTS>(unit, x.units, part / PARTS);
+    if (part == 0) panel.ask_ahead(unit, x.units);  // all in one walk, in the order of the memory
     unrolled<F::BLOCKS>([&](auto block) __attribute__((always_inline)) {
       IntVec sums[ROWS][PARTS];
       QUIRE_UNROLL for (int r = 0; r < ROWS; ++r)
@@ -187,15 +180,17 @@ void some_parts(const Panel& panel, const QuantizedRows& x, int64_t first_row, i
         }
       });
       Vec scale[PARTS], minimum[PARTS] = {};
-      QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
-        const Factors<LOADED> own(factors + (r * x.units + unit) * 2);
-        QUIRE_UNROLL for (int p = 0; p < PARTS; ++p) {
+      // Few rows go part by part: the next one's scales are loaded meanwhile.
+      constexpr int OUTER = LOADED ? ROWS : PARTS, INNER = LOADED ? PARTS : ROWS;
+      QUIRE_UNROLL for (int o = 0; o < OUTER; ++o)
+        QUIRE_UNROLL for (int i = 0; i < INNER; ++i) {
+          const int r = LOADED ? o : i, p = LOADED ? i : o;
           if (r == 0) scale[p] = panel.scale(unit, block(), part + p);
           if constexpr (F::MINIMA)
             if (r == 0) minimum[p] = panel.minimum(unit, part + p);
+          const Factors<LOADED> own(factors + (r * x.units + unit) * 2);
           total[r][p] = merge<F>(total[r][p], sums[r][p], scale[p], minimum[p], own);
         }
-      }
     });
   }
   QUIRE_UNROLL for (int r = 0; r < ROWS; ++r)
