@@ -124,12 +124,16 @@ ExpandedPanel<typename F::Kind> expand(const PackedPanel<F>& packed, int64_t uni
   for (int64_t unit = 0; unit < units; ++unit) {
     packed.ask_ahead(unit, units);
     for (int part = 0; part < PER; ++part) {
-      if constexpr (!F::IS_LARGE)
+      if constexpr (!F::IS_LARGE) {
+        ByteVec bytes[8];  // all of them before the first is stored, which might be where others are loaded from
         unrolled<8>([&](auto group) {
-          ByteVec bytes = packed.template group<group()>(unit, part);
-          if constexpr (SIGNED_DOT) bytes -= uint8_t(F::ZERO);
-          std::memcpy(memory + unit * 512 + group() * 64 + part * 4 * LANES, &bytes, sizeof bytes);
+          bytes[group()] = packed.template group<group()>(unit, part);
+          if constexpr (SIGNED_DOT) bytes[group()] -= uint8_t(F::ZERO);
         });
+        unrolled<8>([&](auto group) {
+          std::memcpy(memory + unit * 512 + group() * 64 + part * 4 * LANES, &bytes[group()], sizeof(ByteVec));
+        });
+      }
       for (int block = 0; block < F::BLOCKS; ++block)
         store(scales + (unit * F::BLOCKS + block) * OUTPUTS + part * LANES, packed.scale(unit, block, part));
       if constexpr (F::MINIMA) store(minima + unit * OUTPUTS + part * LANES, packed.minimum(unit, part));
