@@ -26,8 +26,8 @@ _MOST_ROWS = 64
 
 class _Recording(NamedTuple):
     inputs: Int32Array
-    """[6, rows + 1]: of each token its request row, position and length; then of each run of tokens of one request where
-    its queries begin, its length and its request row. There are as many runs as tokens, the last ones empty."""
+    """[6, rows + 1]: of each token its request row, position and length; then of each run of tokens of one request
+    where its queries begin, its length and its request row. There are as many runs as tokens, the last ones empty."""
     logits: Tensor
     replay: Callable[[], None]
 

@@ -91,6 +91,8 @@ class Speculator:
         found: Sequence[int] = ()
         if state.prediction is not None:
             found = state.prediction.guess(token_ids[request.num_prompt_tokens :], ahead + most)
+            if found and max(found) >= self._vocab_size:  # tokenizers know more tokens than some models
+                found = ()
         if len(found) <= ahead:
             found = request.drafts
         if len(found) <= ahead and self._ngrams:
@@ -105,9 +107,7 @@ class Speculator:
                 found = continuation(token_ids, place, ahead + most)
         if not request.stop_ids.isdisjoint(found):  # nothing comes after the end
             found = found[: 1 + min(found.index(token) for token in request.stop_ids if token in found)]
-        found = found[ahead : ahead + most]
-        # Tokenizers know more tokens than some models.
-        return found if not found or max(found) < self._vocab_size else ()
+        return found[ahead : ahead + most]
 
     def num_drafts(self, request: DraftedRequest) -> int:
         """How many tokens the runner should draft behind those that the step about to be made draws."""
