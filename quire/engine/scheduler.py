@@ -297,39 +297,38 @@ class Scheduler:
     def _add_guesses(self, plan: _StepPlan, guess: Guess) -> None:
         """Guessed tokens behind those of the requests that sample, out of what everyone else has left: budget that is
         unused, and blocks of which every running request could still take one."""
-        num_drafts_of, held, requests = self._num_drafts, self.blocks.num_held, plan.requests
-        for index, request in enumerate(requests):
+        drafts = self._num_drafts is not None
+        for index, request in enumerate(plan.requests):
             if request.draft_state is False:
                 continue
             entry = plan.scheduled[index]
             if not entry.samples or request.pooling is not None:
                 continue
             guesses = guess(request, plan.budget) if plan.budget else ()
-            if not guesses and num_drafts_of is None:
+            if not guesses and not drafts:
                 continue
-            new_block_ids, computed = entry.new_block_ids, request.num_computed_tokens
-            count = max(0, min(len(guesses), plan.budget, request.max_total_tokens - request.num_tokens))
-            if computed + count > held(request):
-                new_block_ids = self._grow_for_guesses(request, computed + count, new_block_ids)
-                count = min(count, held(request) - computed)
-            guesses = tuple(guesses[:count])
-            request.num_computed_tokens = computed = computed + count
-            request.num_placeholders += count
-            request.num_guesses += count
+            most = max(0, min(plan.budget, request.max_total_tokens - request.num_tokens))
+            computed = request.num_computed_tokens
+            new_block_ids = self._grow_for_guesses(request, computed + min(len(guesses), most), entry.new_block_ids)
+            guesses = tuple(guesses[: min(most, self.blocks.num_held(request) - computed)])
+            request.num_computed_tokens = computed = computed + len(guesses)
+            request.num_placeholders += len(guesses)
+            request.num_guesses += len(guesses)
             num_drafts = 0
-            if num_drafts_of is not None:
+            if self._num_drafts is not None:
                 left = request.max_total_tokens - request.num_tokens - 1
-                num_drafts = min(num_drafts_of(request), left) if left > 0 else 0
+                num_drafts = min(self._num_drafts(request), left) if left > 0 else 0
                 # The drawn token and all drafts but the last are computed by whoever drafts.
                 new_block_ids = self._grow_for_guesses(request, computed + num_drafts, new_block_ids)
-                num_drafts = min(num_drafts, held(request) - computed)
+                num_drafts = min(num_drafts, self.blocks.num_held(request) - computed)
             if guesses:
                 plan.num_decodes = min(plan.num_decodes, index)
-                plan.budget -= count
+                plan.budget -= len(guesses)
             if guesses or num_drafts or new_block_ids is not entry.new_block_ids:
-                plan.scheduled[index] = _make(ScheduledRequest, (
-                    *entry[:3], entry.num_tokens + count, True, new_block_ids, guesses, entry.runs_ahead, num_drafts
-                ))  # fmt: skip
+                num_tokens = entry.num_tokens + len(guesses)
+                plan.scheduled[index] = ScheduledRequest(
+                    *entry[:3], num_tokens, True, new_block_ids, guesses, entry.runs_ahead, num_drafts
+                )
 
     def _grow_for_guesses(self, request: Request, end: int, new_block_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Blocks for tokens up to `end`, as far as there are some that nobody needs; appended to the step's."""
