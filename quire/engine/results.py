@@ -102,10 +102,13 @@ class ResultTaker:
         request.num_rejections += len(tokens) <= num_guesses
         if owns_row:
             request.num_computed_tokens -= 1 + num_guesses - len(tokens)
-        for index, token in enumerate(tokens[:-1]):
-            if token in request.stop_ids and request.num_output_tokens >= request.params.min_tokens:
-                return tokens[: index + 1]
-            request.token_ids.append(token)
+        right = tokens[:-1]
+        if not request.stop_ids.isdisjoint(right):
+            for index, token in enumerate(right):
+                if token in request.stop_ids and request.num_output_tokens + index >= request.params.min_tokens:
+                    request.token_ids.extend(right[:index])
+                    return tokens[: index + 1]
+        request.token_ids.extend(right)
         return tokens
 
     def _note_computed(self, request: Request, num_tokens: int) -> None:

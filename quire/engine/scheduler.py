@@ -327,10 +327,9 @@ class Scheduler:
                 plan.num_decodes = min(plan.num_decodes, index)
                 plan.budget -= len(guesses)
             if guesses or num_drafts or new_block_ids is not entry.new_block_ids:
-                num_tokens = entry.num_tokens + len(guesses)
-                plan.scheduled[index] = ScheduledRequest(
-                    *entry[:3], num_tokens, True, new_block_ids, guesses, entry.runs_ahead, num_drafts
-                )
+                num_tokens, ahead = entry.num_tokens + len(guesses), entry.runs_ahead
+                changed = (*entry[:3], num_tokens, True, new_block_ids, guesses, ahead, num_drafts)
+                plan.scheduled[index] = _make(ScheduledRequest, changed)
 
     def _grow_for_guesses(self, request: Request, end: int, new_block_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Blocks for tokens up to `end`, as far as there are some that nobody needs; appended to the step's."""

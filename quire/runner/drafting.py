@@ -76,9 +76,12 @@ class ModelDrafter:
         ends = [e.start + e.num_tokens - len(e.guesses) + len(tokens[e.request_id]) - 1 for e in wanted]
         positions = np.array(ends, np.int64)
         self._catch_up(rows, positions)
+        is_plain = sampler.asks_nothing(rows.tolist())
         for number in range(int(counts.max())):
             active = np.flatnonzero(counts > number)
-            logits = self._logits(_decodes(rows[active], positions[active] + number))
+            logits, is_drawn = self._decode(_decodes(rows[active], positions[active] + number))
+            if is_drawn and is_plain:
+                continue
             draws = sampler.draws(rows[active], positions[active] + number + 1, self._request_rows.token_ids)
             drawn = sampler.sample(logits.float(), draws).token_ids
             self._request_rows.write_tokens(draws.request_rows, draws.positions, drawn)
@@ -112,16 +115,17 @@ class ModelDrafter:
         row, place = rows[owners], begins[owners] + offsets
         at, following = self._uploader.upload(row, place + 1)
         known = self._request_rows.token_ids[at, following]
-        self._logits(_decodes(row, place))
+        self._decode(_decodes(row, place))
         self._request_rows.token_ids[at, following] = known  # a graph has drawn others there
 
-    def _logits(self, shape: StepShape) -> Tensor:
+    def _decode(self, shape: StepShape) -> tuple[Tensor, bool]:
+        """Logits, and whether plain tokens have been drawn from them and stand in the request rows."""
         decoded = self._graphs.run(shape) if self._graphs is not None else None
         if decoded is not None:
-            return decoded.logits
+            return decoded.logits, True
         decoder, rows = self._decoder, self._request_rows
         batch = build_batch(shape, rows, decoder.kernels, self._uploader, decoder.spec.heads, None)
-        return decoder.logits(decoder(batch.token_ids, batch.positions, batch.paged, self._cache.layers))
+        return decoder.logits(decoder(batch.token_ids, batch.positions, batch.paged, self._cache.layers)), False
 
 
 def _decodes(rows: Indices, positions: Indices) -> StepShape:

@@ -25,7 +25,8 @@ _MOST_ROWS = 64
 
 class _Recording(NamedTuple):
     inputs: Int32Array
-    """[4, rows + 1]: request rows, positions, lengths, and where each one's queries begin."""
+    """[6, rows + 1]: of each token its request row, position and length; then of each run of tokens of one request
+    where its queries begin, its length and its request row. There are as many runs as tokens, the last ones empty."""
     output: DecodeOutput
     replay: Callable[[], None]
 
@@ -55,7 +56,7 @@ class RecordedSteps:
         if count > self._most_rows:
             return None
         if count not in self._recordings:
-            inputs = torch.arange(count + 1, dtype=torch.int32).repeat(4, 1)
+            inputs = torch.arange(count + 1, dtype=torch.int32).repeat(6, 1)
             self._fill(inputs.numpy(), shape, lag)
             self._recordings[count] = recording = self._make(inputs, count)
         else:
@@ -70,13 +71,20 @@ class RecordedSteps:
 
     def _fill(self, inputs: Int32Array, shape: StepShape, lag: Tensor | None) -> None:
         starts = shape.starts if lag is None else shape.starts - lag.numpy()
-        inputs[0, :-1] = shape.request_rows
+        inputs[0, :-1] = rows = shape.request_rows
         inputs[1, :-1] = starts
         inputs[2, :-1] = starts + 1
+        if len(rows) == 1:
+            inputs[4:, 0] = inputs[2, 0], rows[0]
+            return
+        # Tokens that follow each other, as guesses do, attend together: keys are read once for all of them.
+        ends = np.flatnonzero(np.append((rows[1:] != rows[:-1]) | (starts[1:] != starts[:-1] + 1), True)) + 1
+        inputs[3, 1 : len(ends) + 1], inputs[3, len(ends) + 1 :] = ends, len(rows)
+        inputs[4:, : len(ends)], inputs[4:, len(ends) :] = (starts[ends - 1] + 1, rows[ends - 1]), 0
 
     def _make(self, inputs: Tensor, count: int) -> _Recording | None:
         """Records a step, which computes it."""
-        rows, positions, lengths = inputs[:3, :count].unbind()
+        rows, positions, lengths, _, run_lengths, run_rows = inputs[:, :count].unbind()
         found: list[DecodeOutput] = []
         of, drawn = self._rows, (rows.long(), lengths.long())
         guesses = of.token_ids[drawn]
@@ -88,9 +96,9 @@ class RecordedSteps:
                 rows,
                 positions,
                 query_start=inputs[3],
-                context_lens=lengths,
-                table_rows=rows,
-                max_query_len=1,
+                context_lens=run_lengths,
+                table_rows=run_rows,
+                max_query_len=count,
                 max_context_len=int(lengths.max()),
             )
             hidden = self._decoder(token_ids, places, paged, self._caches)

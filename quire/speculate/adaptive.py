@@ -50,9 +50,11 @@ class StepCosts:
         begin, self._last_end = max(step.now, self._last_end), entry.committed
         if result is None or not step.scheduled or step.admitted:
             return
-        if any(not one.samples or one.num_tokens != 1 + len(one.guesses) for one in step.scheduled):
+        others = step.scheduled[step.num_decodes :]
+        if any(not one.samples or one.num_tokens != 1 + len(one.guesses) for one in others):
             return
-        tokens, seconds = float(step.num_tokens), entry.committed - begin
+        tokens = float(step.num_decodes + sum(one.num_tokens for one in others))
+        seconds = entry.committed - begin
         if tokens <= _MOST_RECORDED and tokens not in self._seen:
             self._seen.add(tokens)  # it was recorded, which takes longer than computing it
             return
@@ -66,7 +68,8 @@ class StepCosts:
         self._share += 0.2 * (share - self._share) * variance / (variance + _CERTAINTY)
         self._share += 0.001 * (_FIRST_SHARE - self._share)  # what was measured long ago may be otherwise by now
         self.num_requests = len(step.scheduled)
-        self.share = _MARGIN * slope * self.num_requests / max(base + slope * self.num_requests, 1e-9)
+        share = _MARGIN * slope * self.num_requests / max(base + slope * self.num_requests, 1e-9)
+        self.share = round(share, 3)  # so that few are looked at
 
     def _line(self) -> tuple[float, float, float]:
         """A step's cost without tokens, that of each, and the variance of the numbers of tokens behind that."""
@@ -108,13 +111,13 @@ class Acceptance:
         self.num_right, self.num_wrong = num_right, num_wrong
         self._right = self._right * 0.8 + right
         self._tried = self._tried * 0.8 + right + wrong
-        before, self.chance = self.chance, min(self._right / self._tried, 0.99)
+        before, self.chance = self.chance, round(min(self._right / self._tried, 0.99), 2)
         if self.chance > before + 0.1:  # that was news: the next trial comes sooner
             self._wait = max(self._wait // 4, 2)
 
     def count(self, costs: StepCosts, most: int) -> int:
         """How many guesses to check, if there are some."""
-        number = best_number(round(self.chance, 2), round(costs.share, 3))
+        number = best_number(self.chance, costs.share)
         if number:
             self._wait = 2
             return min(number, most)

@@ -91,21 +91,23 @@ class Speculator:
         found: Sequence[int] = ()
         if state.prediction is not None:
             found = state.prediction.guess(token_ids[request.num_prompt_tokens :], ahead + most)
+            if found and max(found) >= self._vocab_size:  # tokenizers know more tokens than some models
+                found = ()
         if len(found) <= ahead:
             found = request.drafts
-        if len(found) <= ahead and self._ngrams and state.index.extend(token_ids, _MAX_INDEXED):
-            place = state.index.find(token_ids)
-            if place >= 0:
-                found, state.num_missed = continuation(token_ids, place, ahead + most), 0
-            else:
+        if len(found) <= ahead and self._ngrams:
+            index = state.index
+            place = index.follow(token_ids)
+            if place < 0 and index.extend(token_ids, _MAX_INDEXED):
+                place = index.find(token_ids)
                 # With many requests the searches of those who find nothing add up.
-                state.num_missed += 1
+                state.num_missed = 0 if place >= 0 else state.num_missed + 1
                 state.pause = min(state.num_missed, self._costs.num_requests // _SEARCHES)
+            if place >= 0:
+                found = continuation(token_ids, place, ahead + most)
         if not request.stop_ids.isdisjoint(found):  # nothing comes after the end
             found = found[: 1 + min(found.index(token) for token in request.stop_ids if token in found)]
-        found = found[ahead : ahead + most]
-        # Tokenizers know more tokens than some models.
-        return found if not found or max(found) < self._vocab_size else ()
+        return found[ahead : ahead + most]
 
     def num_drafts(self, request: DraftedRequest) -> int:
         """How many tokens the runner should draft behind those that the step about to be made draws."""

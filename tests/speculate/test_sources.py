@@ -57,6 +57,27 @@ class TestNgrams:
         index.extend(tokens, 100)
         assert tokens[index.find(tokens)] == 90
 
+    def test_a_copy_is_followed_without_a_search_and_past_a_single_change(self) -> None:
+        tokens = [*range(100, 120), 1, 101, 102, 103]
+        index = NgramIndex()
+        assert index.follow(tokens) == -1
+        index.extend(tokens, 100)
+        assert index.find(tokens) == 4
+        tokens += [104, 105]
+        assert index.follow(tokens) == index.follow(tokens) == 6
+        assert index.follow([*tokens, 7]) == -1  # a change after five tokens ends it
+        tokens += [106, 107, 7]  # after seven it does not
+        assert index.follow(tokens) == 9
+        for changed in ([7], [7, 110], [109, 110, 111, 7]):  # nor two of them, nor one soon after the other
+            assert index.follow(tokens + changed) == -1
+        # What was copied is found where it came from, what changed where it stands.
+        tokens += [109, 110, 5, 105, 106, 107]
+        assert index.extend(tokens, 100)
+        assert index.find(tokens) == 8
+        tokens += [7, 109, 110]
+        assert index.extend(tokens, 100)
+        assert tokens[index.find(tokens)] == 5
+
     def test_what_runs_past_the_end_goes_round(self) -> None:
         assert list(continuation([1, 2, 3, 1, 2, 3], 3, 7)) == [1, 2, 3, 1, 2, 3, 1]
         assert list(continuation([9, 9, 9, 9], 3, 4)) == [9, 9, 9, 9]

@@ -16,6 +16,13 @@ inline ByteVec load_bytes(const uint8_t* p) {
   return v;
 }
 
+// Whether weights of less than 8 bits may be negative.
+#if defined(__ARM_FEATURE_DOTPROD)
+constexpr bool SIGNED_DOT = true;
+#else
+constexpr bool SIGNED_DOT = false;
+#endif
+
 // 16 numbers of x, of which `four<I>` hands numbers 4 * I .. 4 * I + 3 to every output.
 #if defined(__ARM_FEATURE_DOTPROD)
 struct Sixteen {

@@ -4,6 +4,9 @@
 // partial sums added in order. How many rows are computed side by side changes none of these additions.
 #include "linear.h"
 
+#include <algorithm>
+#include <type_traits>
+
 #include "threads.h"
 
 namespace quire {
@@ -39,13 +42,59 @@ inline void multiply_add(const bf16* weights, const bf16* const* x, int64_t k, i
   }
 }
 
+#if defined(__aarch64__)
+// The same for four steps along K. A number of x for all lanes is a lane of four that are loaded together: a copy of it
+// would take the place of a product.
+template <int ROWS>
+inline void four_steps(const float* weights, const float* const* x, int64_t k, Vec (*sums)[VECTORS]) {
+  float32x4_t factors[ROWS];
+  for (int r = 0; r < ROWS; ++r) factors[r] = vld1q_f32(x[r] + k);
+  auto step = [&](auto lane) __attribute__((always_inline)) {
+    for (int v = 0; v < VECTORS; ++v) {
+      const Vec w = load(weights + lane() * PANEL + v * LANES);
+      for (int r = 0; r < ROWS; ++r)
+        sums[r][v] = (Vec)vfmaq_laneq_f32((float32x4_t)sums[r][v], (float32x4_t)w, factors[r], lane());
+    }
+  };
+  step(std::integral_constant<int, 0>{});
+  step(std::integral_constant<int, 1>{});
+  step(std::integral_constant<int, 2>{});
+  step(std::integral_constant<int, 3>{});
+}
+#endif
+
+// What comes next in memory, asked for while rows are multiplied with what is there: `lines` with every step along K,
+// into the second level of the cache. So it takes the time of the reading or of the multiplying, not that of both.
+struct Ahead {
+  const char* next;
+  int lines;
+
+  void ask() {
+#if defined(__aarch64__)  // elsewhere it was not measured
+    for (int i = 0; i < lines; ++i, next += 64) __builtin_prefetch(next, 0, 2);
+#endif
+  }
+};
+
 // Adds the products of k in [begin, end) for ROWS rows to their totals (PANEL floats per row).
 template <class T, int ROWS>
-void block_of_rows(const T* panel, const T* x, int64_t x_stride, int64_t begin, int64_t end, float* totals) {
+void block_of_rows(const T* panel, const T* x, int64_t x_stride, int64_t begin, int64_t end, Ahead ahead,
+                   float* totals) {
   const T* row[ROWS];
   for (int r = 0; r < ROWS; ++r) row[r] = x + r * x_stride;
   Vec sums[ROWS][VECTORS] = {};
-  for (int64_t k = begin; k < end; k += STEP<T>) multiply_add(panel + k * PANEL, row, k, ROWS, sums);
+  int64_t k = begin;
+#if defined(__aarch64__)
+  if constexpr (sizeof(T) == 4)
+    for (; k + 4 <= end; k += 4) {
+      for (int i = 0; i < 4; ++i) ahead.ask();
+      four_steps<ROWS>(panel + k * PANEL, row, k, sums);
+    }
+#endif
+  for (; k < end; k += STEP<T>) {
+    ahead.ask();
+    multiply_add(panel + k * PANEL, row, k, ROWS, sums);
+  }
   for (int r = 0; r < ROWS; ++r)
     for (int v = 0; v < VECTORS; ++v) {
       float* total = totals + r * PANEL + v * LANES;
@@ -55,11 +104,11 @@ void block_of_rows(const T* panel, const T* x, int64_t x_stride, int64_t begin, 
 
 template <class T, int ROWS = MAX_ROWS>
 void up_to_max_rows(int64_t rows, const T* panel, const T* x, int64_t x_stride, int64_t begin, int64_t end,
-                    float* totals) {
+                    Ahead ahead, float* totals) {
   if constexpr (ROWS > 1) {
-    if (rows < ROWS) return up_to_max_rows<T, ROWS - 1>(rows, panel, x, x_stride, begin, end, totals);
+    if (rows < ROWS) return up_to_max_rows<T, ROWS - 1>(rows, panel, x, x_stride, begin, end, ahead, totals);
   }
-  block_of_rows<T, ROWS>(panel, x, x_stride, begin, end, totals);
+  block_of_rows<T, ROWS>(panel, x, x_stride, begin, end, ahead, totals);
 }
 
 // The last panel may be narrower: a copy filled up with zeros lets the same code run on it.
@@ -86,10 +135,19 @@ void linear_vector(const Linear<T>& call) {
     alignas(64) float totals[ROW_CHUNK * PANEL];
     std::memset(totals, 0, size_t(end - first) * PANEL * sizeof(float));
     for (int64_t k = 0; k < call.depth; k += KC) {
-      int64_t k_end = k + KC < call.depth ? k + KC : call.depth;
-      for (int64_t row = first; row < end; row += MAX_ROWS)
-        up_to_max_rows<T>(end - row, weights, call.x + row * call.x_stride, call.x_stride, k, k_end,
+      const int64_t k_end = std::min(k + KC, call.depth);
+      // Behind the last block comes the next panel's first.
+      const int64_t later = std::min(KC, k_end < call.depth ? call.depth - k_end : call.depth);
+      const int64_t lines = later * PANEL * int64_t(sizeof(T)) / 64, steps = (k_end - k) / STEP<T>;
+      // What is read once, the machine itself asks for in time.
+      Ahead ahead{reinterpret_cast<const char*>(weights + k_end * PANEL),
+                  end - first > MAX_ROWS ? int((lines / 2 + steps - 1) / steps) : 0};
+      for (int64_t row = first; row < end; row += MAX_ROWS) {
+        up_to_max_rows<T>(end - row, weights, call.x + row * call.x_stride, call.x_stride, k, k_end, ahead,
                           totals + (row - first) * PANEL);
+        // The second half with the rows behind, and then no more.
+        ahead = {ahead.next + lines / 2 * 64, row == first ? ahead.lines : 0};
+      }
     }
     for (int64_t row = first; row < end; ++row) call.finish_row(totals + (row - first) * PANEL, row, panel);
   });

@@ -19,7 +19,7 @@ constexpr int64_t ROW_CHUNK = 128;  // rows of one task: a panel is taken apart 
 
 // x as integers, with a scale for each unit of each row; a unit that is not all numbers has a scale of NaN.
 template <class T>
-void quantize_row(const T* x, int64_t units, int8_t* quants, float* scales, float* scaled_sums, int32_t* sums) {
+void quantize_row(const T* x, int64_t units, int8_t* quants, float* factors, int32_t* sums) {
   constexpr int VECTORS = int(UNIT) / LANES;
   for (int64_t unit = 0; unit < units; ++unit) {
     Vec v[VECTORS];
@@ -46,8 +46,8 @@ void quantize_row(const T* x, int64_t units, int8_t* quants, float* scales, floa
     for (int half = 0; half < 2; ++half) {
       sums[2 * unit + half] = sum_lanes(halves[half]);
     }
-    scales[unit] = scale;
-    scaled_sums[unit] = float(sums[2 * unit] + sums[2 * unit + 1]) * scale;
+    factors[2 * unit] = scale;
+    factors[2 * unit + 1] = float(sums[2 * unit] + sums[2 * unit + 1]) * scale;
   }
 }
 
@@ -98,15 +98,13 @@ struct QuantizedLinear {
 
   QuantizedRows quantize(int64_t units) const {
     static thread_local Scratch scratch;
-    float* scales = scratch.get<float>(size_t(rows * units) * (4 + UNIT / 4));
-    float* scaled_sums = scales + rows * units;
-    int32_t* sums = reinterpret_cast<int32_t*>(scaled_sums + rows * units);
+    float* factors = scratch.get<float>(size_t(rows * units) * (4 + UNIT / 4));
+    int32_t* sums = reinterpret_cast<int32_t*>(factors + 2 * rows * units);
     int8_t* quants = reinterpret_cast<int8_t*>(sums + 2 * rows * units);
     parallel_shares(num_threads, rows, depth, [&](int64_t row) {
-      quantize_row(x + row * x_stride, units, quants + row * depth, scales + row * units, scaled_sums + row * units,
-                   sums + 2 * row * units);
+      quantize_row(x + row * x_stride, units, quants + row * depth, factors + 2 * row * units, sums + 2 * row * units);
     });
-    return {quants, scales, scaled_sums, sums, units};
+    return {quants, factors, sums, units};
   }
 
   template <class F>

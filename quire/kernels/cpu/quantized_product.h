@@ -10,10 +10,9 @@ namespace quire {
 
 // Rows of x as integers.
 struct QuantizedRows {
-  const int8_t* quants;      // [rows][depth]
-  const float* scales;       // [rows][units]
-  const float* scaled_sums;  // [rows][units]: scale times the sum of the unit's integers
-  const int32_t* sums;       // [rows][2 * units]: of each 16 integers
+  const int8_t* quants;  // [rows][depth]
+  const float* factors;  // [rows][units][2]: the unit's scale, and that times the sum of the unit's integers
+  const int32_t* sums;   // [rows][2 * units]: of each 16 integers
   int64_t units;
 };
 
@@ -29,17 +28,49 @@ inline int32_t first_sum(int32_t zero, const QuantizedRows& x, int64_t row, int6
   return MAGIC_BITS - zero * (F::BLOCKS == 1 ? sums[0] + sums[1] : sums[block]);
 }
 
-template <class F>
-inline Vec merge(Vec total, IntVec sums, Vec scale, Vec minimum, const QuantizedRows& x, int64_t row, int64_t unit) {
-  const int64_t at = row * x.units + unit;
-  total = fma(scale * x.scales[at], (Vec)sums - MAGIC, total);
-  if constexpr (F::MINIMA) total = fma(splat(x.scaled_sums[at]), minimum, total);
+// A unit's two factors of one row. LOADED, here and below: it comes by a single load where instructions take a number from
+// any lane. A copy of a register, or of a number to all lanes, would take the place of a product, and a load does not.
+template <bool LOADED>
+struct Factors {
+  float scale, scaled_sum;
+  explicit Factors(const float* at) : scale(at[0]), scaled_sum(at[1]) {}
+  Vec scaled(Vec weight_scale) const { return weight_scale * scale; }
+  Vec plus_minimum(Vec total, Vec minimum) const { return fma(splat(scaled_sum), minimum, total); }
+};
+
+#if defined(__ARM_FEATURE_DOTPROD)
+template <>
+struct Factors<true> {
+  float32x2_t both;
+  explicit Factors(const float* at) {
+    asm("ldr %d0, %1" : "=w"(both) : "m"(*reinterpret_cast<const float(*)[2]>(at)));
+  }
+  Vec scaled(Vec scale) const { return (Vec)vmulq_lane_f32((float32x4_t)scale, both, 0); }
+  Vec plus_minimum(Vec total, Vec minimum) const {
+    return (Vec)vfmaq_lane_f32((float32x4_t)total, (float32x4_t)minimum, both, 1);
+  }
+};
+inline IntVec loaded_magic_bits() {
+  alignas(16) static const int32_t bits[4] = {MAGIC_BITS, MAGIC_BITS, MAGIC_BITS, MAGIC_BITS};
+  IntVec sums;
+  asm volatile("ldr %q0, %1" : "=w"(sums) : "m"(bits));
+  return sums;
+}
+#else
+inline IntVec loaded_magic_bits() { return MAGIC_BITS - IntVec{}; }
+#endif
+
+template <class F, bool LOADED>
+inline Vec merge(Vec total, IntVec sums, Vec scale, Vec minimum, const Factors<LOADED>& x) {
+  total = fma(x.scaled(scale), (Vec)sums - MAGIC, total);
+  if constexpr (F::MINIMA) total = x.plus_minimum(total, minimum);
   return total;
 }
 
 // Weights as they lie in memory.
 template <class F>
 struct PackedPanel {
+  static constexpr bool IS_PACKED = true;
   const uint8_t *quants, *scales;
   static constexpr int32_t zero = F::IS_LARGE ? BIAS : F::ZERO;
 
@@ -64,9 +95,11 @@ struct PackedPanel {
   }
 };
 
-// The same taken apart once for many rows: bytes, and scales in float32.
+// The same taken apart once for many rows: bytes, from which ZERO is subtracted where they may be signed, and scales in
+// float32.
 template <class F>
 struct ExpandedPanel {
+  static constexpr bool IS_PACKED = false;
   const uint8_t* quants;
   const float *scales, *minima;
   int32_t zero;
@@ -91,57 +124,81 @@ ExpandedPanel<typename F::Kind> expand(const PackedPanel<F>& packed, int64_t uni
   for (int64_t unit = 0; unit < units; ++unit) {
     packed.ask_ahead(unit, units);
     for (int part = 0; part < PER; ++part) {
-      if constexpr (!F::IS_LARGE)
+      if constexpr (!F::IS_LARGE) {
+        ByteVec bytes[8];  // all of them before the first is stored, which might be where others are loaded from
         unrolled<8>([&](auto group) {
-          ByteVec bytes = packed.template group<group()>(unit, part);
-          std::memcpy(memory + unit * 512 + group() * 64 + part * 4 * LANES, &bytes, sizeof bytes);
+          bytes[group()] = packed.template group<group()>(unit, part);
+          if constexpr (SIGNED_DOT) bytes[group()] -= uint8_t(F::ZERO);
         });
+        unrolled<8>([&](auto group) {
+          std::memcpy(memory + unit * 512 + group() * 64 + part * 4 * LANES, &bytes[group()], sizeof(ByteVec));
+        });
+      }
       for (int block = 0; block < F::BLOCKS; ++block)
         store(scales + (unit * F::BLOCKS + block) * OUTPUTS + part * LANES, packed.scale(unit, block, part));
       if constexpr (F::MINIMA) store(minima + unit * OUTPUTS + part * LANES, packed.minimum(unit, part));
     }
   }
-  return {F::IS_LARGE ? packed.quants : memory, scales, minima, packed.zero};
+  return {F::IS_LARGE ? packed.quants : memory, scales, minima, SIGNED_DOT ? 0 : packed.zero};
 }
 
-constexpr int MAX_ROWS = LANES == 16 ? 8 : 4;    // rows whose sums fit the registers
-constexpr int PACKED_ROWS = LANES == 4 ? 4 : 2;  // for so many, taking a panel apart first costs more than it saves
+// Rows whose sums fit the registers, and parts of a panel that are walked together with so many rows. Where vectors are
+// short, few rows see the whole panel in one walk, as it lies in memory. More rows have sums and totals of one part in
+// registers, so that what is loaded and taken apart is so for all of them; where there is nothing to take apart, fewer
+// with two parts are quicker.
+template <class F, class Panel>
+constexpr int MAX_ROWS = LANES == 16 || (LANES == 4 && Panel::IS_PACKED && !F::IS_LARGE) ? 8 : 4;
+template <class F, int ROWS>
+constexpr int PARTS = LANES != 4 || ROWS <= 2 || F::IS_LARGE ? PER : ROWS <= 4 ? 2 : 1;
+constexpr int PACKED_ROWS = LANES == 4 ? 8 : 2;  // for so many, taking a panel apart first costs more than it saves
 
-// totals[row][16] of ROWS rows. Everything is unrolled: the sums must stay in registers.
+// totals[row][16] of ROWS rows, of some parts of a panel. Everything is unrolled: the sums must stay in registers.
 template <class F, int ROWS, class Panel>
-void some_rows(const Panel& panel, const QuantizedRows& x, int64_t first_row, float* totals) {
-  const int8_t* quants[ROWS];
-  for (int r = 0; r < ROWS; ++r) quants[r] = x.quants + (first_row + r) * x.units * UNIT;
-  Vec total[ROWS][PER] = {};
+__attribute__((noinline))  // among others' code the registers would not do
+void some_parts(const Panel& panel, const QuantizedRows& x, int64_t first_row, int first_part, float* totals) {
+  constexpr int PARTS = quire::PARTS<F, ROWS>;
+  const int part = PARTS == PER ? 0 : first_part;
+  constexpr bool LOADED = SIGNED_DOT && ROWS > 2;  // then all sums begin alike: ZERO is subtracted from the weights
+  const int8_t* quants = x.quants + first_row * x.units * UNIT;
+  const float* factors = x.factors + first_row * x.units * 2;
+  Vec total[ROWS][PARTS] = {};
   for (int64_t unit = 0; unit < x.units; ++unit) {
-    panel.ask_ahead(unit, x.units);
+    if (part == 0) panel.ask_ahead(unit, x.units);  // all in one walk, in the order of the memory
     unrolled<F::BLOCKS>([&](auto block) __attribute__((always_inline)) {
-      IntVec sums[ROWS][PER];
-      QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
-        const IntVec first = first_sum<F>(panel.zero, x, first_row + r, unit, block()) - IntVec{};
-        QUIRE_UNROLL for (int p = 0; p < PER; ++p) sums[r][p] = first;
-      }
+      IntVec sums[ROWS][PARTS];
+      QUIRE_UNROLL for (int r = 0; r < ROWS; ++r)
+        QUIRE_UNROLL for (int p = 0; p < PARTS; ++p)
+          sums[r][p] = LOADED ? loaded_magic_bits()
+                              : first_sum<F>(panel.zero, x, first_row + r, unit, block()) - IntVec{};
       unrolled<8 / F::BLOCKS>([&](auto i) __attribute__((always_inline)) {
         constexpr int GROUP = i() + 4 * block();
-        ByteVec weights[PER];
-        QUIRE_UNROLL for (int p = 0; p < PER; ++p) weights[p] = panel.template group<GROUP>(unit, p);
+        ByteVec weights[PARTS];
+        QUIRE_UNROLL for (int p = 0; p < PARTS; ++p) {
+          weights[p] = panel.template group<GROUP>(unit, part + p);
+          if constexpr (LOADED && Panel::IS_PACKED && !F::IS_LARGE) weights[p] -= uint8_t(panel.zero);
+        }
         QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
-          const Sixteen numbers(quants[r] + unit * UNIT + GROUP / 4 * 16);
-          QUIRE_UNROLL for (int p = 0; p < PER; ++p)
+          const Sixteen numbers(quants + (r * x.units + unit) * UNIT + GROUP / 4 * 16);
+          QUIRE_UNROLL for (int p = 0; p < PARTS; ++p)
             sums[r][p] = dot<F::IS_LARGE, GROUP % 4>(sums[r][p], weights[p], numbers);
         }
       });
-      QUIRE_UNROLL for (int p = 0; p < PER; ++p) {
-        Vec minimum = {};
-        const Vec scale = panel.scale(unit, block(), p);
-        if constexpr (F::MINIMA) minimum = panel.minimum(unit, p);
-        QUIRE_UNROLL for (int r = 0; r < ROWS; ++r)
-          total[r][p] = merge<F>(total[r][p], sums[r][p], scale, minimum, x, first_row + r, unit);
-      }
+      Vec scale[PARTS], minimum[PARTS] = {};
+      // Few rows go part by part: the next one's scales are loaded meanwhile.
+      constexpr int OUTER = LOADED ? ROWS : PARTS, INNER = LOADED ? PARTS : ROWS;
+      QUIRE_UNROLL for (int o = 0; o < OUTER; ++o)
+        QUIRE_UNROLL for (int i = 0; i < INNER; ++i) {
+          const int r = LOADED ? o : i, p = LOADED ? i : o;
+          if (r == 0) scale[p] = panel.scale(unit, block(), part + p);
+          if constexpr (F::MINIMA)
+            if (r == 0) minimum[p] = panel.minimum(unit, part + p);
+          const Factors<LOADED> own(factors + (r * x.units + unit) * 2);
+          total[r][p] = merge<F>(total[r][p], sums[r][p], scale[p], minimum[p], own);
+        }
     });
   }
-  for (int r = 0; r < ROWS; ++r)
-    for (int p = 0; p < PER; ++p) store(totals + r * OUTPUTS + p * LANES, total[r][p]);
+  QUIRE_UNROLL for (int r = 0; r < ROWS; ++r)
+    QUIRE_UNROLL for (int p = 0; p < PARTS; ++p) store(totals + r * OUTPUTS + (part + p) * LANES, total[r][p]);
 }
 
 template <class F, class Panel, int ROWS>
@@ -149,7 +206,18 @@ void up_to_rows(int64_t rows, const Panel& panel, const QuantizedRows& x, int64_
   if constexpr (ROWS > 1) {
     if (rows < ROWS) return up_to_rows<F, Panel, ROWS - 1>(rows, panel, x, first_row, totals);
   }
-  some_rows<F, ROWS>(panel, x, first_row, totals);
+  for (int part = 0; part < PER; part += PARTS<F, ROWS>) some_parts<F, ROWS>(panel, x, first_row, part, totals);
+}
+
+template <class F, class Panel>
+void all_rows(int64_t rows, const Panel& panel, const QuantizedRows& x, int64_t first_row, float* totals) {
+  constexpr int MOST = MAX_ROWS<F, Panel>;
+  for (int64_t row = 0; row < rows;) {
+    // One row for itself costs as much as three among others.
+    const int64_t count = MOST == 4 && rows - row == 5 ? 3 : std::min<int64_t>(rows - row, MOST);
+    up_to_rows<F, Panel, MOST>(count, panel, x, first_row + row, totals + row * OUTPUTS);
+    row += count;
+  }
 }
 
 #if defined(__AMX_INT8__) && defined(QUIRE_HAS_AMX) && defined(__AVX512VNNI__)
@@ -191,7 +259,8 @@ void rows_by_tiles(const ExpandedPanel<F>& panel, const QuantizedRows& x, int64_
           IntVec whole;
           std::memcpy(&whole, sums[i][r], sizeof whole);
           whole += first_sum<F>(panel.zero, x, first_row + row + r, unit, part);
-          total[r] = merge<F>(total[r], whole, scale, minimum, x, first_row + row + r, unit);
+          const Factors<false> own(x.factors + ((first_row + row + r) * x.units + unit) * 2);
+          total[r] = merge<F>(total[r], whole, scale, minimum, own);
         }
       }
     }
@@ -206,7 +275,7 @@ template <class F>
 void panel_totals(const uint8_t* data, const QuantizedRows& x, int64_t first_row, int64_t rows, bool use_amx,
                   float* totals) {
   const PackedPanel<F> packed{data, data + PanelShape<F>{x.units}.quant_bytes()};
-  if (rows <= PACKED_ROWS) return up_to_rows<F, PackedPanel<F>, PACKED_ROWS>(rows, packed, x, first_row, totals);
+  if (rows <= PACKED_ROWS) return all_rows<F>(rows, packed, x, first_row, totals);
   thread_local Scratch scratch;
   using Kind = typename F::Kind;
   using Panel = ExpandedPanel<Kind>;
@@ -216,8 +285,7 @@ void panel_totals(const uint8_t* data, const QuantizedRows& x, int64_t first_row
 #else
   (void)use_amx;
 #endif
-  for (int64_t row = 0; row < rows; row += MAX_ROWS)
-    up_to_rows<Kind, Panel, MAX_ROWS>(rows - row, panel, x, first_row + row, totals + row * OUTPUTS);
+  all_rows<Kind>(rows, panel, x, first_row, totals);
 }
 
 #define QUIRE_PANEL_TOTALS(F) \
