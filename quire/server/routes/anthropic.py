@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from quire.server.errors import ApiError, error_body
@@ -22,8 +22,8 @@ class MessageWriter(Writer[MessagesRequest]):
         self._has_begun = False
         self._is_clamped = self.call.prompts[0].is_clamped
 
-    def text_chunk(self, event: GenerationEvent) -> bytes | None:
-        return self._blocks.take_text(event)
+    def text_writer(self, index: int) -> Callable[[str], bytes | None]:
+        return self._blocks.take_text
 
     def chunks(self, event: GenerationEvent) -> Iterator[bytes]:
         if not self._has_begun:
@@ -125,10 +125,9 @@ class ContentBlocks:
             content.append({**block, "input": tool_input(text)} if kind == "tool_use" else {**block, kind: text})
         return content
 
-    def take_text(self, event: GenerationEvent) -> bytes | None:
-        """The event that tells of text for the open block, which is one of text; None for anything else."""
-        text = event.content
-        if self._kind != "text" or not text or event.reasoning or event.tool_calls or event.finish_reason is not None:
+    def take_text(self, text: str) -> bytes | None:
+        """The event that tells of text for the open block; None if that is of another kind."""
+        if self._kind != "text":
             return None
         if self._text_event is None:
             place = len(self._blocks) - 1

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeVar
 
 from quire.outputs import Logprob, TokenLogprobs
-from quire.server.generation import GenerationEvent
 from quire.server.http_responses import DONE, TextEvent, data_event
 from quire.server.lifecycle import Writer
 from quire.server.protocol.sampling import SamplingFields
@@ -26,7 +25,7 @@ class ChoicesWriter(Writer[RequestT]):
         options, body = self.body.stream_options, self.body
         # Where a chunk tells more than its text, it is different every time.
         tells_usage = options is not None and bool(options.continuous_usage_stats)
-        self._tells_more = tells_usage or bool(body.return_token_ids) or body.prompt_logprobs is not None
+        self._tells_text = not (tells_usage or body.return_token_ids or body.prompt_logprobs is not None)
         self._text_events: dict[int, TextEvent] = {}
         """How a choice that has begun goes on."""
 
@@ -34,15 +33,13 @@ class ChoicesWriter(Writer[RequestT]):
         """A choice that gained this text and nothing else."""
         raise NotImplementedError
 
-    def text_chunk(self, event: GenerationEvent) -> bytes | None:
-        prepared = self._text_events.get(event.index)
-        if prepared is None or event.finish_reason is not None or event.logprobs or event.tool_calls or event.reasoning:
-            return None
-        return prepared.write(event.content) if event.content else None
+    def text_writer(self, index: int) -> Callable[[str], bytes] | None:
+        prepared = self._text_events.get(index)
+        return None if prepared is None else prepared.write
 
     def begun(self, index: int) -> None:
         """Something was said of a choice: from now on most of its chunks differ in their text alone."""
-        if not self._tells_more and index not in self._text_events:
+        if self._tells_text and index not in self._text_events:
             self._text_events[index] = TextEvent(lambda text, _: self.chunk_of(self.text_choice(index, text)))
 
     def finish(self) -> Iterator[bytes]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from quire.outputs import TokenLogprobs
@@ -41,16 +41,19 @@ class ResponseWriter(Writer[ResponsesRequest]):
         """It has to wait until the response is stored, and its client must not hear of the end before."""
         return event.finish_reason is not None and self._stores_elsewhere
 
-    def text_chunk(self, event: GenerationEvent) -> bytes | None:
-        if not self._items.takes_text(event):
+    def text_writer(self, index: int) -> Callable[[str], bytes | None]:
+        return self._more_text
+
+    def _more_text(self, text: str) -> bytes | None:
+        if not self._items.takes_text:
             return None
         if self._text_item != len(self._items.items):
             self._text_item = len(self._items.items)
             self._text_event = TextEvent(lambda text, number: self._encode(self._items.text_delta(text), number))
         assert self._text_event is not None
-        self._items.add_text(event.content)
+        self._items.add_text(text)
         self._num_events += 1
-        return self._text_event.write(event.content, self._num_events - 1)
+        return self._text_event.write(text, self._num_events - 1)
 
     def chunks(self, event: GenerationEvent) -> Iterator[bytes]:
         for out in self._items.take(event):
@@ -184,10 +187,10 @@ class OutputItems:
         """Of tokens whose text has not come yet."""
         self._is_open = False
 
-    def takes_text(self, event: GenerationEvent) -> bool:
-        """Whether an event adds text to the message that is open, and nothing else."""
-        is_text = event.content and not event.reasoning and not event.tool_calls and event.finish_reason is None
-        return bool(is_text and self._is_open and not self._with_logprobs and self.items[-1]["type"] == "message")
+    @property
+    def takes_text(self) -> bool:
+        """Whether a message is open, so that more text is nothing but more of it."""
+        return self._is_open and not self._with_logprobs and bool(self.items[-1]["type"] == "message")
 
     def add_text(self, text: str) -> None:
         self._pieces.append(text)
