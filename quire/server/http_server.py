@@ -53,7 +53,7 @@ class HttpServer(uvicorn.Server):
         yield
 
     @property
-    def should_exit(self) -> bool:  # type: ignore[override]
+    def should_exit(self) -> bool:
         return self._exiting.is_set()
 
     @should_exit.setter
