@@ -34,7 +34,7 @@ from quire.config import EngineConfig
 from quire.errors import EngineError, QuireError
 from quire.frontend.progress import ModelBars
 from quire.models.load import Progress
-from quire.observe.cache_events import CacheEvents
+from quire.observe.cache_events import CacheEvents, window_of
 from quire.observe.explain import explain_request
 from quire.observe.explain_text import add_grammar
 from quire.observe.request_records import describe_request
@@ -291,6 +291,7 @@ def _ready(name: str, engine: Engine) -> messages.Ready:
         policy=scheduler.policy,
         fingerprint="fp_" + hashlib.sha256(identity.encode()).hexdigest()[:12],
         memory=EngineMemory(decoder.device).look(time.monotonic()),
+        window=window_of(scheduler),
     )
 
 
