@@ -1,8 +1,8 @@
 """Which blocks an engine has cached, told as they come and go: for whoever sends requests where their prompts lie.
 
 A block is cached as long as the device or the host tier has it and all those before it: without them nobody finds it.
-If all layers have windows, those before it are given up while it is still of use: then every block that is there is told
-of, and whoever listens looks for as many in a row as the window wants. `quire.observe.block_names` names it.
+If all layers have windows, those before it are given up while it is still of use: then every block that is there is
+told of, and whoever listens looks for as many in a row as the window wants. `quire.observe.block_names` names it.
 
 Whatever else explains the engine reads steps; this can't. A step names blocks by their numbers. What they hold, when it
 can be found (of several copies the first, from the commit on that fills it) and when no longer (a placement that fails
