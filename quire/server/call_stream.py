@@ -44,7 +44,7 @@ class StreamWriter(Protocol):
 
     def begin(self) -> Iterable[bytes]: ...
 
-    def text_writer(self, index: int) -> Callable[[str], bytes | None] | None: ...
+    def text_writer(self, index: int, is_reasoning: bool = False) -> Callable[[str], bytes | None] | None: ...
 
     def chunk(self, event: GenerationEvent) -> Iterable[bytes]: ...
 
@@ -125,7 +125,8 @@ class CallStream(EventStream):
             return
         write = self._writer.text_writer(event.index)
         if write is not None:
-            text = _NewText(self, event.index, self._direct, self._call.next_turn, write)
+            write_reasoning = self._writer.text_writer(event.index, is_reasoning=True)
+            text = _NewText(self, event.index, self._direct, self._call.next_turn, write, write_reasoning)
             self._texts[event.index] = text
             self._call.write_text_to(event.index, text)
 
@@ -151,7 +152,17 @@ class CallStream(EventStream):
 class _NewText:
     """What a choice gained in this turn of the event loop (`quire.server.engine_call.TextSink`)."""
 
-    __slots__ = ("_direct", "_index", "_next_turn", "_stream", "_text", "_token_ids", "_write")
+    __slots__ = (
+        "_direct",
+        "_index",
+        "_is_reasoning",
+        "_next_turn",
+        "_stream",
+        "_text",
+        "_token_ids",
+        "_write",
+        "_write_reasoning",
+    )
 
     def __init__(
         self,
@@ -160,38 +171,50 @@ class _NewText:
         direct: DirectBody,
         next_turn: NextTurn,
         write: Callable[[str], bytes | None],
+        write_reasoning: Callable[[str], bytes | None] | None,
     ) -> None:
         self._stream = stream
         self._index = index
         self._direct = direct
         self._next_turn = next_turn
         self._write = write
+        self._write_reasoning = write_reasoning
+        self._is_reasoning = False
         self._text = ""
         self._token_ids: tuple[int, ...] = ()
 
-    def push(self, text: str, token_ids: tuple[int, ...]) -> None:
-        if self._text:
+    def push(self, text: str, token_ids: tuple[int, ...], is_reasoning: bool = False) -> bool:
+        if not self._text:
+            if is_reasoning and self._write_reasoning is None:
+                return False
+            self._text = text
+            self._token_ids = token_ids
+            self._is_reasoning = is_reasoning
+            self._next_turn.add(self._tell)
+        elif is_reasoning == self._is_reasoning:
             self._text += text
             self._token_ids += token_ids
         else:
-            self._text = text
-            self._token_ids = token_ids
-            self._next_turn.add(self._tell)
+            return False
+        return True
 
     def _tell(self) -> None:
         """Writes it; if that can't be done now, an event tells of it."""
         text, self._text = self._text, ""
         stream, direct = self._stream, self._direct
-        if stream.is_idle and not direct.is_blocked:
+        write = self._write_reasoning if self._is_reasoning else self._write
+        if stream.is_idle and not direct.is_blocked and write is not None:
             try:
-                data = self._write(text)
+                data = write(text)
             except Exception as error:
                 stream.fail(error)
                 return
             if data is not None:
-                self._next_turn.write(direct.write, data)
+                if data:
+                    self._next_turn.write(direct.write, data)
                 return
-        stream.put_back(GenerationEvent(self._index, text, text, token_ids=self._token_ids))
+        content, reasoning = ("", text) if self._is_reasoning else (text, "")
+        stream.put_back(GenerationEvent(self._index, text, content, reasoning, token_ids=self._token_ids))
 
 
 async def _send_all(send: Send, pieces: Iterable[bytes]) -> None:

@@ -46,7 +46,8 @@ _FAILURES = ("error", "deadline", "abort")
 class TextSink(Protocol):
     """Takes what most tokens bring, more text for a choice, without an event being made of it."""
 
-    def push(self, text: str, token_ids: tuple[int, ...]) -> None: ...
+    def push(self, text: str, token_ids: tuple[int, ...], is_reasoning: bool = False) -> bool:
+        """Content or reasoning, and with which tokens it came; False if it does not take that."""
 
 
 class EngineCall(ABC):

@@ -140,9 +140,9 @@ class GenerationEvent(msgspec.Struct, frozen=True):
 
     @property
     def is_text(self) -> bool:
-        """It tells of more content and nothing else."""
-        more = self.reasoning or self.tool_calls or self.logprobs or self.finish_reason is not None
-        return bool(self.content) and not more
+        """It tells of more content, or more reasoning, and nothing else."""
+        more = self.tool_calls or self.logprobs or self.finish_reason is not None
+        return bool(self.content) != bool(self.reasoning) and not more
 
 
 def whole_choices(events: Iterable[GenerationEvent]) -> list[GenerationEvent]:

@@ -54,15 +54,15 @@ class Writer(ABC, Generic[RequestT]):
         """What comes before the first event."""
         return ()
 
-    def text_writer(self, index: int) -> Callable[[str], bytes | None] | None:
-        """Writes what most events of a choice tell: more text and nothing else; it gives None if other events must go
-        first. There is none before the choice has begun, and if its chunks tell more than text."""
+    def text_writer(self, index: int, is_reasoning: bool = False) -> Callable[[str], bytes | None] | None:
+        """Writes what most events of a choice tell: more content, or more reasoning, and nothing else; it gives None if
+        other events must go first. There is none before the choice has begun, and if its chunks tell more than text."""
         return None
 
     def chunk(self, event: GenerationEvent) -> Iterable[bytes]:
         """What is written for an event."""
-        write = self.text_writer(event.index) if event.is_text else None
-        written = None if write is None else write(event.content)
+        write = self.text_writer(event.index, bool(event.reasoning)) if event.is_text else None
+        written = None if write is None else write(event.content or event.reasoning)
         return self.chunks(event) if written is None else (written,)
 
     def chunks(self, event: GenerationEvent) -> Iterable[bytes]:

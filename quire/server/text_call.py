@@ -42,8 +42,10 @@ class _Answer:
     reader: AnswerReader
     index: int
     """Which choice it is, if not the best of several are chosen."""
+    taker: TextSink | None = None
+    """Who takes its text, once the first of it was told."""
     sink: TextSink | None = None
-    """Who takes its text, if that is all there is to tell and the first of it was told."""
+    """The same, if its text is all content from now on."""
     first_token: float | None = None
     last_token: float = 0.0
     num_tokens: int = 0
@@ -62,8 +64,8 @@ class _Answer:
         self.last_token = now
         self.num_tokens += 1
         self.usage.completion_tokens += 1
-        if text:
-            sink.push(text, token_ids)
+        if text and not sink.push(text, token_ids):
+            self.call.tell(GenerationEvent(self.index, text, text, "", (), token_ids))
 
 
 class TextCall(EngineCall):
@@ -115,16 +117,29 @@ class TextCall(EngineCall):
         text = answer.text.grow(token_ids)
         self._count(answer, len(token_ids), now)
         if answer.reader.is_plain:
-            self._emit(GenerationEvent(answer.index, text, text, "", (), token_ids))
-        else:
-            pieces = answer.reader.feed(text, False)
-            self._tell_pieces(answer.index, pieces, answer.reader.unmarked(text), token_ids)
+            answer.sink = answer.taker
+            self.tell(GenerationEvent(answer.index, text, text, "", (), token_ids))
+            return
+        pieces = answer.reader.feed(text, False)
+        taker = answer.taker
+        if taker is not None and len(pieces) == 1 and not self._events and not pieces[0].tool_calls:
+            content, reasoning, _ = pieces[0]
+            if not content and not reasoning:
+                return  # it is held back
+            if not (content and reasoning) and taker.push(content or reasoning, token_ids, bool(reasoning)):
+                return
+        self._tell_pieces(answer.index, pieces, answer.reader.unmarked(text), token_ids)
+        self._check_buffer()
+
+    def tell(self, event: GenerationEvent) -> None:
+        self._emit(event)
         self._check_buffer()
 
     def write_text_to(self, index: int, sink: TextSink) -> None:
         for answer in self._answers.values():
-            if answer.index == index and answer.reader.is_plain and answer.name in self._growing:
-                answer.sink = sink
+            if answer.index == index and answer.name in self._growing:
+                answer.taker = sink
+                answer.sink = sink if answer.reader.is_plain else None
 
     def count_gaps_soon(self) -> None:
         self.next_turn.add(self._metrics.count_gaps)
@@ -154,7 +169,7 @@ class TextCall(EngineCall):
         if delta.finish_reason is not None:
             self._unfinished.discard(update.request_id)
             self._growing.discard(update.request_id)
-            answer.sink = None
+            answer.taker = answer.sink = None
             if update.finish_reason is not None and update.metrics is not None:  # the engine ended it, no stop string
                 self._metrics.answer_finished(update.metrics, delta.finish_reason)
                 self.usage.rejected_tokens += update.metrics.drafted_tokens - update.metrics.accepted_tokens
@@ -198,6 +213,11 @@ class TextCall(EngineCall):
             answer.first_token = now
             self._metrics.tokens(count, now - self._arrival, True)
             self.record.timings.setdefault("first_token", round(now - self._arrival, 6))
+        elif count == 1:  # as in `_Answer.grow`
+            gap = now - answer.last_token
+            if not answer.gaps:
+                self.count_gaps_soon()
+            answer.gaps[gap] = answer.gaps.get(gap, 0) + 1
         else:
             self._metrics.tokens(count, now - answer.last_token, False)
         answer.last_token = now

@@ -97,6 +97,8 @@ EVENTS = [
     GenerationEvent(0, token_ids=(7,)),  # half a character
     text("a", 1),
     GenerationEvent(0, "b", reasoning="b", token_ids=(8,)),
+    GenerationEvent(0, "b", reasoning="b\n", token_ids=(8,)),
+    GenerationEvent(0, "bc", "c", "b", token_ids=(8, 5)),
     text("c"),
     text("d"),
     GenerationEvent(0, "{}", tool_calls=(ToolCallDelta(0, "c1", "f", "{}"),), token_ids=(9,)),
@@ -119,7 +121,10 @@ def test_a_prepared_event_has_the_bytes_of_any_other(name: str, monkeypatch: pyt
         written = quick.chunk(event)
         prepared += isinstance(written, tuple)
         assert b"".join(written) == b"".join(slow.chunks(event))
-    assert prepared >= (0 if name in ("chat with all usage", "chat with tokens") else 3)
+    if name in ("chat with all usage", "chat with tokens"):
+        assert prepared == 0
+    else:
+        assert prepared >= (3 if name.startswith("completions") else 4)  # those have no reasoning
 
 
 @given(anything, st.integers(0, 10**9))
@@ -219,7 +224,7 @@ class FakeCall(EngineCall):
     def say(self, *words: str) -> None:
         for word in words:
             if self._sink is not None and not self._events:
-                self._sink.push(word, (1,))
+                assert self._sink.push(word, (1,))
             else:
                 self._emit(text(word))
                 self._check_buffer()
@@ -256,7 +261,9 @@ class Words:
             raise RuntimeError("can't be written")
         return (event.content.encode(),)
 
-    def text_writer(self, index: int) -> Callable[[str], bytes | None] | None:
+    def text_writer(self, index: int, is_reasoning: bool = False) -> Callable[[str], bytes | None] | None:
+        if is_reasoning:
+            return lambda word: f"[{word}]".encode()
         return lambda word: None if word == "long" else b"".join(self.chunk(text(word)))
 
     def is_long_chunk(self, event: GenerationEvent) -> bool:
@@ -361,6 +368,21 @@ def test_what_takes_long_is_written_by_the_task_and_faults_are_told() -> None:
         call.say("bad")
 
     assert run_stream(scenario) == [b"<", b"long", b"a", b"long", b"!500"]
+
+
+def test_reasoning_and_content_of_one_turn_keep_their_order() -> None:
+    async def scenario(call: FakeCall, connection: Connection) -> None:
+        call.say("a")
+        await _turns()
+        assert call._sink is not None
+        assert all(call._sink.push(word, (1,), is_reasoning=True) for word in "rs")
+        assert not call._sink.push("c", (1,))
+        call._emit(text("c"))
+        await _turns()
+        assert call._sink.push("d", (1,))
+        call.over()
+
+    assert _run_stream(scenario, 100, True).all == [b"<", b"a", b"[rs]", b"c", b"d", b">"]
 
 
 def test_a_long_row_is_told_in_several_turns() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from quire.outputs import TokenLogprobs
@@ -41,11 +42,11 @@ class ResponseWriter(Writer[ResponsesRequest]):
         """It has to wait until the response is stored, and its client must not hear of the end before."""
         return event.finish_reason is not None and self._stores_elsewhere
 
-    def text_writer(self, index: int) -> Callable[[str], bytes | None]:
-        return self._more_text
+    def text_writer(self, index: int, is_reasoning: bool = False) -> Callable[[str], bytes | None]:
+        return partial(self._extend, "reasoning" if is_reasoning else "message")
 
-    def _more_text(self, text: str) -> bytes | None:
-        if not self._items.takes_text:
+    def _extend(self, kind: str, text: str) -> bytes | None:
+        if not self._items.takes_text(kind):
             return None
         if self._text_item != len(self._items.items):
             self._text_item = len(self._items.items)
@@ -187,16 +188,17 @@ class OutputItems:
         """Of tokens whose text has not come yet."""
         self._is_open = False
 
-    @property
-    def takes_text(self) -> bool:
-        """Whether a message is open, so that more text is nothing but more of it."""
-        return self._is_open and not self._with_logprobs and bool(self.items[-1]["type"] == "message")
+    def takes_text(self, kind: str) -> bool:
+        """Whether an item of this kind is open, so that more text is nothing but more of it."""
+        return self._is_open and not self._with_logprobs and bool(self.items[-1]["type"] == kind)
 
     def add_text(self, text: str) -> None:
         self._pieces.append(text)
 
     def text_delta(self, text: str) -> Event:
         """The event that tells of it."""
+        if self.items[-1]["type"] == "reasoning":
+            return self._event("response.reasoning_text.delta", content_index=0, delta=text)
         return self._event("response.output_text.delta", content_index=0, delta=text, logprobs=[])
 
     def take(self, event: GenerationEvent) -> Iterator[Event]:
