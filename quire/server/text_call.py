@@ -45,7 +45,9 @@ class _Answer:
     taker: TextSink | None = None
     """Who takes its text, once the first of it was told."""
     sink: TextSink | None = None
-    """The same, if its text is all content from now on."""
+    """The same, if there is nothing in its text but content and, before it, what `splitter` finds."""
+    splitter: ReasoningSplitter | None = None
+    """Of the reader, as long as there is reasoning or may be."""
     first_token: float | None = None
     last_token: float = 0.0
     num_tokens: int = 0
@@ -64,8 +66,19 @@ class _Answer:
         self.last_token = now
         self.num_tokens += 1
         self.usage.completion_tokens += 1
-        if text and not sink.push(text, token_ids):
-            self.call.tell(GenerationEvent(self.index, text, text, "", (), token_ids))
+        splitter = self.splitter
+        if splitter is None:
+            content, reasoning = text, ""
+        else:
+            self.usage.reasoning_tokens += splitter.is_reasoning
+            reasoning, content = splitter.feed(text)
+            if splitter.is_over:
+                self.splitter = None
+                self.reader.is_plain = True
+        if not content and not reasoning:
+            return  # half a character, or what may begin a tag
+        if (content and reasoning) or not sink.push(content or reasoning, token_ids, bool(reasoning)):
+            self.call.tell(GenerationEvent(self.index, text, content, reasoning, (), token_ids))
 
 
 class TextCall(EngineCall):
@@ -117,10 +130,10 @@ class TextCall(EngineCall):
         text = answer.text.grow(token_ids)
         self._count(answer, len(token_ids), now)
         if answer.reader.is_plain:
-            answer.sink = answer.taker
             self.tell(GenerationEvent(answer.index, text, text, "", (), token_ids))
             return
         pieces = answer.reader.feed(text, False)
+        answer.splitter = None if answer.reader.is_plain else answer.splitter
         taker = answer.taker
         if taker is not None and len(pieces) == 1 and not self._events and not pieces[0].tool_calls:
             content, reasoning, _ = pieces[0]
@@ -138,8 +151,10 @@ class TextCall(EngineCall):
     def write_text_to(self, index: int, sink: TextSink) -> None:
         for answer in self._answers.values():
             if answer.index == index and answer.name in self._growing:
+                reader = answer.reader
                 answer.taker = sink
-                answer.sink = sink if answer.reader.is_plain else None
+                answer.sink = sink if reader.parser is None and not reader.special_mark else None
+                answer.splitter = None if reader.is_plain else reader.splitter
 
     def count_gaps_soon(self) -> None:
         self.next_turn.add(self._metrics.count_gaps)
