@@ -113,9 +113,13 @@ class CallStream(EventStream):
             self._call.put_back(events)
             self._wake()
             return
-        data = b"".join([piece for event in events for piece in writer.chunk(event)])
+        if len(events) == 1:
+            data = b"".join(writer.chunk(events[0]))
+        else:
+            data = b"".join([piece for event in events for piece in writer.chunk(event)])
         for event in events:
-            self._begun(event)
+            if event.index not in self._texts:
+                self._begun(event)
         if data:
             self._call.next_turn.write(direct.write, data)
 

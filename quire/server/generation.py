@@ -138,12 +138,6 @@ class GenerationEvent(msgspec.Struct, frozen=True):
     vector: bytes = b""
     """Of a text to embed: float32, little-endian, of length 1."""
 
-    @property
-    def is_text(self) -> bool:
-        """It tells of more content, or more reasoning, and nothing else."""
-        more = self.tool_calls or self.logprobs or self.finish_reason is not None
-        return bool(self.content) != bool(self.reasoning) and not more
-
 
 def whole_choices(events: Iterable[GenerationEvent]) -> list[GenerationEvent]:
     """All events of each choice joined to one, by index."""

@@ -61,9 +61,14 @@ class Writer(ABC, Generic[RequestT]):
 
     def chunk(self, event: GenerationEvent) -> Iterable[bytes]:
         """What is written for an event."""
-        write = self.text_writer(event.index, bool(event.reasoning)) if event.is_text else None
-        written = None if write is None else write(event.content or event.reasoning)
-        return self.chunks(event) if written is None else (written,)
+        text, reasoning = event.content, event.reasoning
+        is_more = event.tool_calls or event.logprobs or event.finish_reason is not None
+        if not is_more and (not text or not reasoning):
+            write = self.text_writer(event.index, bool(reasoning))
+            written = write(text or reasoning) if write is not None and (text or reasoning) else None
+            if written is not None:
+                return (written,)
+        return self.chunks(event)
 
     def chunks(self, event: GenerationEvent) -> Iterable[bytes]:
         """The same for events of all kinds."""

@@ -245,7 +245,7 @@ class TextCall(EngineCall):
 
     def _read(self, index: int, reader: AnswerReader, found: RequestDelta | Completion, why: str | int | None) -> None:
         """Makes events of what is new of a choice, or (best_of) of all of it. `why` it stopped, if it did."""
-        reason = cast(FinishReason | None, found.finish_reason)
+        reason = cast("FinishReason | None", found.finish_reason)
         text, token_ids, logprobs = found.text, found.token_ids, found.logprobs or ()
         pieces = reader.feed(text, reason is not None, is_cut=reason == "length")
         if reader.is_over:
