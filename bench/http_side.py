@@ -10,6 +10,7 @@ What is printed, for each number of streams and of HTTP workers:
 
     python bench/http_side.py
     python bench/http_side.py --api responses --workers 1 --streams 256
+    python bench/http_side.py --reasoning --workers 1 --streams 256 --rate 0
     python bench/http_side.py --workers 1 --streams 256 --profile profile.txt
 
 Engine, HTTP processes and clients share this machine's cores: with fewer cores than processes the rate says little, and
@@ -117,7 +118,7 @@ class Stream(asyncio.Protocol):
             self._began.release()
 
 
-def write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path, reasons: bool = False) -> None:
     """A model folder as far as the HTTP side reads it: words of this file, and a chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -128,6 +129,8 @@ def write_tokenizer(folder: Path) -> None:
     assert tokenizer.get_vocab_size() == FIRST_ID + NUM_IDS
     tokenizer.save(str(folder / "tokenizer.json"))
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    if reasons:  # and never comes to an end of it
+        template += "{# </think> #}<think>"
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").touch()
@@ -264,6 +267,7 @@ def main() -> None:
     parser.add_argument("--calm-rate", type=float, default=4000.0, help="the same for the calm load; 0: none")
     parser.add_argument("--seconds", type=float, default=1.5, help="for each load")
     parser.add_argument("--looking", type=int, default=8, help="streams whose tokens' delay is looked at")
+    parser.add_argument("--reasoning", action="store_true", help="tokens are of a model's reasoning, not of its answer")
     parser.add_argument("--profile", default="", help="write what one process spends its time on there (workers: 1)")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server must not be left behind
@@ -277,7 +281,7 @@ def main() -> None:
         for workers in options.workers:
             with tempfile.TemporaryDirectory() as name:
                 board = Board(Path(name) / "board")
-                write_tokenizer(Path(name))
+                write_tokenizer(Path(name), options.reasoning)
                 with server(workers, Path(name), options.profile) as (process, port):
                     figures = uvloop.run(run(port, process, board, options, num_streams))
             shown = "        ".join(map(str, figures))

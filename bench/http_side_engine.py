@@ -99,13 +99,13 @@ def run(config: messages.EngineProcessConfig) -> None:
         now = time.monotonic()
         if names and rate and now >= due:
             tokens = (board.make(step),)
-            out.updates = [RequestUpdate(name, tokens) for name in names]
+            out.add_updates([RequestUpdate(name, tokens) for name in names])
             out.steps = [StepSummary(step, now, 0, 0, 0, len(names), 0, 0, 0.0)]
             step += 1
             due = max(due + len(names) / rate, now - 0.05)  # what was missed is caught up with, up to a point
         elif is_idle:
             due = now
-        if out.accepted or out.updates:
+        if out.accepted or out.has_updates:
             events.send(messages.encode(out))
 
 

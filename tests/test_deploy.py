@@ -3,6 +3,7 @@ schema, and every command in it by the command line it is for."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import re
@@ -93,6 +94,17 @@ class TestDockerfile:
         entries = [json.loads(one["value"]) for one in self.structure if one["instruction"] == "ENTRYPOINT"]
         assert entries == [["tini", "--", "quire"], []]
 
+    def test_its_health_is_asked_for_where_the_server_answers(self) -> None:
+        own, none = (one["value"] for one in self.structure if one["instruction"] == "HEALTHCHECK")
+        assert none == "NONE"
+        command = json.loads(own.partition("CMD ")[2])
+        compile(command[2], "HEALTHCHECK", "exec")
+        path, port = re.search(r"http://127.0.0.1:(\d+)(/\w+)'", command[2]).group(2, 1)  # type: ignore[union-attr]
+        (exposed,) = (one["value"] for one in self.structure if one["instruction"] == "EXPOSE")
+        (first, *_) = (json.loads(one["value"]) for one in self.structure if one["instruction"] == "CMD")
+        assert (path, port) == ("/health", exposed)
+        assert parse_quire(first)["port"] == int(exposed)
+
     def test_it_does_not_run_as_root(self) -> None:
         last = ""
         users = {}
@@ -146,6 +158,7 @@ class TestCompose:
         options = parse_quire([with_defaults(part) for part in service["command"]])
         assert options["replicas"] == 1
         assert options["api_key_file"] == Path("/run/secrets/api_key")
+        assert service["ports"] == [f"127.0.0.1:{options['port']}:{options['port']}"]
         assert service["build"]["target"] == service["profiles"][0] == name.removeprefix("quire-")
         assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
         assert service["networks"]["default"]["aliases"] == ["quire"]
@@ -169,7 +182,10 @@ class TestCompose:
                 assert port.startswith("127.0.0.1:"), "reached from this machine alone, unless somebody wants more"
 
     def test_prometheus_finds_the_server(self) -> None:
-        (job,) = read_yaml("prometheus/prometheus.yml")["scrape_configs"]
+        config = read_yaml("prometheus/prometheus.yml")
+        assert set(config) == {"global", "scrape_configs"}
+        (job,) = config["scrape_configs"]
+        assert set(job) == {"job_name", "authorization", "static_configs"}, "and metrics_path is /metrics"
         assert job["static_configs"] == [{"targets": ["quire:8000"]}]
         assert job["authorization"]["credentials_file"] == "/run/secrets/api_key"
         assert "api_key" in self.compose["services"]["prometheus"]["secrets"]
@@ -184,6 +200,15 @@ class TestCompose:
         assert targets[dashboard] == "./grafana/quire.json"
         home = self.compose["services"]["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
         assert home == dashboard
+        shown = json.loads((DEPLOY / "grafana" / "quire.json").read_text())
+        sources = {
+            target.get("datasource", panel["datasource"])["uid"]
+            for panel in shown["panels"]
+            for target in panel["targets"]
+        }
+        (chosen,) = (one for one in shown["templating"]["list"] if one["type"] == "datasource")
+        assert sources == {f"${{{chosen['name']}}}"}
+        assert chosen["query"] == source["type"]
 
 
 class TestRay:
@@ -197,7 +222,10 @@ class TestRay:
         applications = self.applications()
         assert len(applications) == 2
         for application in applications:
-            assert application["import_path"] == "quire.cluster.ray_app:build"
+            module, _, name = application["import_path"].partition(":")
+            code = ast.parse((ROOT / module.replace(".", "/")).with_suffix(".py").read_text())  # Ray may be absent
+            (build,) = (one for one in code.body if isinstance(one, ast.FunctionDef) and one.name == name)
+            assert [one.arg for one in build.args.args] == ["args"]
             settings = RaySettings.of(application["args"])
             assert settings.bundle == {"CPU": 1.0, "GPU": 1.0}
             EngineConfig.of(settings.engine)
@@ -231,6 +259,23 @@ class TestRay:
             group["template"]["spec"]["containers"][0]["volumeMonts"] = []
             with pytest.raises(jsonschema.ValidationError, match="volumeMonts"):
                 validator.validate(group["template"])
+
+    def test_the_image_has_what_the_manifest_names(self) -> None:
+        """Ray's version, and the key that its comments make."""
+        text, cluster = (DEPLOY / "kuberay.yaml").read_text(), read_yaml("kuberay.yaml")["spec"]["rayClusterConfig"]
+        version = re.search(r"ARG RAY_VERSION=(\S+)", (DEPLOY / "Dockerfile").read_text())
+        assert version is not None
+        assert version[1] == cluster["rayVersion"]
+        least = re.search(r'"ray\[data,serve\]>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+        assert least is not None
+        assert [*map(int, version[1].split("."))] >= [*map(int, least[1].split("."))]
+        made = re.search(r"create secret generic (\S+) --from-file=(\w+)=", text)
+        assert made is not None
+        settings = RaySettings.of(self.applications()[1]["args"])
+        assert settings.api_key_file == f"/etc/quire/{made[2]}"
+        for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+            (key,) = (one for one in group["template"]["spec"]["volumes"] if one["name"] == "key")
+            assert key["secret"] == {"secretName": made[1]}
 
     def test_the_cluster_has_room_for_the_engines(self) -> None:
         cluster = read_yaml("kuberay.yaml")["spec"]["rayClusterConfig"]

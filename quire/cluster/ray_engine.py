@@ -35,11 +35,6 @@ _WAITING_MESSAGES = 1000
 class _ProcessLink(EngineLink):
     """To the process beside the actor; messages stay encoded."""
 
-    async def receive_bytes(self) -> bytes:
-        assert self._events is not None
-        data: bytes = await self._events.recv()
-        return data
-
     def send_bytes(self, data: bytes) -> None:
         assert self._commands is not None
         self._commands.send(data, zmq.NOBLOCK)

@@ -42,9 +42,8 @@ class AnswerText:
 
     def grow(self, token_ids: Sequence[int]) -> str:
         """`read` for an answer without stop strings and scores that goes on: the text that is certain now."""
-        text = ""
-        for token_id in token_ids:  # mostly one
-            text += self.detokenizer.push(token_id)
+        push = self.detokenizer.push
+        text = push(token_ids[0]) if len(token_ids) == 1 else "".join(map(push, token_ids))
         self.token_ids += token_ids
         if text:
             self.pieces.append(text)

@@ -41,7 +41,17 @@ class ReasoningSplitter:
         """The text so far ends inside the reasoning."""
         return self._state in ("opened", "reasoning")
 
+    @property
+    def is_over(self) -> bool:
+        """All that follows is content."""
+        return self._state == "content"
+
     def feed(self, text: str) -> SplitText:
+        if self._state == "reasoning" and text and not self._held and END[0] not in text and text[-1] not in WHITE:
+            # Most pieces: nothing in it ends the reasoning, or may begin to.
+            reasoned = "".join([*self._space, text])
+            self._space.clear()
+            return SplitText(reasoned, "")
         text = self._held + text
         self._held = ""
         reasoning: list[str] = []
@@ -108,10 +118,10 @@ class ReasoningSplitter:
 
 def open_end(text: str, start: int, mark: str) -> int:
     """Where in `text[start:]` an end begins that `mark` may begin with; the text's length if nowhere."""
-    for position in range(max(start, len(text) - len(mark) + 1), len(text)):
-        if mark.startswith(text[position:]):
-            return position
-    return len(text)
+    position = text.find(mark[0], max(start, len(text) - len(mark) + 1))
+    while position >= 0 and not mark.startswith(text[position:]):
+        position = text.find(mark[0], position + 1)
+    return position if position >= 0 else len(text)
 
 
 def thinks(template_source: str) -> bool:

@@ -1,7 +1,8 @@
 """Which blocks an engine has cached, told as they come and go: for whoever sends requests where their prompts lie.
 
 A block is cached as long as the device or the host tier has it and all those before it: without them nobody finds it.
-`quire.observe.block_names` names it.
+If all layers have windows, those before it are given up while it is still of use: then every block that is there is
+told of, and whoever listens looks for as many in a row as the window wants. `quire.observe.block_names` names it.
 
 Whatever else explains the engine reads steps; this can't. A step names blocks by their numbers. What they hold, when it
 can be found (of several copies the first, from the commit on that fills it) and when no longer (a placement that fails
@@ -15,6 +16,7 @@ from __future__ import annotations
 from quire.engine.block_key import BlockKey
 from quire.engine.block_manager import BlockManager
 from quire.engine.block_pool import Block
+from quire.engine.config import SchedulerConfig
 from quire.engine.host_tier import HostTier
 from quire.engine.prefix_cache import PrefixCache
 from quire.observe.block_names import BlockNamer, pack_names
@@ -90,7 +92,12 @@ class _Stored:
         self.next: list[bytes] = []
         """The digests of those behind it."""
         self.is_told = False
-        """Whether it counts as cached: those before it are there."""
+        """Whether it counts as cached."""
+
+
+def window_of(config: SchedulerConfig) -> int:
+    """How many tokens the layers look back, if all of them have windows; else 0."""
+    return config.window if config.num_windowed == config.num_groups else 0
 
 
 class CacheEvents:
@@ -102,6 +109,7 @@ class CacheEvents:
         self._cache = blocks.cache = _Cache(blocks.block_size, self._changed)
         self._tier = blocks.host = _Tier(blocks.host.num_slots, self._changed)
         self._namer = BlockNamer(blocks.block_size)
+        self._tells_all = window_of(blocks.config) > 0
         self._stored: dict[bytes, _Stored] = {}
         """By digest."""
         self._orphans: dict[bytes, list[bytes]] = {}
@@ -130,7 +138,7 @@ class CacheEvents:
             parent.next.append(key.digest)
         elif before is not None:
             self._orphans.setdefault(before, []).append(key.digest)
-        if before is None or (parent is not None and parent.is_told):
+        if self._tells_all or before is None or (parent is not None and parent.is_told):
             self._tell(block, True, come, gone)
 
     def _remove(self, digest: bytes, come: dict[int, None], gone: dict[int, None]) -> None:
@@ -155,7 +163,8 @@ class CacheEvents:
                 del other[one.name]
             else:
                 told[one.name] = None
-            left += [self._stored[digest] for digest in one.next]
+            if not self._tells_all:
+                left += [self._stored[digest] for digest in one.next]
 
     def _name(self, key: BlockKey) -> int:
         """By that of its parent, which nearly always is stored."""

@@ -120,6 +120,9 @@ class ServerMetrics:
         # Every token comes by here.
         self._generated = self._counters["vllm:generation_tokens"]
         self._between_tokens = self._histograms["vllm:inter_token_latency_seconds"]
+        self.gaps: dict[float, int] = {}
+        """Seconds between two tokens of an answer, and how many times, that `count_gaps` is to count: what a step gave
+        to all who got the one before, too, is one number."""
         registry.show_as("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
 
     def text(self) -> bytes:
@@ -203,6 +206,13 @@ class ServerMetrics:
             self._observe("vllm:time_to_first_token_seconds", seconds)
         else:
             self._between_tokens.observe(seconds / count, count)
+
+    def count_gaps(self) -> None:
+        """Counts tokens that were not the first of their answers, and came one by one."""
+        for seconds, count in self.gaps.items():
+            self._generated.inc(count)
+            self._between_tokens.observe(seconds, count)
+        self.gaps.clear()
 
     def answer_finished(self, metrics: RequestMetrics, reason: str) -> None:
         self._finished.labels(**self._labels, finished_reason=reason).inc()

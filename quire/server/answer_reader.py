@@ -44,7 +44,7 @@ class AnswerReader:
     """What stands before special tokens in the text it reads."""
     num_calls: int = 0
     is_plain: bool = field(init=False)
-    """All of the text is content."""
+    """All of the text is content, from now on."""
     is_over: bool = False
     """A call was repeated: whatever else is written counts for nothing."""
     _calls: list[_Call] = field(default_factory=list)
@@ -61,8 +61,8 @@ class AnswerReader:
     @property
     def is_reasoning(self) -> bool:
         """The text so far ends inside the reasoning."""
-        readers = self.splitter, self.parser
-        return any(one is not None and one.is_reasoning for one in readers)
+        is_thinking = self.splitter is not None and self.splitter.is_reasoning
+        return is_thinking or (self.parser is not None and self.parser.is_reasoning)
 
     def feed(self, text: str, is_last: bool, is_cut: bool = False) -> list[Pieces]:
         """What is in a piece of text, in the order in which it was written. `is_last`: no more follows, so what was
@@ -74,6 +74,7 @@ class AnswerReader:
                 rest = self.splitter.finish()
                 reasoning, content = reasoning + rest.reasoning, content + rest.content
         if self.parser is None:
+            self.is_plain = not self.special_mark and (self.splitter is None or self.splitter.is_over)
             return [Pieces(content, reasoning)]
         deltas = self.parser.feed(content) if content else []
         if is_last:

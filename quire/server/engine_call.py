@@ -20,7 +20,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from quire.errors import NO_TOKEN_LEFT
 from quire.frontend.tokenizer import Tokenizer
@@ -34,12 +34,20 @@ from quire.server.engine_client import Engines
 from quire.server.errors import ApiError
 from quire.server.generation import GenerationEvent, GenerationRequest, Usage, join_events
 from quire.server.guard.admission import Ticket
+from quire.server.listeners import Grow
 from quire.server.messages import AddRequest, Refused, pack_tokens
 from quire.server.prompts import EncodedPrompt
 from quire.server.tasks import NextTurn
 from quire.step import RequestUpdate
 
 _FAILURES = ("error", "deadline", "abort")
+
+
+class TextSink(Protocol):
+    """Takes what most tokens bring, more text for a choice, without an event being made of it."""
+
+    def push(self, text: str, token_ids: tuple[int, ...], is_reasoning: bool = False) -> bool:
+        """Content or reasoning, and with which tokens it came; False if it does not take that."""
 
 
 class EngineCall(ABC):
@@ -90,6 +98,8 @@ class EngineCall(ABC):
             self._request_ids = [request.response_id]
         self._waiting = deque(range(len(prompts)))
         """Prompts the engine was not given yet."""
+        self._events: list[GenerationEvent] = []
+        """That wait for the reader; the same list all the time."""
         self._undecided: set[str] = set()
         """Requests the engine has neither accepted nor refused."""
         self._names = [self._prepare(number, name) for number, name in enumerate(self._request_ids)]
@@ -97,7 +107,6 @@ class EngineCall(ABC):
         self._unfinished = set(self._prompt_of)
         self._started: set[str] = set()
         self._cached: list[int | None] = [None] * len(prompts)
-        self._events: list[GenerationEvent] = []
         self._silent = set(range(len(prompts) * request.params.n))
         """Choices of which no event was taken yet."""
         self._num_buffered = 0
@@ -136,13 +145,20 @@ class EngineCall(ABC):
 
     def take(self) -> list[GenerationEvent]:
         """What has come and was not taken yet, in as few events as tell it; the first of a choice is one of its own."""
-        events, self._events, self._num_buffered = self._events, [], 0
+        events, self._num_buffered = self._events.copy(), 0
+        self._events.clear()
         return events if len(events) == 1 and not self._silent else join_events(events, self._silent)
 
     def put_back(self, events: Sequence[GenerationEvent]) -> None:
-        """What was taken too early."""
-        self._events[:0] = events
-        self._num_buffered += sum(len(event.token_ids) for event in events)
+        """What was taken too early. If that has become too much, the call ends."""
+        if not self._is_over or self._error is None:
+            self._events[:0] = events
+            self._num_buffered += sum(len(event.token_ids) for event in events)
+            self._check_buffer()
+
+    def write_text_to(self, index: int, sink: TextSink) -> None:
+        """Whether the text of a choice comes as events or, as long as none wait, by `sink` makes no difference."""
+        return
 
     def raise_error(self) -> None:
         """Raises what ended it, if it did not end well."""
@@ -216,6 +232,9 @@ class EngineCall(ABC):
             self._end("finished")
         else:
             self._check_buffer()
+
+    def grower(self, name: str) -> Grow:
+        return lambda token_ids, now: self.update(RequestUpdate(name, token_ids))
 
     def _check_buffer(self) -> None:
         """A stream that nobody reads ends."""

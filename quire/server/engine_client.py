@@ -269,7 +269,7 @@ class EngineClient:
                     return event.message
                 if isinstance(event, messages.Updates):
                     self._take_updates(event)
-                    num_updates += len(event.updates)
+                    num_updates += len(event.grown) + len(event.updates)
                 elif isinstance(event, messages.Described):
                     future = self._tickets.get(event.ticket)
                     if future is not None and not future.done():

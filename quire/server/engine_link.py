@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 import quire
 from quire.errors import EngineError, QuireError
@@ -53,9 +52,9 @@ class EngineLink:
         self._folder = contextlib.ExitStack()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._commands: zmq.Socket[bytes] | None = None
-        self._events: zmq.asyncio.Socket | None = None
-        self._received: zmq.Socket[bytes] | None = None
-        """The same socket, for those who don't wait."""
+        self._events: zmq.Socket[bytes] | None = None
+        self._readable: asyncio.Future[None] | None = None
+        """Of who waits for an event."""
         self._broken = asyncio.Event()
         self._fault = ""
         self._last_heard = 0.0
@@ -79,12 +78,12 @@ class EngineLink:
         self._context = zmq.Context()
         self._commands = self._context.socket(zmq.PUSH)
         self._commands.set_hwm(0)  # bounded by admission: as many as there are requests
-        self._events = zmq.asyncio.Context.shadow(self._context).socket(zmq.PULL)
+        self._events = self._context.socket(zmq.PULL)
         self._events.set_hwm(1000)
-        self._received = zmq.Socket.shadow(self._events.underlying)
         commands, events = (f"ipc://{folder}/{name}" for name in ("commands", "events"))
         self._commands.bind(commands)
         self._events.bind(events)
+        asyncio.get_running_loop().add_reader(self._events.fileno(), self._is_readable)
         paths = [str(Path(quire.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -112,16 +111,34 @@ class EngineLink:
             await stdin.drain()
 
     async def receive(self) -> Event:
-        assert self._events is not None
-        return _decode(await self._events.recv())
+        return _decode(await self.receive_bytes())
 
     def receive_now(self) -> Event | None:
         """What has come already; None if nothing has."""
-        assert self._received is not None
+        data = self._bytes_now()
+        return None if data is None else _decode(data)
+
+    async def receive_bytes(self) -> bytes:
+        """The next event as it came. (zmq.asyncio does the same in several turns of the event loop.)"""
+        while (data := self._bytes_now()) is None:
+            # The socket's descriptor tells of what comes from now on, since nothing was left.
+            self._readable = asyncio.get_running_loop().create_future()
+            try:
+                await self._readable
+            finally:
+                self._readable = None
+        return data
+
+    def _bytes_now(self) -> bytes | None:
+        assert self._events is not None
         try:
-            return _decode(self._received.recv(zmq.NOBLOCK))
+            return self._events.recv(zmq.NOBLOCK)
         except zmq.Again:
             return None
+
+    def _is_readable(self) -> None:
+        if self._readable is not None and not self._readable.done():
+            self._readable.set_result(None)
 
     def send(self, command: Command) -> None:
         """Never blocks, never raises: `broken` tells of a command that could not be sent."""
@@ -178,9 +195,10 @@ class EngineLink:
     async def _close_sockets(self) -> None:
         if self._context is not None:
             if self._events is not None:
+                asyncio.get_running_loop().remove_reader(self._events.fileno())
                 self._events.close(linger=0)
             self._context.destroy(linger=0)
-            self._context = self._commands = self._events = self._received = None
+            self._context = self._commands = self._events = None
 
     async def _first_event(self) -> Ready:
         self._last_heard = self._clock.now

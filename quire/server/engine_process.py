@@ -34,7 +34,7 @@ from quire.config import EngineConfig
 from quire.errors import EngineError, QuireError
 from quire.frontend.progress import ModelBars
 from quire.models.load import Progress
-from quire.observe.cache_events import CacheEvents
+from quire.observe.cache_events import CacheEvents, window_of
 from quire.observe.explain import explain_request
 from quire.observe.explain_text import add_grammar
 from quire.observe.request_records import describe_request
@@ -206,11 +206,11 @@ class EngineLoop:
     def _send_updates(self, requests: EngineRequests, updates: list[RequestUpdate], engine: Engine) -> None:
         out = self._out
         out.updates, out.accepted, out.refused = requests.take()
-        for update in updates:
-            # Why a step failed is for the log: it may hold anything.
-            hidden = update.error and update.request_id in self._failed_names
-            out.updates.append(update._replace(error=_STEP_FAILED) if hidden else update)
-        if not (out.updates or out.accepted or out.refused or out.steps or requests.is_compiling):
+        if self._failed_names:  # why a step failed is for the log: it may hold anything
+            hidden = self._failed_names
+            updates = [one._replace(error=_STEP_FAILED) if one.error and one[0] in hidden else one for one in updates]
+        out.add_updates(updates)
+        if not (out.has_updates or out.accepted or out.refused or out.steps or requests.is_compiling):
             return
         out.num_free_blocks = engine.core.scheduler.blocks.pool.num_free
         if self._memory is not None:
@@ -291,6 +291,7 @@ def _ready(name: str, engine: Engine) -> messages.Ready:
         policy=scheduler.policy,
         fingerprint="fp_" + hashlib.sha256(identity.encode()).hexdigest()[:12],
         memory=EngineMemory(decoder.device).look(time.monotonic()),
+        window=window_of(scheduler),
     )
 
 

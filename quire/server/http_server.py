@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import resource
@@ -30,6 +31,7 @@ _SILENCE = 1.0
 """Seconds without requests, after which nobody is expected for as long as it takes to tidy up: some tens of
 milliseconds."""
 _TIDY_INTERVAL = 5.0
+_TICK = 1.0
 
 
 class HttpServer(uvicorn.Server):
@@ -39,6 +41,7 @@ class HttpServer(uvicorn.Server):
     """Called when connections are accepted."""
 
     def __init__(self, config: uvicorn.Config) -> None:
+        self._exiting = asyncio.Event()
         super().__init__(config)
         self._collector = IdleCollector(time.monotonic(), _TIDY_INTERVAL)
         self._last_busy = time.monotonic()
@@ -49,10 +52,21 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
-    async def on_tick(self, counter: int) -> bool:
-        """Ten times a second."""
-        self._tidy(time.monotonic())
-        return await super().on_tick(counter)
+    @property
+    def should_exit(self) -> bool:
+        return self._exiting.is_set()
+
+    @should_exit.setter
+    def should_exit(self, value: bool) -> None:
+        if value:
+            self._exiting.set()
+
+    async def main_loop(self) -> None:
+        """Once a second. uvicorn's own looks ten times a second whether it should exit, in every process there is."""
+        while not await self.on_tick(0):
+            self._tidy(time.monotonic())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._exiting.wait(), _TICK)
 
     def _tidy(self, now: float) -> None:
         state = self.server_state

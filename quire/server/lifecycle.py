@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 from fastapi import APIRouter, Request
@@ -54,14 +54,21 @@ class Writer(ABC, Generic[RequestT]):
         """What comes before the first event."""
         return ()
 
-    def text_chunk(self, event: GenerationEvent) -> bytes | None:
-        """What is written for an event that only adds to a text that has begun, which most do; None for any other."""
+    def text_writer(self, index: int, is_reasoning: bool = False) -> Callable[[str], bytes | None] | None:
+        """Writes what most events of a choice tell: more content, or more reasoning, and nothing else; it gives None if
+        other events must go first. There is none before the choice has begun, and if its chunks tell more than text."""
         return None
 
     def chunk(self, event: GenerationEvent) -> Iterable[bytes]:
         """What is written for an event."""
-        text = self.text_chunk(event)
-        return self.chunks(event) if text is None else (text,)
+        text, reasoning = event.content, event.reasoning
+        is_more = event.tool_calls or event.logprobs or event.finish_reason is not None
+        if not is_more and (not text or not reasoning):
+            write = self.text_writer(event.index, bool(reasoning))
+            written = write(text or reasoning) if write is not None and (text or reasoning) else None
+            if written is not None:
+                return (written,)
+        return self.chunks(event)
 
     def chunks(self, event: GenerationEvent) -> Iterable[bytes]:
         """The same for events of all kinds."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -11,6 +12,10 @@ from quire.server.errors import ApiError, to_api_error
 from quire.step import RequestUpdate
 
 logger = logging.getLogger(__name__)
+
+
+Grow = Callable[[tuple[int, ...], float], None]
+"""Told of an answer's new tokens, and when they came."""
 
 
 class Listener(Protocol):
@@ -24,6 +29,9 @@ class Listener(Protocol):
         """An answer left the queue; comes again if it was preempted."""
 
     def update(self, update: RequestUpdate) -> None: ...
+
+    def grower(self, name: str) -> Grow:
+        """`update` for the times when this answer gains tokens and nothing else, which is nearly always."""
 
     def fail(self, error: ApiError) -> None:
         """The engine is gone, and the request with it, or an update could not be taken."""
@@ -39,6 +47,8 @@ class Listeners:
         """Of a request's answers that are not finished."""
         self._requests: dict[str, str] = {}
         """The request's id by the name of an answer."""
+        self._grow: dict[str, Grow] = {}
+        """Whom to tell of an answer's tokens, by its name."""
 
     def __len__(self) -> int:
         return len(self._listeners)
@@ -50,12 +60,13 @@ class Listeners:
         self._listeners[request_id] = listener
         self._names[request_id] = set(names)
         self._requests.update(dict.fromkeys(names, request_id))
+        self._grow.update({name: listener.grower(name) for name in names})
 
     def remove(self, request_id: str) -> Listener | None:
         """Nothing further is heard of it."""
         listener = self._listeners.pop(request_id, None)
         for name in self._names.pop(request_id, ()):
-            del self._requests[name]
+            del self._requests[name], self._grow[name]
         return listener
 
     def take(self, event: messages.Updates, abort: Callable[[Sequence[str]], None]) -> None:
@@ -70,28 +81,43 @@ class Listeners:
         for name in event.started:
             if name in self._requests:
                 self._listeners[self._requests[name]].started(name, event.cached.get(name, 0))
+        now = time.monotonic()
+        for name, token_ids in zip(event.grown, event.grown_ids, strict=True):
+            grow = self._grow.get(name)
+            if grow is not None:  # else whoever waited has left
+                try:
+                    grow(token_ids, now)
+                except Exception as error:
+                    self._fail(self._requests[name], error, abort)
         for update in event.updates:
             owner = self._requests.get(update.request_id)
             if owner is None:
                 continue  # whoever waited has left
             listener = self._listeners[owner]
             if update.finish_reason is not None:
-                del self._requests[update.request_id]
+                del self._requests[update.request_id], self._grow[update.request_id]
                 self._names[owner].remove(update.request_id)
                 if not self._names[owner]:
                     self.remove(owner)
             try:
                 listener.update(update)
             except Exception as error:
-                # A fault in one request's text must not stop the others'.
-                logger.error("request %s failed on its way back", owner)
-                abort([owner])
-                listener.fail(to_api_error(error))
+                self._fail(owner, error, abort, listener)
+
+    def _fail(
+        self, owner: str, error: Exception, abort: Callable[[Sequence[str]], None], listener: Listener | None = None
+    ) -> None:
+        """A fault in one request's text must not stop the others'."""
+        listener = listener or self._listeners[owner]
+        logger.error("request %s failed on its way back", owner)
+        abort([owner])
+        listener.fail(to_api_error(error))
 
     def fail_all(self, error: ApiError) -> None:
         listeners = list(self._listeners.values())
         self._listeners.clear()
         self._requests.clear()
+        self._grow.clear()
         self._names.clear()
         for listener in dict.fromkeys(listeners):
             try:

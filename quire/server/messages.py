@@ -7,7 +7,7 @@ texts that come up are error messages.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -109,6 +109,8 @@ class Ready(msgspec.Struct, tag="ready", omit_defaults=True):
     """Changes when the tokens of an answer might."""
     memory: dict[str, int] = {}
     """Bytes the engine process takes, by name."""
+    window: int = 0
+    """Tokens that the layers look back, if all of them have windows: of a prefix, the cache need not have more."""
 
 
 class Refused(msgspec.Struct, array_like=True):
@@ -124,6 +126,10 @@ class Updates(msgspec.Struct, tag="updates", omit_defaults=True):
     """What happened since the last message of this kind. Sent when something did, and regularly while there is
     work, so silence means trouble."""
 
+    grown: list[str] = []
+    """Answers that gained tokens and nothing else, as most do in most steps. What `updates` says of them came after."""
+    grown_ids: list[tuple[int, ...]] = []
+    """What they gained."""
     updates: list[RequestUpdate] = []
     accepted: list[str] = []
     """Requests that were added, by their request_id."""
@@ -141,6 +147,27 @@ class Updates(msgspec.Struct, tag="updates", omit_defaults=True):
     """Blocks that were cached, by the names of `quire.observe.cache_events`, if the engine was asked to tell them."""
     blocks_removed: bytes = b""
     """Blocks that are cached no longer."""
+
+    @property
+    def has_updates(self) -> bool:
+        return bool(self.grown or self.updates)
+
+    def add_updates(self, updates: Iterable[RequestUpdate]) -> None:
+        """Adds what requests gained, in order."""
+        told = {update.request_id for update in self.updates}
+        for update in updates:
+            name, token_ids, reason, _, error, _, scores, prompt_scores, _ = update
+            is_growth = token_ids and reason is None and not scores and prompt_scores is None and error is None
+            if is_growth and name not in told:
+                self.grown.append(name)
+                self.grown_ids.append(token_ids)
+            else:
+                told.add(name)
+                self.updates.append(update)
+
+    def all_updates(self) -> list[RequestUpdate]:
+        """All of them, each written out."""
+        return [*map(RequestUpdate, self.grown, self.grown_ids), *self.updates]
 
 
 class Described(msgspec.Struct, tag="described"):

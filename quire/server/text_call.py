@@ -14,9 +14,10 @@ from quire.frontend.reasoning import ReasoningSplitter
 from quire.observe.tracing import Trace
 from quire.outputs import Completion, RequestDelta, TokenLogprobs
 from quire.server.answer_reader import AnswerReader, Pieces
-from quire.server.engine_call import EngineCall
-from quire.server.generation import FinishReason, GenerationEvent
+from quire.server.engine_call import EngineCall, TextSink
+from quire.server.generation import FinishReason, GenerationEvent, Usage
 from quire.server.guard.connection import new_id
+from quire.server.listeners import Grow
 from quire.server.prompts import EncodedPrompt
 from quire.step import RequestMetrics, RequestUpdate
 
@@ -25,6 +26,13 @@ from quire.step import RequestMetrics, RequestUpdate
 class _Answer:
     """One choice, as far as it has come."""
 
+    call: TextCall
+    events: list[GenerationEvent]
+    """Of the call, that wait for its reader."""
+    usage: Usage
+    gaps: dict[float, int]
+    """`ServerMetrics.gaps`"""
+    name: str
     prompt: int
     live: LiveRequest
     text: AnswerText
@@ -34,9 +42,43 @@ class _Answer:
     reader: AnswerReader
     index: int
     """Which choice it is, if not the best of several are chosen."""
+    taker: TextSink | None = None
+    """Who takes its text, once the first of it was told."""
+    sink: TextSink | None = None
+    """The same, if there is nothing in its text but content and, before it, what `splitter` finds."""
+    splitter: ReasoningSplitter | None = None
+    """Of the reader, as long as there is reasoning or may be."""
     first_token: float | None = None
     last_token: float = 0.0
     num_tokens: int = 0
+
+    def grow(self, token_ids: tuple[int, ...], now: float) -> None:
+        """Nearly every token of every stream comes this way, so it is short."""
+        sink = self.sink
+        if sink is None or self.events or len(token_ids) != 1:
+            self.call.grow(self, token_ids, now)
+            return
+        text = self.text.grow(token_ids)
+        gaps, gap = self.gaps, now - self.last_token
+        if not gaps:
+            self.call.count_gaps_soon()
+        gaps[gap] = gaps.get(gap, 0) + 1
+        self.last_token = now
+        self.num_tokens += 1
+        self.usage.completion_tokens += 1
+        splitter = self.splitter
+        if splitter is None:
+            content, reasoning = text, ""
+        else:
+            self.usage.reasoning_tokens += splitter.is_reasoning
+            reasoning, content = splitter.feed(text)
+            if splitter.is_over:
+                self.splitter = None
+                self.reader.is_plain = True
+        if not content and not reasoning:
+            return  # half a character, or what may begin a tag
+        if (content and reasoning) or not sink.push(content or reasoning, token_ids, bool(reasoning)):
+            self.call.tell(GenerationEvent(self.index, text, content, reasoning, (), token_ids))
 
 
 class TextCall(EngineCall):
@@ -48,7 +90,7 @@ class TextCall(EngineCall):
         super().__init__(*args)
         params = self.request.params
         is_plain = params.logprobs is None and params.best_of is None and not params.stop and type(self._trace) is Trace
-        self._growing = {name: one for name, one in self._answers.items() if is_plain and not one.reader.ends_at_repeat}
+        self._growing = {name for name, one in self._answers.items() if is_plain and not one.reader.ends_at_repeat}
         """Answers that run and of which most updates are nothing but more text."""
 
     def prompt_logprobs(self, number: int) -> tuple[TokenLogprobs | None, ...] | None:
@@ -64,26 +106,58 @@ class TextCall(EngineCall):
         for position, name in enumerate(live.names):
             reader = new_reader(prompt, self.request.split)
             text, index = live.text_of(position), number * params.n + position
-            self._answers[name] = _Answer(number, live, text, position, reader, index)
+            shared = (self, self._events, self.usage, self._metrics.gaps)
+            self._answers[name] = _Answer(*shared, name, number, live, text, position, reader, index)
         return live.names
 
     def update(self, update: RequestUpdate) -> None:
-        """Nearly every token of every stream goes the short way: an answer gained some text."""
-        answer = self._growing.get(update.request_id)
-        if answer is None or update.finish_reason is not None or update.prompt_scores is not None:
+        is_growth = update.finish_reason is None and update.prompt_scores is None and not update.scores
+        if is_growth and update.request_id in self._growing:
+            self._answers[update.request_id].grow(update.new_token_ids, time.monotonic())
+        else:
             super().update(update)
+
+    def grower(self, name: str) -> Grow:
+        return self._answers[name].grow
+
+    def grow(self, answer: _Answer, token_ids: tuple[int, ...], now: float) -> None:
+        """An answer gained tokens, and they can't be told the shortest way (`_Answer.grow`)."""
+        if answer.name not in self._growing:
+            super().update(RequestUpdate(answer.name, token_ids))
             return
-        token_ids = update.new_token_ids
         if not token_ids:
             return
         text = answer.text.grow(token_ids)
-        self._count(answer, len(token_ids), time.monotonic())
+        self._count(answer, len(token_ids), now)
         if answer.reader.is_plain:
-            self._emit(GenerationEvent(answer.index, text, text, "", (), token_ids))
-        else:
-            pieces = answer.reader.feed(text, False)
-            self._tell_pieces(answer.index, pieces, answer.reader.unmarked(text), token_ids)
+            self.tell(GenerationEvent(answer.index, text, text, "", (), token_ids))
+            return
+        pieces = answer.reader.feed(text, False)
+        answer.splitter = None if answer.reader.is_plain else answer.splitter
+        taker = answer.taker
+        if taker is not None and len(pieces) == 1 and not self._events and not pieces[0].tool_calls:
+            content, reasoning, _ = pieces[0]
+            if not content and not reasoning:
+                return  # it is held back
+            if not (content and reasoning) and taker.push(content or reasoning, token_ids, bool(reasoning)):
+                return
+        self._tell_pieces(answer.index, pieces, answer.reader.unmarked(text), token_ids)
         self._check_buffer()
+
+    def tell(self, event: GenerationEvent) -> None:
+        self._emit(event)
+        self._check_buffer()
+
+    def write_text_to(self, index: int, sink: TextSink) -> None:
+        for answer in self._answers.values():
+            if answer.index == index and answer.name in self._growing:
+                reader = answer.reader
+                answer.taker = sink
+                answer.sink = sink if reader.parser is None and not reader.special_mark else None
+                answer.splitter = None if reader.is_plain else reader.splitter
+
+    def count_gaps_soon(self) -> None:
+        self.next_turn.add(self._metrics.count_gaps)
 
     def _take(self, update: RequestUpdate) -> None:
         answer = self._answers[update.request_id]
@@ -109,7 +183,8 @@ class TextCall(EngineCall):
         self._count(answer, len(delta.token_ids), began)
         if delta.finish_reason is not None:
             self._unfinished.discard(update.request_id)
-            self._growing.pop(update.request_id, None)
+            self._growing.discard(update.request_id)
+            answer.taker = answer.sink = None
             if update.finish_reason is not None and update.metrics is not None:  # the engine ended it, no stop string
                 self._metrics.answer_finished(update.metrics, delta.finish_reason)
                 self.usage.rejected_tokens += update.metrics.drafted_tokens - update.metrics.accepted_tokens
@@ -153,6 +228,11 @@ class TextCall(EngineCall):
             answer.first_token = now
             self._metrics.tokens(count, now - self._arrival, True)
             self.record.timings.setdefault("first_token", round(now - self._arrival, 6))
+        elif count == 1:  # as in `_Answer.grow`
+            gap = now - answer.last_token
+            if not answer.gaps:
+                self.count_gaps_soon()
+            answer.gaps[gap] = answer.gaps.get(gap, 0) + 1
         else:
             self._metrics.tokens(count, now - answer.last_token, False)
         answer.last_token = now
@@ -165,7 +245,7 @@ class TextCall(EngineCall):
 
     def _read(self, index: int, reader: AnswerReader, found: RequestDelta | Completion, why: str | int | None) -> None:
         """Makes events of what is new of a choice, or (best_of) of all of it. `why` it stopped, if it did."""
-        reason = cast(FinishReason | None, found.finish_reason)
+        reason = cast("FinishReason | None", found.finish_reason)
         text, token_ids, logprobs = found.text, found.token_ids, found.logprobs or ()
         pieces = reader.feed(text, reason is not None, is_cut=reason == "length")
         if reader.is_over:

@@ -59,7 +59,7 @@ def test_an_actor_passes_messages_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
                 for data in await actor.receive():
                     event = decode_event(data)
                     assert isinstance(event, Updates)
-                    tokens += [token for update in event.updates for token in update.new_token_ids]
+                    tokens += [token for update in event.all_updates() for token in update.new_token_ids]
             assert tokens == [1, 2, 3]
             os.kill(await actor.pid(), signal.SIGKILL)
             events = [decode_event(data) for data in await actor.receive()]

@@ -67,9 +67,9 @@ class ScriptedEngine:
                     had_work = True
             for name, request in list(self._running.items()):
                 if name in self._scripts:
-                    out.updates.append(self._say(name, request, self._scripts[name]))
+                    out.add_updates([self._say(name, request, self._scripts[name])])
                 elif len(request.prompt_token_ids) <= LONG_PROMPT or order == "release":
-                    out.updates.append(self._advance(name, request))
+                    out.add_updates([self._advance(name, request)])
             if self._running or had_work:
                 out.steps = [StepSummary(0, 0.0, 0, 0, 0, len(self._running), 64, 0, 0.0)]
                 self._send(out)

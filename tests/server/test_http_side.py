@@ -25,7 +25,7 @@ from quire.process.gc_pauses import IdleCollector
 from quire.sampling_params import SamplingParams
 from quire.server.call_stream import DIRECT_BODY, CallStream
 from quire.server.config import ServerConfig
-from quire.server.engine_call import EngineCall
+from quire.server.engine_call import EngineCall, TextSink
 from quire.server.engine_client import EngineClient
 from quire.server.errors import ApiError
 from quire.server.generation import (
@@ -41,7 +41,8 @@ from quire.server.guard.admission import Admission
 from quire.server.guard.counts import ANSWERS, CONNECTIONS, Counts
 from quire.server.http_responses import TextEvent, data_event
 from quire.server.http_server import HttpServer
-from quire.server.messages import Event, Fatal, Updates
+from quire.server.listeners import Listeners
+from quire.server.messages import Event, Fatal, Updates, decode_event, encode
 from quire.server.protocol.anthropic import MessagesRequest
 from quire.server.protocol.chat import ChatCompletionRequest
 from quire.server.protocol.completions import CompletionRequest
@@ -52,7 +53,8 @@ from quire.server.routes.completions import CompletionWriter
 from quire.server.routes.responses import ResponseWriter
 from quire.server.tasks import NextTurn
 from quire.server.workers.messages import Drain, Find, Frames, decode_config, decode_to_worker, encode_config, frame
-from quire.step import RequestUpdate
+from quire.server.workers.relay import WorkerLink, _Request
+from quire.step import RequestUpdate, TokenScore
 from tests.server.harness import ROOT
 
 anything = st.text(st.characters(exclude_categories=("Cs",)), min_size=1)
@@ -95,6 +97,8 @@ EVENTS = [
     GenerationEvent(0, token_ids=(7,)),  # half a character
     text("a", 1),
     GenerationEvent(0, "b", reasoning="b", token_ids=(8,)),
+    GenerationEvent(0, "b", reasoning="b\n", token_ids=(8,)),
+    GenerationEvent(0, "bc", "c", "b", token_ids=(8, 5)),
     text("c"),
     text("d"),
     GenerationEvent(0, "{}", tool_calls=(ToolCallDelta(0, "c1", "f", "{}"),), token_ids=(9,)),
@@ -117,7 +121,10 @@ def test_a_prepared_event_has_the_bytes_of_any_other(name: str, monkeypatch: pyt
         written = quick.chunk(event)
         prepared += isinstance(written, tuple)
         assert b"".join(written) == b"".join(slow.chunks(event))
-    assert prepared >= (0 if name in ("chat with all usage", "chat with tokens") else 3)
+    if name in ("chat with all usage", "chat with tokens"):
+        assert prepared == 0
+    else:
+        assert prepared >= (3 if name.startswith("completions") else 4)  # those have no reasoning
 
 
 @given(anything, st.integers(0, 10**9))
@@ -182,14 +189,18 @@ class Connection:
         self.free.set()
         self.direct: list[bytes] = []
         self.sent: list[bytes] = []
+        self.all: list[bytes] = []
+        """Both."""
 
     def write(self, data: bytes) -> None:
         self.direct.append(data)
+        self.all.append(data)
 
     async def send(self, message: Any) -> None:
         await self.free.wait()
         if message.get("body"):
             self.sent.append(message["body"])
+            self.all.append(message["body"])
 
     def block(self, is_blocked: bool) -> None:
         self.is_blocked = is_blocked
@@ -197,25 +208,34 @@ class Connection:
 
 
 class FakeCall(EngineCall):
-    """A call that says what it is told to."""
+    """A call that says what it is told to: as events, or also by the short way that is for text alone."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, is_short: bool) -> None:
         self.on_news: Callable[[], None] | None = None
         self.next_turn = NextTurn()
         self.is_told = self._is_over = False
         self._events: list[GenerationEvent] = []
-        self._num_buffered, self._most = 0, most
+        self._num_buffered, self._max_buffered = 0, most
+        self._is_short, self._sink = is_short, cast(TextSink | None, None)
         self._silent = {0}
         self._error: ApiError | None = None
         self._wake = None
 
     def say(self, *words: str) -> None:
         for word in words:
-            self._emit(text(word))
-            if self._num_buffered > self._most:
-                self._events.clear()
-                self._error = ApiError(408, "not read", code="slow_reader")
-                self.over()
+            if self._sink is not None and not self._events:
+                assert self._sink.push(word, (1,))
+            else:
+                self._emit(text(word))
+                self._check_buffer()
+
+    def write_text_to(self, index: int, sink: TextSink) -> None:
+        self._sink = sink if self._is_short else None
+
+    def fail(self, error: ApiError) -> None:
+        self._events.clear()
+        self._error = error
+        self.over()
 
     def over(self) -> None:
         self._is_over = True
@@ -241,8 +261,10 @@ class Words:
             raise RuntimeError("can't be written")
         return (event.content.encode(),)
 
-    def text_chunk(self, event: GenerationEvent) -> bytes | None:
-        return None
+    def text_writer(self, index: int, is_reasoning: bool = False) -> Callable[[str], bytes | None] | None:
+        if is_reasoning:
+            return lambda word: f"[{word}]".encode()
+        return lambda word: None if word == "long" else b"".join(self.chunk(text(word)))
 
     def is_long_chunk(self, event: GenerationEvent) -> bool:
         return event.content == "long"
@@ -254,9 +276,16 @@ class Words:
         return b"!" + str(error.status).encode()
 
 
-def run_stream(scenario: Callable[[FakeCall, Connection], Any], most: int = 100) -> Connection:
+def run_stream(scenario: Callable[[FakeCall, Connection], Any], most: int = 100) -> list[bytes]:
+    """What the client sees, which is the same whichever way its text comes."""
+    seen = [_run_stream(scenario, most, is_short).all for is_short in (False, True)]
+    assert seen[0] == seen[1]
+    return seen[0]
+
+
+def _run_stream(scenario: Callable[[FakeCall, Connection], Any], most: int, is_short: bool) -> Connection:
     async def run() -> Connection:
-        call, connection = FakeCall(most), Connection()
+        call, connection = FakeCall(most, is_short), Connection()
         stream = CallStream(Words(call), lambda: None, {})  # type: ignore[arg-type]
 
         async def receive() -> Any:
@@ -288,8 +317,7 @@ def test_a_stream_that_is_read_needs_no_task() -> None:
         call.say("e")
         call.over()
 
-    connection = run_stream(scenario)
-    assert connection.sent == [b"<", b"e", b">"]
+    assert run_stream(scenario) == [b"<", b"a", b"b", b"cd", b"e", b">"]
 
 
 def test_a_reader_who_lags_is_told_all_at_once() -> None:
@@ -307,7 +335,7 @@ def test_a_reader_who_lags_is_told_all_at_once() -> None:
         assert connection.direct == [b"g"]
         call.over()
 
-    assert run_stream(scenario).sent[-1] == b">"
+    assert run_stream(scenario)[-2:] == [b"g", b">"]
 
 
 def test_a_reader_who_does_not_read_ends_alone() -> None:
@@ -319,7 +347,7 @@ def test_a_reader_who_does_not_read_ends_alone() -> None:
         assert call.is_over
         connection.block(False)
 
-    assert run_stream(scenario).sent == [b"<", b"x", b"!408"]
+    assert run_stream(scenario) == [b"<", b"x", b"!408"]
 
 
 def test_what_takes_long_is_written_by_the_task_and_faults_are_told() -> None:
@@ -332,9 +360,29 @@ def test_what_takes_long_is_written_by_the_task_and_faults_are_told() -> None:
         call.say("a")
         await _turns()
         assert connection.direct == [b"a"]
+        call.say("long")  # in the middle
+        for _ in range(100):
+            await asyncio.sleep(0.01)
+            if connection.sent[-1] == b"long" and len(connection.sent) == 3:
+                break
         call.say("bad")
 
-    assert run_stream(scenario).sent == [b"<", b"long", b"!500"]
+    assert run_stream(scenario) == [b"<", b"long", b"a", b"long", b"!500"]
+
+
+def test_reasoning_and_content_of_one_turn_keep_their_order() -> None:
+    async def scenario(call: FakeCall, connection: Connection) -> None:
+        call.say("a")
+        await _turns()
+        assert call._sink is not None
+        assert all(call._sink.push(word, (1,), is_reasoning=True) for word in "rs")
+        assert not call._sink.push("c", (1,))
+        call._emit(text("c"))
+        await _turns()
+        assert call._sink.push("d", (1,))
+        call.over()
+
+    assert _run_stream(scenario, 100, True).all == [b"<", b"a", b"[rs]", b"c", b"d", b">"]
 
 
 def test_a_long_row_is_told_in_several_turns() -> None:
@@ -354,6 +402,36 @@ def test_a_long_row_is_told_in_several_turns() -> None:
         return seen
 
     assert asyncio.run(run()) == [255, 511, 600, 600]
+
+
+def _update(name: str, token_ids: tuple[int, ...], is_scored: bool) -> RequestUpdate:
+    return RequestUpdate(name, token_ids, scores=(TokenScore(1, -0.5, 1, ()),) if is_scored else ())
+
+
+some_updates = st.builds(_update, st.sampled_from("ab"), st.sampled_from([(), (1,), (2,), (3, 4)]), st.booleans())
+
+
+@given(st.lists(st.lists(some_updates, max_size=6), max_size=3))
+def test_tokens_that_come_alone_do_not_overtake_what_else_is_told(steps: list[list[RequestUpdate]]) -> None:
+    """From the engine in one message, and from several of them to a worker in one."""
+    link = WorkerLink(cast(Any, None), cast(Any, None))
+    link._is_due = True  # no event loop is needed to send it
+    listeners = Listeners()
+    for name in "ab":
+        listeners.add(name, [name], _Request(link, name, 1))
+    for updates in steps:
+        sent = Updates()
+        sent.add_updates(updates)
+        received = cast(Updates, decode_event(encode(sent)))
+        assert _by_name(received.all_updates()) == _by_name(updates)
+        assert all(token_ids for token_ids in received.grown_ids)
+        listeners.take(received, lambda _: None)
+    passed_on = cast(Updates, decode_to_worker(Frames().feed(frame(link.news()))[0]))
+    assert _by_name(passed_on.all_updates()) == _by_name([one for updates in steps for one in updates])
+
+
+def _by_name(updates: list[RequestUpdate]) -> list[list[RequestUpdate]]:
+    return [[one for one in updates if one.request_id == name] for name in "ab"]
 
 
 def test_an_engine_that_is_ahead_keeps_nobody_waiting() -> None:

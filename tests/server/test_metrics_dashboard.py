@@ -16,6 +16,7 @@ from tests.server.harness import ROOT, SMALL_ENGINE, Server, wait_for
 DASHBOARD = ROOT / "deploy" / "grafana" / "quire.json"
 # What a query says beside metrics and functions: labels, intervals, groups. A name before a bracket is a function.
 BESIDE = re.compile(r"\{[^}]*\}|\[[^\]]*\]|\bby \([^)]*\)")
+LABEL = re.compile(r"(?<=\{)\w+(?==)|(?<=by \()\w+(?=\))")
 NAME = re.compile(r"(?<![\w$:])[a-z_][a-z0-9_:]*(?![\w:]|\s*\()")
 OF_VLLM = {
     "vllm:num_requests_running": "gauge",
@@ -72,7 +73,7 @@ def server(small_model: str) -> Iterator[Server]:
 
 def test_every_panel_reads_what_is_there(server: Server) -> None:
     samples = {
-        sample.name
+        sample.name: set(sample.labels)
         for family in text_string_to_metric_families(server.get("/metrics").text)
         for sample in family.samples
     }
@@ -81,7 +82,9 @@ def test_every_panel_reads_what_is_there(server: Server) -> None:
     for query in queries(dashboard):
         wanted = names_in(query)
         assert wanted, query
-        assert wanted <= samples, (query, wanted - samples)
+        assert wanted <= set(samples), (query, wanted - set(samples))
+        for name in wanted:
+            assert set(LABEL.findall(query)) <= samples[name], query
     (models,) = [one for one in dashboard["templating"]["list"] if one["name"] == "model_name"]
     assert models["definition"] == "label_values(vllm:num_requests_running, model_name)"
 

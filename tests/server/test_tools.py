@@ -52,7 +52,10 @@ def streamed(server: Server, **fields: Any) -> dict[str, Any]:
     """A stream's deltas put together as a client does."""
     message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
     body = {"messages": ASK, "temperature": 0, "max_tokens": 200, **fields}
-    for chunk in server.stream("/v1/chat/completions", body):
+    for chunk in server.stream("/v1/chat/completions", {**body, "stream_options": {"include_usage": True}}):
+        if not chunk["choices"]:
+            message["usage"] = chunk["usage"]
+            break
         delta = chunk["choices"][0]["delta"]
         message["content"] += delta.get("content") or ""
         message["reasoning_content"] += delta.get("reasoning_content") or ""
@@ -82,6 +85,7 @@ def test_reasoning_is_told_apart(thinker: Server) -> None:
     assert 0 < details["reasoning_tokens"] < body["usage"]["completion_tokens"]
     parts = streamed(thinker, **answer_as(THOUGHT))
     assert (parts["reasoning_content"], parts["content"]) == ("Hm, <b>well</b>.", "Yes.")
+    assert parts["usage"]["completion_tokens_details"] == details
     plain = chat(thinker, **answer_as("Yes <think> no."))["choices"][0]["message"]
     assert plain["content"] == "Yes <think> no."
     assert "reasoning_content" not in plain
@@ -95,7 +99,9 @@ def test_reasoning_that_the_prompt_began(thinker: Server) -> None:
     assert message["reasoning_content"]
     assert message["content"] == ""
     assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] == 5
-    assert streamed(thinker, **on)["reasoning_content"] == message["reasoning_content"]
+    parts = streamed(thinker, **on)
+    assert (parts["reasoning_content"], parts["usage"]["completion_tokens"]) == (message["reasoning_content"], 5)
+    assert parts["usage"]["completion_tokens_details"]["reasoning_tokens"] == 5
 
     ask = {"model": "thinker", "max_tokens": 5, "messages": ASK, "temperature": 0}
     ask["thinking"] = {"type": "enabled", "budget_tokens": 1024}

@@ -57,16 +57,12 @@ class _GentlyClosed:
 class _DirectBody:
     """`quire.server.call_stream.DirectBody` of one response."""
 
-    __slots__ = ("_cycle", "_flow", "_transport")
+    __slots__ = ("_cycle", "_transport", "is_blocked")
 
     def __init__(self, cycle: RequestResponseCycle, transport: asyncio.Transport) -> None:
         self._cycle = cycle
-        self._flow = cycle.flow
         self._transport = transport
-
-    @property
-    def is_blocked(self) -> bool:
-        return self._flow.write_paused
+        self.is_blocked = cycle.flow.write_paused
 
     def write(self, data: bytes) -> None:
         """As `RequestResponseCycle.send` writes a part of a body."""
@@ -90,6 +86,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._is_lingering = False
         self._num_lingering_bytes = 0
         self._refusal: ApiError | None = None
+        self._direct: _DirectBody | None = None
+        """Of the last request."""
         self._header_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._end_timer: asyncio.TimerHandle | None = None
@@ -173,7 +171,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refusal = ApiError(415, message)
             raise _RefusedError
         super().on_headers_complete()
-        self.scope["extensions"] = {DIRECT_BODY: _DirectBody(self.cycle, self.transport)}  # type: ignore[dict-item]
+        self._direct = _DirectBody(self.cycle, self.transport)
+        self.scope["extensions"] = {DIRECT_BODY: self._direct}  # type: ignore[dict-item]
         self.cycle.transport = _GentlyClosed(self.transport, self._close_gently)  # type: ignore[assignment]
 
     def on_chunk_header(self) -> None:
@@ -196,10 +195,14 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        if self._direct is not None:
+            self._direct.is_blocked = True
         self._write_timer = self.loop.call_later(self.limits.write_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        if self._direct is not None:
+            self._direct.is_blocked = False
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None

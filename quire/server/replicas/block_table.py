@@ -106,6 +106,20 @@ class BlockTable:
         search(0, len(names), sum([1 << replica for replica in replicas]))
         return found
 
+    def in_row(self, names: Names, replicas: Sequence[int], first_needed: _Places) -> dict[int, int]:
+        """How many of these blocks each of the replicas need not compute, if it is enough to have those from
+        `first_needed` of the last of them on, to that."""
+        bits, numbers = self._held_many(np.maximum(names, 1)), np.arange(len(names))
+        anybody = int(np.bitwise_or.reduce(bits))
+        found = dict.fromkeys(replicas, 0)
+        for replica in replicas:
+            if not anybody >> replica & 1:
+                continue
+            last_missing = np.maximum.accumulate(np.where(bits >> self._kind(replica) & self._kind(1), -1, numbers))
+            ends = np.flatnonzero(last_missing < first_needed)
+            found[replica] = int(ends[-1]) + 1 if len(ends) else 0
+        return found
+
     # One by one
 
     def _place(self, name: int) -> int | None:
@@ -179,6 +193,14 @@ class BlockTable:
         columns = are_equal.argmax(axis=1)
         places[others] = numbers * _WIDTH + columns
         return places, others[~are_equal[np.arange(len(others)), columns]]
+
+    def _held_many(self, names: Names) -> _Bits:
+        places, absent = self._places(names)
+        bits = self._bits[places]
+        bits[absent] = 0
+        for number in self._beside_of(names, absent).tolist():
+            bits[number] = self._beside[int(names[number])]
+        return bits
 
     def _beside_of(self, names: Names, absent: _Places) -> _Places:
         """Those of the absent that are beside the table."""

@@ -213,7 +213,7 @@ class ReplicaPool:
         assert ready is not None
         if ready.block_size != self._namer.block_size:
             self._namer = BlockNamer(ready.block_size)
-        self.router.join(replica.number, ready.block_size, ready.num_blocks, ready.max_num_seqs)
+        self.router.join(replica.number, ready.block_size, ready.num_blocks, ready.max_num_seqs, ready.window)
         self._metrics.up(replica.number, True)
         for relay in list(self._stranded):
             if relay in self._stranded:  # the call of one that fails takes its others along

@@ -10,8 +10,8 @@ from typing import Protocol
 import msgspec
 
 from quire.server import messages
-from quire.server.engine_client import Listener
 from quire.server.errors import ApiError
+from quire.server.listeners import Grow, Listener
 from quire.server.replicas.router import Assignment
 from quire.step import RequestMetrics, RequestUpdate
 
@@ -120,12 +120,7 @@ class Relay:
     def update(self, update: RequestUpdate) -> None:
         name = update.request_id
         if update.new_token_ids:
-            self._num_lost = 0
-            if not self._is_computed:
-                self._is_computed = True
-                self._mover.computed(self)
-            if name in self.outputs:
-                self.outputs[name].extend(update.new_token_ids)
+            self._note(name, update.new_token_ids)
         if update.finish_reason is not None:
             self.outputs.pop(name, None)
             self._ended.pop(name, None)
@@ -134,6 +129,23 @@ class Relay:
             else:
                 self._mover.over(self)
         self.listener.update(update)
+
+    def grower(self, name: str) -> Grow:
+        grow = self.listener.grower(name)
+
+        def note_and_grow(token_ids: tuple[int, ...], now: float) -> None:
+            self._note(name, token_ids)
+            grow(token_ids, now)
+
+        return note_and_grow
+
+    def _note(self, name: str, token_ids: tuple[int, ...]) -> None:
+        self._num_lost = 0
+        if not self._is_computed:
+            self._is_computed = True
+            self._mover.computed(self)
+        if name in self.outputs:
+            self.outputs[name].extend(token_ids)
 
     def fail(self, error: ApiError) -> None:
         if error.code == ENGINE_LOST:

@@ -14,6 +14,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from quire.observe.block_names import Names, unpack_names
 from quire.server.replicas.block_table import MOST_REPLICAS, BlockTable
 
@@ -75,6 +77,7 @@ class PrefixRouter:
 
     def __init__(self, num_replicas: int) -> None:
         self.block_size = 16
+        self._window = 0
         self._replicas = [_Replica() for _ in range(num_replicas)]
         rest = range(num_replicas, 0, -MOST_REPLICAS)
         self._tables = [BlockTable(min(MOST_REPLICAS, count)) for count in rest]
@@ -84,9 +87,11 @@ class PrefixRouter:
 
     # What the engines tell
 
-    def join(self, replica: int, block_size: int, num_blocks: int, max_num_seqs: int) -> None:
-        """A replica starts, with nothing cached and nothing to do."""
+    def join(self, replica: int, block_size: int, num_blocks: int, max_num_seqs: int, window: int = 0) -> None:
+        """A replica starts, with nothing cached and nothing to do. `window`: how far its model looks back (0: to the
+        first token); they all have the same model."""
         self.block_size = block_size
+        self._window = window
         self._replace(replica, _Replica(max_num_seqs, num_blocks))
         table, _ = self._table(replica)
         first = replica - replica % MOST_REPLICAS
@@ -139,12 +144,17 @@ class PrefixRouter:
         return assignment
 
     def leading(self, names: Names, candidates: Sequence[int]) -> dict[int, int]:
-        """How many of these blocks each candidate has, or will have, from the first on."""
+        """How many of these blocks each candidate has, or will have, from the first on; with a window, how many it
+        need not compute."""
         found: dict[int, int] = {}
+        size = self.block_size
+        ends = np.arange(size, (len(names) + 1) * size, size) if self._window else None
+        first_needed = None if ends is None else np.maximum(0, ends - self._window + 1) // size
         for number, table in enumerate(self._tables):
             first = number * MOST_REPLICAS
             here = [one - first for one in candidates if 0 <= one - first < MOST_REPLICAS]
-            found |= {first + one: count for one, count in table.leading(names, here).items()}
+            counts = table.leading(names, here) if first_needed is None else table.in_row(names, here, first_needed)
+            found |= {first + one: count for one, count in counts.items()}
         for number in candidates:
             expected, count = self._replicas[number].expected, found[number]
             if expected:

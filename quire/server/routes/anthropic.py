@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from quire.server.errors import ApiError, error_body
@@ -22,8 +23,8 @@ class MessageWriter(Writer[MessagesRequest]):
         self._has_begun = False
         self._is_clamped = self.call.prompts[0].is_clamped
 
-    def text_chunk(self, event: GenerationEvent) -> bytes | None:
-        return self._blocks.take_text(event)
+    def text_writer(self, index: int, is_reasoning: bool = False) -> Callable[[str], bytes | None]:
+        return partial(self._blocks.extend, "thinking" if is_reasoning else "text")
 
     def chunks(self, event: GenerationEvent) -> Iterator[bytes]:
         if not self._has_begun:
@@ -114,7 +115,7 @@ class ContentBlocks:
         """Each as it began, with the pieces that came since."""
         self._kind: str | None = None
         self._text_event: TextEvent | None = None
-        """How the open block goes on, if it is text."""
+        """How the open block goes on, if it is text or thinking."""
 
     def whole(self) -> list[dict[str, Any]]:
         """All blocks, complete."""
@@ -125,25 +126,25 @@ class ContentBlocks:
             content.append({**block, "input": tool_input(text)} if kind == "tool_use" else {**block, kind: text})
         return content
 
-    def take_text(self, event: GenerationEvent) -> bytes | None:
-        """The event that tells of text for the open block, which is one of text; None for anything else."""
-        text = event.content
-        if self._kind != "text" or not text or event.reasoning or event.tool_calls or event.finish_reason is not None:
+    def extend(self, kind: str, text: str) -> bytes | None:
+        """The event that tells of text for the open block; None if that is of another kind."""
+        if self._kind != kind:
             return None
         if self._text_event is None:
             place = len(self._blocks) - 1
-            self._text_event = TextEvent(lambda text, _: _text_delta(place, text))
+            self._text_event = TextEvent(lambda text, _: _text_delta(place, kind, text))
         self._blocks[-1][1].append(text)
         return self._text_event.write(text)
 
     def take(self, event: GenerationEvent) -> Iterator[bytes]:
         if event.reasoning:
             yield from self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-            yield self._delta({"type": "thinking_delta", "thinking": event.reasoning}, event.reasoning)
+            self._blocks[-1][1].append(event.reasoning)
+            yield _text_delta(len(self._blocks) - 1, "thinking", event.reasoning)
         if event.content:
             yield from self._open("text", {"type": "text", "text": ""})
             self._blocks[-1][1].append(event.content)
-            yield _text_delta(len(self._blocks) - 1, event.content)
+            yield _text_delta(len(self._blocks) - 1, "text", event.content)
         for call in event.tool_calls:
             if call.name is not None:
                 yield from self.close()
@@ -170,8 +171,8 @@ class ContentBlocks:
         return _event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
 
 
-def _text_delta(place: int, text: str) -> bytes:
-    return _event("content_block_delta", index=place, delta={"type": "text_delta", "text": text})
+def _text_delta(place: int, kind: str, text: str) -> bytes:
+    return _event("content_block_delta", index=place, delta={"type": f"{kind}_delta", kind: text})
 
 
 router = endpoint(MessagesRequest, MessageWriter, "create_message", "An answer to a conversation.", "Anthropic")

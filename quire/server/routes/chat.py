@@ -21,11 +21,13 @@ class ChatWriter(ChoicesWriter[ChatCompletionRequest]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self.shows_reasoning = bool(self.body.include_reasoning)
         self._begun: set[int] = set()
         """Choices that something was said of."""
 
-    def text_choice(self, index: int, text: str) -> dict[str, Any]:
-        return {"index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
+    def text_choice(self, index: int, text: str, is_reasoning: bool) -> dict[str, Any]:
+        delta = {"reasoning_content" if is_reasoning else "content": text}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def chunks(self, event: GenerationEvent) -> Iterator[bytes]:
         delta = self._message(event)

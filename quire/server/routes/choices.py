@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeVar
 
 from quire.outputs import Logprob, TokenLogprobs
-from quire.server.generation import GenerationEvent
 from quire.server.http_responses import DONE, TextEvent, data_event
 from quire.server.lifecycle import Writer
 from quire.server.protocol.sampling import SamplingFields
@@ -26,24 +25,30 @@ class ChoicesWriter(Writer[RequestT]):
         options, body = self.body.stream_options, self.body
         # Where a chunk tells more than its text, it is different every time.
         tells_usage = options is not None and bool(options.continuous_usage_stats)
-        self._tells_more = tells_usage or bool(body.return_token_ids) or body.prompt_logprobs is not None
-        self._text_events: dict[int, TextEvent] = {}
-        """How a choice that has begun goes on."""
+        self._tells_text = not (tells_usage or body.return_token_ids or body.prompt_logprobs is not None)
+        self._text_events: dict[tuple[int, bool], TextEvent] = {}
+        """How a choice that has begun goes on, with content or with reasoning."""
 
-    def text_choice(self, index: int, text: str) -> dict[str, Any]:
+    shows_reasoning = False
+
+    def text_choice(self, index: int, text: str, is_reasoning: bool) -> dict[str, Any]:
         """A choice that gained this text and nothing else."""
         raise NotImplementedError
 
-    def text_chunk(self, event: GenerationEvent) -> bytes | None:
-        prepared = self._text_events.get(event.index)
-        if prepared is None or event.finish_reason is not None or event.logprobs or event.tool_calls or event.reasoning:
-            return None
-        return prepared.write(event.content) if event.content else None
+    def text_writer(self, index: int, is_reasoning: bool = False) -> Callable[[str], bytes] | None:
+        prepared = self._text_events.get((index, is_reasoning))
+        return None if prepared is None else prepared.write
 
     def begun(self, index: int) -> None:
         """Something was said of a choice: from now on most of its chunks differ in their text alone."""
-        if not self._tells_more and index not in self._text_events:
-            self._text_events[index] = TextEvent(lambda text, _: self.chunk_of(self.text_choice(index, text)))
+        if not self._tells_text or (index, False) in self._text_events:
+            return
+        for kind in (False, True) if self.shows_reasoning else (False,):
+
+            def make(text: str, _: int, kind: bool = kind) -> bytes:
+                return self.chunk_of(self.text_choice(index, text, kind))
+
+            self._text_events[index, kind] = TextEvent(make)
 
     def finish(self) -> Iterator[bytes]:
         options = self.body.stream_options

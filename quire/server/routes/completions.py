@@ -26,7 +26,7 @@ class CompletionWriter(ChoicesWriter[CompletionRequest]):
         """Of the choices that have begun."""
         self.may_take_long = bool(self.body.echo) and self.body.logprobs is not None
 
-    def text_choice(self, index: int, text: str) -> dict[str, Any]:
+    def text_choice(self, index: int, text: str, is_reasoning: bool) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
     def chunks(self, event: GenerationEvent) -> Iterator[bytes]:

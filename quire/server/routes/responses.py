@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from quire.outputs import TokenLogprobs
@@ -41,16 +42,19 @@ class ResponseWriter(Writer[ResponsesRequest]):
         """It has to wait until the response is stored, and its client must not hear of the end before."""
         return event.finish_reason is not None and self._stores_elsewhere
 
-    def text_chunk(self, event: GenerationEvent) -> bytes | None:
-        if not self._items.takes_text(event):
+    def text_writer(self, index: int, is_reasoning: bool = False) -> Callable[[str], bytes | None]:
+        return partial(self._extend, "reasoning" if is_reasoning else "message")
+
+    def _extend(self, kind: str, text: str) -> bytes | None:
+        if not self._items.takes_text(kind):
             return None
         if self._text_item != len(self._items.items):
             self._text_item = len(self._items.items)
             self._text_event = TextEvent(lambda text, number: self._encode(self._items.text_delta(text), number))
         assert self._text_event is not None
-        self._items.add_text(event.content)
+        self._items.add_text(text)
         self._num_events += 1
-        return self._text_event.write(event.content, self._num_events - 1)
+        return self._text_event.write(text, self._num_events - 1)
 
     def chunks(self, event: GenerationEvent) -> Iterator[bytes]:
         for out in self._items.take(event):
@@ -184,16 +188,17 @@ class OutputItems:
         """Of tokens whose text has not come yet."""
         self._is_open = False
 
-    def takes_text(self, event: GenerationEvent) -> bool:
-        """Whether an event adds text to the message that is open, and nothing else."""
-        is_text = event.content and not event.reasoning and not event.tool_calls and event.finish_reason is None
-        return bool(is_text and self._is_open and not self._with_logprobs and self.items[-1]["type"] == "message")
+    def takes_text(self, kind: str) -> bool:
+        """Whether an item of this kind is open, so that more text is nothing but more of it."""
+        return self._is_open and not self._with_logprobs and bool(self.items[-1]["type"] == kind)
 
     def add_text(self, text: str) -> None:
         self._pieces.append(text)
 
     def text_delta(self, text: str) -> Event:
         """The event that tells of it."""
+        if self.items[-1]["type"] == "reasoning":
+            return self._event("response.reasoning_text.delta", content_index=0, delta=text)
         return self._event("response.output_text.delta", content_index=0, delta=text, logprobs=[])
 
     def take(self, event: GenerationEvent) -> Iterator[Event]:

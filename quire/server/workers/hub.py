@@ -33,7 +33,8 @@ _LONGEST_PARENT = 75
 """Bytes; the system takes some 100 for the path of a socket."""
 _BACKLOG = 2048
 """Connections that wait to be accepted."""
-_LOOK_SECONDS = 0.05
+_LOOK_SECONDS = 0.2
+"""Between two looks whether the engine is there, for workers; a request for one that is not is refused anyway."""
 _PINGS = 8
 """Without an answer, in `hang_seconds`: then a worker hangs."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0

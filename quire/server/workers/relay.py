@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol, cast
 
 import msgspec
@@ -14,6 +15,7 @@ from quire.observe.request_records import RequestRecord
 from quire.server import messages
 from quire.server.engine_client import Engines
 from quire.server.errors import ApiError
+from quire.server.listeners import Grow
 from quire.server.response_store import StoredResponse
 from quire.server.service import GenerationService
 from quire.server.tasks import NextTurn
@@ -186,6 +188,8 @@ class _Request:
         self._link = link
         self._request_id = request_id
         self.num_unfinished = num_answers
+        self._told_in: messages.Updates | None = None
+        """The last message with an update of it: tokens that come after that, in the same one, must not go first."""
 
     def accepted(self, request_id: str) -> None:
         self._link.news().accepted.append(request_id)
@@ -200,11 +204,23 @@ class _Request:
         news.cached[name] = cached_tokens
 
     def update(self, update: RequestUpdate) -> None:
-        self._link.news().updates.append(update)
+        self._told_in = news = self._link.news()
+        news.updates.append(update)
         if update.finish_reason is not None:
             self.num_unfinished -= 1
             if not self.num_unfinished:
                 self._link.forget(self._request_id)
+
+    def grower(self, name: str) -> Grow:
+        return partial(self._grow, name)
+
+    def _grow(self, name: str, token_ids: tuple[int, ...], now: float) -> None:
+        news = self._link.news()
+        if self._told_in is news:
+            news.updates.append(RequestUpdate(name, token_ids))
+        else:
+            news.grown.append(name)
+            news.grown_ids.append(token_ids)
 
     def fail(self, error: ApiError) -> None:
         self._link.forget(self._request_id)

@@ -165,7 +165,7 @@ class LocalEngines:
 
         def watch(link: LocalLink, event: messages.Updates) -> bool:
             nonlocal seen
-            seen += sum(len(update.new_token_ids) for update in event.updates)
+            seen += sum(len(update.new_token_ids) for update in event.all_updates())
             if left and seen >= left[0]:
                 del left[0]
                 link.kill()

@@ -58,7 +58,7 @@ def kill_everyone(engines: LocalEngines, at_token: int) -> None:
 
     def watch(link: LocalLink, event: Updates) -> bool:
         nonlocal seen
-        seen += sum(len(update.new_token_ids) for update in event.updates)
+        seen += sum(len(update.new_token_ids) for update in event.all_updates())
         if seen >= at_token:
             engines.kill_at()
             for one in engines.live:

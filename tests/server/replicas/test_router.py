@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from bench.router import chat_runs
 from quire.engine import EngineCore, Request, Scheduler, SchedulerConfig
@@ -57,6 +57,7 @@ class TestBlockTable:
         for name in {name for _, _, names in changes for name in names}:
             found = table.leading(named([name]), replicas)
             assert [found[replica] for replica in replicas] == [int((name or 1) in one) for one in wanted]
+            assert table.in_row(named([name]), replicas, np.zeros(1, np.intp)) == found
         table.clear(1)
         wanted[1] = set()
         assert [table.count(replica) for replica in replicas] == [len(one) for one in wanted]
@@ -322,13 +323,16 @@ class CacheMachine(RuleBasedStateMachine):
     """Blocks come into the two tiers of a cache and go in any order, so there are holes; now and then the router is
     told. It finds of every prompt what an engine would."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = BlockManager(SchedulerConfig(12, 3, 16, 64, block_size=4, num_host_blocks=3))
+    @initialize(window=st.sampled_from([0, 0, 4, 9]))
+    def begin(self, window: int) -> None:
+        """With one, some blocks in a row are enough."""
+        self.window = window
+        config = SchedulerConfig(12, 3, 16, 64, 4, num_host_blocks=3, num_windowed=window > 0, window=window)
+        self.blocks = BlockManager(config)
         self.events = CacheEvents(self.blocks)
         self.free = [block for block in self.blocks.pool.blocks if block.block_id]
         self.router = PrefixRouter(2)
-        self.router.join(1, 4, 40, 2)
+        self.router.join(1, 4, 40, 2, window)
         self.keys: list[list[BlockKey]] = []
         for prompt in PROMPTS:
             for extra in SALTS:
@@ -365,11 +369,14 @@ class CacheMachine(RuleBasedStateMachine):
         caches = (self.blocks.cache, self.blocks.host)
         num_cached = set()
         for number, (prompt, extra) in enumerate((prompt, extra) for prompt in PROMPTS for extra in SALTS):
-            names = BlockNamer(4).names(pack_tokens((*prompt, 0)), *extra)
+            names = BlockNamer(4).names(pack_tokens((*prompt, 0)), *extra)[:5]
             found = [any(cache.find(key) is not None for cache in caches) for key in self.keys[number]]
-            wanted = found.index(False) if False in found else 5
+            kept = [self.blocks.config.first_kept(4 * count) for count in range(6)]
+            wanted = max(count for count in range(6) if all(found[kept[count] : count]))
+            if not self.window:
+                found = [place < wanted for place in range(5)]
             assert self.router.leading(names, (0, 1)) == {0: 0, 1: wanted}
-            num_cached |= set(names[:wanted].tolist())
+            num_cached |= set(names[found].tolist())
         assert self.router.num_cached_blocks(1) == len(num_cached)
 
 
@@ -377,34 +384,64 @@ TestCaches = CacheMachine.TestCase
 TestCaches.settings = settings(max_examples=25, stateful_step_count=30)
 
 
-@pytest.mark.parametrize("num_host_blocks", [0, 6])
-def test_engines_tell_what_they_have(num_host_blocks: int) -> None:
-    """A small cache under much load: what the events add up to is what is in the cache and its host tier."""
+@pytest.mark.parametrize(("num_host_blocks", "window"), [(0, 0), (6, 0), (0, 6)])
+def test_engines_tell_what_they_have(num_host_blocks: int, window: int) -> None:
+    """A small cache under much load: what the events add up to is what is in the cache and its host tier, and of a
+    prompt the router finds what the engine does."""
     config = SchedulerConfig(
         num_blocks=12, max_num_seqs=3, max_batched_tokens=16, max_model_len=64, block_size=4,
-        num_host_blocks=num_host_blocks,
+        num_host_blocks=num_host_blocks, num_windowed=window > 0, window=window,
     )  # fmt: skip
     scheduler = Scheduler(config)
     events = CacheEvents(scheduler.blocks)
     core = EngineCore(scheduler, FakeRunner(config, 50))
     told: set[int] = set()
     num_removed = 0
+    router = PrefixRouter(1)
+    router.join(0, 4, 12, 3, window)
     for number in range(12):
         prompt = tuple(range(number % 4, number % 4 + 9 + number % 3))
-        core.add_request(Request(f"r{number}", prompt, SamplingParams(max_tokens=7), seed=number), float(number))
+        request = Request(f"r{number}", prompt, SamplingParams(max_tokens=7), seed=number)
+        found = scheduler.blocks._match(request, len(prompt)).found
+        assert router.leading(BlockNamer(4).names(pack_tokens(prompt)), [0]) == {0: len(found)}
+        core.add_request(request, float(number))
         while core.has_work and (number % 3 == 2 or scheduler.table.waiting):
             core.step(float(number))
-            stored, removed = (set(unpack_names(one).tolist()) for one in events.take())
+            changes = events.take()
+            router.note_blocks(0, *changes)
+            stored, removed = (set(unpack_names(one).tolist()) for one in changes)
             assert not stored & removed
             num_removed += len(removed)
             told = (told - removed) | stored
             keys = [block.key for _, block in scheduler.blocks.cache.items()]
             cached = {key.digest: key for key in keys if key is not None and len(key.token_ids) == 4}
             cached |= {digest: key for digest, key, _ in scheduler.blocks.host.items()}
-            assert told == {name_of(key) for key in cached.values() if is_found(key, cached)}
+            assert told == {name_of(key) for key in cached.values() if window or is_found(key, cached)}
     assert told
     assert num_removed
     assert int(BlockNamer(4).names(pack_tokens((*prompt, 0)))[0]) in told
+
+
+def test_of_a_long_conversation_a_window_is_enough() -> None:
+    """All layers have one: what lies before it was given up and has gone to somebody else."""
+    config = SchedulerConfig(12, 3, 32, 64, block_size=4, num_windowed=1, window=6)
+    scheduler = Scheduler(config)
+    events = CacheEvents(scheduler.blocks)
+    core = EngineCore(scheduler, FakeRunner(config, 50))
+    router = PrefixRouter(2)
+    router.join(1, 4, 12, 3, window=6)
+    for name, first, count in (("long", 0, 28), ("other", 100, 12)):
+        core.add_request(Request(name, tuple(range(first, first + count)), SamplingParams(max_tokens=5), seed=1), 0.0)
+        while core.has_work:
+            core.step(0.0)
+        router.note_blocks(1, *events.take())
+    request = Request("next", tuple(range(28)), SamplingParams(max_tokens=1), seed=1)
+    found = scheduler.blocks._match(request, 28).found
+    assert scheduler.blocks.cache.find(request.block_keys[0]) is None
+    assert len(found) == 6
+    names = BlockNamer(4).names(pack_tokens(tuple(range(28))))
+    assert router.leading(names, (0, 1)) == {0: 0, 1: 6}
+    assert router.place(names, 28, 1, (0, 1)).num_cached == 24
 
 
 def is_found(key: BlockKey, cached: dict[bytes, BlockKey]) -> bool:
