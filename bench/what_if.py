@@ -30,13 +30,13 @@ from quire.checkpoints.sources import resolve
 from quire.config import EngineConfig
 from quire.engine import make_requests
 from quire.observe.engine_metrics import derive_metrics
-from quire.observe.head_share import head_share
+from quire.observe.row_shares import row_shares
 from quire.observe.step_log import StepLog
 from quire.process.gc_pauses import full_collections_put_off
 from quire.sampling_params import SamplingParams
 from quire.simulate.recorded import recorded_requests
-from quire.simulate.step_times import StepTimes, fit_step_times
-from quire.simulate.what_if import Setting, Summary, parse_changes, play
+from quire.simulate.step_times import fit_step_times
+from quire.simulate.what_if import Setting, Summary, parse_changes, predict
 from quire.step import StepLogEntry
 
 SETTINGS = ("max_num_seqs=2", "max_num_seqs=8", "max_num_seqs=8,max_batched_tokens=32")
@@ -66,7 +66,7 @@ class Clock:
         self._offset += max(0.0, moment - self())
 
 
-def make_jobs(count: int, rate: float, vocab_size: int, seed: int = 1) -> Jobs:
+def make_jobs(count: int, rate: float, vocab_size: int, seed: int) -> Jobs:
     """Requests that come at random."""
     source = random.Random(seed)
     due, jobs = 0.0, []
@@ -107,11 +107,11 @@ def measure(
     engine = assemble(first.decoder, config, name="what-if", tokenizer=first.tokenizer, grammars=first.grammars)
     core, vocab_size, is_wall = engine.core, first.spec.vocab_size, options.clock == "wall"
     drive(engine, Clock(is_wall), make_jobs(12, 10.0, vocab_size, seed=2))
-    about = {"depth": core.depth, "head_share": head_share(first.spec), **asdict(core.scheduler.config)}
+    about = {"depth": core.depth, **row_shares(first.spec)._asdict(), **asdict(core.scheduler.config)}
     path = None if options.save is None else options.save / f"{changes}{f' again {number}' if number else ''}.jsonl"
     log = StepLog(capacity=10**7, path=path, engine=about)
     core._on_step = log.append
-    drive(engine, Clock(is_wall), make_jobs(options.requests, options.rate, vocab_size))
+    drive(engine, Clock(is_wall), make_jobs(options.requests, options.rate, vocab_size, options.seed))
     log.close()
     return Setting(core.scheduler.config, core.depth), list(log)
 
@@ -172,18 +172,12 @@ def run_all(first: Engine, options: argparse.Namespace) -> dict[str, Measured]:
     return runs
 
 
-def predict(log: Measured, other: str, times: StepTimes) -> dict[str, float]:
-    """What the log of one setting says about another."""
-    times.restart()
-    played, _ = play(recorded_requests(log.entries), parse_changes(told(other), log.setting), times)
-    return figures(Summary.of(played))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--requests", type=int, default=60)
     parser.add_argument("--rate", type=float, default=1.1, help="requests a second")
+    parser.add_argument("--seed", type=int, default=1, help="of the requests")
     parser.add_argument("--repeats", type=int, default=2, help="runs of each setting")
     parser.add_argument("--clock", choices=("cpu", "wall"), default="cpu")
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS))
@@ -197,11 +191,11 @@ def main() -> None:
     runs = run_all(first, options)
     all_off: list[float] = []
     for changes, log in runs.items():
-        times = fit_step_times(log.entries, head_share(first.spec))
+        times = fit_step_times(log.entries, row_shares(first.spec))
         columns = []
         for other, measured in runs.items():
-            predicted = predict(log, other, times)
-            off = {name: value / measured.mean(name) - 1 for name, value in predicted.items()}
+            found = predict(recorded_requests(log.entries), parse_changes(told(other), log.setting), times)
+            off = {name: value / measured.mean(name) - 1 for name, value in figures(found.run).items()}
             columns.append(("replayed" if other == changes else other, off, measured))
             all_off += [abs(off[name]) for name in off if name != THROUGHPUT]
         print(f"\nfrom the log of {changes} (steps held out: {times.quality.median_error:.1%} off in the median)")

@@ -18,6 +18,7 @@ from quire.engine import SchedulerConfig
 from quire.errors import InvalidRequestError
 from quire.observe.packed_entry import PackedEntry, UnpackedEntries, pack, unpack
 from quire.observe.request_records import belongs_to
+from quire.observe.row_shares import RowShares
 from quire.sampling_params import ResolvedTokens, SamplingParams, StructuredOutput
 from quire.step import Admission, BlockCopy, Finished, Preemption, ScheduledRequest, Step, StepLogEntry, StepResult
 
@@ -41,8 +42,8 @@ class LoggedEngine(NamedTuple):
 
     depth: int
     config: SchedulerConfig
-    head_share: float = 0.0
-    """What a token that samples costs more than one that does not."""
+    shares: RowShares = RowShares()
+    """What sampling and attention cost beside a row."""
 
 
 class StepLog:
@@ -156,8 +157,9 @@ def last_run(path: Path) -> tuple[list[StepLogEntry], LoggedEngine | None]:
     if found is None:
         return entries[first:], None
     settings = dict(found)
-    depth, share = settings.pop("depth"), settings.pop("head_share", 0.0)
-    return entries[first:], LoggedEngine(depth, SchedulerConfig(**settings), share)
+    depth = settings.pop("depth")
+    shares = RowShares(*(settings.pop(name, 0.0) for name in RowShares._fields))
+    return entries[first:], LoggedEngine(depth, SchedulerConfig(**settings), shares)
 
 
 def encode_entry(entry: StepLogEntry, engine: Mapping[str, Any] | None = None) -> str:

@@ -14,11 +14,12 @@ from quire.cli.main import app
 from quire.engine import EngineCore, Scheduler, SchedulerConfig, make_requests
 from quire.errors import InvalidRequestError
 from quire.observe.engine_metrics import derive_metrics
+from quire.observe.row_shares import RowShares
 from quire.observe.step_log import StepLog, last_run
 from quire.sampling_params import SamplingParams
 from quire.simulate.recorded import recorded_requests
 from quire.simulate.step_times import fit_step_times
-from quire.simulate.what_if import Setting, Summary, parse_changes, play
+from quire.simulate.what_if import Setting, Summary, parse_changes, play, predict
 from quire.step import Step, StepLogEntry, StepResult
 
 CONFIG = SchedulerConfig(num_blocks=129, max_num_seqs=4, max_batched_tokens=64, max_model_len=512)
@@ -105,25 +106,35 @@ def test_other_settings_give_what_a_second_run_measures(entries: list[StepLogEnt
         assert Summary.of(played).preemptions > 0
 
 
-def test_from_two_rows_to_eight_on_a_machine_that_likes_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of more answers than any in the log: one row costs more in small steps than in large ones, and a row that
-    samples costs the head's products."""
+@pytest.mark.parametrize("overhead", [0.0, 0.006])
+def test_from_few_rows_to_eight_on_a_machine_that_likes_many_rows(
+    monkeypatch: pytest.MonkeyPatch, overhead: float
+) -> None:
+    """Steps of more answers than any in the log: one row costs more in small steps than in large ones, a row that
+    samples costs the head's products, and steps of answers alone are spared an overhead, as recorded ones are."""
 
     def submit(machine: Machine, step: Step) -> Machine:
         tokens, samples = step.num_tokens, sum(one.samples for one in step.scheduled)
         seconds = 0.008 + 0.0045 * min(tokens, 8) + 0.0030 * max(0, tokens - 8) + 0.0012 * samples
+        seconds += overhead if tokens > samples else 0.0
         machine.now += seconds / 3 * machine._noise.uniform(0.97, 1.05)
         machine._result = StepResult(step.step_id, {one.request_id: (7,) for one in step.scheduled if one.samples})
         return machine
 
     monkeypatch.setattr(Machine, "submit", submit)
-    two = replace(CONFIG, max_num_seqs=2, max_batched_tokens=256)
-    recorded = run(two, StepLog(capacity=10**6))
-    setting = parse_changes("max_num_seqs=8", Setting(two))
-    played, _ = play(recorded_requests(recorded), setting, fit_step_times(recorded, head_share=0.0012 / 0.0045))
+    few = replace(CONFIG, max_num_seqs=2, max_batched_tokens=256)
+    recorded = run(few, StepLog(capacity=10**6))
+    setting = parse_changes("max_num_seqs=8", Setting(few))
+    times = fit_step_times(recorded, RowShares(0.0012 / 0.0045, 0.0003))
+    found = predict(recorded_requests(recorded), setting, times)
     measured = Summary.of(derive_metrics(run(setting.config, StepLog(capacity=10**6), noise=99)))
-    close(Summary.of(played), measured, 0.10)
+    close(found.run, measured, 0.10)
     assert measured.ttft[0] < 0.7 * Summary.of(derive_metrics(recorded)).ttft[0]
+    assert found.share_beyond > 0.1
+    # Steps of 200 tokens as those of up to 100 tell: pairs of queries and keys, which cost nothing, are no excuse.
+    assert times.quality.beyond_error is not None
+    assert times.quality.beyond_error < 0.10
+    assert found.low.ttft[0] < found.run.ttft[0] < found.high.ttft[0]
 
 
 def test_recorded_requests_are_the_ones_that_were_sent(entries: list[StepLogEntry]) -> None:
