@@ -282,6 +282,7 @@ class _Explanation:
         return {
             "name": life.name,
             "arrival": life.arrival,
+            "seconds_after_first_step": life.arrival - self._log[0].step.now,
             "total_seconds": end - life.arrival,
             "parts": parts,
             "first_token_seconds": None if life.first_token is None else life.first_token - life.arrival,

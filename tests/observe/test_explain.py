@@ -143,6 +143,7 @@ def test_it_says_who_was_waited_for_and_who_had_computed_what() -> None:
     assert answer["admissions"][0]["computed_by"] == {"a": 20}
     text = explanation_text(third)
     assert "20 of its tokens were cached, computed 20 by a." in text
+    assert "s after the first step of the log." in text
     assert "for a row: all were taken (a, b)" in text
     assert "It ended with 'length'" in text
     assert explain_request(entries, "d") is None
