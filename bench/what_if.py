@@ -3,6 +3,8 @@
     python bench/what_if.py                                  # SmolLM2: 2 rows to 8, 8 to 2, smaller steps, more load
     python bench/what_if.py --requests 100 --rate 1.5 --settings max_num_seqs=4 max_num_seqs=16
     python bench/what_if.py --clock wall                     # on a quiet machine
+    python bench/what_if.py --save FOLDER                    # keeps the logs
+    python bench/what_if.py --logs FOLDER                    # predicts from them again: nothing is run, for who changes the fit
 
 Each setting is run for real, twice, with the same requests at the same times; what-if predicts it from the first logs
 of the others. In brackets: by how much the two runs themselves differ, so that a figure can be judged. The clock is the
@@ -30,8 +32,8 @@ from quire.checkpoints.sources import resolve
 from quire.config import EngineConfig
 from quire.engine import make_requests
 from quire.observe.engine_metrics import derive_metrics
-from quire.observe.row_shares import row_shares
-from quire.observe.step_log import StepLog
+from quire.observe.row_shares import RowShares, row_shares
+from quire.observe.step_log import StepLog, last_run
 from quire.process.gc_pauses import full_collections_put_off
 from quire.sampling_params import SamplingParams
 from quire.simulate.recorded import recorded_requests
@@ -172,6 +174,22 @@ def run_all(first: Engine, options: argparse.Namespace) -> dict[str, Measured]:
     return runs
 
 
+def read_all(folder: Path) -> tuple[dict[str, Measured], RowShares]:
+    """What `--save` kept."""
+    runs: dict[str, Measured] = {}
+    shares = RowShares()
+    for path in sorted(folder.glob("*.jsonl")):
+        changes = path.stem.partition(" again ")[0]
+        entries, engine = last_run(path)
+        assert engine is not None, path
+        shares = engine.shares
+        setting = Setting(engine.config, engine.depth)
+        runs.setdefault(changes, Measured(setting, entries, [])).runs.append(
+            figures(Summary.of(derive_metrics(entries)))
+        )
+    return runs, shares
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
@@ -182,16 +200,20 @@ def main() -> None:
     parser.add_argument("--clock", choices=("cpu", "wall"), default="cpu")
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS))
     parser.add_argument("--save", type=Path, help="a folder for the logs, as `quire replay` reads them")
+    parser.add_argument("--logs", type=Path, help="a folder with such logs: nothing is run")
     options = parser.parse_args()
     if options.save is not None:
         options.save.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)
-    loading = EngineConfig(device="cpu", max_num_seqs=1, max_model_len=LONGEST, kv_cache_memory="64MiB")
-    first = build_engine(resolve(options.model), loading)
-    runs = run_all(first, options)
+    if options.logs is not None:
+        runs, shares = read_all(options.logs)
+    else:
+        torch.set_num_threads(1)
+        loading = EngineConfig(device="cpu", max_num_seqs=1, max_model_len=LONGEST, kv_cache_memory="64MiB")
+        first = build_engine(resolve(options.model), loading)
+        runs, shares = run_all(first, options), row_shares(first.spec)
     all_off: list[float] = []
     for changes, log in runs.items():
-        times = fit_step_times(log.entries, row_shares(first.spec))
+        times = fit_step_times(log.entries, shares)
         columns = []
         for other, measured in runs.items():
             found = predict(recorded_requests(log.entries), parse_changes(told(other), log.setting), times)
