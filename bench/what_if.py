@@ -4,7 +4,7 @@
     python bench/what_if.py --requests 100 --rate 1.5 --settings max_num_seqs=4 max_num_seqs=16
     python bench/what_if.py --clock wall                     # on a quiet machine
     python bench/what_if.py --save FOLDER                    # keeps the logs
-    python bench/what_if.py --logs FOLDER                    # predicts from them again: nothing is run, for who changes the fit
+    python bench/what_if.py --logs FOLDER                    # predicts from them again: nothing is run
 
 Each setting is run for real, twice, with the same requests at the same times; what-if predicts it from the first logs
 of the others. In brackets: by how much the two runs themselves differ, so that a figure can be judged. The clock is the
@@ -32,7 +32,8 @@ from quire.checkpoints.sources import resolve
 from quire.config import EngineConfig
 from quire.engine import make_requests
 from quire.observe.engine_metrics import derive_metrics
-from quire.observe.row_shares import RowShares, row_shares
+from quire.observe.measure_costs import measured_costs
+from quire.observe.step_costs import StepCosts, costs_of_shapes
 from quire.observe.step_log import StepLog, last_run
 from quire.process.gc_pauses import full_collections_put_off
 from quire.sampling_params import SamplingParams
@@ -100,7 +101,7 @@ def drive(engine: Engine, clock: Clock, jobs: Jobs) -> None:
 
 
 def measure(
-    first: Engine, changes: str, options: argparse.Namespace, number: int
+    first: Engine, costs: StepCosts, changes: str, options: argparse.Namespace, number: int
 ) -> tuple[Setting, list[StepLogEntry]]:
     """All requests with a setting, after a few that warm it up; `number` of its runs so far."""
     limits = limits_of(changes)
@@ -109,7 +110,7 @@ def measure(
     engine = assemble(first.decoder, config, name="what-if", tokenizer=first.tokenizer, grammars=first.grammars)
     core, vocab_size, is_wall = engine.core, first.spec.vocab_size, options.clock == "wall"
     drive(engine, Clock(is_wall), make_jobs(12, 10.0, vocab_size, seed=2))
-    about = {"depth": core.depth, **row_shares(first.spec)._asdict(), **asdict(core.scheduler.config)}
+    about = {"depth": core.depth, "costs": asdict(costs), **asdict(core.scheduler.config)}
     path = None if options.save is None else options.save / f"{changes}{f' again {number}' if number else ''}.jsonl"
     log = StepLog(capacity=10**7, path=path, engine=about)
     core._on_step = log.append
@@ -157,12 +158,12 @@ def print_table(columns: Sequence[tuple[str, dict[str, float], Measured]]) -> No
         print(f"{name:28}" + "".join(f"{cell:>40}" for cell in cells))
 
 
-def run_all(first: Engine, options: argparse.Namespace) -> dict[str, Measured]:
+def run_all(first: Engine, costs: StepCosts, options: argparse.Namespace) -> dict[str, Measured]:
     """Every setting, one after the other and then again, so that a slow minute is not one setting's."""
     runs: dict[str, Measured] = {}
     for number in range(options.repeats):
         for changes in options.settings:
-            setting, entries = measure(first, changes, options, number)
+            setting, entries = measure(first, costs, changes, options, number)
             run = Summary.of(derive_metrics(entries))
             runs.setdefault(changes, Measured(setting, entries, [])).runs.append(figures(run))
             print(
@@ -174,20 +175,20 @@ def run_all(first: Engine, options: argparse.Namespace) -> dict[str, Measured]:
     return runs
 
 
-def read_all(folder: Path) -> tuple[dict[str, Measured], RowShares]:
+def read_all(folder: Path) -> tuple[dict[str, Measured], StepCosts]:
     """What `--save` kept."""
     runs: dict[str, Measured] = {}
-    shares = RowShares()
+    costs = StepCosts()
     for path in sorted(folder.glob("*.jsonl")):
         changes = path.stem.partition(" again ")[0]
         entries, engine = last_run(path)
         assert engine is not None, path
-        shares = engine.shares
+        costs = engine.costs
         setting = Setting(engine.config, engine.depth)
         runs.setdefault(changes, Measured(setting, entries, [])).runs.append(
             figures(Summary.of(derive_metrics(entries)))
         )
-    return runs, shares
+    return runs, costs
 
 
 def main() -> None:
@@ -205,15 +206,16 @@ def main() -> None:
     if options.save is not None:
         options.save.mkdir(parents=True, exist_ok=True)
     if options.logs is not None:
-        runs, shares = read_all(options.logs)
+        runs, costs = read_all(options.logs)
     else:
         torch.set_num_threads(1)
         loading = EngineConfig(device="cpu", max_num_seqs=1, max_model_len=LONGEST, kv_cache_memory="64MiB")
         first = build_engine(resolve(options.model), loading)
-        runs, shares = run_all(first, options), row_shares(first.spec)
+        costs = measured_costs(first.decoder, costs_of_shapes(first.spec))
+        runs = run_all(first, costs, options)
     all_off: list[float] = []
     for changes, log in runs.items():
-        times = fit_step_times(log.entries, shares)
+        times = fit_step_times(log.entries, costs)
         columns = []
         for other, measured in runs.items():
             found = predict(recorded_requests(log.entries), parse_changes(told(other), log.setting), times)

@@ -111,7 +111,7 @@ def _play(
 
     base = Setting(engine.config, engine.depth)
     settings = [(text, parse_changes(text, base)) for text in what_if]
-    times = fit_step_times(entries, engine.shares)
+    times = fit_step_times(entries, engine.costs)
     recorded = EngineMetrics(keep=10**9)
     for entry in entries:
         recorded.observe(entry)

@@ -18,7 +18,7 @@ from quire.engine import SchedulerConfig
 from quire.errors import InvalidRequestError
 from quire.observe.packed_entry import PackedEntry, UnpackedEntries, pack, unpack
 from quire.observe.request_records import belongs_to
-from quire.observe.row_shares import RowShares
+from quire.observe.step_costs import StepCosts
 from quire.sampling_params import ResolvedTokens, SamplingParams, StructuredOutput
 from quire.step import Admission, BlockCopy, Finished, Preemption, ScheduledRequest, Step, StepLogEntry, StepResult
 
@@ -42,8 +42,8 @@ class LoggedEngine(NamedTuple):
 
     depth: int
     config: SchedulerConfig
-    shares: RowShares = RowShares()
-    """What sampling and attention cost beside a row."""
+    costs: StepCosts = StepCosts()
+    """Of the rows of its steps."""
 
 
 class StepLog:
@@ -157,9 +157,9 @@ def last_run(path: Path) -> tuple[list[StepLogEntry], LoggedEngine | None]:
     if found is None:
         return entries[first:], None
     settings = dict(found)
-    depth = settings.pop("depth")
-    shares = RowShares(*(settings.pop(name, 0.0) for name in RowShares._fields))
-    return entries[first:], LoggedEngine(depth, SchedulerConfig(**settings), shares)
+    depth, share = settings.pop("depth"), settings.pop("head_share", 0.0)  # which older ones have
+    costs = _build(StepCosts, settings.pop("costs", {"head_share": share}))
+    return entries[first:], LoggedEngine(depth, SchedulerConfig(**settings), costs)
 
 
 def encode_entry(entry: StepLogEntry, engine: Mapping[str, Any] | None = None) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.errors import InvalidRequestError
-from quire.observe.row_shares import RowShares
+from quire.observe.step_costs import StepCosts
 from quire.step import Step, StepLogEntry
 
 Array = npt.NDArray[np.float64]
@@ -27,25 +27,25 @@ _AS_GOOD = 0.005
 """Of all time: of two fits whose errors differ by less, the smoother one knows more of steps the log does not have."""
 _SLOPES = slice(2, 3 + len(_KNEES))
 """Among the features, those of the knees, and of pairs of queries and keys: all count rows."""
-_UNKNOWN = RowShares()
+_UNKNOWN = StepCosts()
 _ROUNDS = 20
 _HELD_OUT = 0.2
 _NEAR = 25
 """Steps whose noise a step may have."""
 
 
-def features(step: Step, shares: RowShares) -> list[float]:
+def features(step: Step, costs: StepCosts) -> list[float]:
     """What a step's time depends on: whether it is more than answers, which are computed by graphs or recorded calls;
-    rows, between each two knees, where one that is sampled from counts for more; pairs of queries and keys in prompts,
-    as rows; requests; keys that are read; blocks that are copied."""
+    the work of rows and of their scores, between each two knees; pairs of queries and keys in prompts, as rows;
+    requests; keys that are read; blocks that are copied."""
     tokens, drawn = _sizes(step)
-    rows = tokens - 1 + shares.head_share * drawn
+    rows = costs.work(tokens, drawn)
     slopes = [_between(rows, *ends) for ends in zip(_KNEES, (*_KNEES[1:], math.inf), strict=True)]
     pairs = sum(one.num_tokens * (one.start + one.num_tokens / 2) for one in step.scheduled if one.num_tokens > 1)
     others = len(step.scheduled) - 1
     keys = sum(one.start + one.num_tokens for one in step.scheduled)
     is_more = float(tokens > drawn)
-    return [1.0, is_more, *slopes, shares.pair_share * pairs, float(others), float(keys), float(len(step.copies))]
+    return [1.0, is_more, *slopes, costs.pair_share * pairs, float(others), float(keys), float(len(step.copies))]
 
 
 def _between(rows: float, low: float, high: float) -> float:
@@ -76,13 +76,13 @@ class StepTimes:
         inputs: Array,
         times: Array,
         sizes: tuple[int, int],
-        shares: RowShares,
+        costs: StepCosts,
         pause: float = 0.0,
         quality: FitQuality | None = None,
     ) -> None:
         """`sizes`: the most tokens, and tokens that sample, of a step that was measured."""
         self._weights = weights
-        self._shares = shares
+        self._costs = costs
         fitted = inputs @ weights
         order = np.argsort(fitted, kind="stable")
         self._fitted: list[float] = fitted[order].tolist()
@@ -106,7 +106,7 @@ class StepTimes:
 
     def draw(self, step: Step) -> float:
         """With the noise of one of the steps that are about as long."""
-        fitted = float(np.dot(self._weights, features(step, self._shares)))
+        fitted = float(np.dot(self._weights, features(step, self._costs)))
         self.num_drawn += 1
         tokens, samples = _sizes(step)
         self.num_beyond += tokens > self._most_tokens or samples > self._most_samples
@@ -124,8 +124,8 @@ class StepTimes:
         return self._ratios[first : first + _NEAR]
 
 
-def fit_step_times(entries: Sequence[StepLogEntry], shares: RowShares = _UNKNOWN, seed: int = 0) -> StepTimes:
-    """From the steps of a log that succeeded and computed something; `shares` as the log says them."""
+def fit_step_times(entries: Sequence[StepLogEntry], costs: StepCosts = _UNKNOWN, seed: int = 0) -> StepTimes:
+    """From the steps of a log that succeeded and computed something; `costs` as the log says them."""
     measured: list[tuple[list[float], float, tuple[int, int]]] = []
     pauses: list[float] = []
     last = float("-inf")
@@ -136,7 +136,7 @@ def fit_step_times(entries: Sequence[StepLogEntry], shares: RowShares = _UNKNOWN
         seconds = entry.committed - max(step.now, last)
         last = entry.committed
         if entry.result is not None and step.scheduled and seconds > 0:
-            measured.append((features(step, shares), seconds, _sizes(step)))
+            measured.append((features(step, costs), seconds, _sizes(step)))
     if len(measured) < _FEWEST:
         raise InvalidRequestError(
             "LOG", f"has {len(measured)} steps that computed something; {_FEWEST} are needed to tell what a step takes"
@@ -148,7 +148,7 @@ def fit_step_times(entries: Sequence[StepLogEntry], shares: RowShares = _UNKNOWN
     times = np.array([measured[index][1] for index in order])
     most = max(one[2][0] for one in measured), max(one[2][1] for one in measured)
     smooth = _choose_smooth(inputs[cut:], times[cut:])
-    known = StepTimes(_fit(inputs[cut:], times[cut:], smooth), inputs[cut:], times[cut:], most, shares)
+    known = StepTimes(_fit(inputs[cut:], times[cut:], smooth), inputs[cut:], times[cut:], most, costs)
     predicted = np.array([known.expected(one) for one in inputs[:cut]])
     errors = np.abs(predicted / times[:cut] - 1)
     quality = FitQuality(
@@ -159,7 +159,7 @@ def fit_step_times(entries: Sequence[StepLogEntry], shares: RowShares = _UNKNOWN
         _beyond_error(inputs, times, np.array([measured[index][2] for index in order]), smooth),
     )
     pause = float(np.median(pauses)) if pauses else 0.0
-    return StepTimes(_fit(inputs, times, smooth), inputs, times, most, shares, pause, quality)
+    return StepTimes(_fit(inputs, times, smooth), inputs, times, most, costs, pause, quality)
 
 
 def _sizes(step: Step) -> tuple[int, int]:

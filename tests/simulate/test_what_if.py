@@ -14,7 +14,7 @@ from quire.cli.main import app
 from quire.engine import EngineCore, Scheduler, SchedulerConfig, make_requests
 from quire.errors import InvalidRequestError
 from quire.observe.engine_metrics import derive_metrics
-from quire.observe.row_shares import RowShares
+from quire.observe.step_costs import StepCosts
 from quire.observe.step_log import StepLog, last_run
 from quire.sampling_params import SamplingParams
 from quire.simulate.recorded import recorded_requests
@@ -106,26 +106,36 @@ def test_other_settings_give_what_a_second_run_measures(entries: list[StepLogEnt
         assert Summary.of(played).preemptions > 0
 
 
-@pytest.mark.parametrize("overhead", [0.0, 0.006])
-def test_from_few_rows_to_eight_on_a_machine_that_likes_many_rows(
-    monkeypatch: pytest.MonkeyPatch, overhead: float
-) -> None:
+ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+
+
+def products(rows: int, jump: float) -> float:
+    """Of a machine that likes many rows, and computes more than four in another way."""
+    return 0.0045 * min(rows, 8) + 0.0030 * max(0, rows - 8) + (jump if rows > 4 else 0.0)
+
+
+@pytest.mark.parametrize(("overhead", "jump"), [(0.0, 0.0), (0.006, 0.0), (0.006, 0.012)])
+def test_from_few_rows_to_eight(monkeypatch: pytest.MonkeyPatch, overhead: float, jump: float) -> None:
     """Steps of more answers than any in the log: one row costs more in small steps than in large ones, a row that
-    samples costs the head's products, and steps of answers alone are spared an overhead, as recorded ones are."""
+    samples costs the head's products, and steps of answers alone are spared an overhead, as recorded ones are. Where
+    rows cost more at once, the log says what the engine measured."""
 
     def submit(machine: Machine, step: Step) -> Machine:
         tokens, samples = step.num_tokens, sum(one.samples for one in step.scheduled)
-        seconds = 0.008 + 0.0045 * min(tokens, 8) + 0.0030 * max(0, tokens - 8) + 0.0012 * samples
-        seconds += overhead if tokens > samples else 0.0
+        seconds = 0.008 + products(tokens, jump) + 0.0012 * samples + (overhead if tokens > samples else 0.0)
         machine.now += seconds / 3 * machine._noise.uniform(0.97, 1.05)
         machine._result = StepResult(step.step_id, {one.request_id: (7,) for one in step.scheduled if one.samples})
         return machine
 
     monkeypatch.setattr(Machine, "submit", submit)
+    costs = StepCosts(0.0012 / 0.0045, 0.0003)
+    if jump:
+        layers, head = [products(rows, jump) for rows in ROWS], [0.0012 * rows for rows in ROWS]
+        costs = replace(costs, rows=ROWS, layers=tuple(layers), head=tuple(head[:5]))
     few = replace(CONFIG, max_num_seqs=2, max_batched_tokens=256)
     recorded = run(few, StepLog(capacity=10**6))
     setting = parse_changes("max_num_seqs=8", Setting(few))
-    times = fit_step_times(recorded, RowShares(0.0012 / 0.0045, 0.0003))
+    times = fit_step_times(recorded, costs)
     found = predict(recorded_requests(recorded), setting, times)
     measured = Summary.of(derive_metrics(run(setting.config, StepLog(capacity=10**6), noise=99)))
     close(found.run, measured, 0.10)
@@ -135,6 +145,17 @@ def test_from_few_rows_to_eight_on_a_machine_that_likes_many_rows(
     assert times.quality.beyond_error is not None
     assert times.quality.beyond_error < 0.10
     assert found.low.ttft[0] < found.run.ttft[0] < found.high.ttft[0]
+
+
+def test_the_work_of_rows_that_were_measured_and_of_others() -> None:
+    costs = StepCosts(0.5, rows=(1, 2, 4, 8), layers=(10.0, 12.0, 18.0, 24.0), head=(1.0, 3.0))
+    row = (24.0 - 10.0) / 7
+    assert costs.work(1, 0) == 0.0
+    assert costs.work(2, 1) == pytest.approx((2.0 + 1.0) / row)
+    assert costs.work(3, 2) == pytest.approx((5.0 + 3.0) / row)  # between two and four
+    assert costs.work(14, 0) == pytest.approx((14.0 + 2.0 * 6) / row)  # beyond, as from two to eight
+    assert costs.work(8, 5) == pytest.approx((14.0 + 9.0) / row)
+    assert replace(costs, rows=(), layers=(), head=()).work(8, 5) == 7 + 2.5
 
 
 def test_recorded_requests_are_the_ones_that_were_sent(entries: list[StepLogEntry]) -> None:
