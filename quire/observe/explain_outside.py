@@ -25,6 +25,7 @@ def add_outside(explanation: dict[str, Any], record: RequestRecord) -> None:
     reading, network = timings.get("reading") or 0.0, timings.get("network") or 0.0
     for answer, end in zip(answers, ends, strict=True):
         answer["came"] = came
+        answer["is_running"] = answer["finish_reason"] is None and record.state in ("queued", "running")
         if total is None:
             continue
         others = max(ends) - end

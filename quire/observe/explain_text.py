@@ -43,9 +43,9 @@ def explanation_text(explanation: Mapping[str, Any]) -> str:
 def _sentences(answer: Mapping[str, Any]) -> Iterator[str]:
     total, first = answer["total_seconds"], answer["first_token_seconds"]
     output = answer["output_tokens"]
+    tokens = f"{answer['tokens_so_far']} answer tokens so far" if output is None else f"{output} answer tokens"
     yield (
-        f"{answer['name']}: {answer['prompt_tokens']} prompt tokens, "
-        f"{'?' if output is None else output} answer tokens, {_time(total)} in all"
+        f"{answer['name']}: {answer['prompt_tokens']} prompt tokens, {tokens}, {_time(total)} in all"
         f"{'' if first is None else f', the first token after {_time(first)}'}."
     )
     yield _arrival(answer)
@@ -73,7 +73,7 @@ def _sentences(answer: Mapping[str, Any]) -> Iterator[str]:
         yield f"It shared its {answer['steps']} steps with {names}{more}."
     reason = answer["finish_reason"]
     if reason is None:
-        yield "The log does not have its end."
+        yield "It still runs." if answer.get("is_running") else "The log does not have its end."
     else:
         failed = "; a step it was in failed" if answer["failed_step"] else ""
         yield f"It ended with {reason!r}: {_ENDS[reason]}{failed}."

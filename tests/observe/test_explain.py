@@ -67,6 +67,7 @@ def check(entries: list[StepLogEntry], measured: dict[str, RequestMetrics], conf
         assert abs(sum(answer["parts"].values()) - total) < 1e-6, name
         assert abs(answer["total_seconds"] - total) < 1e-6
         assert answer["output_tokens"] == metrics.num_output_tokens
+        assert answer["tokens_so_far"] >= metrics.num_output_tokens  # what came after an end was dropped
         assert len(answer["preemptions"]) == metrics.preemptions
         assert answer["recomputed_tokens"] == metrics.recomputed_tokens
         assert sum(one["cached_tokens"] for one in answer["admissions"]) == metrics.cached_tokens
@@ -156,6 +157,14 @@ def test_words_and_picture_of_everything_that_happens() -> None:
     name = max(measured, key=lambda one: measured[one].preemptions)
     explanation = explain_request(entries, name.split("/")[0], CONFIG)
     assert explanation is not None
+    for one in sorted(measured)[::3]:  # what a server does, which looks at no more than it must
+        near, before = log.about(one)
+        told, whole = explain_request(near, one, CONFIG, before), explain_request(entries, one, CONFIG)
+        assert told is not None
+        assert whole is not None
+        assert [answer["admissions"] for answer in told["answers"]] == [
+            answer["admissions"] for answer in whole["answers"]
+        ]
     json.dumps(explanation)  # plain values only
     text = explanation_text(explanation)
     assert "it was preempted" in text
