@@ -21,6 +21,7 @@ from quire.runner.kv_cache import KVCache
 
 _ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 16)
 _TRIES = 2
+_BLOCK_SIZE = 16
 _SECONDS = 0.4
 """For the layers, and about as long for the head; of a large model a few layers stand for all."""
 
@@ -37,7 +38,8 @@ def measured_costs(decoder: Decoder, costs: StepCosts) -> StepCosts:
     spec = decoder.spec
     if decoder.device.type != "cpu":
         return costs
-    cache = KVCache(spec, 1, 0, 1, decoder.dtype, decoder.device)
+    by_dimension = decoder.kernels.keys_by_dimension(decoder.dtype, _BLOCK_SIZE)
+    cache = KVCache(spec, 1, 0, _BLOCK_SIZE, decoder.dtype, decoder.device, by_dimension)
     layers = list(zip(decoder.layers, cache.layers, strict=True))
     chance = torch.Generator().manual_seed(0)
     # All different: experts are chosen by them.
@@ -55,11 +57,12 @@ def measured_costs(decoder: Decoder, costs: StepCosts) -> StepCosts:
         decoder.logits(hidden[:count])
         return process_time() - began
 
-    compute(8, len(layers))  # the first time is another one
-    expected = len(layers) * compute(8, len(layers)) / 8 * sum(_ROWS) * _TRIES
+    some, one = _ROWS[len(_ROWS) // 2], len(layers)
+    compute(some, one)  # the first time is another one
+    expected = len(layers) * compute(some, one) / some * sum(_ROWS) * _TRIES
     every = max(1, min(len(layers), round(expected / _SECONDS)))
     share = len(layers[::every]) / len(layers)
-    times = tuple(one / share for one in _times(lambda count: compute(count, every)))
+    times = tuple(seconds / share for seconds in _times(lambda count: compute(count, every)))
     return replace(costs, rows=_ROWS[: len(times)], layers=times, head=_times(score)[: len(times)])
 
 
