@@ -165,7 +165,9 @@ def explanation_svg(explanation: Mapping[str, Any], width: int = 960) -> str:
         x, y = 20 + number % 2 * (width - 40) / 2, top + number // 2 * 22
         rows.append(f'<rect x="{x:.0f}" y="{y - 11}" width="12" height="12" fill="{_COLOURS[part]}"/>')
         rows.append(f'<text x="{x + 18:.0f}" y="{y}">{TITLES[part]}</text>')
-    height = top + (len(shown) + 1) // 2 * 22
+    top += (len(shown) + 1) // 2 * 22
+    rows.append(f'<text x="20" y="{top}">▲ admitted, ▼ preempted</text>')
+    height = top + 12
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         f'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
