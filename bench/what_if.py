@@ -3,6 +3,8 @@
     python bench/what_if.py                                  # SmolLM2: 2 rows to 8, 8 to 2, smaller steps, more load
     python bench/what_if.py --requests 100 --rate 1.5 --settings max_num_seqs=4 max_num_seqs=16
     python bench/what_if.py --clock wall                     # on a quiet machine
+    python bench/what_if.py --save FOLDER                    # keeps the logs
+    python bench/what_if.py --logs FOLDER                    # predicts from them again: nothing is run
 
 Each setting is run for real, twice, with the same requests at the same times; what-if predicts it from the first logs
 of the others. In brackets: by how much the two runs themselves differ, so that a figure can be judged. The clock is the
@@ -30,13 +32,14 @@ from quire.checkpoints.sources import resolve
 from quire.config import EngineConfig
 from quire.engine import make_requests
 from quire.observe.engine_metrics import derive_metrics
-from quire.observe.head_share import head_share
-from quire.observe.step_log import StepLog
+from quire.observe.measure_costs import measured_costs
+from quire.observe.step_costs import StepCosts, costs_of_shapes
+from quire.observe.step_log import StepLog, last_run
 from quire.process.gc_pauses import full_collections_put_off
 from quire.sampling_params import SamplingParams
 from quire.simulate.recorded import recorded_requests
-from quire.simulate.step_times import StepTimes, fit_step_times
-from quire.simulate.what_if import Setting, Summary, parse_changes, play
+from quire.simulate.step_times import fit_step_times
+from quire.simulate.what_if import Setting, Summary, parse_changes, predict
 from quire.step import StepLogEntry
 
 SETTINGS = ("max_num_seqs=2", "max_num_seqs=8", "max_num_seqs=8,max_batched_tokens=32")
@@ -66,7 +69,7 @@ class Clock:
         self._offset += max(0.0, moment - self())
 
 
-def make_jobs(count: int, rate: float, vocab_size: int, seed: int = 1) -> Jobs:
+def make_jobs(count: int, rate: float, vocab_size: int, seed: int) -> Jobs:
     """Requests that come at random."""
     source = random.Random(seed)
     due, jobs = 0.0, []
@@ -98,7 +101,7 @@ def drive(engine: Engine, clock: Clock, jobs: Jobs) -> None:
 
 
 def measure(
-    first: Engine, changes: str, options: argparse.Namespace, number: int
+    first: Engine, costs: StepCosts, changes: str, options: argparse.Namespace, number: int
 ) -> tuple[Setting, list[StepLogEntry]]:
     """All requests with a setting, after a few that warm it up; `number` of its runs so far."""
     limits = limits_of(changes)
@@ -107,11 +110,11 @@ def measure(
     engine = assemble(first.decoder, config, name="what-if", tokenizer=first.tokenizer, grammars=first.grammars)
     core, vocab_size, is_wall = engine.core, first.spec.vocab_size, options.clock == "wall"
     drive(engine, Clock(is_wall), make_jobs(12, 10.0, vocab_size, seed=2))
-    about = {"depth": core.depth, "head_share": head_share(first.spec), **asdict(core.scheduler.config)}
+    about = {"depth": core.depth, "costs": asdict(costs), **asdict(core.scheduler.config)}
     path = None if options.save is None else options.save / f"{changes}{f' again {number}' if number else ''}.jsonl"
     log = StepLog(capacity=10**7, path=path, engine=about)
     core._on_step = log.append
-    drive(engine, Clock(is_wall), make_jobs(options.requests, options.rate, vocab_size))
+    drive(engine, Clock(is_wall), make_jobs(options.requests, options.rate, vocab_size, options.seed))
     log.close()
     return Setting(core.scheduler.config, core.depth), list(log)
 
@@ -155,12 +158,12 @@ def print_table(columns: Sequence[tuple[str, dict[str, float], Measured]]) -> No
         print(f"{name:28}" + "".join(f"{cell:>40}" for cell in cells))
 
 
-def run_all(first: Engine, options: argparse.Namespace) -> dict[str, Measured]:
+def run_all(first: Engine, costs: StepCosts, options: argparse.Namespace) -> dict[str, Measured]:
     """Every setting, one after the other and then again, so that a slow minute is not one setting's."""
     runs: dict[str, Measured] = {}
     for number in range(options.repeats):
         for changes in options.settings:
-            setting, entries = measure(first, changes, options, number)
+            setting, entries = measure(first, costs, changes, options, number)
             run = Summary.of(derive_metrics(entries))
             runs.setdefault(changes, Measured(setting, entries, [])).runs.append(figures(run))
             print(
@@ -172,11 +175,20 @@ def run_all(first: Engine, options: argparse.Namespace) -> dict[str, Measured]:
     return runs
 
 
-def predict(log: Measured, other: str, times: StepTimes) -> dict[str, float]:
-    """What the log of one setting says about another."""
-    times.restart()
-    played, _ = play(recorded_requests(log.entries), parse_changes(told(other), log.setting), times)
-    return figures(Summary.of(played))
+def read_all(folder: Path) -> tuple[dict[str, Measured], StepCosts]:
+    """What `--save` kept."""
+    runs: dict[str, Measured] = {}
+    costs = StepCosts()
+    for path in sorted(folder.glob("*.jsonl")):
+        changes = path.stem.partition(" again ")[0]
+        entries, engine = last_run(path)
+        assert engine is not None, path
+        costs = engine.costs
+        setting = Setting(engine.config, engine.depth)
+        runs.setdefault(changes, Measured(setting, entries, [])).runs.append(
+            figures(Summary.of(derive_metrics(entries)))
+        )
+    return runs, costs
 
 
 def main() -> None:
@@ -184,24 +196,30 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--requests", type=int, default=60)
     parser.add_argument("--rate", type=float, default=1.1, help="requests a second")
+    parser.add_argument("--seed", type=int, default=1, help="of the requests")
     parser.add_argument("--repeats", type=int, default=2, help="runs of each setting")
     parser.add_argument("--clock", choices=("cpu", "wall"), default="cpu")
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS))
     parser.add_argument("--save", type=Path, help="a folder for the logs, as `quire replay` reads them")
+    parser.add_argument("--logs", type=Path, help="a folder with such logs: nothing is run")
     options = parser.parse_args()
     if options.save is not None:
         options.save.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)
-    loading = EngineConfig(device="cpu", max_num_seqs=1, max_model_len=LONGEST, kv_cache_memory="64MiB")
-    first = build_engine(resolve(options.model), loading)
-    runs = run_all(first, options)
+    if options.logs is not None:
+        runs, costs = read_all(options.logs)
+    else:
+        torch.set_num_threads(1)
+        loading = EngineConfig(device="cpu", max_num_seqs=1, max_model_len=LONGEST, kv_cache_memory="64MiB")
+        first = build_engine(resolve(options.model), loading)
+        costs = measured_costs(first.decoder, costs_of_shapes(first.spec))
+        runs = run_all(first, costs, options)
     all_off: list[float] = []
     for changes, log in runs.items():
-        times = fit_step_times(log.entries, head_share(first.spec))
+        times = fit_step_times(log.entries, costs)
         columns = []
         for other, measured in runs.items():
-            predicted = predict(log, other, times)
-            off = {name: value / measured.mean(name) - 1 for name, value in predicted.items()}
+            found = predict(recorded_requests(log.entries), parse_changes(told(other), log.setting), times)
+            off = {name: value / measured.mean(name) - 1 for name, value in figures(found.run).items()}
             columns.append(("replayed" if other == changes else other, off, measured))
             all_off += [abs(off[name]) for name in off if name != THROUGHPUT]
         print(f"\nfrom the log of {changes} (steps held out: {times.quality.median_error:.1%} off in the median)")

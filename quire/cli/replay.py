@@ -17,8 +17,11 @@ from quire.errors import InvalidRequestError
 if TYPE_CHECKING:
     from quire.observe.step_log import LoggedEngine
     from quire.simulate.recorded import RecordedRequest
-    from quire.simulate.what_if import Summary
+    from quire.simulate.what_if import Prediction, Summary
     from quire.step import StepLogEntry
+
+_TIMES = {"ttft": "time to first token", "per_token": "time per token", "latency": "latency"}
+_WHICH = ("median", "p95")
 
 
 def replay(
@@ -104,29 +107,40 @@ def _play(
         raise InvalidRequestError("LOG", f"{log} does not say its engine's settings: it is of an older version")
     from quire.observe.engine_metrics import EngineMetrics
     from quire.simulate.step_times import fit_step_times
-    from quire.simulate.what_if import Setting, Summary, parse_changes, play
+    from quire.simulate.what_if import Setting, Summary, parse_changes, predict
 
     base = Setting(engine.config, engine.depth)
     settings = [(text, parse_changes(text, base)) for text in what_if]
-    times = fit_step_times(entries, engine.head_share)
+    times = fit_step_times(entries, engine.costs)
     recorded = EngineMetrics(keep=10**9)
     for entry in entries:
         recorded.observe(entry)
     runs = [("recorded", Summary.of(recorded), 0)]
+    ranges: dict[str, Prediction] = {}
     notes: list[str] = []
     for title, setting in [("replayed", base), *settings]:
-        times.restart()
-        played, refused = play(requests, setting, times)
-        runs.append((title, Summary.of(played), refused))
-        share = times.num_beyond / max(1, times.num_drawn)
-        if share > 0.01:
-            notes.append(f"{title}: {share:.0%} of its steps are larger than any in the log, their times a guess.")
+        ranges[title] = found = predict(requests, setting, times)
+        runs.append((title, found.run, found.refused))
+        if found.share_beyond > 0.01:
+            note = f"{title}: {found.share_beyond:.0%} of its steps are larger than any in the log, their times a guess"
+            known = times.quality.beyond_error
+            tried = f" (the log's own, from steps half as large: {known:.1%} off in the median)"
+            notes.append(f"{note}{'' if known is None else tried}.")
+        uncertain = [
+            f"{_TIMES[name]}, {_WHICH[index]}, {1e3 * low:,.1f} to {1e3 * high:,.1f} ms"
+            for name, index, low, high in found.uncertain()
+        ]
+        if uncertain:
+            notes.append(f"{title}: were all steps 2% shorter or longer: {'; '.join(uncertain)}.")
     quality = times.quality
     if any(one.guesses for entry in entries for one in entry.step.scheduled):
         notes.append("The log has guessed tokens (speculation); a replay has none, so its answers take more steps.")
     if json_output:
         fit = {name: getattr(quality, name) for name in quality.__slots__}
         told = [{"setting": title, "refused": refused, **run.as_json()} for title, run, refused in runs]
+        for one in told[1:]:
+            found = ranges[str(one["setting"])]
+            one |= {"low": found.low.as_json(), "high": found.high.as_json()}
         print(json.dumps({"fit": fit, "runs": told, "notes": notes}, indent=1))
         return
     print(
@@ -163,8 +177,8 @@ def _print_runs(runs: list[tuple[str, Summary, int]]) -> None:
     for column in table.columns[1:]:
         column.justify = "right"
     every = [run for _, run, _ in runs]
-    for name, place in (("ttft", "time to first token"), ("per_token", "time per token"), ("latency", "latency")):
-        for index, which in enumerate(("median", "p95")):
+    for name, place in _TIMES.items():
+        for index, which in enumerate(_WHICH):
             cells = [f"{1e3 * getattr(run, name)[index]:,.1f} ms" for run in every]
             table.add_row(f"{place}, {which}", *cells)
     table.add_row("answer tokens/s", *(f"{run.tokens_per_second:,.1f}" for run in every))

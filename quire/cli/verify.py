@@ -24,6 +24,9 @@ def verify(
     dtype: options.Dtype = "auto",
     quantization: options.Quantization = "auto",
     kv_cache_dtype: options.KVCacheDtype = "auto",
+    devices: Annotated[
+        int, Option(metavar="N", min=2, help="Divide the model among so many: GPUs of their own, or processes.")
+    ] = 2,
     url: Annotated[
         str | None, Option("--url", metavar="URL", help="Try a server with OpenAI's API instead, from outside.")
     ] = None,
@@ -44,7 +47,7 @@ def verify(
 
     \b
     quire verify smollm2
-    quire verify Qwen/Qwen3-0.6B --device cuda --seconds 300
+    quire verify Qwen/Qwen3-0.6B --device cuda --seconds 300 --devices 4
     quire verify ./my-model --quantization int4 --json > verdict.json
     quire verify --url http://127.0.0.1:8000 --concurrency 32
     """
@@ -67,6 +70,7 @@ def verify(
             model or served or options.DEFAULT_MODEL,
             device=device, dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype,
         )  # fmt: skip
+        loaded.num_devices = devices
         facts = {"model": loaded.first_engine.description}
         with TimeBar("Verifying", seconds) as bar:
             verdict = check(LoadedModel(loaded), seconds, seed, bar.show)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import chain, islice
 
+from quire.observe.packed_entry import block_events
 from quire.step import Admission, Step, StepLogEntry
 
 UNKNOWN = "someone before this log begins"
@@ -45,15 +46,14 @@ def _origins(
     wanted: dict[tuple[str, int], list[int]] = {("device", block): [block] for block in held}
     origins: dict[int, str] = dict.fromkeys(held, UNKNOWN)
     last = next((index for index in range(len(log) - 1, -1, -1) if log[index].step is step), len(log) - 1)
-    for entry in islice(chain(reversed(log[: last + 1]), reversed(before)), _MOST_STEPS):
-        earlier = entry.step
-        if earlier is not step:
-            # Whoever took a block fresh in a step wrote to it then or later, before others found it.
-            for one in earlier.scheduled:
-                for block in one.new_block_ids:
-                    for origin in wanted.pop(("device", block), ()):
-                        origins[origin] = one.request_id
-        for copy in reversed(earlier.copies):
+    steps = chain(block_events(log[: last + 1]), block_events(before))
+    for number, (taken, copies) in enumerate(islice(steps, _MOST_STEPS)):
+        # Whoever took a block fresh in a step before this one wrote to it then or later, before others found it.
+        for name, blocks in taken if number else ():
+            for block in blocks:
+                for origin in wanted.pop(("device", block), ()):
+                    origins[origin] = name
+        for copy in reversed(copies):
             target = "host" if copy.kind == "device_to_host" else "device"
             source = "host" if copy.kind == "host_to_device" else "device"
             waiting = wanted.pop((target, copy.target), None)

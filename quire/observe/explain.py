@@ -128,7 +128,7 @@ class _Explanation:
         self._chunks: list[dict[str, Any]] = []
         self._company: Counter[str] = Counter()
         self._company_seconds: defaultdict[str, float] = defaultdict(float)
-        self._num_waits = self._num_steps = self._num_computed = self._num_recomputed = 0
+        self._num_waits = self._num_steps = self._num_computed = self._num_recomputed = self._num_tokens = 0
         self._decodes: dict[str, Any] = {"steps": 0, "tokens": 0}
         self._decodes |= {"slowest_seconds": 0.0, "slowest_step": None, "slowest_tokens": 0}
         self._drafted = self._accepted = 0
@@ -235,6 +235,7 @@ class _Explanation:
         self._num_recomputed += again
         self._failure = entry.error or self._failure
         got = 0 if entry.result is None else len(entry.result.tokens.get(own.request_id, ()))
+        self._num_tokens += got
         if own.guesses:
             self._drafted += len(own.guesses)
             self._accepted += max(0, got - 1)
@@ -282,11 +283,13 @@ class _Explanation:
         return {
             "name": life.name,
             "arrival": life.arrival,
+            "seconds_after_first_step": life.arrival - self._log[0].step.now,
             "total_seconds": end - life.arrival,
             "parts": parts,
             "first_token_seconds": None if life.first_token is None else life.first_token - life.arrival,
             "prompt_tokens": life.num_prompt_tokens,
             "output_tokens": None if life.finished is None else life.finished.num_output_tokens,
+            "tokens_so_far": self._num_tokens,
             "waited_for": {why: self._describe_wait(wait) for why, wait in self._waits.items()},
             "admissions": [self._describe_admission(step, admission) for step, admission in life.admissions],
             "preemptions": [self._describe_preemption(step, one) for step, one in life.preemptions],

@@ -6,9 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
-from quire.observe.explain import PARTS
-from quire.observe.request_records import RequestRecord
-
 TITLES = {
     "queue": "waiting to be admitted",
     "prompt": "computing the prompt",
@@ -21,11 +18,12 @@ TITLES = {
     "grammar": "waiting for its grammar to be compiled",
     "network": "reading the request, and sending what was left when the engine was done",
     "outside": "outside the engine (text to tokens and back, on the way to it and back)",
+    "others": "done, while other answers to the same request went on",
 }
 _COLOURS = {
     "queue": "#9aa5b1", "prompt": "#4c78a8", "decode": "#54a24b", "preempted": "#e45756", "recompute": "#f58518",
     "turn": "#b279a2", "between": "#d8d2c4", "ending": "#72b7b2", "outside": "#eeca3b", "grammar": "#ff9da6",
-    "network": "#9d755d",
+    "network": "#9d755d", "others": "#bab0ac",
 }  # fmt: skip
 _ENDS = {
     "stop": "the model ended it, or a stop string or a grammar did",
@@ -42,34 +40,15 @@ def explanation_text(explanation: Mapping[str, Any]) -> str:
     return "\n\n".join("\n".join(_sentences(answer)) for answer in explanation["answers"])
 
 
-def add_grammar(explanation: dict[str, Any], seconds: float) -> None:
-    """Before a request came to the engine, its grammar was compiled for so long."""
-    for answer in explanation["answers"]:
-        answer["parts"]["grammar"] = seconds
-        answer["total_seconds"] += seconds
-
-
-def add_outside(explanation: dict[str, Any], record: RequestRecord) -> None:
-    """Of a single answer: what the server spent on it besides the engine becomes a part of its time."""
-    timings = record.timings
-    total = timings.get("answered") or timings.get("total")
-    if total is None or len(explanation["answers"]) != 1:
-        return
-    (answer,) = explanation["answers"]
-    network = timings.get("network") or 0.0
-    answer["parts"]["network"] = network
-    answer["parts"]["outside"] = max(0.0, total - network - answer["total_seconds"])
-    answer["total_seconds"] += network + answer["parts"]["outside"]
-
-
 def _sentences(answer: Mapping[str, Any]) -> Iterator[str]:
     total, first = answer["total_seconds"], answer["first_token_seconds"]
     output = answer["output_tokens"]
+    tokens = f"{answer['tokens_so_far']} answer tokens so far" if output is None else f"{output} answer tokens"
     yield (
-        f"{answer['name']}: {answer['prompt_tokens']} prompt tokens, "
-        f"{'?' if output is None else output} answer tokens, {_time(total)} in all"
+        f"{answer['name']}: {answer['prompt_tokens']} prompt tokens, {tokens}, {_time(total)} in all"
         f"{'' if first is None else f', the first token after {_time(first)}'}."
     )
+    yield _arrival(answer)
     yield "Where the time went:"
     parts = [(part, seconds) for part, seconds in answer["parts"].items() if seconds > 0]
     for part, seconds in parts:
@@ -94,10 +73,18 @@ def _sentences(answer: Mapping[str, Any]) -> Iterator[str]:
         yield f"It shared its {answer['steps']} steps with {names}{more}."
     reason = answer["finish_reason"]
     if reason is None:
-        yield "The log does not have its end."
+        yield "It still runs." if answer.get("is_running") else "The log does not have its end."
     else:
         failed = "; a step it was in failed" if answer["failed_step"] else ""
         yield f"It ended with {reason!r}: {_ENDS[reason]}{failed}."
+
+
+def _arrival(answer: Mapping[str, Any]) -> str:
+    """By the clock where a server tells it; a log's own clock means nothing to anybody."""
+    if "came" in answer:
+        return f"It came at {answer['came']}."
+    since = answer["seconds_after_first_step"]
+    return f"It came {_time(abs(since))} {'after' if since >= 0 else 'before'} the first step of the log."
 
 
 def _admission(admission: Mapping[str, Any]) -> str:
@@ -173,11 +160,14 @@ def explanation_svg(explanation: Mapping[str, Any], width: int = 960) -> str:
             places = (20 + event["seconds"] * scale - 4 for event in answer[kind])
             rows += [f'<text x="{x:.2f}" y="{top + 48}">{sign}</text>' for x in places]
         top += 76
-    for number, part in enumerate(PARTS):
-        x, y = 20 + number % 4 * (width - 40) / 4, top + number // 4 * 22
+    shown = [part for part in TITLES if any(answer["parts"].get(part) for answer in answers)]
+    for number, part in enumerate(shown):
+        x, y = 20 + number % 2 * (width - 40) / 2, top + number // 2 * 22
         rows.append(f'<rect x="{x:.0f}" y="{y - 11}" width="12" height="12" fill="{_COLOURS[part]}"/>')
         rows.append(f'<text x="{x + 18:.0f}" y="{y}">{TITLES[part]}</text>')
-    height = top + 44
+    top += (len(shown) + 1) // 2 * 22
+    rows.append(f'<text x="20" y="{top}">▲ admitted, ▼ preempted</text>')
+    height = top + 12
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         f'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'

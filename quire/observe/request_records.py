@@ -142,16 +142,20 @@ class RequestRecord:
     error: str | None = None
     timings: dict[str, float | None] = field(default_factory=dict)
     """Seconds since arrival."""
+    started: float = 0.0
+    """When it came, by this machine's monotonic clock, which its engine has, too."""
     notes: dict[str, Any] = field(default_factory=dict)
 
     def describe(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
 
-    def answered(self, seconds: float, reading: float, moment: float) -> None:
+    def answered(self, seconds: float, reading: float, moment: float, started: float = 0.0) -> None:
         """The last byte has been handed over, then and so long after the request came; reading its body has taken so
         long. What was sent while the engine still computed took nobody's time."""
         total = self.timings.get("total")
         if total is not None:
+            self.started = started
+            self.timings["reading"] = round(reading, 6)
             self.timings["network"] = round(reading + max(0.0, moment - self.created - total), 6)
             self.timings["answered"] = round(seconds, 6)
 

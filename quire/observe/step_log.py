@@ -18,6 +18,7 @@ from quire.engine import SchedulerConfig
 from quire.errors import InvalidRequestError
 from quire.observe.packed_entry import PackedEntry, UnpackedEntries, pack, unpack
 from quire.observe.request_records import belongs_to
+from quire.observe.step_costs import StepCosts
 from quire.sampling_params import ResolvedTokens, SamplingParams, StructuredOutput
 from quire.step import Admission, BlockCopy, Finished, Preemption, ScheduledRequest, Step, StepLogEntry, StepResult
 
@@ -41,8 +42,8 @@ class LoggedEngine(NamedTuple):
 
     depth: int
     config: SchedulerConfig
-    head_share: float = 0.0
-    """What a token that samples costs more than one that does not."""
+    costs: StepCosts = StepCosts()
+    """Of the rows of its steps."""
 
 
 class StepLog:
@@ -156,8 +157,9 @@ def last_run(path: Path) -> tuple[list[StepLogEntry], LoggedEngine | None]:
     if found is None:
         return entries[first:], None
     settings = dict(found)
-    depth, share = settings.pop("depth"), settings.pop("head_share", 0.0)
-    return entries[first:], LoggedEngine(depth, SchedulerConfig(**settings), share)
+    depth, share = settings.pop("depth"), settings.pop("head_share", 0.0)  # which older ones have
+    costs = _build(StepCosts, settings.pop("costs", {"head_share": share}))
+    return entries[first:], LoggedEngine(depth, SchedulerConfig(**settings), costs)
 
 
 def encode_entry(entry: StepLogEntry, engine: Mapping[str, Any] | None = None) -> str:

@@ -36,7 +36,7 @@ from quire.frontend.progress import ModelBars
 from quire.models.load import Progress
 from quire.observe.cache_events import CacheEvents, window_of
 from quire.observe.explain import explain_request
-from quire.observe.explain_text import add_grammar
+from quire.observe.explain_outside import add_grammar
 from quire.observe.request_records import describe_request
 from quire.observe.step_log import StepSummary, describe_steps, summarize
 from quire.process.gc_pauses import IdleCollector, full_collections_put_off

@@ -12,39 +12,45 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.errors import InvalidRequestError
+from quire.observe.step_costs import StepCosts
 from quire.step import Step, StepLogEntry
 
 Array = npt.NDArray[np.float64]
 _FEWEST = 30
 """Steps, below which there is nothing to fit."""
-_KNEES = tuple(2**power for power in range(13))
-"""Numbers of tokens from which on one more may cost more or less: a GPU multiplies for nothing while it reads weights,
-and many rows take a CPU less time each than few."""
-_SMOOTH = 0.0005
-"""How much it counts that one more token costs as much above a knee as below it, where no step says otherwise."""
-_FIRST_SLOPE = 1
-"""Among the features, those of the knees."""
+_KNEES = (0.0, *(2.0**power for power in range(13)))
+"""Rows from which on one more may cost more or less: a GPU multiplies for nothing while it reads weights, and many rows
+take a CPU less time each than few."""
+_SMOOTH = (0.3, 0.1, 0.03, 0.01, 0.003)
+"""How much it may count that one more row costs as much above a knee as below it, the most first."""
+_AS_GOOD = 0.005
+"""Of all time: of two fits whose errors differ by less, the smoother one knows more of steps the log does not have."""
+_SLOPES = slice(2, 3 + len(_KNEES))
+"""Among the features, those of the knees, and of pairs of queries and keys: all count rows."""
+_UNKNOWN = StepCosts()
 _ROUNDS = 20
 _HELD_OUT = 0.2
 _NEAR = 25
 """Steps whose noise a step may have."""
 
 
-def features(step: Step, head_share: float = 0.0) -> list[float]:
-    """What a step's time depends on: tokens, between each two knees; keys that are read, products of queries and keys,
-    blocks that are copied. A token that samples costs more by `head_share`, as its scores are products, too."""
-    tokens = step.num_tokens
-    samples = sum(one.samples for one in step.scheduled)
-    slopes = [_between(tokens, knee) + head_share * _between(samples, knee) for knee in _KNEES]
+def features(step: Step, costs: StepCosts) -> list[float]:
+    """What a step's time depends on: whether it is more than answers, which are computed by graphs or recorded calls;
+    the work of rows and of their scores, between each two knees; pairs of queries and keys in prompts, as rows;
+    requests; keys that are read; blocks that are copied."""
+    tokens, drawn = _sizes(step)
+    rows = costs.work(tokens, drawn)
+    slopes = [_between(rows, *ends) for ends in zip(_KNEES, (*_KNEES[1:], math.inf), strict=True)]
+    pairs = sum(one.num_tokens * (one.start + one.num_tokens / 2) for one in step.scheduled if one.num_tokens > 1)
+    others = len(step.scheduled) - 1
     keys = sum(one.start + one.num_tokens for one in step.scheduled)
-    products = sum(one.num_tokens * (one.start + one.num_tokens / 2) for one in step.scheduled if one.num_tokens > 1)
-    return [1.0, *slopes, float(keys), products, float(len(step.copies))]
+    is_more = float(tokens > drawn)
+    return [1.0, is_more, *slopes, costs.pair_share * pairs, float(others), float(keys), float(len(step.copies))]
 
 
-def _between(count: int, knee: int) -> float:
-    """So many of them are above a knee and not above the next; above the last, all."""
-    most = math.inf if knee == _KNEES[-1] else knee
-    return float(min(max(0, count - knee), most))
+def _between(rows: float, low: float, high: float) -> float:
+    """How many are above one knee and not above the next."""
+    return min(max(0.0, rows - low), high - low)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,9 @@ class FitQuality:
     p95_error: float
     total_error: float
     """Of their times' sum; negative: predicted too short."""
+    beyond_error: float | None = None
+    """In the median, of steps about twice as large as any that a fit was made of: what larger steps than the log's are
+    off by, as far as that can be told. None where the log has too few."""
 
 
 class StepTimes:
@@ -67,13 +76,13 @@ class StepTimes:
         inputs: Array,
         times: Array,
         sizes: tuple[int, int],
-        head_share: float,
+        costs: StepCosts,
         pause: float = 0.0,
         quality: FitQuality | None = None,
     ) -> None:
         """`sizes`: the most tokens, and tokens that sample, of a step that was measured."""
         self._weights = weights
-        self._head_share = head_share
+        self._costs = costs
         fitted = inputs @ weights
         order = np.argsort(fitted, kind="stable")
         self._fitted: list[float] = fitted[order].tolist()
@@ -97,15 +106,15 @@ class StepTimes:
 
     def draw(self, step: Step) -> float:
         """With the noise of one of the steps that are about as long."""
-        fitted = float(np.dot(self._weights, features(step, self._head_share)))
+        fitted = float(np.dot(self._weights, features(step, self._costs)))
         self.num_drawn += 1
         tokens, samples = _sizes(step)
         self.num_beyond += tokens > self._most_tokens or samples > self._most_samples
-        return fitted * self._source.choice(self._near(fitted))
+        return fitted * self._scale * self._source.choice(self._near(fitted))
 
-    def restart(self) -> None:
-        """The same noise from the beginning."""
-        self._source = random.Random(0)
+    def restart(self, seed: int = 0, scale: float = 1.0) -> None:
+        """Noise from the beginning; with a `scale` all steps are so many times as long."""
+        self._source, self._scale = random.Random(seed), scale
         self.num_drawn = self.num_beyond = 0
         """Steps, and those with more tokens or answers in them than any that was measured."""
 
@@ -115,8 +124,8 @@ class StepTimes:
         return self._ratios[first : first + _NEAR]
 
 
-def fit_step_times(entries: Sequence[StepLogEntry], head_share: float = 0.0, seed: int = 0) -> StepTimes:
-    """From the steps of a log that succeeded and computed something; `head_share` as the log says it."""
+def fit_step_times(entries: Sequence[StepLogEntry], costs: StepCosts = _UNKNOWN, seed: int = 0) -> StepTimes:
+    """From the steps of a log that succeeded and computed something; `costs` as the log says them."""
     measured: list[tuple[list[float], float, tuple[int, int]]] = []
     pauses: list[float] = []
     last = float("-inf")
@@ -127,7 +136,7 @@ def fit_step_times(entries: Sequence[StepLogEntry], head_share: float = 0.0, see
         seconds = entry.committed - max(step.now, last)
         last = entry.committed
         if entry.result is not None and step.scheduled and seconds > 0:
-            measured.append((features(step, head_share), seconds, _sizes(step)))
+            measured.append((features(step, costs), seconds, _sizes(step)))
     if len(measured) < _FEWEST:
         raise InvalidRequestError(
             "LOG", f"has {len(measured)} steps that computed something; {_FEWEST} are needed to tell what a step takes"
@@ -138,19 +147,24 @@ def fit_step_times(entries: Sequence[StepLogEntry], head_share: float = 0.0, see
     inputs = np.array([measured[index][0] for index in order])
     times = np.array([measured[index][1] for index in order])
     most = max(one[2][0] for one in measured), max(one[2][1] for one in measured)
-    known = StepTimes(_fit(inputs[cut:], times[cut:]), inputs[cut:], times[cut:], most, head_share)
+    smooth = _choose_smooth(inputs[cut:], times[cut:])
+    known = StepTimes(_fit(inputs[cut:], times[cut:], smooth), inputs[cut:], times[cut:], most, costs)
     predicted = np.array([known.expected(one) for one in inputs[:cut]])
     errors = np.abs(predicted / times[:cut] - 1)
     quality = FitQuality(
-        cut, float(np.median(errors)), float(np.quantile(errors, 0.95)), float(predicted.sum() / times[:cut].sum() - 1)
+        cut,
+        float(np.median(errors)),
+        float(np.quantile(errors, 0.95)),
+        float(predicted.sum() / times[:cut].sum() - 1),
+        _beyond_error(inputs, times, np.array([measured[index][2] for index in order]), smooth),
     )
     pause = float(np.median(pauses)) if pauses else 0.0
-    return StepTimes(_fit(inputs, times), inputs, times, most, head_share, pause, quality)
+    return StepTimes(_fit(inputs, times, smooth), inputs, times, most, costs, pause, quality)
 
 
 def _sizes(step: Step) -> tuple[int, int]:
-    """Tokens, and those that sample."""
-    return step.num_tokens, sum(one.samples for one in step.scheduled)
+    """Tokens, and those behind which one is drawn."""
+    return step.num_tokens, sum(1 + len(one.guesses) for one in step.scheduled if one.samples)
 
 
 def _was_idle(step: Step) -> bool:
@@ -158,22 +172,42 @@ def _was_idle(step: Step) -> bool:
     return len(step.admitted) == len(step.scheduled)
 
 
-def _fit(inputs: Array, times: Array) -> Array:
+def _beyond_error(inputs: Array, times: Array, sizes: npt.NDArray[np.int64], smooth: float) -> float | None:
+    """The larger half of the steps as a fit to the smaller one has them: by tokens, and by those behind which one is
+    drawn, whichever is worse."""
+    found = []
+    for size in sizes.T:
+        is_small = size <= size.max() / 2
+        if is_small.sum() >= _FEWEST and (~is_small).any():
+            fitted = inputs[~is_small] @ _fit(inputs[is_small], times[is_small], smooth)
+            found.append(float(np.median(np.abs(fitted / times[~is_small] - 1))))
+    return max(found, default=None)
+
+
+def _choose_smooth(inputs: Array, times: Array) -> float:
+    """The most of it with which the fit is as good as any on steps it has not seen."""
+    cut = max(1, int(len(times) * _HELD_OUT))
+    fits = [_fit(inputs[cut:], times[cut:], smooth) for smooth in _SMOOTH]
+    errors = [float(np.abs(inputs[:cut] @ weights - times[:cut]).sum() / times[:cut].sum()) for weights in fits]
+    return next(smooth for smooth, error in zip(_SMOOTH, errors, strict=True) if error <= min(errors) + _AS_GOOD)
+
+
+def _fit(inputs: Array, times: Array, smooth: float) -> Array:
     """Weights of at least 0 with the least relative errors, each step counting for as long as it took and single
     outliers little."""
     scale: Array = np.maximum(np.abs(inputs).max(0), 1e-12)
-    slopes = slice(_FIRST_SLOPE, _FIRST_SLOPE + len(_KNEES))
-    scale[slopes] = inputs[:, slopes].sum(1).max()  # one for all, so that they can be compared
-    smooth = np.zeros((len(_KNEES) - 1, inputs.shape[1]))
-    for knee in range(len(smooth)):
-        smooth[knee, _FIRST_SLOPE + knee : _FIRST_SLOPE + knee + 2] = -1.0, 1.0
+    # One for all, so that they can be compared: as parts of what a row takes on average.
+    scale[_SLOPES] = (1 + inputs[:, _SLOPES].sum(1)).sum() / times.sum()
+    equal = np.zeros((len(_KNEES), inputs.shape[1]))
+    for place in range(len(equal)):
+        equal[place, _SLOPES.start + place : _SLOPES.start + place + 2] = -1.0, 1.0
+    equal *= smooth * np.sqrt(len(times))
     weight = np.sqrt(times / times.mean())
-    smooth *= _SMOOTH * np.sqrt(len(times)) / np.median(times)
     matter = weight
     weights = np.zeros(inputs.shape[1])
     for _ in range(3):
-        rows = np.concatenate([inputs / scale / times[:, None] * matter[:, None], smooth])
-        weights = _least_squares(rows, np.concatenate([matter, np.zeros(len(smooth))]))
+        rows = np.concatenate([inputs / scale / times[:, None] * matter[:, None], equal])
+        weights = _least_squares(rows, np.concatenate([matter, np.zeros(len(equal))]))
         errors = np.abs(inputs / scale @ weights / times - 1)
         usual = max(float(np.median(errors)), 1e-6)
         matter = weight * np.sqrt(np.minimum(1.0, 3 * usual / np.maximum(errors, 1e-12)))

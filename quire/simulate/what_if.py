@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median_low
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,12 @@ from quire.step import RequestMetrics, Step, StepResult
 
 _CHANGES = ("max_num_seqs", "max_batched_tokens", "max_model_len", "num_blocks", "num_host_blocks")
 _MOST_STEPS = 5_000_000
+_SCALES = (1.0, 1.02, 0.98, 1.01, 0.99)
+"""Of step times, in turn: by so much a fit is off, and near an engine's limit it becomes much more in the queue."""
+_STEPS_PLAYED = 200_000
+"""Fewer plays of a log that long: they take 0.1 s per thousand steps."""
+_UNCERTAIN = 0.1
+"""Between the lowest and the highest of a figure: then they are said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +100,43 @@ class _TimedRunner:
         return _Pending(self._clock, self._free_at, StepResult(step.step_id, tokens, pooled=pooled))
 
 
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Several plays of the same requests, with other noise and steps that are a bit longer or shorter."""
+
+    run: Summary
+    """The median of each figure."""
+    low: Summary
+    high: Summary
+    refused: int
+    """Requests that could never have run with these settings."""
+    share_beyond: float
+    """Of the steps, those that are larger than any in the log."""
+
+    def uncertain(self) -> Iterator[tuple[str, int, float, float]]:
+        """Figures that depend on a step's last percent: field, index, and between what they lie."""
+        for name in ("ttft", "per_token", "latency"):
+            for index in range(2):
+                low, high = getattr(self.low, name)[index], getattr(self.high, name)[index]
+                if high - low > _UNCERTAIN * getattr(self.run, name)[index]:
+                    yield name, index, low, high
+
+
+def predict(requests: Sequence[RecordedRequest], setting: Setting, times: StepTimes) -> Prediction:
+    """What would have been with a setting."""
+    runs: list[Summary] = []
+    num_drawn = num_beyond = refused = 0
+    for seed, scale in enumerate(_SCALES):
+        times.restart(seed, scale)
+        played, refused = play(requests, setting, times)
+        runs.append(Summary.of(played))
+        num_drawn, num_beyond = num_drawn + times.num_drawn, num_beyond + times.num_beyond
+        if num_drawn * (seed + 2) / (seed + 1) > _STEPS_PLAYED:
+            break
+    middle, low, high = (Summary.over(runs, choose) for choose in (median_low, min, max))
+    return Prediction(middle, low, high, refused, num_beyond / max(1, num_drawn))
+
+
 def play(requests: Sequence[RecordedRequest], setting: Setting, times: StepTimes) -> tuple[EngineMetrics, int]:
     """What would have happened; and how many requests could never have run with these settings."""
     clock = _Clock()
@@ -157,6 +201,16 @@ class Summary:
             sum(counters.preemptions.values()),
             found / max(1, found + counters.computed_tokens - counters.sampled_tokens),
         )
+
+    @classmethod
+    def over(cls, runs: Sequence[Summary], choose: Callable[[list[Any]], Any]) -> Summary:
+        """One figure of several, each by itself."""
+        fields: dict[str, Any] = {}
+        for name in cls.__slots__:
+            values = [getattr(run, name) for run in runs]
+            is_pair = isinstance(values[0], tuple)
+            fields[name] = tuple(choose(list(one)) for one in zip(*values, strict=True)) if is_pair else choose(values)
+        return cls(**fields)
 
     def as_json(self) -> Mapping[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}

@@ -19,7 +19,6 @@ from quire.verify.engines import Model, forget, run_alone, run_cases
 from quire.verify.subject import Answers, Axis, Comparison, Sizes, pairs_of
 
 _NUM_SEEDS = 8
-_NUM_DEVICES = 2
 _PROCESS_SECONDS = 4.0
 """Until another process has imported torch."""
 _LONGEST = 72
@@ -208,13 +207,13 @@ def _drafted(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
 
 def _devices(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
     """Each process has a part of the weights, and they gather what the others have computed."""
-    with model.divided(cases, _NUM_DEVICES, _num_rows(cases)) as engine:
+    with model.divided(cases, model.num_devices, _num_rows(cases)) as engine:
         told = engine.description.rpartition("rank 0 of ")[2]
         return Comparison(pairs_of(alone, run_cases(engine, cases).answers), f"divided among {told}")
 
 
 def _no_devices(model: Model) -> str | None:
-    return model.no_devices(_NUM_DEVICES)
+    return model.no_devices(model.num_devices)
 
 
 def _restarted(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:

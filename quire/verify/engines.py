@@ -55,6 +55,9 @@ class Run:
 class Model:
     """Weights, tokenizer, and whatever engine is wanted around them. Nothing else holds their memory twice."""
 
+    num_devices = 2
+    """Among which the model is divided, where that is tried."""
+
     def __init__(self, name: str, **options: Any) -> None:
         """`options` as for an LLM: device, dtype, quantization, kv_cache_dtype, kernels."""
         self._options = options

@@ -67,6 +67,7 @@ def check(entries: list[StepLogEntry], measured: dict[str, RequestMetrics], conf
         assert abs(sum(answer["parts"].values()) - total) < 1e-6, name
         assert abs(answer["total_seconds"] - total) < 1e-6
         assert answer["output_tokens"] == metrics.num_output_tokens
+        assert answer["tokens_so_far"] >= metrics.num_output_tokens  # what came after an end was dropped
         assert len(answer["preemptions"]) == metrics.preemptions
         assert answer["recomputed_tokens"] == metrics.recomputed_tokens
         assert sum(one["cached_tokens"] for one in answer["admissions"]) == metrics.cached_tokens
@@ -143,6 +144,7 @@ def test_it_says_who_was_waited_for_and_who_had_computed_what() -> None:
     assert answer["admissions"][0]["computed_by"] == {"a": 20}
     text = explanation_text(third)
     assert "20 of its tokens were cached, computed 20 by a." in text
+    assert "s after the first step of the log." in text
     assert "for a row: all were taken (a, b)" in text
     assert "It ended with 'length'" in text
     assert explain_request(entries, "d") is None
@@ -155,6 +157,14 @@ def test_words_and_picture_of_everything_that_happens() -> None:
     name = max(measured, key=lambda one: measured[one].preemptions)
     explanation = explain_request(entries, name.split("/")[0], CONFIG)
     assert explanation is not None
+    for one in sorted(measured)[::3]:  # what a server does, which looks at no more than it must
+        near, before = log.about(one)
+        told, whole = explain_request(near, one, CONFIG, before), explain_request(entries, one, CONFIG)
+        assert told is not None
+        assert whole is not None
+        assert [answer["admissions"] for answer in told["answers"]] == [
+            answer["admissions"] for answer in whole["answers"]
+        ]
     json.dumps(explanation)  # plain values only
     text = explanation_text(explanation)
     assert "it was preempted" in text

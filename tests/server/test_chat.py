@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.observe.explain_text import explanation_svg
 from tests.server.harness import Server, error_of
 
 MESSAGES = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
@@ -219,7 +221,30 @@ def test_a_request_is_explained_in_parts_that_add_up(server: Server) -> None:
         assert answer["finish_reason"] == "length"
         assert "outside the engine" in told["text"]
         assert "It ended with 'length'" in told["text"]
+        assert re.search(r"It came at 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC\.", told["text"])
     error_of(server.get("/v1/requests/unknown/explain"), 404)
+
+
+def test_each_of_several_answers_is_explained_to_the_request_s_end(server: Server) -> None:
+    """One that ended first waits for the others, and the picture has all parts, in their order."""
+    body = {"prompt": "ab", "n": 2, "max_tokens": 12, "seed": 5, "temperature": 1.5}
+    response = server.post("/v1/completions", body)
+    told = server.get(f"/v1/requests/{response.json()['id']}/explain").json()
+    assert len(told["answers"]) == 2
+    for answer in told["answers"]:
+        assert sum(answer["parts"].values()) == pytest.approx(told["timings"]["answered"], abs=1e-3)
+        assert answer["total_seconds"] == pytest.approx(told["timings"]["answered"], abs=1e-3)
+        segments = answer["segments"]
+        assert segments[0]["start"] == 0.0
+        assert segments[-1]["end"] == pytest.approx(answer["total_seconds"], abs=1e-6)
+        ends = [one["end"] for one in segments[:-1]]
+        assert ends == pytest.approx([one["start"] for one in segments[1:]], abs=1e-9)
+        assert {one["part"] for one in segments} == {name for name, seconds in answer["parts"].items() if seconds > 0}
+        assert segments[0]["end"] <= answer["admissions"][0]["seconds"] < answer["first_token_seconds"]
+    others = [answer["parts"]["others"] for answer in told["answers"]]
+    assert min(others) == 0.0
+    picture = explanation_svg(told)
+    assert picture.count("reading the request, and sending") >= 3  # two bars and the legend
 
 
 def test_a_grammar_has_a_part_of_its_own(server: Server) -> None:

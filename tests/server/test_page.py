@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from quire.observe.explain_text import TITLES
 from quire.observe.request_records import RecordBook
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
@@ -61,6 +62,11 @@ def test_files_name_each_other_and_nobody_else(name: str) -> None:
     assert not re.search(r"https?://(?!www\.w3\.org/)", text)
     for forbidden in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "<style", " style="):
         assert forbidden not in text, forbidden
+
+
+def test_every_part_of_an_explanation_has_a_colour() -> None:
+    styled = set(re.findall(r"\.part-(\w+)", FILES["style.css"].content.decode()))
+    assert styled == TITLES.keys()
 
 
 def test_what_is_no_file_is_not_there() -> None:

@@ -87,6 +87,9 @@ def test_talk_and_the_same_answer_again(page: Any, context: Any) -> None:
     page.keyboard.press("ArrowRight")
     expect(page.locator("#alternatives tr.chosen")).to_have_count(1)
     assert page.locator("#alternatives tr").count() in (5, 6)
+    page.keyboard.press("Escape")
+    answer.locator(".token").nth(1).hover()
+    expect(page.locator("#alternatives tr.chosen")).to_be_visible()
     # A conversation goes on, with what was said before.
     second = ask(page, "And then?")
     text_of(second)
@@ -227,6 +230,9 @@ def test_watch_under_load_scrub_and_explain(page: Any, shared_small_server: Serv
         button.focus()
         page.keyboard.press("Enter")
         expect(page.locator("#explain pre")).to_contain_text("Where the time went")
+        expect(page.locator("#explain pre")).to_contain_text(
+            re.compile(r"answer tokens.*(It still runs|It ended)", re.DOTALL)
+        )
         page.keyboard.press("Escape")
         expect(page.locator("#explain")).not_to_be_visible()
     # Back to the beginning, with all that was there then, and forth again.

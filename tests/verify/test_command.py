@@ -72,6 +72,9 @@ def test_a_model_that_can_not_be_divided(tiny_model: Path, monkeypatch: pytest.M
         monkeypatch.setattr(engines, "_num_cores", lambda: 2)
         assert model.no_devices(2) is None
         assert "query heads" in str(model.no_devices(100))
+        model.num_devices = 100
+        axes = {axis.name: axis.missing for axis in LoadedModel(model).axes()}
+        assert "query heads" in str(axes["devices"])
         monkeypatch.setattr(engines, "free_memory", lambda device: model.first_engine.decoder.nbytes)
         assert "no room" in str(model.no_devices(2))
         monkeypatch.setattr(engines, "_num_cores", lambda: 1)

@@ -110,7 +110,7 @@ def test_a_sampler_that_draws_its_own_chance_shows_when_repeated(monkeypatch: py
 def test_a_sampler_that_ignores_the_seed_shows_among_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     proper = sampler.noise_keys
     monkeypatch.setattr(sampler, "noise_keys", lambda seeds, positions: proper(np.zeros_like(seeds), positions))
-    verdict = verify(LoadedModel(make_model(CPU)), 60.0, max_rounds=1, shrink_seconds=3.0)
+    verdict = verify(LoadedModel(make_model(CPU)), 60.0, max_rounds=1, shrink_seconds=0.1)
     found = states(verdict)
     assert found.pop("seeds") == "different"
     assert set(found.values()) == {"equal"}

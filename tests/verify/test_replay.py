@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from quire import LLM, SamplingParams
 from quire.cli.main import app
 from quire.errors import InvalidRequestError
+from quire.observe.step_log import last_run
 from tests.ladder.conftest import tiny_model as tiny_model
 
 
@@ -46,6 +47,18 @@ def test_the_same_requests_give_the_same_tokens(log: Path, tiny_model: Path, how
     assert told["requests"] + told["skipped"] == 11
     assert told["tokens"] > 100
     assert "The same: " in invoke(log, "--model", tiny_model, *how)[1]
+
+
+def test_the_log_says_what_rows_cost(log: Path) -> None:
+    """As measured when the engine started, for what-ifs."""
+    engine = last_run(log)[1]
+    assert engine is not None
+    costs = engine.costs
+    assert costs.head_share > 0 < costs.pair_share
+    assert costs.rows[:2] == (1, 2)
+    assert len(costs.layers) == len(costs.rows) >= len(costs.head) > 1
+    assert list(costs.layers) == sorted(costs.layers)
+    assert costs.work(16, 16) > costs.work(2, 1) > 0
 
 
 def test_a_token_that_was_changed_is_found(log: Path, tiny_model: Path, tmp_path: Path) -> None:

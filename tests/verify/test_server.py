@@ -101,7 +101,7 @@ class Handler(BaseHTTPRequestHandler):
 def server(fault: str) -> Iterator[str]:
     handler = type("FaultyHandler", (Handler,), {"fault": fault, "running": 0})
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=httpd.serve_forever, daemon=True)
+    thread = threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{httpd.server_address[1]}"

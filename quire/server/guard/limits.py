@@ -69,7 +69,7 @@ class RequestContext:
         finally:
             seconds = time.monotonic() - started
             if (record := state.get("record")) is not None:
-                record.answered(seconds, reading, came + seconds)
+                record.answered(seconds, reading, came + seconds, started)
             self._log(scope, status, seconds)
 
     def _log(self, scope: Scope, status: int, seconds: float) -> None:

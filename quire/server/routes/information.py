@@ -10,7 +10,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from quire import __version__
-from quire.observe.explain_text import add_outside, explanation_text
+from quire.observe.explain_outside import add_outside
+from quire.observe.explain_text import explanation_text
 from quire.server.errors import ApiError
 from quire.server.http_responses import JsonResponse
 from quire.server.replicas.pool import ReplicaPool
