@@ -78,8 +78,12 @@ class RecordedSteps:
         if len(rows) == 1:
             inputs[4:, 0] = inputs[2, 0], rows[0]
             return
-        # Tokens that follow each other, as guesses do, attend together: keys are read once for all of them.
-        ends = np.flatnonzero(np.append((rows[1:] != rows[:-1]) | (starts[1:] != starts[:-1] + 1), True)) + 1
+        # Tokens that follow each other, as guesses do, attend together: keys are read once for all of them. A few runs
+        # are cut, so that there is work for all threads; below four tokens it gains nothing.
+        is_last = np.append((rows[1:] != rows[:-1]) | (starts[1:] != starts[:-1] + 1), True)
+        num_runs = int(np.count_nonzero(is_last))
+        size = len(rows) if num_runs > 4 else min(8, len(rows) // num_runs // 2)
+        ends = np.flatnonzero(is_last | (size < 4) | (np.arange(1, len(rows) + 1) % max(size, 1) == 0)) + 1
         inputs[3, 1 : len(ends) + 1], inputs[3, len(ends) + 1 :] = ends, len(rows)
         inputs[4:, : len(ends)], inputs[4:, len(ends) :] = (starts[ends - 1] + 1, rows[ends - 1]), 0
 
