@@ -41,11 +41,14 @@ def batch(
         str | None,
         Option(metavar="ADDRESS", help='Run the engines on this Ray cluster: "auto", or the address of its head.'),
     ] = None,
+    any_order: Annotated[
+        bool, Option("--any-order", help="Write answers as they come; custom_id says which is which.")
+    ] = False,
     restart: Annotated[bool, Option("--restart", help="Begin anew, whatever an earlier run has done.")] = False,
     engine: options.EngineOptions = options.EngineOptions(),  # noqa: B008
     settings: FileOptions = FileOptions(),  # noqa: B008
 ) -> None:
-    """Answer a file of requests: chats, completions and embeddings, one per line, answers in the same order.
+    """Answer a file of requests: chats, completions and embeddings, one per line, answers in the same order unless --any-order.
 
     A run that was interrupted, even killed, goes on where it was when the same command is given again, and the file
     comes out as if nothing had happened. A request that fails has its error on its line.
@@ -60,6 +63,8 @@ def batch(
     check_installed("quire batch")
     from quire.server.batches.run import BatchJob, run_batch
 
+    if any_order and ray is not None:
+        raise QuireError("--any-order: with --ray answers are written in the order of the requests")
     answers = output if output is not None else requests.with_name(f"{requests.stem}.answers.jsonl")
     job = BatchJob(
         requests,
@@ -70,6 +75,7 @@ def batch(
         seed,
         concurrency,
         restart,
+        any_order,
         replicas,
     )
     try:

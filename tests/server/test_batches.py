@@ -182,6 +182,46 @@ def test_what_a_killed_run_leaves_is_taken_up_at_every_byte(tmp_path: Path) -> N
         assert (tmp_path / "out.jsonl.part").read_bytes() == whole
 
 
+def test_in_any_order_a_run_takes_up_whatever_is_there(tmp_path: Path) -> None:
+    """Lines in any order, and half a line at the end; what is left are the others, in their order."""
+    write_requests(tmp_path / "requests.jsonl", 1)
+    requests = RequestFile(tmp_path / "requests.jsonl", "options")
+    everyone = list(requests)
+    lines = {
+        one.number: json.dumps({"id": one.answer_id, "response": {"status_code": 200}, "error": None}).encode() + b"\n"
+        for one in everyone
+    }
+    for order in ([], [5], [3, 0, 7], [10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0]):
+        whole = b"".join(lines[number] for number in order)
+        (tmp_path / "out.jsonl.part").write_bytes(whole + lines[2][:20])
+        file = AnswerFile(tmp_path / "out.jsonl", restart=False)
+        done, failed, left = file.resume_in_any_order(requests)
+        assert (done, failed) == (len(order), 0)
+        assert [one.number for one in left] == [one.number for one in everyone if one.number not in order]
+        file.close()
+        assert (tmp_path / "out.jsonl.part").exists() == bool(order)
+        if order:
+            assert (tmp_path / "out.jsonl.part").read_bytes() == whole
+    (tmp_path / "out.jsonl.part").write_bytes(lines[1] + b'{"id": "batch_req_x", "response": null, "error": null}\n')
+    file = AnswerFile(tmp_path / "out.jsonl", restart=False)
+    with pytest.raises(QuireError, match="some lines answer another request"):
+        file.resume_in_any_order(requests)
+    file.close()
+
+
+def test_in_any_order_the_lines_are_the_same(folder: Path, undisturbed: bytes, small_model: str) -> None:
+    """The first half of an answer file stands there backwards; the long requests of the rest come when they come."""
+    lines = undisturbed.splitlines(keepends=True)
+    (folder / "any.jsonl.part").write_bytes(b"".join(lines[39::-1]))
+    summary = run_batch(job(folder, small_model, "any.jsonl", any_order=True), report)
+    assert (summary.total, summary.done, summary.failed, summary.resumed) == (80, 80, 8, 40)
+    found = (folder / "any.jsonl").read_bytes().splitlines(keepends=True)
+    assert found[:40] == lines[39::-1]
+    assert sorted(found) == sorted(lines)
+    assert found[40:] != lines[40:]  # lines that are wrong are answered at once
+    assert run_batch(job(folder, small_model, "any.jsonl", any_order=True), report).resumed == 80
+
+
 def test_answers_of_others_are_not_touched(tmp_path: Path) -> None:
     write_requests(tmp_path / "requests.jsonl", 1)
     foreign = b'{"id": "batch_req_of another run", "response": null, "error": null}\n'

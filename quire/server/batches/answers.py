@@ -162,7 +162,7 @@ def _response(request: BatchRequest, status: int, body: dict[str, Any]) -> dict[
 
 
 def _line(request: BatchRequest, response: dict[str, Any] | None, error: dict[str, Any] | None = None) -> bytes:
-    name = f"batch_req_{request.id}"
+    name = request.answer_id
     line = {"id": name, "custom_id": request.custom_id, "response": response, "error": error}
     return msgspec.json.encode(line) + b"\n"
 

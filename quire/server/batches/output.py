@@ -1,4 +1,5 @@
-"""The answers of a batch on disk: complete lines in the order of the requests, whatever moment the process ends at.
+"""The answers of a batch on disk: complete lines, in the order of the requests or of the answers, whatever moment the
+process ends at.
 
 They grow in `NAME.part`, which takes its name when it is complete. A run that finds such a file takes up where it ends:
 each line's id tells that it answers this request under these options, and half a line at its end is taken away.
@@ -10,7 +11,7 @@ import fcntl
 import importlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -61,26 +62,52 @@ class AnswerFile:
         """Reads what an earlier run wrote, and of `requests` those it has answered; how many, and how many of them are
         errors."""
         done = failed = end = 0
+        for written, length in self._found_lines():
+            request = next(requests, None)
+            if request is None or written.id != request.answer_id:
+                raise self._others(f"line {done + 1} answers")
+            done, failed, end = done + 1, failed + _is_error(written), end + length
+        self._take_up(end, next(requests, None) is None if self._found == self.path else False)
+        return done, failed
+
+    def resume_in_any_order(self, requests: Iterable[BatchRequest]) -> tuple[int, int, Iterator[BatchRequest]]:
+        """The same where answers stand in the order in which they came, and the requests that are left."""
+        answered: set[str] = set()
+        failed = end = 0
+        for written, length in self._found_lines():
+            answered.add(written.id)
+            failed, end = failed + _is_error(written), end + length
+        is_known = [request.answer_id in answered for request in requests]
+        if sum(is_known) < len(answered):
+            raise self._others("some lines answer")
+        self._take_up(end, all(is_known))
+        left = (request for request, known in zip(requests, is_known, strict=True) if not known)
+        return len(answered), failed, left
+
+    def _found_lines(self) -> Iterator[tuple[_Written, int]]:
+        """Whole lines, and how long each is."""
         with self._found.open("rb") as reader:
             for line in reader:
                 written = _decoded(line)
                 if written is None:  # it was being written
-                    break
-                request = next(requests, None)
-                if request is None or written.id != f"batch_req_{request.id}":
-                    raise QuireError(
-                        f"{self._found}: line {done + 1} answers another request, or the same with other options. Go "
-                        "on with the command that began it, choose another --output, or begin anew with --restart"
-                    )
-                done, failed, end = done + 1, failed + _is_error(written), end + len(line)
-        if self._found == self.part:
+                    return
+                yield written, len(line)
+
+    def _others(self, what: str) -> QuireError:
+        return QuireError(
+            f"{self._found}: {what} another request, or the same with other options. Go on with the command that began "
+            "it, choose another --output, or begin anew with --restart"
+        )
+
+    def _take_up(self, end: int, is_all: bool) -> None:
+        """What was found ends here; `is_all`: nothing is missing."""
+        self.is_complete = self._found == self.path
+        if not self.is_complete:
             self._file.truncate(end)
-        elif next(requests, None) is not None:
+        elif not is_all:
             raise QuireError(
                 f"{self.path}: has answers, but not to all requests: choose another --output, or --restart"
             )
-        self.is_complete = self._found == self.path
-        return done, failed
 
     def write(self, lines: bytes) -> None:
         view = memoryview(lines)

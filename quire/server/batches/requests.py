@@ -42,6 +42,10 @@ class BatchRequest:
     problem: str | None = None
     """Why it is no request."""
 
+    @property
+    def answer_id(self) -> str:
+        return f"batch_req_{self.id}"
+
 
 class RequestFile:
     """Reads a file of requests in its order, as often as somebody wants to, a line at a time."""

@@ -47,6 +47,8 @@ class BatchJob:
     """Requests under way at a time; None: twice what the engine runs at once."""
     restart: bool = False
     """Forget what an earlier run has done."""
+    any_order: bool = False
+    """Answers are written as they come, so that none waits for those of earlier requests."""
     replicas: int = 1
     """Engines that share the work; the answers are the same with any number."""
 
@@ -106,7 +108,10 @@ def run_batch(job: BatchJob, report: Report, answer_all: AnswerAll | None = None
     answers = AnswerFile(job.answers, job.restart)
     try:
         waiting = iter(requests)
-        done, failed = answers.resume(waiting)
+        if job.any_order:
+            done, failed, waiting = answers.resume_in_any_order(requests)
+        else:
+            done, failed = answers.resume(waiting)
         summary = BatchSummary(requests.count(), done, done, failed)
         if answers.is_complete:
             return summary
@@ -149,6 +154,7 @@ class _Run:
         self._source = source
         self._progress = progress
         self._concurrency = job.concurrency
+        self._any_order = job.any_order
         self._config = server_config(job)
         self._finished: dict[int, BatchAnswer] = {}
         """Whose turn to be written has not come."""
@@ -181,7 +187,7 @@ class _Run:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for request in waiting:
-                    while request.number - self._next >= _AHEAD * at_once:
+                    while not self._any_order and request.number - self._next >= _AHEAD * at_once:
                         self._room.clear()
                         await self._room.wait()
                     await free.acquire()
@@ -193,6 +199,8 @@ class _Run:
         self._finished[number] = answer
         self._progress.summary.num_tokens += answer.num_tokens
         turn = []
+        if self._any_order:
+            turn.append(self._finished.pop(number))
         while self._next in self._finished:
             turn.append(self._finished.pop(self._next))
             self._next += 1
