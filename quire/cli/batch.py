@@ -48,7 +48,7 @@ def batch(
     engine: options.EngineOptions = options.EngineOptions(),  # noqa: B008
     settings: FileOptions = FileOptions(),  # noqa: B008
 ) -> None:
-    """Answer a file of requests: chats, completions and embeddings, one per line, answers in the same order unless --any-order.
+    """Answer a file of requests: chats, completions and embeddings, one per line, answers in the same order.
 
     A run that was interrupted, even killed, goes on where it was when the same command is given again, and the file
     comes out as if nothing had happened. A request that fails has its error on its line.
