@@ -32,8 +32,8 @@ from quire.checkpoints.sources import resolve
 from quire.config import EngineConfig
 from quire.engine import make_requests
 from quire.observe.engine_metrics import derive_metrics
-from quire.observe.measure_costs import measured_costs
-from quire.observe.step_costs import StepCosts, costs_of_shapes
+from quire.observe.measure_costs import costs_of_shapes, measured_costs
+from quire.observe.step_costs import StepCosts
 from quire.observe.step_log import StepLog, last_run
 from quire.process.gc_pauses import full_collections_put_off
 from quire.sampling_params import SamplingParams

@@ -5,6 +5,7 @@ What counts is how few and many rows compare, so the clock is the processor's: i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import accumulate
@@ -15,8 +16,8 @@ import torch
 
 from quire.kernels.ops import PagedBatch
 from quire.models.decoder import Batch, Decoder
-from quire.models.spec import ModelSpec
-from quire.observe.step_costs import StepCosts, costs_of_shapes
+from quire.models.spec import MlpSpec, ModelSpec
+from quire.observe.step_costs import StepCosts
 from quire.runner.kv_cache import KVCache
 
 _ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 16)
@@ -93,3 +94,16 @@ def _batch(decoder: Decoder, count: int) -> Batch:
         max_context_len=1,
     )
     return Batch(decoder.kernels, zeros.long(), (paged,))
+
+
+def costs_of_shapes(spec: ModelSpec) -> StepCosts:
+    """Without a measurement."""
+    experts = [layer.mlp for layer in spec.layers if not isinstance(layer.mlp, MlpSpec)]
+    part = experts[0].top_k / experts[0].num_experts if experts else 1.0
+    layers = 0.0
+    for name, parameter in spec.parameters().items():
+        if name not in ("embedding", "head"):
+            is_stack = len(parameter.shape) > 2  # of experts, of which a token has a few
+            layers += math.prod(parameter.shape) * (part if is_stack else 1.0)
+    pair = 2 * spec.heads.num_heads * spec.heads.head_dim * spec.num_layers  # with the key, and with its value
+    return StepCosts(spec.vocab_size * spec.hidden_size / layers, pair / layers)

@@ -3,12 +3,9 @@ long steps take that the log does not have."""
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from quire.models.spec import MlpSpec, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +41,3 @@ class StepCosts:
         below = above - 1 if count <= self.rows[last] else last // 2
         slope = (measured[above] - measured[below]) / (self.rows[above] - self.rows[below])
         return measured[below] + slope * (count - self.rows[below])
-
-
-def costs_of_shapes(spec: ModelSpec) -> StepCosts:
-    """Without a measurement."""
-    experts = [layer.mlp for layer in spec.layers if not isinstance(layer.mlp, MlpSpec)]
-    part = experts[0].top_k / experts[0].num_experts if experts else 1.0
-    layers = 0.0
-    for name, parameter in spec.parameters().items():
-        if name not in ("embedding", "head"):
-            is_stack = len(parameter.shape) > 2  # of experts, of which a token has a few
-            layers += math.prod(parameter.shape) * (part if is_stack else 1.0)
-    pair = 2 * spec.heads.num_heads * spec.heads.head_dim * spec.num_layers  # with the key, and with its value
-    return StepCosts(spec.vocab_size * spec.hidden_size / layers, pair / layers)

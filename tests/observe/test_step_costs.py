@@ -9,8 +9,7 @@ import torch
 
 from quire.kernels.select import select_kernels
 from quire.observe import measure_costs
-from quire.observe.measure_costs import known_costs, measured_costs
-from quire.observe.step_costs import costs_of_shapes
+from quire.observe.measure_costs import costs_of_shapes, known_costs, measured_costs
 from tests.random_models import SPECS, random_decoder
 
 
