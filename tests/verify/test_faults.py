@@ -17,7 +17,8 @@ from quire.errors import EngineError
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.select import select_kernels
 from quire.kernels.weights import Weight
-from quire.step import Admission
+from quire.runner.request_rows import RequestRows
+from quire.step import Admission, Step
 from quire.verify.axes import LoadedModel
 from quire.verify.cases import Case
 from quire.verify.check import Verdict, verify
@@ -110,6 +111,13 @@ def test_a_sampler_that_draws_its_own_chance_shows_when_repeated(monkeypatch: py
 def test_a_sampler_that_ignores_the_seed_shows_among_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     proper = sampler.noise_keys
     monkeypatch.setattr(sampler, "noise_keys", lambda seeds, positions: proper(np.zeros_like(seeds), positions))
+    apply = RequestRows.apply
+
+    def forget_seeds(rows: RequestRows, step: Step) -> None:
+        apply(rows, step)
+        rows.seeds.zero_()  # which kernels read that draw by themselves
+
+    monkeypatch.setattr(RequestRows, "apply", forget_seeds)
     verdict = verify(LoadedModel(make_model(CPU)), 60.0, max_rounds=1, shrink_seconds=0.1)
     found = states(verdict)
     assert found.pop("seeds") == "different"
