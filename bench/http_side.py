@@ -40,6 +40,8 @@ from typing import Any, cast
 import uvloop
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
+
 from bench.http_side_engine import FIRST_ID, NUM_IDS, VARIABLE, Board
 from quire.bench.spread import percentile_of
 
