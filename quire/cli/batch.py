@@ -48,7 +48,7 @@ def batch(
     engine: options.EngineOptions = options.EngineOptions(),  # noqa: B008
     settings: FileOptions = FileOptions(),  # noqa: B008
 ) -> None:
-    """Answer a file of requests: chats, completions and embeddings, one per line, answers in the same order.
+    """Answer a file of requests: chats, completions and embeddings, one per line, with answers in the same order.
 
     A run that was interrupted, even killed, goes on where it was when the same command is given again, and the file
     comes out as if nothing had happened. A request that fails has its error on its line.
@@ -56,6 +56,7 @@ def batch(
     \b
     quire batch requests.jsonl -o answers.jsonl
     quire batch requests.jsonl --model Qwen/Qwen3-32B --tensor-parallel-size 4 --served-model-name my-model
+    quire batch requests.jsonl --any-order
     quire batch requests.jsonl --model Qwen/Qwen3-8B --replicas 8 --ray auto
     A line of REQUESTS (docs/batches.md has more):
     {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}
@@ -64,7 +65,7 @@ def batch(
     from quire.server.batches.run import BatchJob, run_batch
 
     if any_order and ray is not None:
-        raise QuireError("--any-order: with --ray answers are written in the order of the requests")
+        raise QuireError("--any-order: with --ray answers are written in the order of the requests; leave one of the two out")
     answers = output if output is not None else requests.with_name(f"{requests.stem}.answers.jsonl")
     job = BatchJob(
         requests,
