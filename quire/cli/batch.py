@@ -61,11 +61,13 @@ def batch(
     A line of REQUESTS (docs/batches.md has more):
     {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}
     """
+    if any_order and ray is not None:
+        raise QuireError(
+            "--any-order: with --ray answers are written in the order of the requests; leave one of the two out"
+        )
     check_installed("quire batch")
     from quire.server.batches.run import BatchJob, run_batch
 
-    if any_order and ray is not None:
-        raise QuireError("--any-order: with --ray answers are written in the order of the requests; leave one of the two out")
     answers = output if output is not None else requests.with_name(f"{requests.stem}.answers.jsonl")
     job = BatchJob(
         requests,

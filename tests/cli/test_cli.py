@@ -94,6 +94,7 @@ def test_several_prompts_are_printed_below_each_other_in_order(smollm2_gguf: Pat
         (("run", "--file", "no-such-file.txt"), "no-such-file.txt"),
         (("run",), 'quire run "Why is the sky blue?"'),
         (("run", " "), "is empty"),
+        (("batch", "requests.jsonl", "--any-order", "--ray", "auto"), "--any-order: with --ray"),
     ],
 )
 def test_wrong_input_is_one_line_that_says_what_to_do(arguments: tuple[str, ...], message: str) -> None:
