@@ -44,7 +44,7 @@ export class StepChart {
     const lower = height - upper - 12;
     // Square roots: a chunk of a prompt has hundreds of tokens, and decodes should still be seen.
     const most = Math.max(4, ...steps.map((step) => PARTS.reduce((sum, [part]) => sum + step[part] / step[STEP.steps], 0)));
-    const slowest = Math.max(1e-6, ...steps.map((step) => step[STEP.seconds] / step[STEP.steps]));
+    const slowest = Math.max(1e-3, ...steps.map((step) => step[STEP.seconds] / step[STEP.steps]));
     const high = (tokens) => (Math.sqrt(tokens) / Math.sqrt(most)) * (upper - 14);
     this.drawAxis(context, colour, [[upper - high(most), `${Math.round(most)} tok`], [upper - high(most / 4), `${Math.round(most / 4)}`],
       [upper + 14, duration(slowest)]], width);
