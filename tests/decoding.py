@@ -44,7 +44,6 @@ def paged_batch(
         block_tables=tables.to(device),
         table_rows=torch.arange(len(sequences), dtype=torch.int32, device=device),
         slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
-        max_query_len=max(count for _, count, _ in sequences),
         max_context_len=max(context_lens),
     )
 

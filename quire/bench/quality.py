@@ -117,7 +117,6 @@ class _Reader:
             block_tables=self._tables,
             table_rows=torch.from_numpy(rows).to(decoder.device),
             slot_mapping=positions + _BLOCK_SIZE,
-            max_query_len=length,
             max_context_len=length,
             work={name: torch.from_numpy(values).to(decoder.device) for name, values in work.items()},
         )

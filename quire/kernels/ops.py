@@ -50,11 +50,8 @@ class PagedBatch:
     """int32 [num_sequences]: which of the tables is whose."""
     slot_mapping: Tensor
     """int64 [rows]: where each row's key and value go, `block * block_size + offset`."""
-    max_query_len: int
-    """The most rows any one sequence has here (a bound for grids; results don't depend on it). Where it is 1, every row
-    is the newest token of its sequence, and the keys before it were written before this batch began."""
     max_context_len: int
-    """The longest of `context_lens` (likewise a bound only)."""
+    """The longest of `context_lens` (a bound for grids; results don't depend on it)."""
     work: Mapping[str, Tensor] | None = None
     """What the backend's `attention_work` made of the batch, on the device; None: it does so itself."""
 
@@ -199,15 +196,9 @@ class SampleRows(Protocol):
     """Draws tokens straight into their request rows: see `quire.kernels.triton.sampling.sample_rows`."""
 
     def __call__(
-        self,
-        logits: Tensor,
-        row_index: Tensor,
-        seeds: Tensor,
-        temperatures: Tensor,
-        positions: Tensor,
-        token_ids: Tensor,
-        out: Tensor | None = None,
-    ) -> Tensor: ...
+        self, logits: Tensor, row_index: Tensor, seeds: Tensor, temperatures: Tensor, positions: Tensor,
+        token_ids: Tensor, out: Tensor | None = None,
+    ) -> Tensor: ...  # fmt: skip
 
 
 Between = Callable[[Tensor], Tensor]
@@ -236,6 +227,9 @@ class Kernels(Protocol):
         """Where calls can be recorded (CPU): computes what it is given, which must consist of this object's methods
         alone, and returns what computes it again in the same memory, without Python; None where that takes too much
         memory."""
+
+    def compile_together(self, call: Callable[[], object]) -> None:
+        """Compiles what `call` runs, where kernels are compiled when they are first run. It may be called for that."""
 
     def pack(self, weight: Weight) -> Weight:
         """Brings a loaded matrix, or a stack of them, into the layout the other methods want (often: returns it as
@@ -275,15 +269,9 @@ class Kernels(Protocol):
         """Numbers of x [rows, size] become cap * tanh(x / cap)."""
 
     def qkv_to_cache_(
-        self,
-        qkv: Tensor,
-        shape: HeadShape,
-        norms: HeadNorms | None,
-        positions: Tensor,
-        cos_sin: Tensor | None,
-        cache: LayerCache,
-        slot_mapping: Tensor,
-    ) -> Tensor:
+        self, qkv: Tensor, shape: HeadShape, norms: HeadNorms | None, positions: Tensor, cos_sin: Tensor | None,
+        cache: LayerCache, slot_mapping: Tensor,
+    ) -> Tensor:  # fmt: skip
         """Takes packed projections [rows, query heads | key heads | value heads] apart: norms the query and key
         heads, rotates both by `cos_sin[positions]` [max_position, head_dim] (cosines in the
         first half, sines in the second; dimension i pairs with i + head_dim / 2; None: no rotation), stores keys and

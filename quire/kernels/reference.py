@@ -56,6 +56,9 @@ class ReferenceKernels:
     def computes(self, format: Format) -> bool:
         return False  # it can, but expands a weight at every product: once, when it is loaded, is better
 
+    def compile_together(self, call: Callable[[], object]) -> None:
+        """There is nothing to compile."""
+
     def pack(self, weight: Weight) -> Weight:
         return weight
 
@@ -114,15 +117,9 @@ class ReferenceKernels:
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
     def qkv_to_cache_(
-        self,
-        qkv: Tensor,
-        shape: HeadShape,
-        norms: HeadNorms | None,
-        positions: Tensor,
-        cos_sin: Tensor | None,
-        cache: LayerCache,
-        slot_mapping: Tensor,
-    ) -> Tensor:
+        self, qkv: Tensor, shape: HeadShape, norms: HeadNorms | None, positions: Tensor, cos_sin: Tensor | None,
+        cache: LayerCache, slot_mapping: Tensor,
+    ) -> Tensor:  # fmt: skip
         packed = qkv.view(qkv.shape[0], -1, shape.head_dim)
         query, key, value = packed.split_with_sizes((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
         if norms is not None and not norms.after_rope:

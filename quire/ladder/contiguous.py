@@ -87,7 +87,6 @@ def contiguous_batch(
         block_tables=torch.tensor([[sequence] for sequence, _, _ in spans], dtype=torch.int32, device=device),
         table_rows=torch.arange(len(spans), dtype=torch.int32, device=device),
         slot_mapping=torch.tensor(slots, device=device),
-        max_query_len=max(end - start for _, start, end in spans),
         max_context_len=max(lengths),
         work={name: torch.from_numpy(values).to(device) for name, values in work.items()},
     )

@@ -90,7 +90,6 @@ def _batch(decoder: Decoder, count: int) -> Batch:
         block_tables=torch.zeros(1, 1, dtype=torch.int32),
         table_rows=zeros,
         slot_mapping=zeros.long(),
-        max_query_len=1,
         max_context_len=1,
     )
     return Batch(decoder.kernels, zeros.long(), (paged,))

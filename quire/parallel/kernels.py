@@ -6,6 +6,7 @@ products of the MLP. Queries, keys and values are never gathered (but for models
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -79,6 +80,9 @@ class ParallelKernels:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
 
+    def compile_together(self, call: Callable[[], object]) -> None:
+        """Not here: ranks that differ in what is missing would wait for each other within `call`."""
+
     def pack(self, weight: Weight) -> Weight:
         if not isinstance(weight, DividedWeight):
             return self._own.pack(weight)
@@ -105,15 +109,9 @@ class ParallelKernels:
         return everybodys[owners, torch.arange(len(token_ids), device=token_ids.device)]
 
     def qkv_to_cache_(
-        self,
-        qkv: Tensor,
-        shape: HeadShape,
-        norms: HeadNorms | None,
-        positions: Tensor,
-        cos_sin: Tensor | None,
-        cache: LayerCache,
-        slot_mapping: Tensor,
-    ) -> Tensor:
+        self, qkv: Tensor, shape: HeadShape, norms: HeadNorms | None, positions: Tensor, cos_sin: Tensor | None,
+        cache: LayerCache, slot_mapping: Tensor,
+    ) -> Tensor:  # fmt: skip
         if norms is not None and len(norms.query) != shape.head_dim:
             qkv, norms = self._normed_whole(qkv, norms), None
         return self._own.qkv_to_cache_(qkv, shape, norms, positions, cos_sin, cache, slot_mapping)

@@ -174,7 +174,6 @@ def build_batch(
         query_start=sent[2],
         context_lens=sent[3],
         table_rows=sent[4],
-        max_query_len=int(shape.counts.max()),
         max_context_len=int(ends.max()),
         work=lists,
     )

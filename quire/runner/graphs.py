@@ -102,9 +102,14 @@ class DecodeGraphs:
         loaded: there are others for small batches."""
         self._inputs.zero_()
         self._inputs[: self._largest] = -1
-        for size, name in self._most_work:
-            if size in (self._sizes[-1], self._sizes[0]):
-                self._compute(size, name)
+
+        def compute(has_inputs: bool) -> None:
+            for size, name in self._most_work:
+                if size in (self._sizes[-1], self._sizes[0]):
+                    self._compute(size, name, has_inputs)
+
+        self._kernels.compile_together(lambda: compute(has_inputs=False))
+        compute(has_inputs=True)
 
     @torch.inference_mode()
     def capture_next(self) -> None:
@@ -126,7 +131,7 @@ class DecodeGraphs:
                 gc.enable()
         self._graphs[size, name] = graph
 
-    def _compute(self, size: int, name: str) -> None:
+    def _compute(self, size: int, name: str, has_inputs: bool = True) -> None:
         rows, positions, next_positions = self._inputs[: 3 * self._largest].view(3, -1)[:, :size].unbind()
         work = self._inputs[3 * self._largest :].view(-1, 8)[: 1 + self._most_work[size, name]]
         token_ids, places, paged = self._rows.inputs(
@@ -136,10 +141,11 @@ class DecodeGraphs:
             query_start=rows,  # this and the next: in `work` already
             context_lens=positions,
             table_rows=rows,
-            max_query_len=1,
             max_context_len=self._max_context_len,
             work={name: work},
         )
+        if not has_inputs:  # kernels are compiled and not run: nobody has written these
+            token_ids, places = torch.zeros_like(token_ids), torch.zeros_like(places)
         hidden = self._decoder(token_ids, places, paged, self._caches)
         logits = self._decoder.logits(hidden, out=self._logits[:size])
         self._rows.draw(self._kernels, logits, rows, next_positions, self._sampled[:, :size])

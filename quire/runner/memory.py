@@ -105,10 +105,15 @@ def measure_needs(decoder: Decoder, limits: Limits, block_size: int) -> Needs:
     weights, device = decoder.nbytes, decoder.device
     if device.type != "cuda":
         return Needs(weights=weights)
+    tokens = limits.graph_tokens
+
+    def peaks() -> tuple[int, int]:
+        largest = _peak_of_step(decoder, limits.max_batched_tokens, limits.max_num_seqs, block_size)
+        return largest, _peak_of_step(decoder, tokens, tokens, block_size) if tokens else 0
+
     try:
-        activations = _peak_of_step(decoder, limits.max_batched_tokens, limits.max_num_seqs, block_size)
-        tokens = limits.graph_tokens
-        graphs = _peak_of_step(decoder, tokens, tokens, block_size) if tokens else 0
+        decoder.kernels.compile_together(peaks)
+        activations, graphs = peaks()
     except torch.OutOfMemoryError as error:
         free = torch.cuda.mem_get_info(device)[0]
         raise CapacityError(
@@ -133,7 +138,6 @@ def _peak_of_step(decoder: Decoder, num_tokens: int, num_scored: int, block_size
         block_tables=torch.zeros(1, -(-longest // block_size), dtype=torch.int32, device=device),
         table_rows=torch.zeros(len(lengths), dtype=torch.int32, device=device),
         slot_mapping=torch.zeros(num_tokens, dtype=torch.int64, device=device),
-        max_query_len=longest,
         max_context_len=longest,
     )
     torch.cuda.synchronize(device)

@@ -103,7 +103,6 @@ class RecordedSteps:
                 query_start=inputs[3],
                 context_lens=run_lengths,
                 table_rows=run_rows,
-                max_query_len=count,
                 max_context_len=int(lengths.max()),
             )
             hidden = self._decoder(token_ids, places, paged, self._caches)

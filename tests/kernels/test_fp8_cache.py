@@ -30,7 +30,6 @@ def test_attention_is_that_of_the_rounded_keys_and_values() -> None:
         block_tables=torch.tensor([[2, 1, 3]], dtype=torch.int32),
         table_rows=torch.zeros(1, dtype=torch.int32),
         slot_mapping=torch.tensor([[2, 1, 3][i // 16] * 16 + i % 16 for i in range(LENGTH)]),
-        max_query_len=LENGTH,
         max_context_len=LENGTH,
     )
     found = []

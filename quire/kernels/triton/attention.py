@@ -36,9 +36,9 @@ from quire.kernels.triton.attention_splits import (
     partial_results,
     store_split,
 )
+from quire.kernels.triton.attention_tile import attend_tile, halves
 from quire.kernels.triton.attention_work import DECODE_ROWS, PROGRAMS, PROMPT_ROWS, SPLIT
 from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
-from quire.kernels.triton.rowwise import soft_capped
 from quire.kernels.triton.shapes import next_power_of_2
 
 _ONES = 16
@@ -47,61 +47,8 @@ _TILES = (64, 64), (32, 64), (32, 32), (16, 32)
 """Keys of a tile and rows of a prompt's program, as much of them as fits into shared memory."""
 _SCRATCH = 20 << 10
 """Bytes of shared memory that the compiler takes beside the tiles, at most."""
-_TO_FLOAT16 = tl.constexpr(
-    "{.reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high;}"
-)
 _DECODE_REGISTERS = 128
 """Per thread, for four programs on a multiprocessor at once."""
-
-
-@triton.jit
-def _numbers(loaded, dtype: tl.constexpr):
-    """What a cache of 8 bits holds, as float16. This is said to have side effects, so that the compiler does it first
-    and only then brings the numbers to the threads that multiply them. As bytes they would come one by one, and in
-    another order than in kernels whose products take them from shared memory."""
-    if loaded.dtype == tl.float8e4nv:
-        loaded = tl.inline_asm_elementwise(_TO_FLOAT16, "=r,=r,r", [loaded], tl.float16, is_pure=False, pack=4)
-    return loaded.to(dtype)
-
-
-@triton.jit
-def _attend_tile(
-    query, highest, total, output, first_key, context_len, position,
-    keys, values, table, kv_head, block_stride, head_stride, scale,
-    window, cap, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    KEYS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, ONES: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """Adds one tile of keys to the running softmax of the queries: highest [rows], total [rows, ONES] (all columns
-    the same), output [rows, D_PAD]."""
-    key = first_key + tl.arange(0, KEYS)
-    exists = key < context_len
-    block = tl.load(table + key // BLOCK_SIZE, mask=exists, other=0)
-    if WIDE:
-        block = block.to(tl.int64)
-    place = block * block_stride + kv_head * head_stride + (key % BLOCK_SIZE) * D
-    column = tl.arange(0, D_PAD)
-    mask = exists[:, None] & (column < D)[None, :]
-    # What lies past the sequence's end is nobody's and may be NaN: it is not read.
-    k = _numbers(tl.load(keys + place[:, None] + column[None, :], mask=mask, other=0.0), query.dtype)
-    scores = tl.dot(query, tl.trans(k), input_precision="ieee")
-    if CAP:  # the scaled scores are capped, so there is nothing left to scale
-        scores, scale = soft_capped(scores * scale, cap), 1.0
-    visible = key[None, :] <= position[:, None]
-    if WINDOW:
-        visible = visible & (key[None, :] > position[:, None] - window)
-    scores = tl.where(visible, scores, float("-inf"))
-    new_highest = tl.maximum(highest, tl.max(scores, 1) * scale)
-    # Where nothing is visible yet the maximum is -inf, and -inf - -inf would be NaN.
-    reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-    # Scaled and reduced with one rounding, as in the other kernels.
-    weights = tl.exp2(tl.fma(scores, scale, -reference[:, None])).to(query.dtype)
-    decay = tl.exp2(highest - reference)
-    v = _numbers(tl.load(values + place[:, None] + column[None, :], mask=mask, other=0.0), query.dtype)
-    # The sum of the weights is a product too: the order of a reduction would depend on the tile's layout.
-    ones = tl.full((KEYS, ONES), 1.0, query.dtype)
-    total = tl.dot(weights, ones, total * decay[:, None], input_precision="ieee")
-    output = tl.dot(weights, v, output * decay[:, None], input_precision="ieee")
-    return new_highest, total, output
 
 
 @triton.jit
@@ -115,12 +62,12 @@ def _load_queries(
     place = (first_row + rows // GROUP).to(tl.int64) * num_heads + kv_head * GROUP + rows % GROUP
     mask = (rows < num_queries * GROUP)[:, None] & (column < D)[None, :]
     found = tl.load(query + place[:, None] * D + column[None, :], mask=mask, other=0.0)
-    return found.to(tl.float16) if keys.dtype.element_ty == tl.float8e4nv else found
+    return found.to(tl.float16) if keys.dtype.element_ty == tl.int16 else found
 
 
 @triton.jit
 def _store_output(
-    out, output, total, highest, sinks, first_row, rows, num_queries, kv_head, num_heads,
+    out, keys, output, total, highest, sinks, first_row, rows, num_queries, kv_head, num_heads,
     GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, D_PAD)
@@ -134,21 +81,22 @@ def _store_output(
         divisor = divisor * old + tl.exp2(sink - top)
         output = output * old[:, None]
     result = output / tl.where(divisor == 0.0, 1.0, divisor)[:, None]
+    if keys.dtype.element_ty == tl.int16:
+        even, odd = halves(result)
+        result = tl.join(even, odd).reshape(result.shape[0], D_PAD)
     tl.store(out + place[:, None] * D + column[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def read_entry(entry):
     """One item of work, past the first-level cache, which may hold an earlier step's."""
-    return (
-        tl.load(entry, cache_modifier=".cg"), tl.load(entry + 1, cache_modifier=".cg"),
-        tl.load(entry + 2, cache_modifier=".cg"), tl.load(entry + 3, cache_modifier=".cg"),
-        tl.load(entry + 4, cache_modifier=".cg"), tl.load(entry + 5, cache_modifier=".cg"),
-        tl.load(entry + 6, cache_modifier=".cg"),
-    )  # fmt: skip
+    numbers = ()
+    for i in tl.static_range(7):
+        numbers = numbers + (tl.load(entry + i, cache_modifier=".cg"),)  # type: ignore  # noqa: RUF005
+    return numbers
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["table_stride", "window"])
 def _decode_kernel(
     query, out, keys, values, sinks, block_tables, work, partial_output, partial_state, arrived,
     table_stride, block_stride, head_stride, scale, window, cap, num_heads, num_kv_heads,
@@ -196,7 +144,7 @@ def _decode_kernel(
         split_highest, split_total, split_output = highest, total, output
         # One loop over the tiles of all splits, so that loads run ahead over their borders too.
         for tile in tl.range(first_tile, last_tile, num_stages=STAGES):
-            split_highest, split_total, split_output = _attend_tile(
+            split_highest, split_total, split_output = attend_tile(
                 q, split_highest, split_total, split_output, tile * KEYS, context_len, position, keys, values,
                 table, kv_head, block_stride, head_stride, scale, window, cap, D, D_PAD, BLOCK_SIZE, KEYS, WINDOW, CAP,
                 ONES, WIDE,
@@ -217,8 +165,8 @@ def _decode_kernel(
                 split_output = tl.zeros((ROWS, D_PAD), tl.float32)
         if is_whole:
             _store_output(
-                out, output, total, highest, sinks, first_row, rows, num_queries, kv_head, num_heads, GROUP, D, D_PAD,
-                SINKS,
+                out, keys, output, total, highest, sinks, first_row, rows, num_queries, kv_head, num_heads, GROUP, D,
+                D_PAD, SINKS,
             )  # fmt: skip
         else:
             tl.debug_barrier()  # all threads' stores come before the count, which makes them visible
@@ -237,14 +185,14 @@ def _decode_kernel(
                         tl.zeros((MERGED_ROWS, D_PAD), tl.float32), ROWS, D_PAD, MERGED_AT_ONCE,
                     )  # fmt: skip
                     _store_output(
-                        out, merged, merged_total, merged_highest, sinks, first_row, some, num_queries, kv_head,
+                        out, keys, merged, merged_total, merged_highest, sinks, first_row, some, num_queries, kv_head,
                         num_heads, GROUP, D, D_PAD, SINKS,
                     )  # fmt: skip
                 tl.store(arrived + first_slot, 0)
         partial, first_split, first_row, num_queries, context_len, table_row, end_split = next_entry
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["table_stride", "window"])
 def _prefill_kernel(
     query, out, keys, values, sinks, block_tables, work,
     table_stride, block_stride, head_stride, scale, window, cap, num_heads,
@@ -284,14 +232,15 @@ def _prefill_kernel(
         begin_tile = tl.maximum(split * TILES, first_tile)
         end_tile = tl.minimum((split + 1) * TILES, num_tiles)
         for tile in tl.range(begin_tile, end_tile, num_stages=STAGES):
-            split_highest, split_total, split_output = _attend_tile(
+            split_highest, split_total, split_output = attend_tile(
                 q, split_highest, split_total, split_output, tile * KEYS, context_len, position, keys, values, table,
                 kv_head, block_stride, head_stride, scale, window, cap, D, D_PAD, BLOCK_SIZE, KEYS, WINDOW, CAP, ONES,
                 WIDE,
             )  # fmt: skip
         highest, total, output = merge(highest, total, output, split_highest, split_total, split_output)
     _store_output(
-        out, output, total, highest, sinks, first_row, rows, num_queries, kv_head, num_heads, GROUP, D, D_PAD, SINKS
+        out, keys, output, total, highest, sinks, first_row, rows, num_queries, kv_head, num_heads, GROUP, D, D_PAD,
+        SINKS,
     )  # fmt: skip
 
 
@@ -302,6 +251,7 @@ def prefill_attention(
     """Attention of a list `prefill`: writes its rows of `out`."""
     if not len(work):
         return
+    cache = _pairs(cache)
     shape, constants = _arguments(query, cache, block_tables, spec, sinks)
     _, rows = _tiles(query.device, constants[2] * query.itemsize)
     parts = PROMPT_ROWS // rows
@@ -320,6 +270,7 @@ def decode_attention(
     if len(work) < 2:
         return
     num_kv_heads = cache.keys.shape[1]
+    cache = _pairs(cache)
     shape, constants = _arguments(query, cache, block_tables, spec, sinks)
     d_pad = constants[2]
     _decode_kernel[(min((len(work) - 1) * num_kv_heads, most_programs(query.device)),)](
@@ -330,6 +281,13 @@ def decode_attention(
     )  # fmt: skip
 
 
+def _pairs(cache: LayerCache) -> LayerCache:
+    """A cache of 8 bits as the kernels read it: two numbers at a time."""
+    if cache.keys.dtype != torch.float8_e4m3fn:
+        return cache
+    return LayerCache(cache.keys.view(torch.int16), cache.values.view(torch.int16))
+
+
 def _arguments(
     query: Tensor, cache: LayerCache, block_tables: Tensor, spec: AttentionSpec, sinks: Tensor | None
 ) -> tuple[tuple[float, ...], tuple[int, ...]]:
@@ -338,7 +296,7 @@ def _arguments(
     strides = block_tables.stride(0), cache.keys.stride(0), cache.keys.stride(1)
     wide = cache.keys.numel() >= 1 << 31  # numbers of 32 bits take half the registers
     window = spec.sliding_window is not None
-    d_pad = max(16, next_power_of_2(head_dim))
+    d_pad = max(32 if cache.keys.dtype == torch.int16 else 16, next_power_of_2(head_dim))
     keys, _ = _tiles(query.device, d_pad * query.itemsize)
     log2e = math.log2(math.e)  # scores have it in them: weights are powers of two
     return (*strides, spec.scale * log2e, spec.sliding_window or 0, spec.soft_cap * log2e or 1.0, num_heads), (

@@ -63,13 +63,9 @@ def decode_lists(
 
 
 def _decode_work(
-    first_rows: Int32Array,
-    query_lens: Int32Array,
-    context_lens: Int32Array,
-    table_rows: Int32Array,
-    num_kv_heads: int,
-    num_multiprocessors: int,
-) -> Int32Array:
+    first_rows: Int32Array, query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array,
+    num_kv_heads: int, num_multiprocessors: int,
+) -> Int32Array:  # fmt: skip
     splits = -(-context_lens // SPLIT)
     run = _best_run(splits, num_kv_heads, PROGRAMS * num_multiprocessors)
     return divided(first_rows, query_lens, context_lens, table_rows, np.full_like(splits, run))

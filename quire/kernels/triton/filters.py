@@ -263,37 +263,29 @@ def _limits_kernel(
             farthest = _bisect(
                 source, length, low, high, highest, mean, typical_p * total, never, zero, _BY_DISTANCE, BLOCK
             )
-            low, high = _range_of(source, length, low, high, highest, mean, farthest, BLOCK)
+            low, high = _range_of(source, length, low, high, highest, mean, farthest, zero, BLOCK)
         if tl.load(own + 6) < float("inf"):
             total, _ = _weigh(source, length, low, high, highest, BLOCK)
-            wanted = tl.load(own + 6) * total
-            high = tl.minimum(high, _least_likely(source, length, low, high, highest, wanted, BLOCK))
+            least = tl.load(own + 6) * total
+            rarest, _ = _range_of(source, length, low, high, highest, zero, never, least, BLOCK)
+            high = tl.minimum(high, rarest)
     tl.store(found + 2 * i, low)
     tl.store(found + 2 * i + 1, high)
 
 
 @triton.jit
-def _range_of(source, length, low, high, highest, mean, farthest, BLOCK: tl.constexpr):
-    """The lowest and the highest of the scores whose negative distance is at least `farthest`."""
+def _range_of(source, length, low, high, highest, mean, farthest, least, BLOCK: tl.constexpr):
+    """The lowest and the highest score whose negative distance is at least `farthest` and whose weight is at least
+    `least`; infinity and minus infinity if there is none."""
     lowest = tl.full([BLOCK], float("inf"), tl.float32)
     topmost = tl.full([BLOCK], _NEVER, tl.float32)
     for start in range(0, length, BLOCK):
         score, kept = _load_kept(source, length, start, low, high, BLOCK)
-        kept &= -tl.abs(tl.maximum(score - highest, _FAINTEST) - mean) >= farthest
+        below = tl.maximum(score - highest, _FAINTEST)
+        kept &= (-tl.abs(below - mean) >= farthest) & (tl.exp(below) >= least)
         lowest = tl.minimum(lowest, tl.where(kept, score, float("inf")))
         topmost = tl.maximum(topmost, tl.where(kept, score, _NEVER))
     return tl.min(lowest), tl.max(topmost)
-
-
-@triton.jit
-def _least_likely(source, length, low, high, highest, wanted, BLOCK: tl.constexpr):
-    """The lowest score whose weight reaches `wanted`; infinity if none does."""
-    lowest = tl.full([BLOCK], float("inf"), tl.float32)
-    for start in range(0, length, BLOCK):
-        score, kept = _load_kept(source, length, start, low, high, BLOCK)
-        kept &= tl.exp(tl.maximum(score - highest, _FAINTEST)) >= wanted
-        lowest = tl.minimum(lowest, tl.where(kept, score, float("inf")))
-    return tl.min(lowest)
 
 
 @triton.jit

@@ -114,14 +114,9 @@ def _qkv_to_cache_kernel(
 
 
 def qkv_to_cache_(
-    qkv: Tensor,
-    shape: HeadShape,
-    norms: HeadNorms | None,
-    positions: Tensor,
-    cos_sin: Tensor | None,
-    cache: LayerCache,
-    slot_mapping: Tensor,
-) -> Tensor:
+    qkv: Tensor, shape: HeadShape, norms: HeadNorms | None, positions: Tensor, cos_sin: Tensor | None,
+    cache: LayerCache, slot_mapping: Tensor,
+) -> Tensor:  # fmt: skip
     """`Kernels.qkv_to_cache_`. A row whose slot is negative is written to no cache."""
     keys, values = cache.keys, cache.values
     if keys.stride() != values.stride() or keys.stride(3) != 1:

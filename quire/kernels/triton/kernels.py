@@ -26,6 +26,7 @@ from quire.kernels.triton.launch import HAS_GLUON
 from quire.kernels.triton.linear import SMALLEST_BATCH, VOCABULARY_SIZE, is_quicker_than_cublas, linear
 from quire.kernels.triton.small_batches import are_exact
 from quire.kernels.weights import Weight
+from quire.process.compile_together import compile_together
 
 if HAS_GLUON:
     from quire.kernels.triton import prompt_attention, single_row_linear, small_batch_attention
@@ -65,6 +66,7 @@ class TritonKernels(ReferenceKernels):
     sample_rows = staticmethod(sampling.sample_rows)
     keep_between_ = staticmethod(sampling.keep_between_)
     filter_rows_ = staticmethod(filters.filter_rows_)
+    compile_together = staticmethod(compile_together)
     match_lengths = staticmethod(repeats.match_lengths)
     score_tokens = staticmethod(scores.score_tokens)
 

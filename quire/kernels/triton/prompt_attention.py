@@ -54,14 +54,9 @@ def takes(query: Tensor, cache: LayerCache) -> bool:
 
 
 def prompt_attention(
-    query: Tensor,
-    out: Tensor,
-    cache: LayerCache,
-    block_tables: Tensor,
-    work: Tensor,
-    spec: AttentionSpec,
+    query: Tensor, out: Tensor, cache: LayerCache, block_tables: Tensor, work: Tensor, spec: AttentionSpec,
     num_multiprocessors: int,
-) -> None:
+) -> None:  # fmt: skip
     """Attention of the list `prefill`, for what `takes` takes; writes its rows of `out`."""
     _, num_heads, head_dim = query.shape
     num_kv_heads, block_size = cache.keys.shape[1], cache.block_size
@@ -315,7 +310,9 @@ def _merge(
     return new_highest, total, output
 
 
-@gluon.jit
+@gluon.jit(
+    do_not_specialize=["num_tiles", "table_stride"]
+)  # or it is compiled anew for 1 of them, and for a multiple of 16
 def _prompt_kernel(
     query, out, keys, values, block_tables, work, num_tiles, table_stride, scale, window, num_heads, num_kv_heads,
     GROUP: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,

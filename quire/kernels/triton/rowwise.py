@@ -6,6 +6,8 @@ others compute number by number: their bits depend on nothing but the numbers th
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -104,6 +106,13 @@ def _launch(
     )  # fmt: skip
 
 
+def launch_by_blocks(kernel: Any, rows: int, size: int, *arguments: Any, **options: Any) -> None:
+    """Launches a kernel whose programs have a part of a row each; the size of a part is its last constant but PDL."""
+    if rows:
+        block = min(_BLOCK, next_power_of_2(size))
+        kernel[(rows, cdiv(size, block))](*arguments, block, USE_PDL, num_warps=num_warps(block), **options, **LAUNCH)
+
+
 SILU, GELU_TANH, CLAMPED_SWIGLU = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 NUMBERS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.CLAMPED_SWIGLU: 2}
 
@@ -179,14 +188,9 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 
 def _activated(x: Tensor, activation: Activation, size: int) -> Tensor:
     source = as_rows(x)
-    rows = source.shape[0]
     out = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
-    if rows:
-        block = min(_BLOCK, next_power_of_2(size))
-        _gate_kernel[(rows, cdiv(size, block))](
-            source, out, row_stride(source), size, NUMBERS[activation], size < x.shape[-1], block, USE_PDL,
-            num_warps=num_warps(block), **ROUND_ALWAYS, **LAUNCH,
-        )  # fmt: skip
+    constants = size, NUMBERS[activation], size < x.shape[-1]
+    launch_by_blocks(_gate_kernel, source.shape[0], size, source, out, row_stride(source), *constants, **ROUND_ALWAYS)
     return out
 
 
@@ -195,11 +199,7 @@ def sigmoid_mul(gate: Tensor, x: Tensor) -> Tensor:
     x = as_rows(x)
     rows, size = x.shape
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
-    if rows:
-        block = min(_BLOCK, next_power_of_2(size))
-        _sigmoid_mul_kernel[(rows, cdiv(size, block))](
-            gate, x, out, gate.stride(0), row_stride(x), size, block, USE_PDL, num_warps=num_warps(block), **LAUNCH
-        )
+    launch_by_blocks(_sigmoid_mul_kernel, rows, size, gate, x, out, gate.stride(0), row_stride(x), size)
     return out
 
 
@@ -225,11 +225,7 @@ def soft_cap_(x: Tensor, cap: float) -> None:
     rows, size = x.shape
     if x.stride(1) != 1:
         raise ValueError(f"Rows must lie in one piece: {x.stride()}.")
-    if rows:
-        block = min(_BLOCK, next_power_of_2(size))
-        _soft_cap_kernel[(rows, cdiv(size, block))](
-            x, x.stride(0), cap, size, block, USE_PDL, num_warps=num_warps(block), **ROUND_ALWAYS, **LAUNCH
-        )
+    launch_by_blocks(_soft_cap_kernel, rows, size, x, x.stride(0), cap, size, **ROUND_ALWAYS)
 
 
 @triton.jit(do_not_specialize_on_alignment=["token_ids"])
@@ -253,9 +249,5 @@ def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
     """
     rows, size = token_ids.shape[0], weight.shape[1]
     out = torch.empty(rows, size, dtype=weight.dtype, device=weight.device)
-    if rows:
-        block = min(_BLOCK, next_power_of_2(size))
-        _embedding_kernel[(rows, cdiv(size, block))](
-            token_ids, weight, out, weight.shape[0], size, block, USE_PDL, num_warps=num_warps(block), **LAUNCH
-        )
+    launch_by_blocks(_embedding_kernel, rows, size, token_ids, weight, out, weight.shape[0], size)
     return out

@@ -46,15 +46,9 @@ def takes(query: Tensor, cache: LayerCache) -> bool:
 
 
 def small_batch_attention(
-    query: Tensor,
-    out: Tensor,
-    cache: LayerCache,
-    block_tables: Tensor,
-    work: Tensor,
-    num_partials: int,
-    spec: AttentionSpec,
-    num_multiprocessors: int,
-) -> None:
+    query: Tensor, out: Tensor, cache: LayerCache, block_tables: Tensor, work: Tensor, num_partials: int,
+    spec: AttentionSpec, num_multiprocessors: int,
+) -> None:  # fmt: skip
     """`attention.decode_attention` for what `takes` takes, of a list whose items are single splits or whole sequences.
     All keys but those that the list says are new were written, and all lists and block tables, before the first kernel
     of this step began."""
@@ -225,7 +219,7 @@ def _merge_splits(
         _store_result(out + head[:, None] * D + column[None, :], used, total, output)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["table_stride"])
 def _small_batch_kernel(
     query, out, keys, values, block_tables, work, partial_output, partial_state, arrived,
     table_stride, block_stride, head_stride, scale, window, num_heads, num_kv_heads,

@@ -18,6 +18,7 @@ from quire.kernels.triton.attention import decode_attention, num_multiprocessors
 from quire.kernels.triton.attention_work import attention_work
 from quire.kernels.triton.launch import HAS_GLUON
 from quire.kernels.triton.linear import linear
+from quire.process.compile_together import compile_together
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ def are_exact(device: torch.device, dtype: torch.dtype) -> bool:
     if not HAS_GLUON or device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return False
     try:
+        compile_together(lambda: (_same_products(device, dtype), _same_attention(device, dtype)))
         is_exact = _same_products(device, dtype) and _same_attention(device, dtype)
     except Exception as error:  # whatever a compiler of another version says
         logger.warning("small batches and prompts take longer, as some kernels for them don't compile here: %s", error)

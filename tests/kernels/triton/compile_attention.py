@@ -38,7 +38,7 @@ def attention_kernels() -> dict[str, tuple[int, int]]:
     found = {}
     cases = [*((capability, 256) for capability in LIMITS), (86, 128)] if IS_LONG else [(86, 256)]
     fp8 = [(89, 256), (90, 128), (90, 256)] if IS_LONG else [(90, 128)]
-    for capability, head_dim, cache in [*((*case, "*bf16") for case in cases), *((*case, "*fp8e4nv") for case in fp8)]:
+    for capability, head_dim, cache in [*((*case, "*bf16") for case in cases), *((*case, "*i16") for case in fp8)]:
         keys, rows = fitting_tiles(2 * head_dim, LIMITS[capability])
         flags = dict.fromkeys(("WINDOW", "CAP", "SINKS", "WIDE"), True)
         constants = {"GROUP": 4, "D": head_dim, "D_PAD": head_dim, "BLOCK_SIZE": 16, "ROWS": 16, "KEYS": keys}

@@ -52,7 +52,6 @@ def make(
         block_tables=tables.to(DEVICE),
         table_rows=torch.arange(len(lengths), dtype=torch.int32, device=DEVICE),
         slot_mapping=torch.zeros(starts[-1], dtype=torch.int64, device=DEVICE),
-        max_query_len=max(queries),
         max_context_len=max(lengths),
     )
     query = random(starts[-1], shape.num_heads, shape.head_dim, dtype=dtype, seed=seed + 1)

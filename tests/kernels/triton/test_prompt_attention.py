@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -64,7 +62,7 @@ def test_long_prompts_have_the_bits_of_single_queries_in_every_division(window: 
     work = torch.from_numpy(lists["prefill"]).to(DEVICE)
     prompt_attention.prompt_attention(query, whole, cache, batch.block_tables, work, spec, 132)
     positions = torch.arange(0, length, 97)
-    alone = replace(one_each(query, batch, positions, 1), max_query_len=1)
+    alone = one_each(query, batch, positions, 1)
     count = len(positions)
     lengths, rows = (positions + 1).int().numpy(), np.arange(count, dtype=np.int32)
     arguments = query[positions.to(DEVICE)], torch.full_like(query[:count], NAN), cache, alone.block_tables

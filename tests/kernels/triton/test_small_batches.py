@@ -74,7 +74,7 @@ def test_every_position_alone_has_the_bits_of_the_whole_prompt(window: int | Non
     whole = kernels.attention(query, cache, batch, spec)
     for start in range(0, length, 16):
         positions = torch.arange(start, min(start + 16, length))
-        alone = replace(one_each(query, batch, positions, 1), max_query_len=1)
+        alone = one_each(query, batch, positions, 1)
         found = kernels.attention(query[positions], cache, alone, spec)
         assert torch.equal(found, whole[positions]), start
 

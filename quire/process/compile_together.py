@@ -1,0 +1,37 @@
+"""A first start compiles dozens of Triton kernels: one after the other, as they are first launched, takes long."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import triton
+
+_may_miss = {"kernels"}
+"""Empty once it turned out that an earlier process has compiled them all."""
+
+
+def compile_together(call: Callable[[], object]) -> None:
+    """Compiles the kernels that `call` launches, by several threads at once; they are not run, so what it computes is
+    noise. Once a call has met none that are missing, as in a second start, further calls do nothing."""
+    if not _may_miss or os.environ.get("TRITON_INTERPRET") == "1" or not hasattr(triton, "AsyncCompileMode"):
+        return
+    owner, interface = threading.get_ident(), triton.runtime.jit.KernelInterface
+    launch, missing = interface.__getitem__, []
+    # Other threads go on launching theirs.
+    interface.__getitem__ = lambda kernel, grid: partial(kernel.run, grid=grid, warmup=threading.get_ident() == owner)
+    try:
+        with (
+            triton.knobs.compilation.scope(),
+            ThreadPoolExecutor() as threads,
+            triton.AsyncCompileMode(threads, ignore_errors=True),  # whoever runs them will see
+        ):
+            triton.knobs.compilation.listener = lambda cache_hit, **_: missing.append(not cache_hit)
+            call()
+    finally:
+        interface.__getitem__ = launch
+    if not any(missing):
+        _may_miss.clear()
