@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,6 +66,16 @@ class TensorInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredCache:
+    """How a checkpoint wants keys and values stored (`cache_scales.py`)."""
+
+    format: str = ""
+    """"fp8", what else its settings call it, or nothing where they say nothing."""
+    scales: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    """By layer, those of keys and of values for FP8. A layer that has none has 1."""
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """A contiguous part of a stored tensor."""
 
@@ -110,18 +120,20 @@ class Checkpoint:
         tensors: Mapping[str, TensorInfo],
         stamps: Mapping[Path, FileStamp],
         metadata: Mapping[str, Any] | None = None,
+        cache: StoredCache | None = None,
     ) -> None:
         self.kind = kind
         self.tensors = tensors
         """All of them by name, as named in the file; each says its format."""
         self.metadata: Mapping[str, Any] = metadata or {}
         """What a GGUF file knows of its model."""
+        self.cache = cache or StoredCache()
         self._stamps = stamps
         self._closed = False
 
-    def with_tensors(self, tensors: Mapping[str, TensorInfo]) -> Checkpoint:
+    def with_tensors(self, tensors: Mapping[str, TensorInfo], cache: StoredCache | None = None) -> Checkpoint:
         """The same files, described by these."""
-        return Checkpoint(self.kind, tensors, self._stamps, self.metadata)
+        return Checkpoint(self.kind, tensors, self._stamps, self.metadata, cache or self.cache)
 
     @torch.no_grad()
     def read_into(self, name: str, target: Tensor) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -66,6 +67,9 @@ def open_model(path: Path) -> ModelFiles:
     else:
         spec = read_config(path / "config.json")
         pieces = huggingface_pieces(spec, names)
+    scales = checkpoint.cache.scales
+    layers = tuple(replace(layer, cache_scales=scales.get(i, (1.0, 1.0))) for i, layer in enumerate(spec.layers))
+    spec = replace(spec, layers=layers, cache_format=checkpoint.cache.format)
     return ModelFiles(spec, checkpoint, tuple(pieces))
 
 

@@ -77,6 +77,8 @@ class LayerSpec:
     """Both take the same normed input, and their sum is added."""
     sinks: bool = False
     """Each head has one more score in its softmax, which no key stands for."""
+    cache_scales: tuple[float, float] = (1.0, 1.0)
+    """What keys and values are divided by before they are stored as FP8."""
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -128,6 +130,8 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_cap: float = 0.0
     """Logits become cap * tanh(logit / cap); 0: they stay."""
+    cache_format: str = ""
+    """What keys and values are to be stored as, by the checkpoint: fp8, something that Quire has not, or not said."""
 
     @property
     def num_layers(self) -> int:

@@ -82,11 +82,14 @@ class CpuKernels(ReferenceKernels):
         self._rope = by_dtype("rope", "PqPPPqqqi")
         self._layer_norm, self._scale_add = by_dtype("layer_norm", "PPPPqqfi"), by_dtype("scale_add", "PPPqqfi")
         self._soft_cap, self._activate = by_dtype("soft_cap", "Pqqqfi"), by_dtype("activate", "PqPqqqqi")
-        attention = "PqPPPPPPPPPqqqqqqqqPffi"
-        self._attention, self._attention_int8 = by_dtype("attention", attention), by_dtype("attention_int8", attention)
+        attention = "PqPPPPPPPPPqqqqqqqqPfffi"
+        self._attention = by_dtype("attention", attention)
+        self._attention_8_bits = {torch.int8: by_dtype("attention_int8", attention)}
+        self._attention_8_bits[torch.float8_e4m3fn] = by_dtype("attention_fp8", attention)
         self._attention_amx = calls.function("quire_attention_amx", attention) if self.has_amx else None
         self._write_kv = by_dtype("write_kv", "PqPqPPPqqqqqi")
         self._write_kv_int8 = by_dtype("write_kv_int8", "PqPqPPPPPqqqqqi")
+        self._write_kv_fp8 = by_dtype("write_kv_fp8", "PqPqPPffPqqqqqi")
         self._gather_inputs = calls.function("quire_gather_inputs", "PPPqPqPPPqq")
         self._gumbel_argmax = calls.function("quire_gumbel_argmax", "PqPPPPqqi")
         self._sample_rows = by_dtype("sample_rows", "PqPPPPPqPPqqi")
@@ -96,8 +99,9 @@ class CpuKernels(ReferenceKernels):
             self._linear[torch.bfloat16] = calls.function("quire_linear_amx", "PqPPPqqqqi")
 
     def keys_by_dimension(self, cache_dtype: torch.dtype, block_size: int) -> bool:
-        """Vector instructions take a key per lane. Tiles turn keys over by themselves."""
-        return block_size % _KEY_RUN == 0 and not (self.has_amx and cache_dtype == torch.bfloat16)
+        """Vector instructions take a key per lane. Tiles turn keys over by themselves, and so does what copies FP8."""
+        is_turned = cache_dtype == torch.float8_e4m3fn or (self.has_amx and cache_dtype == torch.bfloat16)
+        return block_size % _KEY_RUN == 0 and not is_turned
 
     def computes(self, format: Format) -> bool:
         return format.name in _QUANTIZED
@@ -253,7 +257,9 @@ class CpuKernels(ReferenceKernels):
         keys, values = _with_whole_rows(keys), _with_whole_rows(values)
         source = keys, keys.stride(0), values, values.stride(0), cache.keys, cache.values
         where = slot_mapping, rows, heads, cache.block_size, head_dim, cache.keys_by_dimension, _threads()
-        if cache.key_scales is None:
+        if cache.keys.dtype == torch.float8_e4m3fn:
+            self._write_kv_fp8[keys.dtype](*source, *cache.fp8_scales, *where)
+        elif cache.key_scales is None:
             self._write_kv[keys.dtype](*source, *where)
         else:
             self._write_kv_int8[keys.dtype](*source, *cache.scales, *where)
@@ -282,18 +288,18 @@ class CpuKernels(ReferenceKernels):
             )
         query = _with_whole_rows(query)
         _, kv_heads, block_size, _ = cache.keys.shape
-        key_scales, value_scales = cache.scales
-        if self._attention_amx is not None and cache.keys.dtype == torch.bfloat16 and not cache.keys_by_dimension:
+        (key_scale, value_scale), kind = cache.fp8_scales, cache.keys.dtype
+        if self._attention_amx is not None and kind == torch.bfloat16 and not cache.keys_by_dimension:
             function = self._attention_amx
         else:
-            function = (self._attention if key_scales is None else self._attention_int8)[query.dtype]
+            function = self._attention_8_bits.get(kind, self._attention)[query.dtype]
         block_tables = batch.block_tables.contiguous()
         out = self._empty(rows, num_heads, head_dim, dtype=query.dtype)
         function(
-            query, query.stride(0), cache.keys, cache.values, key_scales, value_scales, batch.query_start,
+            query, query.stride(0), cache.keys, cache.values, *cache.scales, batch.query_start,
             batch.context_lens, block_tables, batch.table_rows, out, len(batch.table_rows), block_tables.shape[1],
             num_heads, kv_heads, head_dim, block_size, spec.sliding_window or 0, cache.keys_by_dimension, sinks,
-            spec.scale * _LOG2_E, spec.soft_cap * _LOG2_E, _threads(),
+            spec.scale * key_scale * _LOG2_E, spec.soft_cap * _LOG2_E, value_scale, _threads(),
         )  # fmt: skip
         return out
 

@@ -314,6 +314,41 @@ struct WriteKvInt8 {
   }
 };
 
+// The same into a cache of FP8 numbers, divided by a scale of all keys and one of all values.
+template <class T>
+struct WriteKvFp8 {
+  const T* keys;
+  int64_t keys_stride;
+  const T* values;
+  int64_t values_stride;
+  fp8 *key_cache, *value_cache;
+  float key_scale, value_scale;
+  const int64_t* slots;
+  int64_t rows, heads, block_size, head_dim, keys_by_dimension;
+  int num_threads;
+
+  void run() const {
+    parallel_shares(num_threads, rows, heads * head_dim, [&](int64_t row) {
+      if (slots[row] < 0) return;  // padding
+      int64_t block = slots[row] / block_size, offset = slots[row] % block_size;
+      for (int64_t head = 0; head < heads; ++head) {
+        HeadInBlock key(block * heads + head, offset, block_size, head_dim, keys_by_dimension);
+        HeadInBlock value(block * heads + head, offset, block_size, head_dim, false);
+        write_head(keys + row * keys_stride + head * head_dim, key_scale, key, key_cache);
+        write_head(values + row * values_stride + head * head_dim, value_scale, value, value_cache);
+      }
+    });
+  }
+
+  void write_head(const T* x, float scale, const HeadInBlock& place, fp8* cache) const {
+    for_vectors(head_dim, [&](int64_t i, int count) {
+      fp8 some[LANES];
+      store(some, read(x + i, count) / scale);
+      for (int j = 0; j < count; ++j) cache[place.start + (i + j) * place.step] = some[j];
+    });
+  }
+};
+
 // For each token of a step, by request row and position: its id, its position and its slot in the cache.
 struct GatherInputs {
   const int32_t *rows, *positions;
@@ -375,4 +410,6 @@ void quire_write_kv_float32(const WriteKv<float>* call) { call->run(); }
 void quire_write_kv_bfloat16(const WriteKv<bf16>* call) { call->run(); }
 void quire_write_kv_int8_float32(const WriteKvInt8<float>* call) { call->run(); }
 void quire_write_kv_int8_bfloat16(const WriteKvInt8<bf16>* call) { call->run(); }
+void quire_write_kv_fp8_float32(const WriteKvFp8<float>* call) { call->run(); }
+void quire_write_kv_fp8_bfloat16(const WriteKvFp8<bf16>* call) { call->run(); }
 }
