@@ -44,8 +44,8 @@ def pick_dtype(name: str, device: torch.device, is_quantized: bool = False) -> t
 
 
 def pick_cache_dtype(name: str, dtype: torch.dtype, device: torch.device, stated: str = "") -> torch.dtype:
-    """How keys and values are stored. `auto`: in FP8 where the checkpoint has `stated` so and it is quick, on a GPU with
-    it; else as the model computes them."""
+    """How keys and values are stored. `auto`: in FP8 where the checkpoint has `stated` so and a GPU has it, where it is
+    quick; else as the model computes them."""
     is_gpu = device.type == "cuda"
     if name == "int8" and is_gpu:
         raise DeviceError("kv_cache_dtype int8 is for the CPU. Use fp8 or auto on a GPU.")

@@ -175,8 +175,9 @@ def check_engine(decoder: Decoder) -> None:
         assert_same(run_jobs(decoder, jobs, [number], prefix_caching=False), expected, [number])
 
 
-def test_a_cache_of_fp8_is_exact_and_holds_twice_the_tokens() -> None:
-    decoder = decoder_of(shape_of("qwen3-0.6b", num_layers=3))
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.05, 0.7)])
+def test_a_cache_of_fp8_is_exact_and_holds_twice_the_tokens(scales: tuple[float, float]) -> None:
+    decoder = decoder_of(shape_of("qwen3-0.6b", num_layers=3).with_layers(cache_scales=scales))
     jobs = [*plain_jobs(60, decoder.spec.vocab_size, seed=1), *mixed_jobs(24, decoder.spec.vocab_size, seed=2)]
     everyone, order = range(len(jobs)), sample(len(jobs))
     fp8 = {"kv_cache_dtype": "fp8"}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.errors import UnsupportedModelError
 from quire.kernels.cpu.kernels import CpuKernels
+from quire.kernels.ops import AttentionSpec, HeadShape
 from tests.decoding import attend
 from tests.kernels.cpu_support import (
     NAN,
@@ -187,6 +188,16 @@ def test_attention_of_one_long_sequence_equals_the_same_among_many(
             got = attend(kernels, query.expand(copies, -1, -1), one, batch, head_dim**-0.5, window)
             results += list(got)
         assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_scales_and_sinks_meet_as_in_the_reference(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    keys, values = (random(90, 2, 32, dtype=dtype, seed=seed) for seed in (0, 1))
+    cache, table = make_cache([(keys, values)], 16, seed=0, stored=torch.float8_e4m3fn)
+    query, batch = random(9, 4, 32, dtype=dtype, seed=2), make_batch(table, [90], [9])
+    spec = AttentionSpec(HeadShape(4, 2, 32), 0.2, None, soft_cap=2.0)
+    sinks = torch.tensor([-50.0, 0.5, 3.0, 60.0])
+    got, expected = (one.attention(query, cache, batch, spec, sinks) for one in (kernels, REFERENCE))
+    torch.testing.assert_close(got, expected, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-5)
 
 
 def test_attention_is_stable_at_huge_scores(kernels: CpuKernels) -> None:

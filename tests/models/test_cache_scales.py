@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from quire.convert.quantized_folder import quantize_model
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.models.load import load_decoder, open_model
 from quire.models.spec import ModelSpec
@@ -125,6 +126,13 @@ def test_scales_of_other_caches_are_left_out_and_said_where_fp8_is_wanted(
     assert pick_cache_dtype("auto", torch.float32, CPU, spec.cache_format) == torch.float32
     with pytest.raises(UnsupportedModelError, match=f"the checkpoint's scales are for {says}"):
         pick_cache_dtype("fp8", torch.float32, CPU, spec.cache_format)
+
+
+def test_scales_are_not_lost_by_quantising(tmp_path: Path) -> None:
+    write(tmp_path, ONLY_CACHE, named("k_scale", "v_scale"))
+    with pytest.raises(UnsupportedModelError, match="scales for the keys and values of its cache"):
+        quantize_model(tmp_path, tmp_path / "out", "int8")
+    assert not (tmp_path / "out").exists()
 
 
 K, V = "model.layers.1.self_attn.k_scale", "model.layers.1.self_attn.v_scale"

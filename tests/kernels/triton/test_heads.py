@@ -12,6 +12,7 @@ from tests.kernels.triton.support import (
     DEVICE,
     DTYPES,
     MARKS,
+    ON_GPU,
     ROW_COUNTS,
     assert_close,
     assert_rows_alone,
@@ -89,6 +90,23 @@ def test_heads_are_those_of_the_single_steps(
     for side in (keys, values):
         others = side.transpose(1, 2).reshape(len(owned), -1)[~owned]
         assert (others == UNWRITTEN).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_keys_and_values_are_divided_by_their_scales(dtype: torch.dtype) -> None:
+    """As the reference does it. (The interpreter rounds to FP8 wrongly: there they stay numbers.)"""
+    qkv, slots = random(20, 8 * 64, dtype=dtype) * 30, torch.arange(20, device=DEVICE)
+    sides = [torch.zeros(2, 2, 16, 64).to(torch.float8_e4m3fn if ON_GPU else torch.float32) for _ in "kv"]
+    caches = [LayerCache(*(side.to(device) for side in sides), fp8_scales=(0.37, 1.9)) for device in (DEVICE, "cpu")]
+    query = qkv_to_cache_(qkv, HeadShape(4, 2, 64), None, slots, None, caches[0], slots)
+    _, keys, values = qkv.cpu().view(20, 8, 64).split((4, 2, 2), 1)
+    if ON_GPU:
+        ReferenceKernels().write_kv_(keys, values, caches[1], slots.cpu())
+    else:
+        ReferenceKernels().write_kv_(keys.float() / 0.37, values.float() / 1.9, caches[1], slots.cpu())
+    assert torch.equal(query, qkv.view(20, 8, 64)[:, :4])
+    assert torch.equal(caches[0].keys.float().cpu(), caches[1].keys.float())
+    assert torch.equal(caches[0].values.float().cpu(), caches[1].values.float())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
