@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from quire.checkpoints.checkpoint import StoredCache
 from quire.engine import make_requests
 from quire.kernels.ops import Kernels
 from quire.kernels.reference import ReferenceKernels
@@ -125,7 +127,7 @@ def test_every_family_is_exact_in_every_scenario(family: str, dtype: str) -> Non
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
 def test_a_cache_of_8_bits_is_exact_too(stored: torch.dtype, dtype: str) -> None:
     """The one of FP8 has scales, as a checkpoint may have them."""
-    spec = SPECS["smollm3"].with_layers(cache_scales=(0.037, 1.9))
+    spec = replace(SPECS["smollm3"], cache=StoredCache("fp8", {0: (0.037, 1.9), 1: (0.4, 0.01)}))
     decoder = random_decoder(spec, make_kernels("auto", DTYPES[dtype]), DTYPES[dtype])
     prompts, params = workload(12, seed=3)
     expected = solo(decoder, prompts, params, cache_dtype=stored)

@@ -20,8 +20,8 @@ from torch import Tensor
 from quire.checkpoints.compressed import from_compressed
 from quire.checkpoints.files import FileStamp, open_checked, quote, read_exact_into
 from quire.checkpoints.packed_weights import fp8_scales, int4_tensors
-from quire.checkpoints.quantization_config import Layout
-from quire.errors import ModelFormatError
+from quire.checkpoints.quantization_config import FP8_CACHE, Layout
+from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.formats import FORMATS, Format
 
 MAX_DIMENSIONS = 8
@@ -72,7 +72,22 @@ class StoredCache:
     format: str = ""
     """"fp8", what else its settings call it, or nothing where they say nothing."""
     scales: Mapping[int, tuple[float, float]] = field(default_factory=dict)
-    """By layer, those of keys and of values for FP8. A layer that has none has 1."""
+    """By layer, those of keys and of values for FP8."""
+
+    def scales_of(self, layer: int) -> tuple[float, float]:
+        """What the layer's keys and values are divided by before they are stored as FP8; 1 where nothing is said."""
+        return self.scales.get(layer, (1.0, 1.0))
+
+    def check_fp8(self) -> None:
+        """Refuses to store in FP8 what is to be stored in another way."""
+        if self.format not in ("", FP8_CACHE):
+            raise UnsupportedModelError(
+                f"kv_cache_dtype fp8: the checkpoint's scales are for {self.format}, which Quire lacks. Use auto."
+            )
+
+
+UNSAID = StoredCache()
+"""Of checkpoints that say nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +135,14 @@ class Checkpoint:
         tensors: Mapping[str, TensorInfo],
         stamps: Mapping[Path, FileStamp],
         metadata: Mapping[str, Any] | None = None,
-        cache: StoredCache | None = None,
+        cache: StoredCache = UNSAID,
     ) -> None:
         self.kind = kind
         self.tensors = tensors
         """All of them by name, as named in the file; each says its format."""
         self.metadata: Mapping[str, Any] = metadata or {}
         """What a GGUF file knows of its model."""
-        self.cache = cache or StoredCache()
+        self.cache = cache
         self._stamps = stamps
         self._closed = False
 

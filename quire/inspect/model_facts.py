@@ -134,7 +134,7 @@ def _memory(files: ModelFiles, config: EngineConfig) -> dict[str, Any]:
     try:
         weights = choose_weights(files, config, device)
         facts["weights"] = f"{format_bytes(weights.nbytes)} ({weights.describe()})"
-        cache_dtype = pick_cache_dtype(config.kv_cache_dtype, weights.dtype, device, files.spec.cache_format)
+        cache_dtype = pick_cache_dtype(config.kv_cache_dtype, weights.dtype, device, files.spec.cache)
         facts["cache_per_token"] = format_bytes(bytes_per_block(files.spec, 1, cache_dtype))
         facts["cache"] = expected_plan(weights, config).describe()
     except QuireError as error:

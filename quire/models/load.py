@@ -67,10 +67,7 @@ def open_model(path: Path) -> ModelFiles:
     else:
         spec = read_config(path / "config.json")
         pieces = huggingface_pieces(spec, names)
-    scales = checkpoint.cache.scales
-    layers = tuple(replace(layer, cache_scales=scales.get(i, (1.0, 1.0))) for i, layer in enumerate(spec.layers))
-    spec = replace(spec, layers=layers, cache_format=checkpoint.cache.format)
-    return ModelFiles(spec, checkpoint, tuple(pieces))
+    return ModelFiles(replace(spec, cache=checkpoint.cache), checkpoint, tuple(pieces))
 
 
 def load_decoder(

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from quire.checkpoints.checkpoint import UNSAID, StoredCache
 from quire.kernels.ops import Activation, AttentionSpec, HeadShape, MoeSpec
 
 
@@ -77,8 +78,6 @@ class LayerSpec:
     """Both take the same normed input, and their sum is added."""
     sinks: bool = False
     """Each head has one more score in its softmax, which no key stands for."""
-    cache_scales: tuple[float, float] = (1.0, 1.0)
-    """What keys and values are divided by before they are stored as FP8."""
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -130,8 +129,8 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_cap: float = 0.0
     """Logits become cap * tanh(logit / cap); 0: they stay."""
-    cache_format: str = ""
-    """What keys and values are to be stored as, by the checkpoint: fp8, something that Quire has not, or not said."""
+    cache: StoredCache = UNSAID
+    """What the checkpoint says of how keys and values are stored."""
 
     @property
     def num_layers(self) -> int:

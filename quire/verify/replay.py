@@ -45,7 +45,7 @@ def open_engine(model: str, logged: LoggedEngine | None, metrics: EngineMetrics,
             try:
                 dtype = choose_weights(files, EngineConfig(**options), device).dtype
                 asked = options.get("kv_cache_dtype", "auto")
-                key_dtype = pick_cache_dtype(asked, dtype, device, files.spec.cache_format)
+                key_dtype = pick_cache_dtype(asked, dtype, device, files.spec.cache)
                 block = bytes_per_block(files.spec, config.block_size, key_dtype)
             finally:
                 files.checkpoint.close()

@@ -11,11 +11,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from quire.checkpoints.checkpoint import StoredCache
 from quire.convert.quantized_folder import quantize_model
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.models.load import load_decoder, open_model
 from quire.models.spec import ModelSpec
 from quire.runner.device import pick_cache_dtype
+from quire.runner.kv_cache import KVCache
 from tests.models.storing_kernels import StoringKernels
 
 CPU = torch.device("cpu")
@@ -56,6 +58,13 @@ def read(folder: Path) -> ModelSpec:
     return load_decoder(open_model(folder), StoringKernels(), torch.float32, CPU).spec
 
 
+def scales_of(spec: ModelSpec) -> tuple[tuple[float, float], ...]:
+    """As the cache has them, which has none but for FP8."""
+    plain, fp8 = (KVCache(spec, 1, 0, 16, dtype, CPU).layers for dtype in (torch.float32, torch.float8_e4m3fn))
+    assert all(layer.fp8_scales == (1.0, 1.0) for layer in plain)
+    return tuple(layer.fp8_scales for layer in fp8)
+
+
 def named(key: str, value: str, shape: tuple[int, ...] = (1,), dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     return {
         f"model.layers.{i}.self_attn.{name}": torch.tensor(scale, dtype=dtype).reshape(shape)
@@ -82,18 +91,18 @@ def test_the_scales_of_each_layout_are_read(tmp_path: Path, name: str) -> None:
     unused = {f"model.layers.0.self_attn.{end}": torch.ones(1) for end in ("q_scale", "attn.prob_scale")}
     write(tmp_path, quantization, scales | unused | {"model.layers.0.mlp.up_proj.input_scale": torch.ones(1)})
     spec = read(tmp_path)
-    assert tuple(layer.cache_scales for layer in spec.layers) == WANTED
-    assert spec.cache_format == format
+    assert scales_of(spec) == WANTED
+    assert spec.cache.format == format
 
 
 def test_one_scale_for_both_and_none_at_all(tmp_path: Path) -> None:
     write(tmp_path, {"quant_method": "fp8"}, {"model.layers.1.self_attn.kv_scale": torch.tensor(0.5)})
     spec = read(tmp_path)
-    assert tuple(layer.cache_scales for layer in spec.layers) == ((1.0, 1.0), (0.5, 0.5))
+    assert scales_of(spec) == ((1.0, 1.0), (0.5, 0.5))
     write(tmp_path, COMPRESSED, {})
     spec = read(tmp_path)
-    assert spec.cache_format == "fp8"
-    assert all(layer.cache_scales == (1.0, 1.0) for layer in spec.layers)
+    assert spec.cache.format == "fp8"
+    assert scales_of(spec) == ((1.0, 1.0), (1.0, 1.0))
 
 
 def test_what_earlier_versions_of_modelopt_wrote_in_a_file_beside(tmp_path: Path) -> None:
@@ -101,8 +110,8 @@ def test_what_earlier_versions_of_modelopt_wrote_in_a_file_beside(tmp_path: Path
     beside = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
     spec = read(tmp_path)
-    assert spec.cache_format == "fp8"
-    assert tuple(layer.cache_scales for layer in spec.layers) == WANTED
+    assert spec.cache.format == "fp8"
+    assert scales_of(spec) == WANTED
 
 
 @pytest.mark.parametrize(
@@ -122,10 +131,10 @@ def test_scales_of_other_caches_are_left_out_and_said_where_fp8_is_wanted(
 ) -> None:
     write(tmp_path, quantization, {f"model.layers.0.self_attn.{side}_scale": scales.clone() for side in "kv"})
     spec = read(tmp_path)
-    assert spec.layers[0].cache_scales == (1.0, 1.0)
-    assert pick_cache_dtype("auto", torch.float32, CPU, spec.cache_format) == torch.float32
+    assert scales_of(spec) == ((1.0, 1.0), (1.0, 1.0))
+    assert pick_cache_dtype("auto", torch.float32, CPU, spec.cache) == torch.float32
     with pytest.raises(UnsupportedModelError, match=f"the checkpoint's scales are for {says}"):
-        pick_cache_dtype("fp8", torch.float32, CPU, spec.cache_format)
+        pick_cache_dtype("fp8", torch.float32, CPU, spec.cache)
 
 
 def test_scales_are_not_lost_by_quantising(tmp_path: Path) -> None:
@@ -166,6 +175,6 @@ def test_auto_follows_the_checkpoint_where_the_device_can(monkeypatch: pytest.Mo
     gpu = torch.device("cuda")
     for capability, expected in (((9, 0), torch.float8_e4m3fn), ((8, 0), torch.bfloat16)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert pick_cache_dtype("auto", torch.bfloat16, gpu, "fp8") == expected
-    assert pick_cache_dtype("model", torch.bfloat16, gpu, "fp8") == torch.bfloat16
-    assert pick_cache_dtype("auto", torch.bfloat16, CPU, "fp8") == torch.bfloat16
+        assert pick_cache_dtype("auto", torch.bfloat16, gpu, StoredCache("fp8")) == expected
+    assert pick_cache_dtype("model", torch.bfloat16, gpu, StoredCache("fp8")) == torch.bfloat16
+    assert pick_cache_dtype("auto", torch.bfloat16, CPU, StoredCache("fp8")) == torch.bfloat16

@@ -27,6 +27,8 @@ _MAX_HEAD_DIM = 256
 _KEY_RUN = 16
 _LOG2_E = math.log2(math.e)
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_CACHES = {None: "", torch.int8: "_int8", torch.float8_e4m3fn: "_fp8"}
+"""Keys and values are numbers of the model's dtype, or these."""
 _PACKED = {dtype: Format(f"cpu_packed_{name}", 1, dtype.itemsize) for dtype, name in _DTYPES.items()}
 """As many numbers as in a plain matrix, in the order in which `linear` reads them."""
 _QUANTIZED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "INT8", "MXFP4")
@@ -82,14 +84,10 @@ class CpuKernels(ReferenceKernels):
         self._rope = by_dtype("rope", "PqPPPqqqi")
         self._layer_norm, self._scale_add = by_dtype("layer_norm", "PPPPqqfi"), by_dtype("scale_add", "PPPqqfi")
         self._soft_cap, self._activate = by_dtype("soft_cap", "Pqqqfi"), by_dtype("activate", "PqPqqqqi")
-        attention = "PqPPPPPPPPPqqqqqqqqPfffi"
-        self._attention = by_dtype("attention", attention)
-        self._attention_8_bits = {torch.int8: by_dtype("attention_int8", attention)}
-        self._attention_8_bits[torch.float8_e4m3fn] = by_dtype("attention_fp8", attention)
+        attention, write_kv = "PqPPPPPPPPPqqqqqqqqPfffi", "PqPqPPPPffPqqqqqi"
+        self._attention = {kind: by_dtype(f"attention{name}", attention) for kind, name in _CACHES.items()}
         self._attention_amx = calls.function("quire_attention_amx", attention) if self.has_amx else None
-        self._write_kv = by_dtype("write_kv", "PqPqPPPqqqqqi")
-        self._write_kv_int8 = by_dtype("write_kv_int8", "PqPqPPPPPqqqqqi")
-        self._write_kv_fp8 = by_dtype("write_kv_fp8", "PqPqPPffPqqqqqi")
+        self._write_kv = {kind: by_dtype(f"write_kv{name}", write_kv) for kind, name in _CACHES.items()}
         self._gather_inputs = calls.function("quire_gather_inputs", "PPPqPqPPPqq")
         self._gumbel_argmax = calls.function("quire_gumbel_argmax", "PqPPPPqqi")
         self._sample_rows = by_dtype("sample_rows", "PqPPPPPqPPqqi")
@@ -255,14 +253,10 @@ class CpuKernels(ReferenceKernels):
     def write_kv_(self, keys: Tensor, values: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
         rows, heads, head_dim = keys.shape
         keys, values = _with_whole_rows(keys), _with_whole_rows(values)
-        source = keys, keys.stride(0), values, values.stride(0), cache.keys, cache.values
-        where = slot_mapping, rows, heads, cache.block_size, head_dim, cache.keys_by_dimension, _threads()
-        if cache.keys.dtype == torch.float8_e4m3fn:
-            self._write_kv_fp8[keys.dtype](*source, *cache.fp8_scales, *where)
-        elif cache.key_scales is None:
-            self._write_kv[keys.dtype](*source, *where)
-        else:
-            self._write_kv_int8[keys.dtype](*source, *cache.scales, *where)
+        self._write_kv[_kind(cache)][keys.dtype](
+            keys, keys.stride(0), values, values.stride(0), cache.keys, cache.values, *cache.scales, *cache.fp8_scales,
+            slot_mapping, rows, heads, cache.block_size, head_dim, cache.keys_by_dimension, _threads(),
+        )  # fmt: skip
 
     def gather_inputs(
         self, token_rows: Tensor, positions: Tensor, token_ids: Tensor, block_tables: Tensor, block_size: int
@@ -288,11 +282,11 @@ class CpuKernels(ReferenceKernels):
             )
         query = _with_whole_rows(query)
         _, kv_heads, block_size, _ = cache.keys.shape
-        (key_scale, value_scale), kind = cache.fp8_scales, cache.keys.dtype
-        if self._attention_amx is not None and kind == torch.bfloat16 and not cache.keys_by_dimension:
+        key_scale, value_scale = cache.fp8_scales
+        if self._attention_amx is not None and cache.keys.dtype == torch.bfloat16 and not cache.keys_by_dimension:
             function = self._attention_amx
         else:
-            function = self._attention_8_bits.get(kind, self._attention)[query.dtype]
+            function = self._attention[_kind(cache)][query.dtype]
         block_tables = batch.block_tables.contiguous()
         out = self._empty(rows, num_heads, head_dim, dtype=query.dtype)
         function(
@@ -351,6 +345,10 @@ class _ByDtype(dict[torch.dtype, Function]):
 
 def _functions(calls: Calls, kind: str, fields: str) -> _ByDtype:
     return _ByDtype({dtype: calls.function(f"quire_{kind}_{suffix}", fields) for dtype, suffix in _DTYPES.items()})
+
+
+def _kind(cache: LayerCache) -> torch.dtype | None:
+    return cache.keys.dtype if cache.keys.dtype in _CACHES else None
 
 
 def _with_whole_rows(x: Tensor) -> Tensor:
