@@ -123,12 +123,15 @@ class VectorWalk {
       if (copies_) widen(call_.value(tile.place[i]), values_ + i * dim_);
     }
     for (int64_t first = 0; first < rows.task.rows; first += TOGETHER) {
-      switch (rows.task.rows - first) {
-        case 1: attend<1>(rows, tile, next, first, state); break;
-        case 2: attend<2>(rows, tile, next, first, state); break;
-        case 3: attend<3>(rows, tile, next, first, state); break;
-        default: attend<4>(rows, tile, next, first, state);
+      const int64_t left = rows.task.rows - first;
+      if constexpr (!COPIED) {
+        if (left == 2) attend<2>(rows, tile, next, first, state);
+        if (left == 3) attend<3>(rows, tile, next, first, state);
+      } else if (left == 2 || left == 3) {  // rarely used: less to compile
+        for (int64_t row = first; row < rows.task.rows; ++row) attend<1>(rows, tile, next, row, state);
       }
+      if (left == 1) attend<1>(rows, tile, next, first, state);
+      if (left >= TOGETHER) attend<4>(rows, tile, next, first, state);
     }
   }
 
