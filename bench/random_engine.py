@@ -18,7 +18,7 @@ from quire.config import EngineConfig
 from quire.engine import EngineCore, Request, make_requests
 from quire.kernels.formats import FORMATS, Format
 from quire.kernels.ops import Kernels
-from quire.kernels.quantize import quantize, to_fp8
+from quire.kernels.quantize import FP8, quantize, to_codes
 from quire.kernels.select import select_kernels
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
@@ -80,7 +80,7 @@ def quantized(format: Format, numbers: Tensor) -> tuple[Tensor, ...]:
         shape = (rows, size // format.group) if format.group else (rows,)
         return codes[:, ::2] | codes[:, 1::2] << 4, scales.view(shape), zeros.to(torch.uint8).view(shape)
     if format.group:
-        codes, scales = to_fp8(numbers.view(rows, -1, format.group))
+        codes, scales = to_codes(FP8, numbers.view(rows, -1, format.group))
         return codes.view(rows, size), scales
     if format.name == "MXFP4":  # any codes, of 2**-8 in the mean: about as large as the numbers
         blocks = torch.randint(0, 256, (rows * size // format.num_elements, format.num_bytes), device=numbers.device)

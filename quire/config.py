@@ -16,7 +16,7 @@ _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, 
 _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "quantization": ("auto", "none", "int8", "int4", "fp8"),
-    "kv_cache_dtype": ("auto", "int8", "fp8"),
+    "kv_cache_dtype": ("auto", "model", "int8", "fp8"),
     "kernels": ("auto", "reference", "cpu", "triton"),
     "policy": ("fcfs", "priority"),
     "acceptance": ("exact", "rejection"),
@@ -66,8 +66,9 @@ class EngineConfig:
     """Memory for keys and values: bytes (`2**30`, "2GiB") or a fraction of what weights and activations leave free
     (0.25); None: 0.25 on a CPU, 0.9 on a GPU. Bytes are those of all devices together, a fraction is of each one's."""
     kv_cache_dtype: str = "auto"
-    """How keys and values are stored: auto (in the model's dtype), int8 (on a CPU: a byte each and a scale per token
-    and head, so about a quarter of float32) or fp8 (on a GPU: half of bfloat16). Answers may change a little."""
+    """How keys and values are stored: model (in the model's dtype), int8 (on a CPU: a byte each and a scale per token
+    and head, so about a quarter of float32), fp8 (half of bfloat16, with the checkpoint's scales if it has any; on a
+    CPU slower than int8) or auto (fp8 on a GPU where the checkpoint says so, else model). Answers change a little."""
     host_cache_memory: int | str = 0
     """Memory of the host tier below the prefix cache, in bytes; 0 turns it off."""
     prefix_caching: bool = True

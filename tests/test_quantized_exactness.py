@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.errors import DeviceError
 from quire.kernels.cpu.kernels import CpuKernels
 from quire.kernels.formats import FORMATS
-from quire.kernels.quantize import to_int8, to_q4_0
+from quire.kernels.quantize import INT8, to_codes, to_q4_0
 from quire.kernels.weights import Weight
 from quire.models.spec import MlpSpec, ModelSpec
 from quire.sampling_params import SamplingParams
@@ -40,7 +40,7 @@ def widened(family: str) -> ModelSpec:
 def in_format(name: str, value: Tensor) -> Weight:
     """The numbers in a format, or for formats that nothing here can make, random blocks of the same size."""
     if name == "INT8":
-        return Weight.of(FORMATS[name], tuple(value.shape), *to_int8(value))
+        return Weight.of(FORMATS[name], tuple(value.shape), *to_codes(INT8, value))
     if name == "Q4_0":
         return Weight.of(FORMATS[name], tuple(value.shape), to_q4_0(value))
     seed = int(value.flatten()[0].abs() * 1e6)

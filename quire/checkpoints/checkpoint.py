@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,8 +20,8 @@ from torch import Tensor
 from quire.checkpoints.compressed import from_compressed
 from quire.checkpoints.files import FileStamp, open_checked, quote, read_exact_into
 from quire.checkpoints.packed_weights import fp8_scales, int4_tensors
-from quire.checkpoints.quantization_config import Layout
-from quire.errors import ModelFormatError
+from quire.checkpoints.quantization_config import FP8_CACHE, Layout
+from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.formats import FORMATS, Format
 
 MAX_DIMENSIONS = 8
@@ -63,6 +63,31 @@ class TensorInfo:
         out, inner = self.shape
         assert self.layout is not None
         return {"awq": (inner, out // 8), "gptq": (inner // 8, out)}.get(self.layout.name, (out, inner // 8))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCache:
+    """How a checkpoint wants keys and values stored (`cache_scales.py`)."""
+
+    format: str = ""
+    """"fp8", what else its settings call it, or nothing where they say nothing."""
+    scales: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    """By layer, those of keys and of values for FP8."""
+
+    def scales_of(self, layer: int) -> tuple[float, float]:
+        """What the layer's keys and values are divided by before they are stored as FP8; 1 where nothing is said."""
+        return self.scales.get(layer, (1.0, 1.0))
+
+    def check_fp8(self) -> None:
+        """Refuses to store in FP8 what is to be stored in another way."""
+        if self.format not in ("", FP8_CACHE):
+            raise UnsupportedModelError(
+                f"kv_cache_dtype fp8: the checkpoint's scales are for {self.format}, which Quire lacks. Use auto."
+            )
+
+
+UNSAID = StoredCache()
+"""Of checkpoints that say nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +135,20 @@ class Checkpoint:
         tensors: Mapping[str, TensorInfo],
         stamps: Mapping[Path, FileStamp],
         metadata: Mapping[str, Any] | None = None,
+        cache: StoredCache = UNSAID,
     ) -> None:
         self.kind = kind
         self.tensors = tensors
         """All of them by name, as named in the file; each says its format."""
         self.metadata: Mapping[str, Any] = metadata or {}
         """What a GGUF file knows of its model."""
+        self.cache = cache
         self._stamps = stamps
         self._closed = False
 
-    def with_tensors(self, tensors: Mapping[str, TensorInfo]) -> Checkpoint:
+    def with_tensors(self, tensors: Mapping[str, TensorInfo], cache: StoredCache | None = None) -> Checkpoint:
         """The same files, described by these."""
-        return Checkpoint(self.kind, tensors, self._stamps, self.metadata)
+        return Checkpoint(self.kind, tensors, self._stamps, self.metadata, cache or self.cache)
 
     @torch.no_grad()
     def read_into(self, name: str, target: Tensor) -> None:

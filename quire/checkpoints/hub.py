@@ -17,7 +17,7 @@ from quire.checkpoints.files import weight_kinds
 from quire.errors import ModelNotFoundError, QuireError, UnsupportedModelError
 
 NEEDED_FILES = ["config.json", "generation_config.json", "tokenizer*", "chat_template*", "special_tokens_map.json"]
-NEEDED_FILES += ["*.safetensors", "*.safetensors.index.json"]
+NEEDED_FILES += ["hf_quant_config.json", "*.safetensors", "*.safetensors.index.json"]
 # Weights in other layouts beside the ones we read: `original/…` and the like, and Mistral's own format.
 UNNEEDED_FILES = ["*/*", "consolidated*"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quire.checkpoints.fields import Fields
@@ -11,6 +12,7 @@ from quire.errors import UnsupportedModelError
 COMPRESSED_TENSORS = "compressed-tensors"
 GROUPS = (32, 64, 128)
 BLOCK = 128
+FP8_CACHE = "fp8"
 READABLE = (
     f"{COMPRESSED_TENSORS} (int-quantized per channel, pack-quantized int4, float-quantized FP8), fp8, modelopt (FP8), "
     "awq and gptq of 4 bits (groups of 32, 64, 128 or whole rows), and mxfp4"
@@ -22,7 +24,7 @@ class Layout:
     """How quantised weights lie in files."""
 
     name: str
-    """int-quantized, pack-quantized, mxfp4, fp8, awq or gptq."""
+    """int-quantized, pack-quantized, mxfp4, fp8, awq or gptq; or plain, where only keys and values are."""
     group: int = 0
     """How many inputs share a scale (4 bits); 0: a whole row."""
     symmetric: bool = True
@@ -48,12 +50,29 @@ def read_layout(config: Fields) -> Layout | None:
             raise _unsupported(config.file, f"by fp8 in blocks of {quote(blocks)}")
         return Layout("fp8")
     if method == "modelopt":
+        if "quant_algo" not in found and read_cache_format(config):
+            return Layout("plain")
         if found.raw("quant_algo") != "FP8":
             raise _unsupported(config.file, f"by modelopt as {quote(found.raw('quant_algo'))}")
         return Layout("fp8")
     if method in ("awq", "gptq"):
         return _four_bits(config.file, method, found)
     raise _unsupported(config.file, f"by {quote(found.string('quant_method', 'unknown'))}")
+
+
+def read_cache_format(config: Fields) -> str:
+    """What a model's config.json says of its cache: "fp8", what else its keys and values are quantised to, or nothing.
+    It says so by `kv_cache_scheme` (compressed-tensors, ModelOpt) or by ModelOpt's `kv_cache_quant_algo`. The word
+    "static" for a scheme (AutoFP8) says no more than that there are scales."""
+    found = config.part("quantization_config")
+    algorithm, scheme = found.raw("kv_cache_quant_algo"), found.raw("kv_cache_scheme")
+    if isinstance(scheme, Mapping):
+        read = {"num_bits": (8,), "type": ("float",), "strategy": (None, "tensor"), "symmetric": (None, True)}
+        other = [f"{key} {quote(scheme.get(key))}" for key, values in read.items() if scheme.get(key) not in values]
+        return ", ".join(other) or FP8_CACHE
+    if algorithm is None:
+        return ""
+    return FP8_CACHE if str(algorithm).upper() == "FP8" else quote(algorithm)
 
 
 def _four_bits(file: str, method: str, found: Fields) -> Layout:
@@ -80,6 +99,8 @@ def _group(file: str, method: str, size: object) -> int:
 
 def _compressed(file: str, found: Fields) -> Layout:
     name, groups = found.string("format", "unknown"), found.part("config_groups")
+    if not groups.names() and "kv_cache_scheme" in found:
+        return Layout("plain")
     layouts = {_of_weights(file, name, groups.part(group).part("weights")) for group in groups.names()}
     if len(layouts) != 1:
         raise _unsupported(file, f"by {COMPRESSED_TENSORS} in {len(layouts)} ways at once")

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from quire.checkpoints.cache_scales import is_cache_scale
 from quire.checkpoints.checkpoint import TensorInfo, tensor_error
 from quire.checkpoints.compressed import GROUP
 from quire.checkpoints.files import quote
@@ -14,15 +15,14 @@ from quire.checkpoints.quantization_config import BLOCK, Layout
 from quire.kernels.formats import PLAIN
 
 _NUMBERS = tuple(format.name for format in PLAIN.values())
-_UNUSED = (".input_scale", ".k_scale", ".v_scale", ".g_idx", ".weight_shape")
-"""Inputs are scaled row by row as they come, and the cache has the model's dtype. That a g_idx says nothing is what
-desc_act is for, which is refused."""
+_UNUSED = (".input_scale", ".g_idx", ".weight_shape")
+"""Inputs are scaled row by row as they come. That a g_idx says nothing is what desc_act is for, which is refused."""
 
 
 def joined(tensors: Mapping[str, TensorInfo], layout: Layout) -> dict[str, TensorInfo]:
-    """All weights, each as one."""
+    """All weights, each as one; the scales of the cache are none of them."""
     found: dict[str, TensorInfo] = {}
-    used: set[str] = {name for name in tensors if name.endswith(_UNUSED)}
+    used: set[str] = {name for name in tensors if name.endswith(_UNUSED) or is_cache_scale(name)}
     for stored, info in tensors.items():
         weight = _weight(tensors, stored, info, layout)
         if weight is not None:

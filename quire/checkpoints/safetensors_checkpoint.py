@@ -9,6 +9,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from quire.checkpoints.cache_scales import read_cache
 from quire.checkpoints.checkpoint import Checkpoint, TensorInfo, check_shape, tensor_error
 from quire.checkpoints.fields import Fields
 from quire.checkpoints.files import (
@@ -21,7 +22,7 @@ from quire.checkpoints.files import (
     read_json,
     safe_member,
 )
-from quire.checkpoints.quantization_config import read_layout
+from quire.checkpoints.quantization_config import read_cache_format, read_layout
 from quire.checkpoints.quantized_tensors import joined
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.formats import FORMATS, PLAIN
@@ -31,6 +32,7 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_SHARDS = 10_000
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+MODELOPT_FILE = "hf_quant_config.json"
 
 WEIGHT_DTYPES = tuple(format.name for format in PLAIN.values())
 OTHER_DTYPES = frozenset(
@@ -44,10 +46,23 @@ _QUANTIZED = {"I8": 1, "I32": 4, "I64": 8, "U8": 1, "F8_E4M3": 1}
 def open_safetensors(folder: Path) -> Checkpoint:
     """Opens a folder's weights: `model.safetensors`, else the shards of its index, else its only file. They must pass
     our own checks and those of the safetensors library."""
-    config = folder / "config.json"
-    layout = read_layout(Fields(read_json(config), str(config))) if config.is_file() else None
+    config = _settings(folder)
+    layout = read_layout(config)
     checkpoint = _open_files(folder, is_quantized=layout is not None)
-    return checkpoint if layout is None else checkpoint.with_tensors(_only_known(joined(checkpoint.tensors, layout)))
+    if layout is None:
+        return checkpoint
+    cache = read_cache(checkpoint, read_cache_format(config))
+    return checkpoint.with_tensors(_only_known(joined(checkpoint.tensors, layout)), cache)
+
+
+def _settings(folder: Path) -> Fields:
+    """config.json; where it is silent on quantisation, with what earlier versions of ModelOpt wrote beside it."""
+    config, beside = folder / "config.json", folder / MODELOPT_FILE
+    values = read_json(config) if config.is_file() else {}
+    if values.get("quantization_config") is None and beside.is_file():
+        found = Fields(read_json(beside), str(beside)).part("quantization")
+        values["quantization_config"] = {key: found.raw(key) for key in found.names()} | {"quant_method": "modelopt"}
+    return Fields(values, str(config))
 
 
 def _only_known(tensors: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:

@@ -44,8 +44,8 @@ KVCacheDtype = Annotated[
     str,
     Option(
         "--kv-cache-dtype",
-        metavar="auto|int8|fp8",
-        help="Keys and values; int8: a quarter, on a CPU; fp8: half, on a GPU.",
+        metavar="auto|model|int8|fp8",
+        help="Keys and values; int8: a quarter, on a CPU; fp8: half, on a GPU; auto: fp8 if the checkpoint says so.",
     ),
 ]
 Speculation = Annotated[

@@ -120,6 +120,11 @@ def quantize_model(
     files = open_model(path)
     spec, checkpoint, is_folder = files.spec, files.checkpoint, files.checkpoint.kind != "gguf"
     check_not_quantized(files, to)
+    if spec.cache.format or spec.cache.scales:
+        raise UnsupportedModelError(
+            f"{path}: it has scales for the keys and values of its cache, which the new folder would lack: quantise "
+            "the model that it was made of"
+        )
     check_names_and_shapes(files, spec.parameters())
     config = read_json(path / "config.json") if is_folder else config_of(checkpoint, str(path))
     sources = list(_sources(files, to))

@@ -18,7 +18,7 @@ from quire.load import open_tokenizer
 from quire.models.load import open_model
 from quire.models.spec import ModelSpec
 from quire.models.weight_plan import ModelFiles
-from quire.runner.device import free_memory, pick_device
+from quire.runner.device import free_memory, pick_cache_dtype, pick_device
 from quire.runner.kv_cache import bytes_per_block
 from quire.runner.worker import choose_weights, expected_plan
 
@@ -134,8 +134,8 @@ def _memory(files: ModelFiles, config: EngineConfig) -> dict[str, Any]:
     try:
         weights = choose_weights(files, config, device)
         facts["weights"] = f"{format_bytes(weights.nbytes)} ({weights.describe()})"
-        per_token = bytes_per_block(files.spec, 1, weights.dtype)
-        facts["cache_per_token"] = format_bytes(per_token)
+        cache_dtype = pick_cache_dtype(config.kv_cache_dtype, weights.dtype, device, files.spec.cache)
+        facts["cache_per_token"] = format_bytes(bytes_per_block(files.spec, 1, cache_dtype))
         facts["cache"] = expected_plan(weights, config).describe()
     except QuireError as error:
         facts["problem"] = str(error)

@@ -71,6 +71,8 @@ class LayerCache:
     """float32 [num_blocks, num_kv_heads, block_size]: what the int8 keys of a token and head are to be multiplied with.
     It is 1/127 of their largest magnitude, and NaN where not all of them are finite."""
     value_scales: Tensor | None = None
+    fp8_scales: tuple[float, float] = (1.0, 1.0)
+    """What all FP8 keys, and all values, are to be multiplied with; they were divided by it to be stored."""
     group: int = 0
     """Which of the step's batches has the tables for it: layers with a window have others than those without."""
 

@@ -18,26 +18,19 @@ def quantize(format: Format, numbers: Tensor) -> tuple[Tensor, ...] | None:
     """A part's tensors of numbers [..., in], in INT8, FP8 or Q4_0; None where some are infinite, NaN or too large: the
     scales show it."""
     if format in (INT8, FP8):
-        codes, scales = to_int8(numbers) if format == INT8 else to_fp8(numbers)
+        codes, scales = to_codes(format, numbers)
         return (codes, scales) if scales.isfinite().all() else None
     blocks = to_q4_0(numbers)
     return (blocks,) if Q4_0.has_finite_scales(blocks) else None
 
 
-def to_int8(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """INT8, symmetric, by the largest magnitude of each row: int8 [..., in] in -127 to 127, float32 scales [...]."""
-    numbers = numbers.float()
-    scales = numbers.abs().amax(-1) / 127
+def to_codes(format: Format, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """INT8 (from -127 to 127) or FP8 by the largest magnitude of each row: codes [..., in], float32 scales [...]."""
+    largest = 127.0 if format == INT8 else LARGEST_FP8
+    scales = numbers.float().abs().amax(-1) / largest
     scales = torch.where(scales == 0, 1.0, scales)
-    return (numbers / scales.unsqueeze(-1)).round_().clamp_(-127, 127).to(torch.int8), scales
-
-
-def to_fp8(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """FP8 (e4m3) by the largest magnitude of each row: codes [..., in], float32 scales [...]."""
-    numbers = numbers.float()
-    scales = numbers.abs().amax(-1) / LARGEST_FP8
-    scales = torch.where(scales == 0, 1.0, scales)
-    return (numbers / scales.unsqueeze(-1)).clamp_(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn), scales
+    codes = (numbers.float() / scales.unsqueeze(-1)).clamp_(-largest, largest)
+    return (codes.round_() if format == INT8 else codes).to(format.codes), scales
 
 
 def to_q4_0(numbers: Tensor) -> Tensor:

@@ -148,14 +148,13 @@ class ReferenceKernels:
         # Padding goes to block 0, which is nobody's.
         slots = slot_mapping.clamp_min(0)
         block, offset = slots // cache.block_size, slots % cache.block_size
-        for new, side, scales in zip((keys, values), (cache.keys, cache.values), cache.scales, strict=True):
+        sides = (keys, values), (cache.keys, cache.values), cache.scales, cache.fp8_scales
+        for new, side, scales, scale in zip(*sides, strict=True):
             if scales is not None:
                 new, scales[block, :, offset] = quantize_heads(new)
             elif side.dtype == torch.float8_e4m3fn:  # what is too large becomes the largest; bytes can be indexed
-                new, side = (
-                    new.clamp(-LARGEST_FP8, LARGEST_FP8).to(side.dtype).view(torch.uint8),
-                    side.view(torch.uint8),
-                )
+                fitting = (new.float() / scale).clamp(-LARGEST_FP8, LARGEST_FP8)
+                new, side = fitting.to(side.dtype).view(torch.uint8), side.view(torch.uint8)
             side[block, :, offset] = new
 
     def keys_by_dimension(self, cache_dtype: torch.dtype, block_size: int) -> bool:
@@ -319,15 +318,18 @@ def _gather_tiles(cache: LayerCache, block_table: Tensor, first: int, context_le
     num_slots = -(-context_len // KEY_TILE) * KEY_TILE
     blocks = block_table[: -(-context_len // block_size)].long()
 
-    def gather(side: Tensor, scales: Tensor | None) -> Tensor:
+    def gather(side: Tensor, scales: Tensor | None, scale: float) -> Tensor:
         heads, head_dim = side.shape[1], side.shape[3]
         bits = side.view(torch.uint8) if side.dtype == torch.float8_e4m3fn else side
         found = bits[blocks].view(side.dtype).float()
+        found = found if scale == 1 else found * scale
         numbers = found if scales is None else found * scales[blocks].unsqueeze(-1)
         flat = numbers.transpose(0, 1).reshape(heads, -1, head_dim)[:, first:context_len]
         return F.pad(flat, (0, 0, first, num_slots - context_len)).view(heads, -1, KEY_TILE, head_dim)
 
-    return gather(cache.keys, cache.key_scales), gather(cache.values, cache.value_scales)
+    sides = (cache.keys, cache.values), cache.scales, cache.fp8_scales
+    keys, values = (gather(*side) for side in zip(*sides, strict=True))
+    return keys, values
 
 
 def _attend(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -66,7 +67,7 @@ def open_model(path: Path) -> ModelFiles:
     else:
         spec = read_config(path / "config.json")
         pieces = huggingface_pieces(spec, names)
-    return ModelFiles(spec, checkpoint, tuple(pieces))
+    return ModelFiles(replace(spec, cache=checkpoint.cache), checkpoint, tuple(pieces))
 
 
 def load_decoder(

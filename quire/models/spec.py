@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from quire.checkpoints.checkpoint import UNSAID, StoredCache
 from quire.kernels.ops import Activation, AttentionSpec, HeadShape, MoeSpec
 
 
@@ -128,6 +129,8 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_cap: float = 0.0
     """Logits become cap * tanh(logit / cap); 0: they stay."""
+    cache: StoredCache = UNSAID
+    """What the checkpoint says of how keys and values are stored."""
 
     @property
     def num_layers(self) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from quire.checkpoints.checkpoint import UNSAID, StoredCache
 from quire.errors import DeviceError
 from quire.process import gc_pauses
 from quire.process.granted import available_memory, granted_cores
@@ -43,13 +44,19 @@ def pick_dtype(name: str, device: torch.device, is_quantized: bool = False) -> t
     return torch.bfloat16 if _cpu_multiplies_bfloat16() and not is_quantized else torch.float32
 
 
-def pick_cache_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """How keys and values are stored; `auto`: as the model computes them."""
-    if name == "int8" and device.type != "cpu":
+def pick_cache_dtype(name: str, dtype: torch.dtype, device: torch.device, stored: StoredCache = UNSAID) -> torch.dtype:
+    """How keys and values are stored. `auto`: in FP8 where the checkpoint says so and a GPU has it, where it is quick;
+    else as the model computes them."""
+    is_gpu = device.type == "cuda"
+    if name == "int8" and is_gpu:
         raise DeviceError("kv_cache_dtype int8 is for the CPU. Use fp8 or auto on a GPU.")
-    if name == "fp8" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9)):
-        raise DeviceError("kv_cache_dtype fp8 is for NVIDIA GPUs from Ada and Hopper on. Use int8 on a CPU, else auto.")
-    return {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(name, dtype)
+    if name == "fp8" or (name == "auto" and stored.format == "fp8" and is_gpu):
+        stored.check_fp8()
+        if not is_gpu or torch.cuda.get_device_capability(device) >= (8, 9):
+            return torch.float8_e4m3fn
+        if name == "fp8":
+            raise DeviceError("kv_cache_dtype fp8 is for CPUs and for NVIDIA GPUs from Ada and Hopper on. Use auto.")
+    return torch.int8 if name == "int8" else dtype
 
 
 def wake(device: torch.device) -> None:

@@ -79,7 +79,8 @@ class KVCache:
         for group, own in enumerate(groups.members):
             for place, layer in enumerate(own):
                 sides = (side for kind in self._device for side in kind[place])
-                layers[layer] = replace(LayerCache(*sides), group=group)
+                fp8_scales = spec.cache.scales_of(layer) if dtype == torch.float8_e4m3fn else (1.0, 1.0)
+                layers[layer] = replace(LayerCache(*sides), fp8_scales=fp8_scales, group=group)
         self.layers = [layers[layer] for layer in range(spec.num_layers)]
         if keys_by_dimension:
             by_dimension = (num_blocks, spec.heads.num_kv_heads, spec.heads.head_dim, block_size)

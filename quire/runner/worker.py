@@ -59,9 +59,10 @@ def expected_plan(weights: WeightPlan, config: EngineConfig) -> CachePlan:
     free = free_memory(weights.device)
     needs = Needs(weights=check_weights_fit(weights, free))
     limits = config.limits(weights.device.type)
-    dtype = pick_cache_dtype(config.kv_cache_dtype, weights.dtype, weights.device)
-    groups = LayerGroups.of(weights.files.spec, weights.kernels.keys_at_once, config.max_model_len)
-    return plan_cache(weights.files.spec, config, limits, dtype, free - needs.weights, needs, groups)
+    spec = weights.files.spec
+    dtype = pick_cache_dtype(config.kv_cache_dtype, weights.dtype, weights.device, spec.cache)
+    groups = LayerGroups.of(spec, weights.kernels.keys_at_once, config.max_model_len)
+    return plan_cache(spec, config, limits, dtype, free - needs.weights, needs, groups)
 
 
 def start_worker(
@@ -77,7 +78,7 @@ def start_worker(
     spec, dtype, device, kernels = decoder.spec, decoder.dtype, decoder.device, decoder.kernels
     limits = config.limits(device.type)
     needs = measure_needs(decoder, limits, config.block_size)
-    cache_dtype = pick_cache_dtype(config.kv_cache_dtype, dtype, device)
+    cache_dtype = pick_cache_dtype(config.kv_cache_dtype, dtype, device, spec.cache)
     if draft is not None:
         needs = replace(needs, weights=needs.weights + draft.decoder.nbytes)
         if draft.has_own_cache:
@@ -106,6 +107,9 @@ def start_worker(
         f"{spec.family}, {decoder.num_parameters / 1e6:,.0f}M parameters ({weights}) "
         f"on {describe(device, dtype)}, {kernels.name} kernels; {plan.describe()}"
     )
+    if spec.cache.scales:
+        use = "with" if cache_dtype == torch.float8_e4m3fn else "without"
+        description += f"; {use} the checkpoint's scales for FP8 keys and values"
     return Worker(decoder, runner, plan, f"{description}; {draft.description}" if draft is not None else description)
 
 

@@ -163,7 +163,8 @@ class Model:
         if keeps and max_num_seqs > 8:
             max_num_seqs = _round_up(max_num_seqs, 16)
         num_blocks = -(-longest // block_size) + -(-num_tokens // block_size) + 2
-        cache_dtype = pick_cache_dtype(self._options.get("kv_cache_dtype", "auto"), decoder.dtype, decoder.device)
+        asked = self._options.get("kv_cache_dtype", "auto")
+        cache_dtype = pick_cache_dtype(asked, decoder.dtype, decoder.device, self.spec.cache)
         block_bytes = bytes_per_block(self.spec, block_size, cache_dtype)
         given = {
             "max_batched_tokens": max(512, longest, max_num_seqs),

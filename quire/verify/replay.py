@@ -44,7 +44,8 @@ def open_engine(model: str, logged: LoggedEngine | None, metrics: EngineMetrics,
             files = open_model(source.path)
             try:
                 dtype = choose_weights(files, EngineConfig(**options), device).dtype
-                key_dtype = pick_cache_dtype(options.get("kv_cache_dtype", "auto"), dtype, device)
+                asked = options.get("kv_cache_dtype", "auto")
+                key_dtype = pick_cache_dtype(asked, dtype, device, files.spec.cache)
                 block = bytes_per_block(files.spec, config.block_size, key_dtype)
             finally:
                 files.checkpoint.close()

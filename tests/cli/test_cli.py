@@ -85,7 +85,7 @@ def test_several_prompts_are_printed_below_each_other_in_order(smollm2_gguf: Pat
         (("run", "x", "--dtype", "int3"), "dtype: must be one of auto"),
         (("run", "x", "--quantization", "int3"), "quantization: must be one of auto, none, int8, int4"),
         (("run", "x", "--quantization", "int8"), "quantised already (Q8_0, Q4_1): use auto"),
-        (("run", "x", "--kv-cache-dtype", "fp3"), "kv_cache_dtype: must be one of auto, int8, fp8"),
+        (("run", "x", "--kv-cache-dtype", "fp3"), "kv_cache_dtype: must be one of auto, model, int8, fp8"),
         (("quantize", "smollm2", "out", "--to", "int8"), "quantised already (Q8_0, Q4_1)"),
         (("quantize", "smollm2", "out", "--to", "int2"), "--to: must be one of int8, int4, fp8"),
         (("run", "x", "--device", "cuda:99"), "cuda:99"),

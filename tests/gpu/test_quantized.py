@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bench.random_engine import quantized
+from quire.checkpoints.checkpoint import StoredCache
 from quire.kernels.formats import FORMATS
 from quire.kernels.ops import Activation
 from quire.kernels.select import select_kernels
@@ -175,8 +176,10 @@ def check_engine(decoder: Decoder) -> None:
         assert_same(run_jobs(decoder, jobs, [number], prefix_caching=False), expected, [number])
 
 
-def test_a_cache_of_fp8_is_exact_and_holds_twice_the_tokens() -> None:
-    decoder = decoder_of(shape_of("qwen3-0.6b", num_layers=3))
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.05, 0.7)])
+def test_a_cache_of_fp8_is_exact_and_holds_twice_the_tokens(scales: tuple[float, float]) -> None:
+    stored = StoredCache("fp8", dict.fromkeys(range(3), scales))
+    decoder = decoder_of(replace(shape_of("qwen3-0.6b", num_layers=3), cache=stored))
     jobs = [*plain_jobs(60, decoder.spec.vocab_size, seed=1), *mixed_jobs(24, decoder.spec.vocab_size, seed=2)]
     everyone, order = range(len(jobs)), sample(len(jobs))
     fp8 = {"kv_cache_dtype": "fp8"}

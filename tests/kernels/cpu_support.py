@@ -21,6 +21,7 @@ if platform.machine() == "x86_64":
 elif platform.machine() == "aarch64":
     VARIANTS |= {"no dot products": ("armv8-a", False)}
 NAN = float("nan")
+FP8_SCALES = (0.037, 1.9)
 
 few_examples = settings(deadline=None, max_examples=12)
 
@@ -41,20 +42,26 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def make_cache(
-    contexts: list[tuple[Tensor, Tensor]], block_size: int, seed: int, unowned: float = NAN, is_int8: bool = False
+    contexts: list[tuple[Tensor, Tensor]],
+    block_size: int,
+    seed: int,
+    unowned: float = NAN,
+    stored: torch.dtype | None = None,
 ) -> tuple[LayerCache, Tensor]:
     """Keys and values [tokens, kv_heads, head_dim] of some sequences, in blocks placed at random; every slot
-    that no token owns holds `unowned`, or has it for its scale."""
+    that no token owns holds `unowned`, or has it for its scale. They are stored as they are, or in 8 bits."""
     counts = [-(-keys.shape[0] // block_size) for keys, _ in contexts]
     num_blocks = sum(counts) + 3
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).int()
     _, kv_heads, head_dim = contexts[0][0].shape
     shape = (num_blocks, kv_heads, block_size)
-    if is_int8:
+    if stored == torch.int8:
         bytes_ = [torch.full((*shape, head_dim), 77, dtype=torch.int8) for _ in "kv"]
         cache = LayerCache(*bytes_, *(torch.full(shape, unowned) for _ in "kv"))
     else:
-        cache = LayerCache(*(torch.full((*shape, head_dim), unowned).to(contexts[0][0].dtype) for _ in "kv"))
+        kind = stored or contexts[0][0].dtype
+        cache = LayerCache(*(torch.full((*shape, head_dim), unowned).to(kind) for _ in "kv"))
+        cache = replace(cache, fp8_scales=(1.0, 1.0) if stored is None else FP8_SCALES)
     tables = torch.full((len(contexts), max(counts)), int(order[-1]), dtype=torch.int32)
     taken = 0
     for table, count, (keys, values) in zip(tables, counts, contexts, strict=True):

@@ -20,6 +20,7 @@ void quire_activate_float32(const void*);
 void quire_rope_float32(const void*);
 void quire_attention_float32(const void*);
 void quire_attention_int8_float32(const void*);
+void quire_attention_fp8_float32(const void*);
 }
 
 static uint32_t state = 1;
@@ -178,11 +179,11 @@ int main() {
       void* out;
       int64_t num_sequences, max_blocks, num_heads, num_kv_heads, head_dim, block_size, window, keys_by_dimension;
       const void* sinks;
-      float scale, cap;
+      float scale, cap, value_scale;
       int threads;
     } attention{x.data(), depth, keys.data(), values.data(), nullptr, nullptr, starts.data(), lengths.data(),
                 table.data(), tables.data(), out.data(), 1, blocks, heads, kv_heads, head_dim, 16, window, by_dimension,
-                nullptr, 0.18f, 0, 1};
+                nullptr, 0.18f, 0, 1, 1};
     quire_attention_float32(&attention);
     print("attention", out);
     attention.sinks = dense.data(), attention.cap = 2.0f;
@@ -196,5 +197,9 @@ int main() {
     attention.key_scales = scales.data(), attention.value_scales = scales.data() + blocks * kv_heads * 16;
     quire_attention_int8_float32(&attention);
     print("attention over an int8 cache", out);
+    for (int8_t& byte : bytes) byte &= ~1;  // no NaN among FP8 numbers
+    attention.value_scale = 0.7f;
+    quire_attention_fp8_float32(&attention);
+    print("attention over an FP8 cache", out);
   }
 }

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from quire.errors import UnsupportedModelError
 from quire.kernels.cpu.kernels import CpuKernels
+from quire.kernels.ops import AttentionSpec, HeadShape
 from tests.decoding import attend
 from tests.kernels.cpu_support import (
+    NAN,
     REFERENCE,
     assert_close,
     by_dimension,
@@ -25,8 +27,10 @@ from tests.kernels.cpu_support import (
 )
 
 
-def dequantized(x: Tensor) -> Tensor:
-    """What an int8 cache makes of it."""
+def dequantized(x: Tensor, stored: torch.dtype, fp8_scale: float) -> Tensor:
+    """What a cache of 8 bits makes of it."""
+    if stored == torch.float8_e4m3fn:
+        return (x.float() / fp8_scale).clamp(-448, 448).to(stored).double() * fp8_scale
     scale = x.float().abs().amax(-1, keepdim=True) / 127
     return (x.float() / scale).round().clamp(-127, 127).double() * scale.double()
 
@@ -55,7 +59,7 @@ def float64_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float,
     block_size=st.sampled_from([1, 5, 16, 32, 48]),
     window=st.sampled_from([None, 1, 7, 64, 100]),
     spread=st.sampled_from([1.0, 100.0]),
-    is_int8=st.booleans(),
+    stored=st.sampled_from([None, torch.int8, torch.float8_e4m3fn]),
     turned=st.booleans(),
     seed=st.integers(0, 99),
 )
@@ -70,7 +74,7 @@ def test_attention_is_close_to_float64(
     block_size: int,
     window: int | None,
     spread: float,
-    is_int8: bool,
+    stored: torch.dtype | None,
     turned: bool,
     seed: int,
 ) -> None:
@@ -80,11 +84,15 @@ def test_attention_is_close_to_float64(
         (random(n, kv_heads, head_dim, dtype=dtype, seed=seed + i), random(n, kv_heads, head_dim, dtype=dtype, seed=i))
         for i, n in enumerate(context_lens)
     ]
-    cache, tables = make_cache(contexts, block_size, seed, is_int8=is_int8)
-    if turned and block_size % 16 == 0:
+    cache, tables = make_cache(contexts, block_size, seed, stored=stored)
+    if turned and block_size % 16 == 0 and stored != torch.float8_e4m3fn:
         cache = by_dimension(cache)
-    if is_int8:  # what is stored is what is attended to
-        contexts = [(dequantized(keys), dequantized(values)) for keys, values in contexts]
+    if stored is not None:  # what is stored is what is attended to
+        key_scale, value_scale = cache.fp8_scales
+        contexts = [
+            (dequantized(keys, stored, key_scale), dequantized(values, stored, value_scale))
+            for keys, values in contexts
+        ]
     batch = make_batch(tables, context_lens, query_lens)
     query = random(sum(query_lens), kv_heads * group, head_dim, dtype=dtype, seed=seed + 50) * spread
     scale = head_dim**-0.5
@@ -104,7 +112,8 @@ def test_attention_is_close_to_float64(
 
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(
-    ("head_dim", "group", "block_size", "is_int8"), [(64, 3, 16, False), (40, 2, 7, False), (64, 3, 48, True)]
+    ("head_dim", "group", "block_size", "stored"),
+    [(64, 3, 16, None), (40, 2, 7, None), (64, 3, 48, torch.int8), (64, 3, 16, torch.float8_e4m3fn)],
 )
 def test_attention_has_the_same_bits_whole_in_chunks_and_one_by_one(
     kernels: CpuKernels,
@@ -113,7 +122,7 @@ def test_attention_has_the_same_bits_whole_in_chunks_and_one_by_one(
     group: int,
     block_size: int,
     window: int | None,
-    is_int8: bool,
+    stored: torch.dtype | None,
 ) -> None:
     """Every position of a 600-token sequence, in three settings: the whole prompt at once; chunks among other
     sequences, other blocks; and single steps, sixty at a time in one batch as if they were so many requests. Where
@@ -124,7 +133,7 @@ def test_attention_has_the_same_bits_whole_in_chunks_and_one_by_one(
         random(length, kv_heads, head_dim, dtype=dtype, seed=1),
     )
     query = random(length, kv_heads * group, head_dim, dtype=dtype, seed=2)
-    cache, table = make_cache([(keys, values)], block_size, seed=0, is_int8=is_int8)
+    cache, table = make_cache([(keys, values)], block_size, seed=0, stored=stored)
     whole = attend(kernels, query, cache, make_batch(table, [length], [length]), scale, window)
     assert not whole.isnan().any()
 
@@ -134,7 +143,7 @@ def test_attention_has_the_same_bits_whole_in_chunks_and_one_by_one(
         end = min(done + chunk, length)
         # What the sequence has not reached yet is nobody's: NaN.
         sequences = [other, (keys[:end], values[:end]), other]
-        cache, tables = make_cache(sequences, block_size, seed=end, is_int8=is_int8)
+        cache, tables = make_cache(sequences, block_size, seed=end, stored=stored)
         neighbours = random(20, kv_heads * group, head_dim, dtype=dtype, seed=5)
         rows = torch.cat((neighbours[:9], query[done:end], neighbours[9:]))
         if chunk > 10 and kernels.keys_by_dimension(cache.keys.dtype, block_size):
@@ -146,7 +155,7 @@ def test_attention_has_the_same_bits_whole_in_chunks_and_one_by_one(
         if done == length:
             break
 
-    cache, table = make_cache([(keys, values)], block_size, seed=9, is_int8=is_int8)
+    cache, table = make_cache([(keys, values)], block_size, seed=9, stored=stored)
     if kernels.keys_by_dimension(cache.keys.dtype, block_size):
         cache = by_dimension(cache)
     for first in range(0, length, 60):
@@ -181,6 +190,16 @@ def test_attention_of_one_long_sequence_equals_the_same_among_many(
         assert all(torch.equal(result, results[0]) for result in results)
 
 
+def test_scales_and_sinks_meet_as_in_the_reference(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    keys, values = (random(90, 2, 32, dtype=dtype, seed=seed) for seed in (0, 1))
+    cache, table = make_cache([(keys, values)], 16, seed=0, stored=torch.float8_e4m3fn)
+    query, batch = random(9, 4, 32, dtype=dtype, seed=2), make_batch(table, [90], [9])
+    spec = AttentionSpec(HeadShape(4, 2, 32), 0.2, None, soft_cap=2.0)
+    sinks = torch.tensor([-50.0, 0.5, 3.0, 60.0])
+    got, expected = (one.attention(query, cache, batch, spec, sinks) for one in (kernels, REFERENCE))
+    torch.testing.assert_close(got, expected, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-5)
+
+
 def test_attention_is_stable_at_huge_scores(kernels: CpuKernels) -> None:
     keys, values = random(70, 1, 16, dtype=torch.float32) * 1e4, random(70, 1, 16, dtype=torch.float32, seed=1)
     cache, table = make_cache([(keys, values)], 16, seed=0)
@@ -207,18 +226,19 @@ def test_attention_refuses_head_sizes_it_was_not_made_for(kernels: CpuKernels) -
             attend(kernels, torch.ones(1, 1, head_dim), cache, make_batch(table, [2], [1]), 1.0, None)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize(("stored", "bad"), [(torch.int8, NAN), (torch.int8, math.inf), (torch.float8_e4m3fn, NAN)])
 @pytest.mark.parametrize("is_key", [True, False])
-def test_int8_numbers_that_are_not_finite_reach_those_who_see_them_and_nobody_else(
-    kernels: CpuKernels, dtype: torch.dtype, is_key: bool, bad: float
+def test_numbers_of_8_bits_that_are_not_finite_reach_those_who_see_them_and_nobody_else(
+    kernels: CpuKernels, dtype: torch.dtype, is_key: bool, stored: torch.dtype, bad: float
 ) -> None:
     sequences = [(random(80, 1, 32, dtype=dtype, seed=i), random(80, 1, 32, dtype=dtype, seed=9 + i)) for i in range(2)]
     query = random(160, 2, 32, dtype=dtype, seed=5)
-    cache, tables = make_cache(sequences, 16, seed=0, is_int8=True)
+    cache, tables = make_cache(sequences, 16, seed=0, stored=stored)
     expected = attend(kernels, query, cache, make_batch(tables, [80, 80], [80, 80]), 0.2, None)
     sequences[0][0 if is_key else 1][50, 0, 3] = bad
-    cache, tables = make_cache(sequences, 16, seed=0, is_int8=True)
+    cache, tables = make_cache(sequences, 16, seed=0, stored=stored)
     got = attend(kernels, query, cache, make_batch(tables, [80, 80], [80, 80]), 0.2, None)
-    assert got[50:80].isnan().all()
+    is_alone = stored == torch.float8_e4m3fn and not is_key  # it spoils no scale
+    assert (got[50:80, :, 3] if is_alone else got[50:80]).isnan().all()
     assert torch.equal(got[:50], expected[:50])
     assert torch.equal(got[80:], expected[80:])

@@ -233,6 +233,24 @@ def test_write_kv_in_int8_stores_what_the_reference_stores(
     assert got.key_scales.isnan().sum() == 3
 
 
+def test_write_kv_in_fp8_stores_what_the_reference_stores(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    """Every number of FP8 and what lies between two of them, large and small ones, and what is no number."""
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    ends = torch.tensor([0.0, 2**-11, 460.0, 1e30, float("inf"), NAN])
+    numbers = torch.cat((codes, (codes[1:] + codes[:-1]) / 2, ends, random(113, dtype=torch.float32) * 0.1))
+    keys = torch.cat((numbers, -numbers)).view(31, 1, 24).to(dtype)
+    slots = torch.randperm(70, generator=torch.Generator().manual_seed(0))[:31]
+    slots[7] = -1
+    caches = []
+    for writer in (kernels, REFERENCE):
+        sides = (torch.zeros(11, 1, 7, 24).to(torch.float8_e4m3fn) for _ in "kv")
+        caches.append(LayerCache(*sides, fp8_scales=(1.0, 0.37)))
+        writer.write_kv_(keys, keys, caches[-1], slots + 7 * (slots >= 0))
+    for mine, theirs in zip(*((cache.keys[1:].float(), cache.values[1:].float()) for cache in caches), strict=True):
+        assert mine.isnan().sum() == 2
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+
+
 # mixture of experts, threads
 
 

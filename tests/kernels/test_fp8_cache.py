@@ -14,16 +14,20 @@ HEADS = HeadShape(4, 2, 32)
 LENGTH = 40
 
 
-def cache_of(dtype: torch.dtype) -> LayerCache:
-    return LayerCache(*(torch.zeros(4, 2, 16, 32).to(dtype) for _ in range(2)))
+def cache_of(dtype: torch.dtype, scales: tuple[float, float] = (1.0, 1.0)) -> LayerCache:
+    return LayerCache(*(torch.zeros(4, 2, 16, 32).to(dtype) for _ in range(2)), fp8_scales=scales)
 
 
-def test_attention_is_that_of_the_rounded_keys_and_values() -> None:
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.25, 3.7)])
+def test_attention_is_that_of_the_rounded_keys_and_values(scales: tuple[float, float]) -> None:
     kernels = ReferenceKernels()
     torch.manual_seed(0)
     keys, values, query = torch.randn(LENGTH, 2, 32), torch.randn(LENGTH, 2, 32), torch.randn(LENGTH, 4, 32)
     keys[3, 0, :2] = torch.tensor([1000.0, -1000.0])  # more than FP8 has
-    rounded = [x.clamp(-448, 448).to(torch.float8_e4m3fn).float() for x in (keys, values)]
+    rounded = [
+        (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+        for x, scale in zip((keys, values), scales, strict=True)
+    ]
     batch = PagedBatch(
         query_start=torch.tensor([0, LENGTH], dtype=torch.int32),
         context_lens=torch.tensor([LENGTH], dtype=torch.int32),
@@ -34,7 +38,7 @@ def test_attention_is_that_of_the_rounded_keys_and_values() -> None:
     )
     found = []
     for dtype, (k, v) in ((torch.float8_e4m3fn, (keys, values)), (torch.float32, rounded)):
-        cache = cache_of(dtype)
+        cache = cache_of(dtype, scales if dtype == torch.float8_e4m3fn else (1.0, 1.0))
         kernels.write_kv_(k, v, cache, batch.slot_mapping)
         found.append(kernels.attention(query, cache, batch, AttentionSpec(HEADS, 32**-0.5)))
     assert torch.equal(*found)
@@ -48,6 +52,8 @@ def test_what_is_no_number_stays_none() -> None:
     assert not cache.keys[1, :, 1:].float().isnan().any()
 
 
-def test_a_cpu_says_what_it_has_instead() -> None:
-    with pytest.raises(DeviceError, match=r"kv_cache_dtype fp8 is for NVIDIA GPUs .* Use int8 on a CPU"):
-        pick_cache_dtype("fp8", torch.float32, torch.device("cpu"))
+def test_a_gpu_without_fp8_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(DeviceError, match=r"kv_cache_dtype fp8 is for CPUs and for NVIDIA GPUs from Ada .* Use auto"):
+        pick_cache_dtype("fp8", torch.bfloat16, torch.device("cuda"))
+    assert pick_cache_dtype("fp8", torch.float32, torch.device("cpu")) == torch.float8_e4m3fn

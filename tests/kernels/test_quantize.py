@@ -10,7 +10,7 @@ from gguf.quants import quantize as gguf_quantize
 from torch import Tensor
 
 from quire.kernels.formats import FORMATS, Format
-from quire.kernels.quantize import INT8, Q4_0, quantize, to_int8, to_q4_0
+from quire.kernels.quantize import INT8, Q4_0, quantize, to_codes, to_q4_0
 
 
 def awkward_numbers(*shape: int) -> Tensor:
@@ -36,7 +36,7 @@ def naive_int8(row: np.ndarray) -> tuple[list[int], np.float32]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_int8_is_absmax_row_by_row(dtype: torch.dtype) -> None:
     numbers = awkward_numbers(2, 12, 96).to(dtype)
-    codes, scales = to_int8(numbers)
+    codes, scales = to_codes(INT8, numbers)
     assert (codes.shape, codes.dtype, scales.shape, scales.dtype) == ((2, 12, 96), torch.int8, (2, 12), torch.float32)
     rows = numbers.float().view(-1, 96).numpy(), codes.view(-1, 96).tolist(), scales.flatten().tolist()
     for row, got, scale in zip(*rows, strict=True):

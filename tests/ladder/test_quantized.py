@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.bench.ladder.weights import compare_rounding
 from quire.kernels.cpu.kernels import CpuKernels
 from quire.kernels.formats import FORMATS
-from quire.kernels.quantize import to_int8
+from quire.kernels.quantize import INT8, to_codes
 from quire.kernels.quantize import to_q4_0 as to_stored_q4_0
 from quire.kernels.weights import Weight
 from quire.ladder.quantized import (
@@ -52,7 +52,7 @@ def kernel_product(x: Tensor, name: str, *tensors: Tensor) -> Tensor:
 def test_absmax_is_the_engines_int8() -> None:
     numbers = random(12, 96)
     codes, scales = absmax(numbers)
-    expected, expected_scales = to_int8(numbers)
+    expected, expected_scales = to_codes(INT8, numbers)
     assert torch.equal(codes, expected.int())
     assert torch.equal(scales, expected_scales)
     assert codes[2:].abs().amax(1).eq(127).all()

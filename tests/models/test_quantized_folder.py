@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from quire.convert import quantized_folder
 from quire.convert.quantized_folder import quantize_model
 from quire.errors import InvalidRequestError, ModelFormatError, QuireError, UnsupportedModelError
-from quire.kernels.quantize import to_int8, to_q4_0
+from quire.kernels.quantize import INT8, to_codes, to_q4_0
 from quire.models.load import load_decoder, open_model
 from quire.models.weight_plan import plan_weights
 from tests.decoding import all_logits
@@ -73,7 +73,7 @@ def test_int8_is_stored_as_compressed_tensors_does(small: Path, tmp_path: Path) 
     quantize_model(small, tmp_path / "out", "int8")
     before, after = (load_file(folder / "model.safetensors")[UP] for folder in (small, tmp_path / "out"))
     scales = load_file(tmp_path / "out" / "model.safetensors")[f"{UP}_scale"]
-    codes, expected = to_int8(before)
+    codes, expected = to_codes(INT8, before)
     assert torch.equal(after, codes)
     assert torch.equal(scales, expected.unsqueeze(1))
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]

@@ -21,7 +21,7 @@ from quire.checkpoints.sources import resolve
 from quire.config import EngineConfig
 from quire.errors import DeviceError, InvalidRequestError, ModelFormatError
 from quire.kernels.formats import FORMATS, Format
-from quire.kernels.quantize import to_int8, to_q4_0
+from quire.kernels.quantize import INT8, to_codes, to_q4_0
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from quire.models.load import load_decoder, open_model
@@ -212,7 +212,7 @@ def test_plain_matrices_are_quantised_row_by_row(
             assert torch.equal(numbers(weight), before)
             continue
         assert weight.format == FORMATS[name], parameter
-        made = to_int8(before) if name == "INT8" else (to_q4_0(before),)
+        made = to_codes(INT8, before) if name == "INT8" else (to_q4_0(before),)
         assert all(torch.equal(*pair) for pair in zip(weight.parts[0].tensors, made, strict=True)), parameter
     plan = plan_weights(open_model(folder), StoringKernels(), torch.float32, CPU, quantization)
     assert plan.describe() == f"{name} made while loading; float32"

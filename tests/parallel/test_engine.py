@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire import LLM, SamplingParams
@@ -29,6 +32,8 @@ from quire.sampling.draws import Indices
 from quire.sampling_params import StructuredOutput
 from quire.step import ScheduledRequest
 from tests.long_runs import IS_LONG
+from tests.models.test_cache_scales import ONLY_CACHE
+from tests.models.test_cache_scales import named as cache_scales
 
 SMALL = {"device": "cpu", "kv_cache_memory": "1MiB", "max_num_seqs": 6, "max_batched_tokens": 64}
 PROMPTS = ["once upon a time there was", "once upon a time there was a house", "the", "abc " * 40]
@@ -84,10 +89,28 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+FP8 = {"kv_cache_dtype": "fp8"}
+
+
 @pytest.fixture(scope="module")
-def expected(random_model: Path) -> list[Any]:
-    with LLM(random_model, **SMALL) as llm:
-        return workload(llm)
+def scaled_model(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with scales for an FP8 cache."""
+    folder = tmp_path_factory.mktemp("scaled")
+    shutil.copytree(random_model, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": ONLY_CACHE}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = folder / "model.safetensors"
+    save_file(load_file(weights) | cache_scales("k_scale", "v_scale"), weights)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(random_model: Path, scaled_model: Path) -> dict[Path, list[Any]]:
+    found = {}
+    for model, options in ((random_model, {}), (scaled_model, FP8)):
+        with LLM(model, **SMALL | options) as llm:
+            found[model] = workload(llm)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -95,19 +118,21 @@ def expected(random_model: Path) -> list[Any]:
     [
         (2, {"host_cache_memory": "1MiB", "speculation": "ngram"}),
         (2, {"speculation": "self", "kv_cache_memory": "200KiB"}),
-        (4, {"speculation": "draft:MODEL"}),
+        (4, {"speculation": "draft:MODEL"} | FP8),
     ],
 )
 def test_answers_do_not_depend_on_the_number_of_ranks(
     size: int,
     options: dict[str, Any],
     random_model: Path,
-    expected: list[Any],
+    scaled_model: Path,
+    expected: dict[Path, list[Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And what becomes of the group when a rank dies, or hangs."""
     monkeypatch.setattr(ranks, "STEP_SECONDS", 60.0 if "ngram" in options["speculation"] else 6.0)
-    options = {key: value.replace("MODEL", str(random_model)) for key, value in options.items()}
+    model = scaled_model if "kv_cache_dtype" in options else random_model
+    options = {key: value.replace("MODEL", str(model)) for key, value in options.items()}
     threads = torch.get_num_threads()
     folders: list[Path] = []
     original = ranks.temporary_folder
@@ -119,12 +144,13 @@ def test_answers_do_not_depend_on_the_number_of_ranks(
             yield folder
 
     monkeypatch.setattr(ranks, "temporary_folder", noted)
-    with LLM(random_model, tensor_parallel_size=size, **SMALL | options) as llm:
+    with LLM(model, tensor_parallel_size=size, **SMALL | options) as llm:
+        assert ("with the checkpoint's scales" in llm.description) == (model is scaled_model)
         pids = children(llm)
         assert len(pids) == size - 1
         assert f"rank 0 of {size}" in llm.description
         assert [folder.exists() for folder in folders] == [False]  # all have met: it is gone
-        assert workload(llm) == expected
+        assert workload(llm) == expected[model]
         if options["speculation"] == "ngram":
             check_interrupt(llm)
             check_fork(llm)

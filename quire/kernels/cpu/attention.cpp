@@ -65,11 +65,12 @@ void write_out(const Rows<T, CACHED>& rows, const State& state) {
     const float* sums = state.output + r * dim;
     Vec totals[PER_SUM];
     for (int v = 0; v < PER_SUM; ++v) totals[v] = load(state.total + r * SUM_LANES + v * LANES);
-    float total = sum_lanes(fold_vectors(totals)), factor = 1.0f;
+    float total = sum_lanes(fold_vectors(totals)), factor = rows.call.value_scale;
     if (rows.call.sinks) {
       const float sink = rows.call.sinks[rows.head(r)] * 1.44269504f, top = std::max(state.highest[r], sink);
-      factor = exp2_of_negative(splat(state.highest[r] - top))[0];
-      total = total * factor + exp2_of_negative(splat(sink - top))[0];
+      const float decay = exp2_of_negative(splat(state.highest[r] - top))[0];
+      total = total * decay + exp2_of_negative(splat(sink - top))[0];
+      factor *= decay;
     }
     T* out = rows.out(r);
     for (int64_t i = 0; i < head_dim; i += LANES) write(out + i, load(sums + i) * factor / total, head_dim - i);
@@ -197,6 +198,8 @@ void quire_attention_float32(const Attention<float>* call) { attention<VectorWal
 void quire_attention_bfloat16(const Attention<bf16>* call) { attention<VectorWalk<bf16>>(*call); }
 void quire_attention_int8_float32(const Attention<float, int8_t>* call) { attention<VectorWalk<float, int8_t>>(*call); }
 void quire_attention_int8_bfloat16(const Attention<bf16, int8_t>* call) { attention<VectorWalk<bf16, int8_t>>(*call); }
+void quire_attention_fp8_float32(const Attention<float, fp8>* call) { attention<VectorWalk<float, fp8>>(*call); }
+void quire_attention_fp8_bfloat16(const Attention<bf16, fp8>* call) { attention<VectorWalk<bf16, fp8>>(*call); }
 #if defined(QUIRE_HAS_AMX)
 void quire_attention_amx(const Attention<bf16>* call) { attention<AmxWalk>(*call); }
 #endif

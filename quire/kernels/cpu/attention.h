@@ -19,7 +19,8 @@ constexpr int64_t ROW_BLOCK = 16;                // rows whose scores are comput
 constexpr int64_t TASK_ROWS = 4 * ROW_BLOCK;     // rows that share one pass over a tile of keys and values
 constexpr float NOTHING = -std::numeric_limits<float>::max();  // the maximum of a row that saw no key yet
 
-// Queries and outputs are T, keys and values in the cache CACHED: T too, or int8_t with a scale for each token and head.
+// Queries and outputs are T, keys and values in the cache CACHED: T too, fp8, or int8_t with a scale for each token and
+// head.
 template <class T, class CACHED = T>
 struct Attention {
   const T* query;
@@ -33,6 +34,7 @@ struct Attention {
   const float* sinks;  // a score of each head that no key stands for; null for none
   float scale;  // with log2(e) in it: weights are powers of two
   float cap;    // scores become cap * tanh(score / cap), with log2(e) in it too; 0: they stay
+  float value_scale;  // of all values
   int num_threads;
 
   int64_t group() const { return num_heads / num_kv_heads; }

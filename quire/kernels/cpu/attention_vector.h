@@ -112,7 +112,7 @@ class VectorWalk {
       widen(rows.query(i % rows.task.rows), query_ + i * dim_);
     }
     // Values that are read once are not worth a copy in one piece; those that end in the middle of a vector need it.
-    copies_ = dim_ != call_.head_dim || rows.task.rows > TOGETHER;
+    copies_ = COPIED || dim_ != call_.head_dim || rows.task.rows > TOGETHER;
   }
 
   // One state for each head.
@@ -123,12 +123,15 @@ class VectorWalk {
       if (copies_) widen(call_.value(tile.place[i]), values_ + i * dim_);
     }
     for (int64_t first = 0; first < rows.task.rows; first += TOGETHER) {
-      switch (rows.task.rows - first) {
-        case 1: attend<1>(rows, tile, next, first, state); break;
-        case 2: attend<2>(rows, tile, next, first, state); break;
-        case 3: attend<3>(rows, tile, next, first, state); break;
-        default: attend<4>(rows, tile, next, first, state);
+      const int64_t left = rows.task.rows - first;
+      if constexpr (!COPIED) {
+        if (left == 2) attend<2>(rows, tile, next, first, state);
+        if (left == 3) attend<3>(rows, tile, next, first, state);
+      } else if (left == 2 || left == 3) {  // rarely used: less to compile
+        for (int64_t row = first; row < rows.task.rows; ++row) attend<1>(rows, tile, next, row, state);
       }
+      if (left == 1) attend<1>(rows, tile, next, first, state);
+      if (left >= TOGETHER) attend<4>(rows, tile, next, first, state);
     }
   }
 
@@ -138,6 +141,8 @@ class VectorWalk {
   static constexpr int64_t TOGETHER = 4;  // rows
 
   static constexpr bool SCALED = std::is_same_v<CACHED, int8_t>;
+  // FP8 numbers become floats once, before they are multiplied; they never lie by dimension.
+  static constexpr bool COPIED = std::is_same_v<CACHED, fp8>;
 
   template <class FROM>
   void widen(const FROM* source, float* target) const {
@@ -196,19 +201,21 @@ class VectorWalk {
         return Lines<float>{values, values + KEY_RUN, values, dim_, KEY_TILE, 0, 0};
       });
     // As the memory lies, a few keys with all their columns at a time.
-    for (int64_t from = 0; from < KEY_TILE; from += KEY_RUN) {
-      Visible now[ROWS];
-      for (int r = 0; r < ROWS; ++r)
-        now[r] = {std::max(seen[r].begin, from), std::min(seen[r].end, from + KEY_RUN)};
-      for (int64_t head = 0; head < heads_; ++head)
-        add_values<ROWS>(now, weights_ + head * ROWS * KEY_TILE, state[head].output + first * dim_, [&](int64_t key) {
-          const int64_t place = tile.place[key], end = key + call_.block_size - place % call_.block_size;
-          const CACHED *values = call_.value(place) + head * head_size(), *ahead = values;
-          if (tile.has(key + KEY_RUN) && key + KEY_RUN < KEY_TILE) ahead = call_.value(tile.place[key + KEY_RUN]);
-          else if (next.has(key % KEY_RUN)) ahead = call_.value(next.place[key % KEY_RUN]);
-          if (ahead != values) ahead += head * head_size();
-          return Lines<CACHED>{values, values + KEY_RUN, ahead, dim_, end, columns_of(ROWS), KEY_TILE};
-        });
+    if constexpr (!COPIED) {
+      for (int64_t from = 0; from < KEY_TILE; from += KEY_RUN) {
+        Visible now[ROWS];
+        for (int r = 0; r < ROWS; ++r)
+          now[r] = {std::max(seen[r].begin, from), std::min(seen[r].end, from + KEY_RUN)};
+        for (int64_t head = 0; head < heads_; ++head)
+          add_values<ROWS>(now, weights_ + head * ROWS * KEY_TILE, state[head].output + first * dim_, [&](int64_t key) {
+            const int64_t place = tile.place[key], end = key + call_.block_size - place % call_.block_size;
+            const CACHED *values = call_.value(place) + head * head_size(), *ahead = values;
+            if (tile.has(key + KEY_RUN) && key + KEY_RUN < KEY_TILE) ahead = call_.value(tile.place[key + KEY_RUN]);
+            else if (next.has(key % KEY_RUN)) ahead = call_.value(next.place[key % KEY_RUN]);
+            if (ahead != values) ahead += head * head_size();
+            return Lines<CACHED>{values, values + KEY_RUN, ahead, dim_, end, columns_of(ROWS), KEY_TILE};
+          });
+      }
     }
   }
 
@@ -229,14 +236,16 @@ class VectorWalk {
         multiply_keys(Lines<float>{keys, keys + KEY_RUN, keys, KEY_TILE, call_.head_dim, 0, 0}, 0);
         continue;
       }
-      const CACHED *keys = key_run(tile, key), *more = WIDE > KEY_RUN ? key_run(tile, key + KEY_RUN) : keys;
-      const bool is_last = key + WIDE >= tile.end - tile.origin;
-      const CACHED* ahead = !is_last ? key_run(tile, key + WIDE) : next.begin < next.end ? key_run(next, 0) : keys;
-      const int64_t stride = call_.block_size;
-      for (int64_t head = 0; head < heads_; ++head) {
-        const int64_t near_end = head + 1 < heads_ ? call_.head_dim : call_.head_dim - KEY_RUN, at = head * head_size();
-        multiply_keys(
-            Lines<CACHED>{keys + at, more + at, ahead + at, stride, call_.head_dim, KEY_RUN * stride, near_end}, head);
+      if constexpr (!COPIED) {
+        const CACHED *keys = key_run(tile, key), *more = WIDE > KEY_RUN ? key_run(tile, key + KEY_RUN) : keys;
+        const bool is_last = key + WIDE >= tile.end - tile.origin;
+        const CACHED* ahead = !is_last ? key_run(tile, key + WIDE) : next.begin < next.end ? key_run(next, 0) : keys;
+        const int64_t stride = call_.block_size;
+        for (int64_t head = 0; head < heads_; ++head) {
+          const int64_t at = head * head_size(), size = call_.head_dim, near = KEY_RUN * stride;
+          const int64_t near_end = head + 1 < heads_ ? size : size - KEY_RUN;
+          multiply_keys(Lines<CACHED>{keys + at, more + at, ahead + at, stride, size, near, near_end}, head);
+        }
       }
     }
   }

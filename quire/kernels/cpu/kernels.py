@@ -27,6 +27,8 @@ _MAX_HEAD_DIM = 256
 _KEY_RUN = 16
 _LOG2_E = math.log2(math.e)
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_CACHES = {None: "", torch.int8: "_int8", torch.float8_e4m3fn: "_fp8"}
+"""Keys and values are numbers of the model's dtype, or these."""
 _PACKED = {dtype: Format(f"cpu_packed_{name}", 1, dtype.itemsize) for dtype, name in _DTYPES.items()}
 """As many numbers as in a plain matrix, in the order in which `linear` reads them."""
 _QUANTIZED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "INT8", "MXFP4")
@@ -82,11 +84,10 @@ class CpuKernels(ReferenceKernels):
         self._rope = by_dtype("rope", "PqPPPqqqi")
         self._layer_norm, self._scale_add = by_dtype("layer_norm", "PPPPqqfi"), by_dtype("scale_add", "PPPqqfi")
         self._soft_cap, self._activate = by_dtype("soft_cap", "Pqqqfi"), by_dtype("activate", "PqPqqqqi")
-        attention = "PqPPPPPPPPPqqqqqqqqPffi"
-        self._attention, self._attention_int8 = by_dtype("attention", attention), by_dtype("attention_int8", attention)
+        attention, write_kv = "PqPPPPPPPPPqqqqqqqqPfffi", "PqPqPPPPffPqqqqqi"
+        self._attention = {kind: by_dtype(f"attention{name}", attention) for kind, name in _CACHES.items()}
         self._attention_amx = calls.function("quire_attention_amx", attention) if self.has_amx else None
-        self._write_kv = by_dtype("write_kv", "PqPqPPPqqqqqi")
-        self._write_kv_int8 = by_dtype("write_kv_int8", "PqPqPPPPPqqqqqi")
+        self._write_kv = {kind: by_dtype(f"write_kv{name}", write_kv) for kind, name in _CACHES.items()}
         self._gather_inputs = calls.function("quire_gather_inputs", "PPPqPqPPPqq")
         self._gumbel_argmax = calls.function("quire_gumbel_argmax", "PqPPPPqqi")
         self._sample_rows = by_dtype("sample_rows", "PqPPPPPqPPqqi")
@@ -96,8 +97,9 @@ class CpuKernels(ReferenceKernels):
             self._linear[torch.bfloat16] = calls.function("quire_linear_amx", "PqPPPqqqqi")
 
     def keys_by_dimension(self, cache_dtype: torch.dtype, block_size: int) -> bool:
-        """Vector instructions take a key per lane. Tiles turn keys over by themselves."""
-        return block_size % _KEY_RUN == 0 and not (self.has_amx and cache_dtype == torch.bfloat16)
+        """Vector instructions take a key per lane. Tiles turn keys over by themselves, and so does what copies FP8."""
+        is_turned = cache_dtype == torch.float8_e4m3fn or (self.has_amx and cache_dtype == torch.bfloat16)
+        return block_size % _KEY_RUN == 0 and not is_turned
 
     def computes(self, format: Format) -> bool:
         return format.name in _QUANTIZED
@@ -251,12 +253,10 @@ class CpuKernels(ReferenceKernels):
     def write_kv_(self, keys: Tensor, values: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
         rows, heads, head_dim = keys.shape
         keys, values = _with_whole_rows(keys), _with_whole_rows(values)
-        source = keys, keys.stride(0), values, values.stride(0), cache.keys, cache.values
-        where = slot_mapping, rows, heads, cache.block_size, head_dim, cache.keys_by_dimension, _threads()
-        if cache.key_scales is None:
-            self._write_kv[keys.dtype](*source, *where)
-        else:
-            self._write_kv_int8[keys.dtype](*source, *cache.scales, *where)
+        self._write_kv[_kind(cache)][keys.dtype](
+            keys, keys.stride(0), values, values.stride(0), cache.keys, cache.values, *cache.scales, *cache.fp8_scales,
+            slot_mapping, rows, heads, cache.block_size, head_dim, cache.keys_by_dimension, _threads(),
+        )  # fmt: skip
 
     def gather_inputs(
         self, token_rows: Tensor, positions: Tensor, token_ids: Tensor, block_tables: Tensor, block_size: int
@@ -282,18 +282,18 @@ class CpuKernels(ReferenceKernels):
             )
         query = _with_whole_rows(query)
         _, kv_heads, block_size, _ = cache.keys.shape
-        key_scales, value_scales = cache.scales
+        key_scale, value_scale = cache.fp8_scales
         if self._attention_amx is not None and cache.keys.dtype == torch.bfloat16 and not cache.keys_by_dimension:
             function = self._attention_amx
         else:
-            function = (self._attention if key_scales is None else self._attention_int8)[query.dtype]
+            function = self._attention[_kind(cache)][query.dtype]
         block_tables = batch.block_tables.contiguous()
         out = self._empty(rows, num_heads, head_dim, dtype=query.dtype)
         function(
-            query, query.stride(0), cache.keys, cache.values, key_scales, value_scales, batch.query_start,
+            query, query.stride(0), cache.keys, cache.values, *cache.scales, batch.query_start,
             batch.context_lens, block_tables, batch.table_rows, out, len(batch.table_rows), block_tables.shape[1],
             num_heads, kv_heads, head_dim, block_size, spec.sliding_window or 0, cache.keys_by_dimension, sinks,
-            spec.scale * _LOG2_E, spec.soft_cap * _LOG2_E, _threads(),
+            spec.scale * key_scale * _LOG2_E, spec.soft_cap * _LOG2_E, value_scale, _threads(),
         )  # fmt: skip
         return out
 
@@ -345,6 +345,10 @@ class _ByDtype(dict[torch.dtype, Function]):
 
 def _functions(calls: Calls, kind: str, fields: str) -> _ByDtype:
     return _ByDtype({dtype: calls.function(f"quire_{kind}_{suffix}", fields) for dtype, suffix in _DTYPES.items()})
+
+
+def _kind(cache: LayerCache) -> torch.dtype | None:
+    return cache.keys.dtype if cache.keys.dtype in _CACHES else None
 
 
 def _with_whole_rows(x: Tensor) -> Tensor:

@@ -242,35 +242,15 @@ struct HeadInBlock {
   }
 };
 
-// Plain copies of numbers as large as T.
+// A head's numbers as they are.
 template <class T>
-struct WriteKv {
-  const T* keys;
-  int64_t keys_stride;
-  const T* values;
-  int64_t values_stride;
-  T *key_cache, *value_cache;
-  const int64_t* slots;
-  int64_t rows, heads, block_size, head_dim, keys_by_dimension;
-  int num_threads;
+void write_head(const T* x, int64_t size, HeadInBlock place, T* cache, float*, int64_t, float) {
+  place.write(x, size, cache);
+}
 
-  void run() const {
-    parallel_shares(num_threads, rows, heads * head_dim, [&](int64_t row) {
-      if (slots[row] < 0) return;  // padding
-      int64_t block = slots[row] / block_size, offset = slots[row] % block_size;
-      for (int64_t head = 0; head < heads; ++head) {
-        HeadInBlock key(block * heads + head, offset, block_size, head_dim, keys_by_dimension);
-        HeadInBlock value(block * heads + head, offset, block_size, head_dim, false);
-        key.write(keys + row * keys_stride + head * head_dim, head_dim, key_cache);
-        value.write(values + row * values_stride + head * head_dim, head_dim, value_cache);
-      }
-    });
-  }
-};
-
-// A head's numbers as bytes, `step` apart; returns their scale, NaN where some are not finite.
+// As bytes, with a scale: NaN where some are not finite.
 template <class T>
-float quantize_head(const T* x, int64_t size, int8_t* out, int64_t step) {
+void write_head(const T* x, int64_t size, HeadInBlock place, int8_t* cache, float* scales, int64_t token, float) {
   Vec highest{}, zero{};
   for_vectors(size, [&](int64_t i, int count) {
     Vec v = read(x + i, count);
@@ -278,23 +258,36 @@ float quantize_head(const T* x, int64_t size, int8_t* out, int64_t step) {
     zero += v - v;  // NaN for what is not finite
   });
   const float scale = max_lanes(highest) / 127.0f + sum_lanes(zero), divisor = scale > 0.0f ? scale : 1.0f;
+  int8_t* out = cache + place.start;
   for_vectors(size, [&](int64_t i, int count) {
     Vec v = round_to_whole(read(x + i, count) / divisor);  // in range but where the scale is denormal
     for (int j = 0; j < count; ++j)
-      out[(i + j) * step] = int8_t(scale == scale ? std::fmin(std::fmax(v[j], -127.0f), 127.0f) : 0);
+      out[(i + j) * place.step] = int8_t(scale == scale ? std::fmin(std::fmax(v[j], -127.0f), 127.0f) : 0);
   });
-  return scale;
+  scales[token] = scale;
 }
 
-// The same into a cache of bytes, with a scale for each token and head.
+// As FP8 numbers, divided by the scale of all of them.
 template <class T>
-struct WriteKvInt8 {
+void write_head(const T* x, int64_t size, HeadInBlock place, fp8* cache, float*, int64_t, float scale) {
+  for_vectors(size, [&](int64_t i, int count) {
+    fp8 some[LANES];
+    store(some, read(x + i, count) / scale);
+    for (int j = 0; j < count; ++j) cache[place.start + (i + j) * place.step] = some[j];
+  });
+}
+
+// Keys and values of T into a cache of CACHED: int8_t has a scale for each token and head, fp8 one for all keys and one
+// for all values.
+template <class T, class CACHED = T>
+struct WriteKv {
   const T* keys;
   int64_t keys_stride;
   const T* values;
   int64_t values_stride;
-  int8_t *key_cache, *value_cache;
+  CACHED *key_cache, *value_cache;
   float *key_scales, *value_scales;
+  float key_scale, value_scale;
   const int64_t* slots;
   int64_t rows, heads, block_size, head_dim, keys_by_dimension;
   int num_threads;
@@ -307,8 +300,8 @@ struct WriteKvInt8 {
         const int64_t place = (block * heads + head) * block_size + offset, at = head * head_dim;
         HeadInBlock key(block * heads + head, offset, block_size, head_dim, keys_by_dimension);
         HeadInBlock value(block * heads + head, offset, block_size, head_dim, false);
-        key_scales[place] = quantize_head(keys + row * keys_stride + at, head_dim, key_cache + key.start, key.step);
-        value_scales[place] = quantize_head(values + row * values_stride + at, head_dim, value_cache + value.start, 1);
+        write_head(keys + row * keys_stride + at, head_dim, key, key_cache, key_scales, place, key_scale);
+        write_head(values + row * values_stride + at, head_dim, value, value_cache, value_scales, place, value_scale);
       }
     });
   }
@@ -373,6 +366,8 @@ void quire_gather_inputs(const GatherInputs* call) { call->run(); }
 void quire_replay(const Replay* call) { call->run(); }
 void quire_write_kv_float32(const WriteKv<float>* call) { call->run(); }
 void quire_write_kv_bfloat16(const WriteKv<bf16>* call) { call->run(); }
-void quire_write_kv_int8_float32(const WriteKvInt8<float>* call) { call->run(); }
-void quire_write_kv_int8_bfloat16(const WriteKvInt8<bf16>* call) { call->run(); }
+void quire_write_kv_int8_float32(const WriteKv<float, int8_t>* call) { call->run(); }
+void quire_write_kv_int8_bfloat16(const WriteKv<bf16, int8_t>* call) { call->run(); }
+void quire_write_kv_fp8_float32(const WriteKv<float, fp8>* call) { call->run(); }
+void quire_write_kv_fp8_bfloat16(const WriteKv<bf16, fp8>* call) { call->run(); }
 }

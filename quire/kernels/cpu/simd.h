@@ -40,6 +40,10 @@ struct bf16 {
   uint16_t bits;
 };
 
+struct fp8 {  // e4m3: a sign, 4 bits of exponent, 3 of mantissa; no infinity
+  uint8_t bits;
+};
+
 inline Vec splat(float value) { return value - Vec{}; }  // minus zero, which changes no number and costs nothing
 
 inline Vec fma(Vec a, Vec b, Vec c) {
@@ -168,6 +172,32 @@ inline Vec load(const int8_t* p) {
 #endif
 }
 
+inline IntVec load_whole(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (IntVec)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (IntVec)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#elif defined(__aarch64__)
+  uint32_t bytes;
+  std::memcpy(&bytes, p, sizeof bytes);
+  return (IntVec)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(bytes))));
+#else
+  IntVec v;
+  for (int i = 0; i < LANES; ++i) v[i] = p[i];
+  return v;
+#endif
+}
+
+// Without denormal floats, which are slow on some machines: a denormal FP8 number is one with the least exponent, less
+// what its mantissa has too much then.
+inline Vec load(const fp8* p) {
+  const IntVec byte = load_whole(&p->bits), size = byte & 0x7f;
+  const IntVec denormal = size < 8;  // all bits set, or none
+  const Vec excess = (Vec)(denormal & (121 << 23));  // 2^-6
+  const Vec number = (Vec)((size << 20) + (120 << 23) - (denormal << 23)) - excess;
+  return (Vec)((IntVec)number | (byte & 0x80) << 24 | ((IntVec)(size == 0x7f) & 0x7fc00000));
+}
+
 inline void store(float* p, Vec v) { *reinterpret_cast<VecInMemory*>(p) = v; }
 
 // To nearest, ties to even; a NaN stays one.
@@ -182,6 +212,17 @@ inline void store(bf16* p, Vec v) {
   HalfVec half = __builtin_convertvector(v == v ? rounded : quiet, HalfVec);
   std::memcpy(p, &half, sizeof half);
 #endif
+}
+
+// To nearest, ties to even; what is too large becomes the largest, a NaN stays one.
+inline void store(fp8* p, Vec v) {
+  const IntVec bits = (IntVec)v;
+  const Vec positive = (Vec)(bits & 0x7fffffff), size = positive > 448.0f ? splat(448.0f) : positive;
+  const IntVec wide = (IntVec)size, rounded = ((wide + 0x7ffff + ((wide >> 20) & 1)) >> 20) - (120 << 3);
+  const IntVec denormal = (IntVec)(size + 16384.0f) & 0xf;  // beside 2^14 nothing finer than 2^-9 is left
+  const IntVec number = size < 0.015625f ? denormal : v == v ? rounded : 0x7f + IntVec{};
+  const IntVec byte = number | ((bits >> 24) & 0x80);
+  for (int i = 0; i < LANES; ++i) p[i].bits = uint8_t(byte[i]);
 }
 
 // LANES elements, or `count` if that is less: zeros come in for the rest, nothing is read or written past them.

@@ -18,6 +18,7 @@ r // group, head r % group.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -67,8 +68,8 @@ def _load_queries(
 
 @triton.jit
 def _store_output(
-    out, keys, output, total, highest, sinks, first_row, rows, num_queries, kv_head, num_heads,
-    GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SINKS: tl.constexpr,
+    out, keys, output, total, highest, sinks, first_row, rows, num_queries, kv_head, num_heads, value_scale,
+    GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, D_PAD)
     place = (first_row + rows // GROUP).to(tl.int64) * num_heads + kv_head * GROUP + rows % GROUP
@@ -81,6 +82,8 @@ def _store_output(
         divisor = divisor * old + tl.exp2(sink - top)
         output = output * old[:, None]
     result = output / tl.where(divisor == 0.0, 1.0, divisor)[:, None]
+    if SCALED:
+        result = result * value_scale
     if keys.dtype.element_ty == tl.int16:
         even, odd = halves(result)
         result = tl.join(even, odd).reshape(result.shape[0], D_PAD)
@@ -99,10 +102,11 @@ def read_entry(entry):
 @triton.jit(do_not_specialize=["table_stride", "window"])
 def _decode_kernel(
     query, out, keys, values, sinks, block_tables, work, partial_output, partial_state, arrived,
-    table_stride, block_stride, head_stride, scale, window, cap, num_heads, num_kv_heads,
+    table_stride, block_stride, head_stride, scale, value_scale, window, cap, num_heads, num_kv_heads,
     GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    SINKS: tl.constexpr, ONES: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    SINKS: tl.constexpr, SCALED: tl.constexpr, ONES: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """`work` int32 [1 + items, 8] begins with the number of items; then for each: where the partial results of its
     sequence begin, first split, first row, number of queries, context length, row of the block table, split after
@@ -165,8 +169,8 @@ def _decode_kernel(
                 split_output = tl.zeros((ROWS, D_PAD), tl.float32)
         if is_whole:
             _store_output(
-                out, keys, output, total, highest, sinks, first_row, rows, num_queries, kv_head, num_heads, GROUP, D,
-                D_PAD, SINKS,
+                out, keys, output, total, highest, sinks, first_row, rows, num_queries, kv_head, num_heads,
+                value_scale, GROUP, D, D_PAD, SINKS, SCALED,
             )  # fmt: skip
         else:
             tl.debug_barrier()  # all threads' stores come before the count, which makes them visible
@@ -186,7 +190,7 @@ def _decode_kernel(
                     )  # fmt: skip
                     _store_output(
                         out, keys, merged, merged_total, merged_highest, sinks, first_row, some, num_queries, kv_head,
-                        num_heads, GROUP, D, D_PAD, SINKS,
+                        num_heads, value_scale, GROUP, D, D_PAD, SINKS, SCALED,
                     )  # fmt: skip
                 tl.store(arrived + first_slot, 0)
         partial, first_split, first_row, num_queries, context_len, table_row, end_split = next_entry
@@ -195,11 +199,11 @@ def _decode_kernel(
 @triton.jit(do_not_specialize=["table_stride", "window"])
 def _prefill_kernel(
     query, out, keys, values, sinks, block_tables, work,
-    table_stride, block_stride, head_stride, scale, window, cap, num_heads,
+    table_stride, block_stride, head_stride, scale, value_scale, window, cap, num_heads,
     GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     PARTS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, SINKS: tl.constexpr, ONES: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr,
-    PDL: tl.constexpr,
+    CAP: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, ONES: tl.constexpr, STAGES: tl.constexpr,
+    WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Items of `work` int32 [items, 8]: first of the tile's (query, head) rows, -, first row, number of queries,
     context length, row of the block table. A program takes ROWS of a tile's rows."""
@@ -239,8 +243,8 @@ def _prefill_kernel(
             )  # fmt: skip
         highest, total, output = merge(highest, total, output, split_highest, split_total, split_output)
     _store_output(
-        out, keys, output, total, highest, sinks, first_row, rows, num_queries, kv_head, num_heads, GROUP, D, D_PAD,
-        SINKS,
+        out, keys, output, total, highest, sinks, first_row, rows, num_queries, kv_head, num_heads, value_scale,
+        GROUP, D, D_PAD, SINKS, SCALED,
     )  # fmt: skip
 
 
@@ -285,7 +289,7 @@ def _pairs(cache: LayerCache) -> LayerCache:
     """A cache of 8 bits as the kernels read it: two numbers at a time."""
     if cache.keys.dtype != torch.float8_e4m3fn:
         return cache
-    return LayerCache(cache.keys.view(torch.int16), cache.values.view(torch.int16))
+    return replace(cache, keys=cache.keys.view(torch.int16), values=cache.values.view(torch.int16))
 
 
 def _arguments(
@@ -299,9 +303,12 @@ def _arguments(
     d_pad = max(32 if cache.keys.dtype == torch.int16 else 16, next_power_of_2(head_dim))
     keys, _ = _tiles(query.device, d_pad * query.itemsize)
     log2e = math.log2(math.e)  # scores have it in them: weights are powers of two
-    return (*strides, spec.scale * log2e, spec.sliding_window or 0, spec.soft_cap * log2e or 1.0, num_heads), (
+    key_scale, value_scale = cache.fp8_scales
+    scales = spec.scale * key_scale * log2e, value_scale
+    return (*strides, *scales, spec.sliding_window or 0, spec.soft_cap * log2e or 1.0, num_heads), (
         num_heads // cache.keys.shape[1], head_dim, d_pad, cache.block_size,
-        keys, SPLIT // keys, window, spec.soft_cap > 0, sinks is not None, _ONES, _STAGES, wide, USE_PDL,
+        keys, SPLIT // keys, window, spec.soft_cap > 0, sinks is not None, value_scale != 1, _ONES, _STAGES, wide,
+        USE_PDL,
     )  # fmt: skip
 
 

@@ -54,13 +54,18 @@ def _normed(
     return (first * norm_first).to(dtype).to(tl.float32), (second * norm_second).to(dtype).to(tl.float32)
 
 
+@triton.jit
+def _divided(x, scale, SCALED: tl.constexpr):
+    return tl.div_rn(x.to(tl.float32), scale) if SCALED else x
+
+
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _qkv_to_cache_kernel(
     qkv, query_norm, key_norm, positions, cos_sin, slots, query, keys, values,
-    qkv_stride, block_stride, head_stride, token_stride, eps, offset,
+    qkv_stride, block_stride, head_stride, token_stride, eps, offset, key_scale, value_scale,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, AFTER: tl.constexpr, ROPE: tl.constexpr,
-    PDL: tl.constexpr,
+    SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one row: of the query, the key or the value, as the second grid index says."""
     QUERY_TILES: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
@@ -106,11 +111,11 @@ def _qkv_to_cache_kernel(
         tl.store(target, first, mask=exists)
         tl.store(target + D // 2, second, mask=exists)
     elif is_value:
-        tl.store(values + place, first, mask=owned)
-        tl.store(values + place + D // 2, second, mask=owned)
+        tl.store(values + place, _divided(first, value_scale, SCALED), mask=owned)
+        tl.store(values + place + D // 2, _divided(second, value_scale, SCALED), mask=owned)
     else:
-        tl.store(keys + place, first, mask=owned)
-        tl.store(keys + place + D // 2, second, mask=owned)
+        tl.store(keys + place, _divided(first, key_scale, SCALED), mask=owned)
+        tl.store(keys + place + D // 2, _divided(second, key_scale, SCALED), mask=owned)
 
 
 def qkv_to_cache_(
@@ -137,9 +142,9 @@ def qkv_to_cache_(
     _qkv_to_cache_kernel[(rows, tiles)](
         source, query_norm, key_norm, slot_mapping if cos_sin is None else positions, angles, slot_mapping,
         query, keys, values,
-        row_stride(source), keys.stride(0), keys.stride(1), keys.stride(2), eps, offset,
+        row_stride(source), keys.stride(0), keys.stride(1), keys.stride(2), eps, offset, *cache.fp8_scales,
         num_heads, num_kv_heads, head_dim, half, _HEADS, keys.shape[2],
-        norms is not None, offset != 0, after, cos_sin is not None, USE_PDL,
+        norms is not None, offset != 0, after, cos_sin is not None, cache.fp8_scales != (1.0, 1.0), USE_PDL,
         num_warps=num_warps(2 * _HEADS * half), **LAUNCH,
     )  # fmt: skip
     return query

@@ -81,82 +81,55 @@ def _highest(scores):
     return found
 
 
-@triton.jit
-def _scan_chunk(
-    logits, temperature, first_key, second_key, best, best_ids, row, VOCAB: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Leaves the highest score of the program's chunk (NaN if there is one) and the lowest id that has it."""
-    token_id = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    score = tl.load(logits + token_id, mask=token_id < VOCAB, other=float("-inf")).to(tl.float32)
-    if temperature > 0:
-        score = score * (1.0 / temperature) + _gumbel(token_id.to(tl.uint32), first_key, second_key)
-    highest = _highest(score)
-    place = row * tl.num_programs(1) + tl.program_id(1)
-    tl.store(best + place, highest)
-    tl.store(best_ids + place, tl.min(tl.where(score == highest, token_id, _NO_ID)))
-
-
-@triton.jit(do_not_specialize_on_alignment=["temperatures", "keys"])
+@triton.jit(do_not_specialize_on_alignment=["keys", "temperatures", "row_index", "positions"])
 def _scan_kernel(
-    logits, temperatures, keys, best, best_ids, stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    logits, keys, temperatures, row_index, positions, best, best_ids, stride,
+    OWNED: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one row, with keys from the host."""
+    """Leaves the highest score of one chunk of one row (NaN if there is one) and the lowest id that has it. Where rows
+    are OWNED, keys are the seeds of requests' permanent rows: noise is made of them and the position."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
-    first_key = tl.load(keys + 2 * row).to(tl.uint32, bitcast=True)
-    second_key = tl.load(keys + 2 * row + 1).to(tl.uint32, bitcast=True)
-    temperature = tl.load(temperatures + row)
-    _scan_chunk(logits + row * stride, temperature, first_key, second_key, best, best_ids, row, VOCAB, BLOCK)
-
-
-@triton.jit(do_not_specialize_on_alignment=["row_index", "seeds", "temperatures", "positions"])
-def _scan_rows_kernel(
-    logits, row_index, seeds, temperatures, positions, best, best_ids, stride,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One chunk of one row, with keys made from the seed of the request's permanent row and the position."""
-    begin(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    own = tl.load(row_index + row)
+    own = tl.load(row_index + row).to(tl.int64) if OWNED else row
     if own >= 0:
-        seed = tl.load(seeds + own).to(tl.uint64, bitcast=True)
-        mixed = _mix64(_mix64(seed) + tl.load(positions + row).to(tl.uint64))
-        first_key, second_key = mixed.to(tl.uint32), (mixed >> 32).to(tl.uint32)
+        if OWNED:
+            seed = tl.load(keys + own).to(tl.uint64, bitcast=True)
+            mixed = _mix64(_mix64(seed) + tl.load(positions + row).to(tl.uint64))
+            first_key, second_key = mixed.to(tl.uint32), (mixed >> 32).to(tl.uint32)
+        else:
+            first_key = tl.load(keys + 2 * row).to(tl.uint32, bitcast=True)
+            second_key = tl.load(keys + 2 * row + 1).to(tl.uint32, bitcast=True)
         temperature = tl.load(temperatures + own)
-        _scan_chunk(logits + row * stride, temperature, first_key, second_key, best, best_ids, row, VOCAB, BLOCK)
-
-
-@triton.jit
-def _fold_row(best, best_ids, out, flags, row, chunks, BLOCK: tl.constexpr):
-    """Leaves the token and the flags of what the chunks found; returns the token."""
-    chunk = tl.arange(0, BLOCK)
-    score = tl.load(best + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
-    ids = tl.load(best_ids + row * chunks + chunk, mask=chunk < chunks, other=_NO_ID)
-    highest = _highest(score)
-    has_nan = highest != highest
-    token_id = tl.where(has_nan, 0, tl.min(tl.where(score == highest, ids, _NO_ID))).to(tl.int64)
-    tl.store(out + row, token_id)
-    tl.store(flags + row, tl.where(has_nan, _HAS_NAN, tl.where(highest == float("-inf"), _NOTHING_LEFT, 0)))
-    return token_id
-
-
-@triton.jit(do_not_specialize_on_alignment=["out", "flags"])
-def _fold_kernel(best, best_ids, out, flags, chunks, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    begin(PDL)
-    _fold_row(best, best_ids, out, flags, tl.program_id(0).to(tl.int64), chunks, BLOCK)
+        token_id = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        score = tl.load(logits + row * stride + token_id, mask=token_id < VOCAB, other=float("-inf")).to(tl.float32)
+        if temperature > 0:
+            score = score * (1.0 / temperature) + _gumbel(token_id.to(tl.uint32), first_key, second_key)
+        highest = _highest(score)
+        place = row * tl.num_programs(1) + tl.program_id(1)
+        tl.store(best + place, highest)
+        tl.store(best_ids + place, tl.min(tl.where(score == highest, token_id, _NO_ID)))
 
 
 @triton.jit(do_not_specialize_on_alignment=["row_index", "positions", "token_ids", "out", "flags"])
-def _fold_rows_kernel(
+def _fold_kernel(
     best, best_ids, row_index, positions, token_ids, out, flags, chunks, token_stride,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    OWNED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Leaves the token and the flags of what the chunks found; the token in the request's row, too, if it is OWNED."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
-    own = tl.load(row_index + row).to(tl.int64)
+    own = tl.load(row_index + row).to(tl.int64) if OWNED else row
     if own >= 0:
-        token_id = _fold_row(best, best_ids, out, flags, row, chunks, BLOCK)
-        tl.store(token_ids + own * token_stride + tl.load(positions + row), token_id)
+        chunk = tl.arange(0, BLOCK)
+        score = tl.load(best + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
+        ids = tl.load(best_ids + row * chunks + chunk, mask=chunk < chunks, other=_NO_ID)
+        highest = _highest(score)
+        has_nan = highest != highest
+        token_id = tl.where(has_nan, 0, tl.min(tl.where(score == highest, ids, _NO_ID))).to(tl.int64)
+        tl.store(out + row, token_id)
+        tl.store(flags + row, tl.where(has_nan, _HAS_NAN, tl.where(highest == float("-inf"), _NOTHING_LEFT, 0)))
+        if OWNED:
+            tl.store(token_ids + own * token_stride + tl.load(positions + row), token_id)
 
 
 @triton.jit(do_not_specialize_on_alignment=["low", "high"])
@@ -173,19 +146,9 @@ def _keep_between_kernel(x, low, high, stride, SIZE: tl.constexpr, BLOCK: tl.con
 
 def gumbel_argmax(logits: Tensor, temperature: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     """`Kernels.gumbel_argmax`, of logits in bfloat16 or float16 too."""
-    logits = as_rows(logits)
-    rows, vocab_size = logits.shape
-    chunks = cdiv(vocab_size, CHUNK)
-    best, best_ids = _results(logits, torch.float32, rows, chunks)
-    out, flags = _results(logits, torch.int64, rows)
-    if rows:
-        _scan_kernel[(rows, chunks)](
-            logits, temperature, keys.contiguous(), best, best_ids, row_stride(logits),
-            vocab_size, CHUNK, USE_PDL, num_warps=8, **LAUNCH,
-        )  # fmt: skip
-        _fold_kernel[(rows,)](
-            best, best_ids, out, flags, chunks, next_power_of_2(chunks), USE_PDL, num_warps=1, **LAUNCH
-        )
+    out, flags = (logits.new_empty(len(logits), dtype=dtype) for dtype in (torch.int64, torch.int32))
+    keys = keys.contiguous()
+    _choose(logits, keys, temperature, keys, keys, keys, out, flags, owned=False)
     return out, flags
 
 
@@ -207,21 +170,29 @@ def sample_rows(
     """
     if token_ids.stride(1) != 1:
         raise ValueError("A row's token ids must lie side by side.")
+    out = logits.new_empty(2, len(logits), dtype=torch.int64) if out is None else out
+    _choose(logits, seeds, temperatures, row_index, positions, token_ids, out[0], out[1], owned=True)
+    return out
+
+
+def _choose(
+    logits: Tensor, keys: Tensor, temperatures: Tensor, row_index: Tensor, positions: Tensor, token_ids: Tensor,
+    out: Tensor, flags: Tensor, owned: bool,
+) -> None:  # fmt: skip
+    """Fills `out` and `flags`; of rows that are not owned, neither index, positions nor token ids are looked at."""
     logits = as_rows(logits)
     rows, vocab_size = logits.shape
     chunks = cdiv(vocab_size, CHUNK)
-    best, best_ids = _results(logits, torch.float32, rows, chunks)
-    out = logits.new_empty(2, rows, dtype=torch.int64) if out is None else out
+    best, best_ids = (logits.new_empty(rows, chunks, dtype=dtype) for dtype in (torch.float32, torch.int32))
     if rows:
-        _scan_rows_kernel[(rows, chunks)](
-            logits, row_index, seeds, temperatures, positions, best, best_ids, row_stride(logits),
-            vocab_size, CHUNK, USE_PDL, num_warps=8, **LAUNCH,
+        _scan_kernel[(rows, chunks)](
+            logits, keys, temperatures, row_index, positions, best, best_ids, row_stride(logits),
+            owned, vocab_size, CHUNK, USE_PDL, num_warps=8, **LAUNCH,
         )  # fmt: skip
-        _fold_rows_kernel[(rows,)](
-            best, best_ids, row_index, positions, token_ids, *out, chunks, token_ids.stride(0),
-            next_power_of_2(chunks), USE_PDL, num_warps=1, **LAUNCH,
+        _fold_kernel[(rows,)](
+            best, best_ids, row_index, positions, token_ids, out, flags, chunks, token_ids.stride(0),
+            owned, next_power_of_2(chunks), USE_PDL, num_warps=1, **LAUNCH,
         )  # fmt: skip
-    return out
 
 
 def keep_between_(x: Tensor, low: Tensor, high: Tensor) -> None:
@@ -233,8 +204,3 @@ def keep_between_(x: Tensor, low: Tensor, high: Tensor) -> None:
         _keep_between_kernel[(rows, cdiv(size, CHUNK))](
             x, low.contiguous(), high.contiguous(), x.stride(0), size, CHUNK, USE_PDL, num_warps=8, **LAUNCH
         )
-
-
-def _results(logits: Tensor, dtype: torch.dtype, *shape: int) -> tuple[Tensor, Tensor]:
-    """Room for scores or ids, and for int32 ids or flags beside them."""
-    return logits.new_empty(shape, dtype=dtype), logits.new_empty(shape, dtype=torch.int32)

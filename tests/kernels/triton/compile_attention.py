@@ -40,7 +40,7 @@ def attention_kernels() -> dict[str, tuple[int, int]]:
     fp8 = [(89, 256), (90, 128), (90, 256)] if IS_LONG else [(90, 128)]
     for capability, head_dim, cache in [*((*case, "*bf16") for case in cases), *((*case, "*i16") for case in fp8)]:
         keys, rows = fitting_tiles(2 * head_dim, LIMITS[capability])
-        flags = dict.fromkeys(("WINDOW", "CAP", "SINKS", "WIDE"), True)
+        flags = dict.fromkeys(("WINDOW", "CAP", "SINKS", "SCALED", "WIDE"), True)
         constants = {"GROUP": 4, "D": head_dim, "D_PAD": head_dim, "BLOCK_SIZE": 16, "ROWS": 16, "KEYS": keys}
         constants |= {"TILES": 512 // keys, "ONES": 16, "STAGES": 2, "PDL": False} | flags
         used = shared_memory(_decode_kernel, constants, capability, 4, cache)

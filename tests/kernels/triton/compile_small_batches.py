@@ -24,8 +24,7 @@ ATTENTION_TYPES = {
     **dict.fromkeys(("query", "out", "keys", "values"), "*bf16"),
     **dict.fromkeys(("block_tables", "work", "arrived"), "*i32"),
     **dict.fromkeys(("partial_output", "partial_state", "sinks"), "*fp32"),
-    "scale": "fp32",
-    "cap": "fp32",
+    **dict.fromkeys(("scale", "value_scale", "cap"), "fp32"),
 }
 BOX = f"tensordesc<bf16[16, 64],{gl.NVMMASharedLayout.get_default_for([16, 64], gl.bfloat16)!r}>"
 PROMPT_TYPES = ATTENTION_TYPES | {"keys": BOX, "values": BOX}

@@ -12,6 +12,7 @@ from tests.kernels.triton.support import (
     DEVICE,
     DTYPES,
     MARKS,
+    ON_GPU,
     ROW_COUNTS,
     assert_close,
     assert_rows_alone,
@@ -92,6 +93,23 @@ def test_heads_are_those_of_the_single_steps(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_keys_and_values_are_divided_by_their_scales(dtype: torch.dtype) -> None:
+    """As the reference does it. (The interpreter rounds to FP8 wrongly: there they stay numbers.)"""
+    qkv, slots = random(20, 8 * 64, dtype=dtype) * 30, torch.arange(20, device=DEVICE)
+    sides = [torch.zeros(2, 2, 16, 64).to(torch.float8_e4m3fn if ON_GPU else torch.float32) for _ in "kv"]
+    caches = [LayerCache(*(side.to(device) for side in sides), fp8_scales=(0.37, 1.9)) for device in (DEVICE, "cpu")]
+    query = qkv_to_cache_(qkv, HeadShape(4, 2, 64), None, slots, None, caches[0], slots)
+    _, keys, values = qkv.cpu().view(20, 8, 64).split((4, 2, 2), 1)
+    if ON_GPU:
+        ReferenceKernels().write_kv_(keys, values, caches[1], slots.cpu())
+    else:
+        ReferenceKernels().write_kv_(keys.float() / 0.37, values.float() / 1.9, caches[1], slots.cpu())
+    assert torch.equal(query, qkv.view(20, 8, 64)[:, :4])
+    assert torch.equal(caches[0].keys.float().cpu(), caches[1].keys.float())
+    assert torch.equal(caches[0].values.float().cpu(), caches[1].values.float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_is_alone(dtype: torch.dtype) -> None:
     rows, num_heads, num_kv_heads, head_dim = max(ROW_COUNTS), 4, 2, 64
     norms = HeadNorms(*random(2, head_dim, dtype=dtype, seed=4), EPS)
@@ -148,8 +166,7 @@ def test_other_norms_are_those_of_the_reference(kind: str, dtype: torch.dtype) -
         assert_close(got, expected.double(), roundings=3, size=expected.double().abs() + 1)
 
 
-@pytest.mark.parametrize("parts", [2, 4, 8])
-def test_heads_have_the_same_bits_however_many_there_are(parts: int) -> None:
+def test_heads_have_the_same_bits_however_many_there_are() -> None:
     """As a rank has some of them only."""
     rows, num_heads, num_kv_heads, head_dim = ROW_COUNTS[-1], 16, 8, 128
     dtype = DTYPES[-1]
@@ -157,7 +174,7 @@ def test_heads_have_the_same_bits_however_many_there_are(parts: int) -> None:
     norms = HeadNorms(random(head_dim, dtype=dtype, seed=1), random(head_dim, dtype=dtype, seed=2), EPS)
     positions, slots = torch.arange(rows, device=DEVICE) % MAX_POSITION, torch.arange(rows, device=DEVICE)
     found = []
-    for count in (1, parts):
+    for count in (1, 2, 4, 8):
         sides = [side.chunk(count, 1) for side in qkv.split((num_heads, num_kv_heads, num_kv_heads), 1)]
         outputs = []
         for own in zip(*sides, strict=True):
@@ -169,5 +186,5 @@ def test_heads_have_the_same_bits_however_many_there_are(parts: int) -> None:
             )
             outputs.append((query, in_slots(keys, slots)))
         found.append([torch.cat(side, 1) for side in zip(*outputs, strict=True)])
-    for whole, divided in zip(*found, strict=True):
-        assert torch.equal(whole, divided)
+    for whole, *divided in zip(*found, strict=True):
+        assert all(torch.equal(whole, parts) for parts in divided)
