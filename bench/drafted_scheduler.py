@@ -25,7 +25,10 @@ class DraftedScheduler:
 
     def __post_init__(self) -> None:
         config = SchedulerConfig(num_blocks=40_000, max_num_seqs=256, max_batched_tokens=8192, max_model_len=4096)
-        self.scheduler = Scheduler(config, guess=None if self.speculator is None else self.speculator.guess)
+        source = self.speculator
+        self.scheduler = (
+            Scheduler(config) if source is None else Scheduler(config, None, source.guess, source.num_drafts)
+        )
         self.rng = random.Random(1)
         self.times: list[float] = []
         self.tokens: list[int] = []
