@@ -301,31 +301,32 @@ class Scheduler:
         share = limit // max(len(plan.requests), 1) - 1
         if share <= 0:
             return
-        scheduled, num_drafts = plan.scheduled, self._num_drafts
+        num_drafts = self._num_drafts
         for index, request in enumerate(plan.requests):
             if request.guess_pause:
                 request.guess_pause -= 1
-            elif scheduled[index].samples and request.pooling is None:
-                room = min(plan.budget, share)
-                guesses = guess(request, room)[:room] if room else ()
+            elif plan.scheduled[index].samples and request.pooling is None:
+                # One token is drawn in any case.
+                room = min(plan.budget, share, request.max_total_tokens - request.num_computed_tokens - 1)
+                guesses = guess(request, room) if room > 0 else ()
                 drafts = 0 if num_drafts is None else num_drafts(request)
                 if guesses or drafts:
-                    self._extend_entry(plan, index, guesses, drafts)
+                    self._extend_entry(plan, index, tuple(guesses), drafts)
 
-    def _extend_entry(self, plan: _StepPlan, index: int, guesses: Sequence[int], num_drafts: int) -> None:
-        """Has guesses checked behind a request's tokens, and so many tokens drafted behind those, as far as the answer
-        may go on and there are blocks."""
+    def _extend_entry(self, plan: _StepPlan, index: int, guesses: tuple[int, ...], num_drafts: int) -> None:
+        """Has guesses checked behind a request's tokens, and so many tokens drafted behind those, as far as there are
+        blocks."""
         request, entry = plan.requests[index], plan.scheduled[index]
-        computed, new_block_ids = request.num_computed_tokens, entry.new_block_ids
-        left = request.max_total_tokens - computed - 1
-        count = min(len(guesses), left)
-        # The drawn token and all drafts but the last are computed by whoever drafts.
-        num_drafts = max(0, min(num_drafts, left - count - 1))
+        computed, count, new_block_ids = request.num_computed_tokens, len(guesses), entry.new_block_ids
+        if num_drafts:
+            # The drawn token and all drafts but the last are computed by whoever drafts.
+            num_drafts = max(0, min(num_drafts, request.max_total_tokens - computed - count - 2))
         room = self.blocks.num_held(request) - computed
         if count + num_drafts > room:
             new_block_ids = self._grow_for_guesses(request, computed + count + num_drafts, new_block_ids)
             room = self.blocks.num_held(request) - computed
-            count = min(count, room)
+            guesses = guesses[:room]
+            count = len(guesses)
             num_drafts = min(num_drafts, room - count)
         if count:
             request.num_computed_tokens = computed + count
@@ -333,9 +334,9 @@ class Scheduler:
             request.num_guesses += count
             plan.budget -= count
             plan.num_decodes = min(plan.num_decodes, index)
-        request_id, row, start, num_tokens, *_, runs_ahead, _ = entry
-        changed = (request_id, row, start, num_tokens + count, True, new_block_ids)
-        plan.scheduled[index] = _make(ScheduledRequest, (*changed, tuple(guesses[:count]), runs_ahead, num_drafts))
+        where = request.request_id, request.row, entry.start
+        changed = (*where, entry.num_tokens + count, True, new_block_ids, guesses, entry.runs_ahead, num_drafts)
+        plan.scheduled[index] = _make(ScheduledRequest, changed)
 
     def _grow_for_guesses(self, request: Request, end: int, new_block_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Blocks for tokens up to `end`, as far as there are some that nobody needs; appended to the step's."""

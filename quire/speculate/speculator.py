@@ -79,10 +79,15 @@ class Speculator:
         """Of guesses to be right, over all requests: what is expected of a new one."""
         self._num_missed = 0.0
         """Searches in vain one after the other, likewise."""
+        self._longest_pause = 0
+        """After those, in steps."""
 
     def observe(self, entry: StepLogEntry) -> None:
         """Listens to the steps, to know what they cost."""
-        self._costs.observe(entry)
+        costs = self._costs
+        costs.observe(entry)
+        searches = max(min(_SEARCHES, 1e3 * costs.seconds), 0.01)
+        self._longest_pause = min(int(costs.num_requests / searches), _LONGEST_PAUSE)
 
     def guess(self, request: DraftedRequest, most: int) -> Sequence[int]:
         """At most so many tokens that may follow all of a request's tokens, those in flight included but for the one
@@ -109,6 +114,7 @@ class Speculator:
             if place < 0:
                 place = self._search(request, state)
             if place >= 0:
+                state.num_missed = 0
                 found = continuation(token_ids, place, ahead + most)
         if not request.stop_ids.isdisjoint(found):  # nothing comes after the end
             found = found[: 1 + min(found.index(token) for token in request.stop_ids if token in found)]
@@ -141,16 +147,15 @@ class Speculator:
             return -1
         if not state.index.extend(request.token_ids, _MAX_INDEXED):
             return -1
-        place, costs = state.index.find(request.token_ids), self._costs
-        state.num_missed = 0 if place >= 0 else min(state.num_missed + 1, 7)
-        self._num_missed += 0.05 * (state.num_missed - self._num_missed)
+        place = state.index.find(request.token_ids)
         if place < 0:
-            longest = costs.num_requests / max(min(_SEARCHES, 1e3 * costs.seconds), 0.01)
-            pause = min(1 << state.num_missed >> 1, int(longest), _LONGEST_PAUSE)
+            state.num_missed = min(state.num_missed + 1, 6)
+            pause = min(1 << state.num_missed, self._longest_pause)
             if state.asks_runner:
                 state.pause = pause
             else:
                 request.guess_pause = pause
+        self._num_missed += 0.05 * (state.num_missed * (place < 0) - self._num_missed)
         return place
 
     def _count(self, request: DraftedRequest, state: _DraftState, most: int) -> int:

@@ -7,8 +7,11 @@ import time
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from quire.engine.request import Request
 from quire.sampling_params import ResolvedTokens, SamplingParams
@@ -17,39 +20,44 @@ from quire.speculate.ngram import NgramIndex, continuation
 from quire.speculate.prediction import PredictedAnswer
 from quire.speculate.speculator import MAX_GUESSES, Speculator
 from quire.step import ScheduledRequest, Step, StepLogEntry, StepResult
+from tests.long_runs import short_or_long
 
 
-def slow_find(tokens: Sequence[int]) -> tuple[int, int]:
-    """(longest match, its latest place), by comparing every place."""
-    last, best = len(tokens) - 1, (2, -1)
-    for place in range(last):
-        length = 0
+def slow_find(tokens: Sequence[int]) -> int:
+    """By comparing every place: behind the one with most tokens alike, 24 being enough, of the latest six with three;
+    of several the latest."""
+    last, best, longest = len(tokens) - 1, -1, 2
+    places = [place for place in range(2, last) if tokens[place - 2 : place + 1] == tokens[-3:]]
+    for place in places[:-7:-1]:
+        length = 3
         while length < 24 and length <= place and tokens[place - length] == tokens[last - length]:
             length += 1
-        if length >= max(3, best[0]):
-            best = length, place + 1
+        if length > longest:
+            best, longest = place + 1, length
     return best
 
 
 class TestNgrams:
-    @pytest.mark.parametrize("seed", range(30))
-    def test_it_finds_what_a_slow_search_finds(self, seed: int) -> None:
-        rng = random.Random(seed)
+    @given(st.data())
+    @settings(max_examples=short_or_long(60, 2000), deadline=None)
+    @pytest.mark.soak
+    def test_it_finds_what_a_slow_search_finds(self, data: st.DataObject) -> None:
+        """However late and in whatever pieces tokens are taken in, be they indexed or searched as they are."""
         tokens: list[int] = []
-        index = NgramIndex()
-        for _ in range(60):
-            tokens += rng.choices(range(rng.choice([3, 50])), k=rng.randint(1, 4))
-            if rng.random() < 0.3 and len(tokens) > 8:
-                start = rng.randrange(len(tokens) - 6)
-                tokens += tokens[start : start + 6]
-            while not index.extend(tokens, rng.randint(1, 10)):
-                pass
-            found, (length, place) = index.find(tokens), slow_find(tokens)
-            assert (found < 0) == (place < 0)
-            if found >= 0:  # a place as good as any of the latest ones
-                assert tokens[found - 3 : found] == tokens[-3:]
-            if length == 24:
-                assert tokens[found - 3 : found] == tokens[-3:]
+        index, token = NgramIndex(), st.integers(0, data.draw(st.sampled_from([1, 3, 300, 2**31 - 1])))
+        with patch("quire.speculate.ngram._SCANNED", data.draw(st.sampled_from([0, 1, 5, 1024]))):
+            for _ in range(data.draw(st.integers(1, 12))):
+                tokens += data.draw(st.lists(token, min_size=1, max_size=30))
+                start = data.draw(st.integers(0, len(tokens)))
+                tokens += tokens[start : start + data.draw(st.integers(0, 30))]
+                if data.draw(st.booleans()):
+                    place = index.follow(tokens)
+                    assert place < len(tokens)  # and no more than its last token differs
+                    assert place < 0 or tokens[place - 1] == tokens[-1] or tokens[place - 2] == tokens[-2]
+                if data.draw(st.booleans()):
+                    while not index.extend(tokens, data.draw(st.integers(1, 10))):
+                        pass
+                    assert index.find(tokens) == slow_find(tokens)
 
     def test_the_longer_repetition_wins_over_the_later_one(self) -> None:
         tokens = [1, 2, 3, 4, 5, 90, 3, 4, 5, 91, 1, 2, 3, 4, 5]
@@ -70,13 +78,21 @@ class TestNgrams:
         assert index.follow(tokens) == 9
         for changed in ([7], [7, 110], [109, 110, 111, 7]):  # nor two of them, nor one soon after the other
             assert index.follow(tokens + changed) == -1
-        # What was copied is found where it came from, what changed where it stands.
-        tokens += [109, 110, 5, 105, 106, 107]
+        # If it has gone on where it was, behind whatever changed, that is taken up again, and the next change expected.
+        tokens += [7, 7, 111, 112]
+        assert index.follow(tokens) == -1
+        tokens += [113]
+        assert index.follow(tokens) == 14
+        assert index.follow([*tokens, 7]) == 15
+        assert index.follow([*tokens, 7, 7]) == -1
+        tokens += [7, 115, 7]
+        assert index.follow(tokens) == 17
+        # What was copied is found where it stands last, and so is what changed.
+        tokens += [9, 105, 106, 107]
+        assert index.follow(tokens) == -1
         assert index.extend(tokens, 100)
-        assert index.find(tokens) == 8
-        tokens += [7, 109, 110]
-        assert index.extend(tokens, 100)
-        assert tokens[index.find(tokens)] == 5
+        assert tokens[index.find(tokens)] == 7
+        assert index.follow([*tokens, 7, 7, 7, 111]) == 32
 
     def test_what_runs_past_the_end_goes_round(self) -> None:
         assert list(continuation([1, 2, 3, 1, 2, 3], 3, 7)) == [1, 2, 3, 1, 2, 3, 1]
