@@ -311,7 +311,7 @@ class Scheduler:
                 guesses = guess(request, room) if room > 0 else ()
                 drafts = 0 if num_drafts is None else num_drafts(request)
                 if guesses or drafts:
-                    self._extend_entry(plan, index, tuple(guesses), drafts)
+                    self._extend_entry(plan, index, tuple(guesses[:room]), drafts)
 
     def _extend_entry(self, plan: _StepPlan, index: int, guesses: tuple[int, ...], num_drafts: int) -> None:
         """Has guesses checked behind a request's tokens, and so many tokens drafted behind those, as far as there are

@@ -29,7 +29,7 @@ class Oracle:
         answer = self.engine.solo(request.request_id)[0]
         first = request.num_tokens - 1 - request.num_prompt_tokens
         guesses = []
-        for token in answer[first : first + min(self.count, most)]:
+        for token in answer[first : first + self.count]:
             self.num_asked += 1
             wrong = self.wrong_every and self.num_asked % self.wrong_every == 0
             guesses.append((token + 1) % 50 if wrong else token)
