@@ -95,23 +95,20 @@ class ResultTaker:
     ) -> tuple[int, ...]:
         """Appends the guesses that were right, up to a stop token; returns them and the token that comes after them,
         which is still to be appended."""
-        num_right = len(tokens) - 1
         request.num_placeholders -= num_guesses
         request.num_guesses -= num_guesses
         request.drafted_tokens += num_guesses
-        if num_right < num_guesses:
-            request.num_rejections += 1
-            if owns_row:
-                request.num_computed_tokens -= num_guesses - num_right
-        if num_right:
-            request.accepted_tokens += num_right
-            right = tokens[:-1]
-            if not request.stop_ids.isdisjoint(right):
-                for index, token in enumerate(right):
-                    if token in request.stop_ids and request.num_output_tokens + index >= request.params.min_tokens:
-                        request.token_ids.extend(right[:index])
-                        return tokens[: index + 1]
-            request.token_ids.extend(right)
+        request.accepted_tokens += len(tokens) - 1
+        request.num_rejections += len(tokens) <= num_guesses
+        if owns_row:
+            request.num_computed_tokens -= 1 + num_guesses - len(tokens)
+        right = tokens[:-1]
+        if not request.stop_ids.isdisjoint(right):
+            for index, token in enumerate(right):
+                if token in request.stop_ids and request.num_output_tokens + index >= request.params.min_tokens:
+                    request.token_ids.extend(right[:index])
+                    return tokens[: index + 1]
+        request.token_ids.extend(right)
         return tokens
 
     def _note_computed(self, request: Request, num_tokens: int) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from quire.engine.block_manager import BlockManager, Placement
@@ -340,15 +341,10 @@ class Scheduler:
 
     def _grow_for_guesses(self, request: Request, end: int, new_block_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Blocks for tokens up to `end`, as far as there are some that nobody needs; appended to the step's."""
-        blocks, groups = self.blocks, self.config.num_groups
-        while end > blocks.num_held(request) and blocks.pool.num_free > groups * len(self.table.running):
-            try:
-                block_ids = blocks.grow(request)
-            except QuireError:
-                return new_block_ids
-            if block_ids is None:
-                return new_block_ids
-            new_block_ids += block_ids
+        blocks, needed = self.blocks, self.config.num_groups * len(self.table.running)
+        with suppress(QuireError):
+            while end > blocks.num_held(request) and blocks.pool.num_free > needed and (more := blocks.grow(request)):
+                new_block_ids += more
         return new_block_ids
 
     def _take_oldest(self, step: Step, result: StepResult) -> list[Request]:

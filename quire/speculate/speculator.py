@@ -23,7 +23,9 @@ _SEARCHES = 24
 """About so many searches in vain a step are made, and no more than one in a millisecond: with many requests or short
 steps they add up."""
 _LONGEST_PAUSE = 64
-"""In steps: what begins to repeat itself is noticed after that."""
+"""In steps, after searches in vain: what begins to repeat itself is noticed after that."""
+_LONGEST_REST = 16
+"""In steps, where guesses don't pay: other requests may end meanwhile, and then they do."""
 _MAX_INDEXED = 8192
 """Tokens that are taken into an index at once: a long prompt is spread over the steps that compute it."""
 
@@ -50,13 +52,13 @@ class DraftedRequest(Protocol):
 
 
 class _DraftState:
-    __slots__ = ("acceptance", "asks_runner", "index", "num_missed", "pause", "prediction")
+    __slots__ = ("acceptance", "asks_runner", "index", "num_missed", "prediction")
 
     def __init__(self, prediction: tuple[int, ...], chance: float, num_missed: int, asks_runner: bool) -> None:
-        self.num_missed, self.pause = num_missed, 0
-        """Searches in vain, and how many times there is no search because of them."""
         self.asks_runner = asks_runner
-        """Whether there may be guesses at any time, wherever else nothing is found."""
+        """Whether there may be guesses at any time, wherever else nothing is found: then there is no pause."""
+        self.num_missed = num_missed
+        """Searches in vain one after the other."""
         self.acceptance = Acceptance(chance)
         self.index = NgramIndex()
         self.prediction = PredictedAnswer(prediction) if prediction else None
@@ -100,7 +102,7 @@ class Speculator:
         most = min(most, drafted) if drafted > 0 else self._count(request, state, most)
         if not most:
             if not state.asks_runner:
-                request.guess_pause = state.acceptance.rest(_LONGEST_PAUSE)
+                request.guess_pause = state.acceptance.rest(_LONGEST_REST)
             return ()
         found: Sequence[int] = ()
         if state.prediction is not None:
@@ -128,12 +130,9 @@ class Speculator:
     def _state(self, request: DraftedRequest) -> _DraftState | None:
         """None where there can be no guesses for a request at all."""
         prediction, params = request.resolved.prediction_ids, request.params
+        has_source = self._ngrams or self._runner_drafts or prediction
         # A request's own functions are called once for every token of the answer, and for no other.
-        if (
-            not params.speculation
-            or params.logits_processors
-            or not (self._ngrams or self._runner_drafts or prediction)
-        ):
+        if not has_source or not params.speculation or params.logits_processors:
             request.guess_pause = math.inf
             return None
         asks_runner = self._runner_drafts or (self._ngrams and params.structured is not None)
@@ -142,19 +141,13 @@ class Speculator:
 
     def _search(self, request: DraftedRequest, state: _DraftState) -> int:
         """Where the text goes on as it has before, -1 if nowhere; then there is none for a while, longer each time."""
-        if state.pause:
-            state.pause -= 1
-            return -1
         if not state.index.extend(request.token_ids, _MAX_INDEXED):
             return -1
         place = state.index.find(request.token_ids)
         if place < 0:
             state.num_missed = min(state.num_missed + 1, 6)
-            pause = min(1 << state.num_missed, self._longest_pause)
-            if state.asks_runner:
-                state.pause = pause
-            else:
-                request.guess_pause = pause
+            if not state.asks_runner:
+                request.guess_pause = min(1 << state.num_missed, self._longest_pause)
         self._num_missed += 0.05 * (state.num_missed * (place < 0) - self._num_missed)
         return place
 
