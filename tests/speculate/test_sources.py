@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -192,6 +193,67 @@ def requests(count: int, guesses: int) -> tuple[ScheduledRequest, ...]:
 def step_entry(number: int, num_requests: int, guesses: int, seconds: float) -> StepLogEntry:
     step = Step(number, float(number), requests(num_requests, guesses))
     return StepLogEntry(step, StepResult(number, {}), None, float(number) + seconds)
+
+
+class TestPauses:
+    """Nobody asks for guesses while a request pauses."""
+
+    @staticmethod
+    def asked_at(speculator: Speculator, request: Request, steps: int) -> list[int]:
+        """In which of so many steps, each of which brings a token that has never come before."""
+        asked = []
+        request.num_placeholders = 1
+        for step in range(steps):
+            if request.guess_pause:  # as the scheduler does
+                request.guess_pause -= 1
+            else:
+                asked.append(step)
+                speculator.guess(request, 5)
+            request.token_ids.append(1000 + len(request.token_ids))
+        return asked
+
+    def test_searches_in_vain_become_rare_where_they_would_add_up(self) -> None:
+        speculator = Speculator(10**6, ngrams=True)
+        for number in range(20):  # 32 requests, steps of a millisecond: one search a step
+            speculator.observe(step_entry(number, 32, 0, 0.001))
+        request = Request("a", (1, 2, 3, 4, 5, 6, 7), SamplingParams(), 0)
+        asked = self.asked_at(speculator, request, 256)
+        pauses = [after - before - 1 for before, after in pairwise(asked)]
+        assert pauses[:3] == [2, 4, 8]
+        assert all(one in (31, 32) for one in pauses[5:])
+        # What repeats itself in the end is noticed, and then the next search in vain comes soon again.
+        request.token_ids += [1, 2, 3]
+        request.guess_pause = 0
+        assert list(speculator.guess(request, 5))[:3] == [4, 5, 6]
+        assert self.asked_at(speculator, request, 8)[:2] == [0, 1]
+        # Whoever comes after requests for which nothing was found is not expected to differ from them.
+        others = [Request(f"r{i}", (1, 2, 3), SamplingParams(), 0) for i in range(40)]
+        assert sum(len(self.asked_at(speculator, other, 64)) for other in others[20:]) < 20 * 4
+
+    def test_there_is_no_pause_where_a_search_costs_next_to_nothing(self) -> None:
+        speculator = Speculator(10**6, ngrams=True)
+        for number in range(20):
+            speculator.observe(step_entry(number, 8, 0, 0.05))
+        assert self.asked_at(speculator, Request("a", (1, 2, 3), SamplingParams(), 0), 50) == list(range(50))
+
+    def test_where_guesses_never_come_nobody_asks_twice(self) -> None:
+        for request in (
+            Request("a", (1,), SamplingParams(speculation=False), 0),
+            Request("a", (1,), SamplingParams(), 0),
+        ):
+            assert self.asked_at(Speculator(10, ngrams=not request.params.speculation), request, 9) == [0]
+
+    @pytest.mark.parametrize("most", [1, 5, 100])
+    def test_a_rest_is_as_long_as_being_told_that_nothing_pays(self, most: int) -> None:
+        costs, plain, resting = StepCosts(), Acceptance(0.0), Acceptance(0.0)
+        costs.share = 0.5
+        expected = [plain.count(costs, MAX_GUESSES) for _ in range(400)]
+        found: list[int] = []
+        while len(found) < 400:
+            found.append(resting.count(costs, MAX_GUESSES))
+            found += [0] * (0 if found[-1] else resting.rest(most))
+        assert found[:400] == expected
+        assert 2 < sum(expected) < 20
 
 
 class TestWhatPays:
