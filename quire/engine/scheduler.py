@@ -305,7 +305,7 @@ class Scheduler:
         num_drafts = self._num_drafts
         for index, request in enumerate(plan.requests):
             if request.guess_pause:
-                request.guess_pause -= 1
+                request.guess_pause -= request.guess_pause > 0
             elif plan.scheduled[index].samples and request.pooling is None:
                 # One token is drawn in any case.
                 room = min(plan.budget, share, request.max_total_tokens - request.num_computed_tokens - 1)
@@ -335,8 +335,8 @@ class Scheduler:
             request.num_guesses += count
             plan.budget -= count
             plan.num_decodes = min(plan.num_decodes, index)
-        where = request.request_id, request.row, entry.start
-        changed = (*where, entry.num_tokens + count, True, new_block_ids, guesses, entry.runs_ahead, num_drafts)
+        name, row, start, num_tokens = request.request_id, request.row, entry.start, entry.num_tokens + count
+        changed = (name, row, start, num_tokens, True, new_block_ids, guesses, entry.runs_ahead, num_drafts)
         plan.scheduled[index] = _make(ScheduledRequest, changed)
 
     def _grow_for_guesses(self, request: Request, end: int, new_block_ids: tuple[int, ...]) -> tuple[int, ...]:

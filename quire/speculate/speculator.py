@@ -7,7 +7,6 @@ token as ever; so an answer never depends on anything here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -37,8 +36,8 @@ class DraftedRequest(Protocol):
     num_placeholders: int
     draft_state: Any
     """Kept here between calls."""
-    guess_pause: float
-    """For so many steps `guess` is not called again."""
+    guess_pause: int
+    """For so many steps `guess` is not called again; -1: ever."""
 
     params: SamplingParams
     resolved: ResolvedTokens
@@ -133,7 +132,7 @@ class Speculator:
         has_source = self._ngrams or self._runner_drafts or prediction
         # A request's own functions are called once for every token of the answer, and for no other.
         if not has_source or not params.speculation or params.logits_processors:
-            request.guess_pause = math.inf
+            request.guess_pause = -1
             return None
         asks_runner = self._runner_drafts or (self._ngrams and params.structured is not None)
         request.draft_state = state = _DraftState(prediction, self._chance, round(self._num_missed), asks_runner)

@@ -205,7 +205,7 @@ class TestPauses:
         request.num_placeholders = 1
         for step in range(steps):
             if request.guess_pause:  # as the scheduler does
-                request.guess_pause -= 1
+                request.guess_pause -= request.guess_pause > 0
             else:
                 asked.append(step)
                 speculator.guess(request, 5)
