@@ -24,14 +24,18 @@ class DraftedScheduler:
     """With this chance a token is another one."""
 
     def __post_init__(self) -> None:
-        config = SchedulerConfig(num_blocks=40_000, max_num_seqs=256, max_batched_tokens=8192, max_model_len=4096)
-        self.scheduler = Scheduler(config, guess=None if self.speculator is None else self.speculator.guess)
+        # 120 steps, of which each may bring 32 tokens.
+        config = SchedulerConfig(num_blocks=72_000, max_num_seqs=256, max_batched_tokens=8192, max_model_len=4500)
+        source = self.speculator
+        self.scheduler = (
+            Scheduler(config) if source is None else Scheduler(config, None, source.guess, source.num_drafts)
+        )
         self.rng = random.Random(1)
         self.times: list[float] = []
         self.tokens: list[int] = []
         for i in range(256):
             prompt = [self.token(position) for position in range(500 + i % 16)]
-            self.scheduler.add(make_requests(f"r{i}", prompt, SamplingParams(max_tokens=2000), i)[0], 0.0)
+            self.scheduler.add(make_requests(f"r{i}", prompt, SamplingParams(max_tokens=3900), i)[0], 0.0)
 
     def token(self, position: int) -> int:
         is_random = not self.period or (self.noise and self.rng.random() < self.noise)

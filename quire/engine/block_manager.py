@@ -185,7 +185,7 @@ class BlockManager:
             if block.key is not None:
                 self.cache.remove(block)
                 if block.ref_count == 0:
-                    self.pool.reposition(block)
+                    self.pool.place(block)
 
     def _match(self, request: Request, num_tokens: int) -> _Hits:
         """The cached blocks a request can start with; one token is always left to compute."""

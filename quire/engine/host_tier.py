@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from quire.engine.block_key import BlockKey, same_prefix
 
@@ -19,22 +19,14 @@ class HostTier:
         """By name, the least recently used first."""
         self._names: list[bytes | None] = [None] * num_slots
         """By slot."""
-        self._pinned: set[int] = set()
+        self.pinned: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._slots)
 
-    def items(self) -> Iterator[tuple[bytes, BlockKey, int]]:
-        for digest, (key, slot) in self._slots.items():
-            yield digest, key, slot
-
     @property
     def num_free(self) -> int:
         return len(self._free)
-
-    @property
-    def pinned(self) -> frozenset[int]:
-        return frozenset(self._pinned)
 
     def find(self, key: BlockKey) -> tuple[BlockKey, int] | None:
         """The key as stored and its slot, if exactly this prefix is here."""
@@ -61,10 +53,10 @@ class HostTier:
 
     def pin(self, slots: Iterable[int]) -> None:
         """These slots are about to be read: `store` leaves them alone until `unpin`."""
-        self._pinned.update(slots)
+        self.pinned.update(slots)
 
     def unpin(self) -> None:
-        self._pinned.clear()
+        self.pinned.clear()
 
     def drop(self, slot: int) -> None:
         """Forgets what a slot holds (the copy into it failed)."""
@@ -84,7 +76,7 @@ class HostTier:
 
     def _evict(self) -> int | None:
         for digest, (_, slot) in self._slots.items():
-            if slot not in self._pinned:
+            if slot not in self.pinned:
                 del self._slots[digest]
                 return slot
         return None

@@ -7,7 +7,7 @@ every time, and the blocks and host slots, each by itself, a slice at a time.
 
 from __future__ import annotations
 
-from quire.engine.invariants import InvariantError, check_block, check_links, check_requests
+from quire.engine.invariants import InvariantError, check_block, check_host_sums, check_requests
 from quire.engine.scheduler import Scheduler
 
 
@@ -16,8 +16,7 @@ class IdleCheck:
 
     At once it finds whatever is wrong with queues, rows and groups, and a sum that does not come out. A block or slot
     that is wrong by itself it finds when its turn comes, after as many calls at most as there are slices. Both together
-    miss little: only links that form a ring apart from the free list, and a name in the prefix cache whose block has
-    another one (which `PrefixCache.publish` never makes).
+    miss little: only a name in the prefix cache whose block has another one (which `PrefixCache.publish` never makes).
     """
 
     def __init__(self, scheduler: Scheduler, slice_size: int = 256) -> None:
@@ -42,20 +41,14 @@ class IdleCheck:
             raise InvariantError(f"{num_free} blocks are free of {num_usable}, though nobody runs")
         if len(blocks.cache) > num_usable:
             raise InvariantError(f"the cache has {len(blocks.cache)} names for {num_usable} blocks")
-        host = blocks.host
-        if host.num_free + len(host) != host.num_slots:
-            raise InvariantError(f"{host.num_free} host slots are free and {len(host)} named of {host.num_slots}")
-        if host.pinned:
-            raise InvariantError(f"host slots {sorted(host.pinned)} stayed pinned")
+        check_host_sums(blocks.host)
 
     def _check_next_blocks(self) -> None:
         blocks = self._scheduler.blocks
         start, end = self._next_block, self._next_block + self._slice_size
         self._next_block = end if end < len(blocks.pool.blocks) else 0
         for block in blocks.pool.blocks[start:end]:
-            check_block(block, is_free=block.block_id != 0, num_tables=0)
-            if block.block_id != 0:
-                check_links(block)
+            check_block(block, block in blocks.pool.free, num_tables=0)
             if block.key is not None and not blocks.cache.knows(block):
                 raise InvariantError(f"{block} is cached under another name")
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from itertools import islice, pairwise
+from itertools import pairwise
 
 from quire.engine.block_key import same_prefix
 from quire.engine.block_manager import BlockManager
 from quire.engine.block_pool import Block
+from quire.engine.host_tier import HostTier
 from quire.engine.request import Request, RequestStatus
 from quire.engine.scheduler import Scheduler
 
@@ -21,7 +22,7 @@ def check_invariants(scheduler: Scheduler) -> None:
     """Raises InvariantError, saying what is wrong, unless all of this holds:
 
     - every block but 0 is either referenced or in the free list: free (cached ones among them) + referenced
-      = all; reference counts equal the block tables of those who run; the free list is linked both ways;
+      = all; reference counts equal the block tables of those who run;
     - the prefix cache maps each name to the one block that carries it, and a request's cached blocks carry
       the request's own tokens; host slots are free or named once;
     - each row is free or owned by one running request; queues, statuses and groups agree;
@@ -41,20 +42,15 @@ def check_requests(scheduler: Scheduler) -> None:
 def check_blocks(blocks: BlockManager, holders: Iterable[Request]) -> None:
     """The part about blocks; `holders` are all who have any."""
     pool = blocks.pool
-    free = list(islice(pool.free_blocks(), len(pool.blocks)))  # wrong links may lead in circles
-    free_ids = {block.block_id for block in free}
-    if not len(free_ids) == len(free) == pool.num_free:
-        raise InvariantError(f"{len(free_ids)} blocks at {len(free)} places of the free list, not {pool.num_free}")
-    for block in free:
-        check_links(block)
+    num_strange = sum(pool.blocks[block.block_id] is not block for block in pool.free)
+    if num_strange:
+        raise InvariantError(f"{num_strange} blocks of the free list are not the pool's")
     references: Counter[int] = Counter()
     for request in holders:
         references.update([block.block_id for block in request.block_table if block.block_id])
         check_table(blocks, request)
-    if 0 in free_ids or references[0]:
-        raise InvariantError("block 0 is handed out")
     for block in pool.blocks:
-        check_block(block, block.block_id in free_ids, references[block.block_id])
+        check_block(block, block in pool.free, references[block.block_id])
     _check_names(blocks)
 
 
@@ -62,19 +58,8 @@ def check_block(block: Block, is_free: bool, num_tables: int) -> None:
     """A block is in so many block tables, or free."""
     if block.ref_count != num_tables:
         raise InvariantError(f"{block} is in {num_tables} block tables")
-    if block.block_id != 0 and is_free != (block.ref_count == 0):
-        raise InvariantError(f"{block} is {'both' if is_free else 'neither'} free and owned")
-    if (block.next is not None) != is_free or (block.previous is not None) != is_free:
-        raise InvariantError(f"{block} has stray links")
-
-
-def check_links(block: Block) -> None:
-    """A free block stands between two that know of it."""
-    before, after = block.previous, block.next
-    if before is None or after is None:
-        raise InvariantError(f"{block} is neither free nor owned")
-    if before.next is not block or after.previous is not block:
-        raise InvariantError(f"{block} is not linked to from both sides: before it {before}, after it {after}")
+    if is_free != (block.block_id != 0 and block.ref_count == 0):
+        raise InvariantError(f"{block} is {'free and owned' if is_free else 'neither free nor owned'}")
 
 
 def check_table(blocks: BlockManager, request: Request) -> None:
@@ -107,9 +92,15 @@ def _check_names(blocks: BlockManager) -> None:
     for digest, block in blocks.cache.items():
         if block.key is None or block.key.digest != digest:
             raise InvariantError(f"{block} is cached under another name")
-    host = blocks.host
-    if host.num_free + len(host) != host.num_slots or not all(map(host.is_sound, range(host.num_slots))):
+    check_host_sums(blocks.host)
+    if not all(map(blocks.host.is_sound, range(blocks.host.num_slots))):
         raise InvariantError("host slots are lost, used twice or stored under another name")
+
+
+def check_host_sums(host: HostTier) -> None:
+    """The slots are all there, and nobody reads any."""
+    if host.num_free + len(host) != host.num_slots:
+        raise InvariantError(f"{host.num_free} host slots are free and {len(host)} named of {host.num_slots}")
     if host.pinned:
         raise InvariantError(f"host slots {sorted(host.pinned)} stayed pinned")
 

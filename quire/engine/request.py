@@ -76,7 +76,9 @@ class Request:
     drafts: Sequence[int] = ()
     """What the runner thinks may follow the known tokens."""
     draft_state: Any = None
-    """What whoever makes guesses keeps of this request; False where there are never any."""
+    """What whoever makes guesses keeps of this request."""
+    guess_pause: int = 0
+    """For so many steps nobody is asked for guesses; -1: ever."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     num_rejections: int = 0

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from quire.engine.block_manager import BlockManager, Placement
@@ -297,51 +298,53 @@ class Scheduler:
     def _add_guesses(self, plan: _StepPlan, guess: Guess) -> None:
         """Guessed tokens behind those of the requests that sample, out of what everyone else has left: budget that is
         unused, and blocks of which every running request could still take one. All get the same share."""
-        drafts, limit = self._num_drafts is not None, self.config.max_checked_tokens or self.config.max_batched_tokens
+        limit = self.config.max_checked_tokens or self.config.max_batched_tokens
         share = limit // max(len(plan.requests), 1) - 1
-        for index, request in enumerate(plan.requests if share > 0 else ()):
-            if request.draft_state is False:
-                continue
-            entry = plan.scheduled[index]
-            if not entry.samples or request.pooling is not None:
-                continue
-            room = min(plan.budget, share)
-            guesses = guess(request, room) if room else ()
-            if not guesses and not drafts:
-                continue
-            most = max(0, min(room, request.max_total_tokens - request.num_tokens))
-            computed = request.num_computed_tokens
-            new_block_ids = self._grow_for_guesses(request, computed + min(len(guesses), most), entry.new_block_ids)
-            guesses = tuple(guesses[: min(most, self.blocks.num_held(request) - computed)])
-            request.num_computed_tokens = computed = computed + len(guesses)
-            request.num_placeholders += len(guesses)
-            request.num_guesses += len(guesses)
-            num_drafts = 0
-            if self._num_drafts is not None:
-                left = request.max_total_tokens - request.num_tokens - 1
-                num_drafts = min(self._num_drafts(request), left) if left > 0 else 0
-                # The drawn token and all drafts but the last are computed by whoever drafts.
-                new_block_ids = self._grow_for_guesses(request, computed + num_drafts, new_block_ids)
-                num_drafts = min(num_drafts, self.blocks.num_held(request) - computed)
-            if guesses:
-                plan.num_decodes = min(plan.num_decodes, index)
-                plan.budget -= len(guesses)
-            if guesses or num_drafts or new_block_ids is not entry.new_block_ids:
-                num_tokens, ahead = entry.num_tokens + len(guesses), entry.runs_ahead
-                changed = (*entry[:3], num_tokens, True, new_block_ids, guesses, ahead, num_drafts)
-                plan.scheduled[index] = _make(ScheduledRequest, changed)
+        if share <= 0:
+            return
+        num_drafts = self._num_drafts
+        for index, request in enumerate(plan.requests):
+            if request.guess_pause:
+                request.guess_pause -= request.guess_pause > 0
+            elif plan.scheduled[index].samples and request.pooling is None:
+                # One token is drawn in any case.
+                room = min(plan.budget, share, request.max_total_tokens - request.num_computed_tokens - 1)
+                guesses = guess(request, room) if room > 0 else ()
+                drafts = 0 if num_drafts is None else num_drafts(request)
+                if guesses or drafts:
+                    self._extend_entry(plan, index, tuple(guesses[:room]), drafts)
+
+    def _extend_entry(self, plan: _StepPlan, index: int, guesses: tuple[int, ...], num_drafts: int) -> None:
+        """Has guesses checked behind a request's tokens, and so many tokens drafted behind those, as far as there are
+        blocks."""
+        request, entry = plan.requests[index], plan.scheduled[index]
+        computed, count, new_block_ids = request.num_computed_tokens, len(guesses), entry.new_block_ids
+        if num_drafts:
+            # The drawn token and all drafts but the last are computed by whoever drafts.
+            num_drafts = max(0, min(num_drafts, request.max_total_tokens - computed - count - 2))
+        room = self.blocks.num_held(request) - computed
+        if count + num_drafts > room:
+            new_block_ids = self._grow_for_guesses(request, computed + count + num_drafts, new_block_ids)
+            room = self.blocks.num_held(request) - computed
+            guesses = guesses[:room]
+            count = len(guesses)
+            num_drafts = min(num_drafts, room - count)
+        if count:
+            request.num_computed_tokens = computed + count
+            request.num_placeholders += count
+            request.num_guesses += count
+            plan.budget -= count
+            plan.num_decodes = min(plan.num_decodes, index)
+        name, row, start, num_tokens = request.request_id, request.row, entry.start, entry.num_tokens + count
+        changed = (name, row, start, num_tokens, True, new_block_ids, guesses, entry.runs_ahead, num_drafts)
+        plan.scheduled[index] = _make(ScheduledRequest, changed)
 
     def _grow_for_guesses(self, request: Request, end: int, new_block_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Blocks for tokens up to `end`, as far as there are some that nobody needs; appended to the step's."""
-        blocks, groups = self.blocks, self.config.num_groups
-        while end > blocks.num_held(request) and blocks.pool.num_free > groups * len(self.table.running):
-            try:
-                block_ids = blocks.grow(request)
-            except QuireError:
-                return new_block_ids
-            if block_ids is None:
-                return new_block_ids
-            new_block_ids += block_ids
+        blocks, needed = self.blocks, self.config.num_groups * len(self.table.running)
+        with suppress(QuireError):
+            while end > blocks.num_held(request) and blocks.pool.num_free > needed and (more := blocks.grow(request)):
+                new_block_ids += more
         return new_block_ids
 
     def _take_oldest(self, step: Step, result: StepResult) -> list[Request]:

@@ -41,6 +41,8 @@ class StepCosts:
         """What a guess for each request adds to the time of a step without guesses, as a part of that."""
         self.num_requests = 1
         """In the last step."""
+        self.seconds = 0.01
+        """That the last steps took, in the mean."""
         self._share = _FIRST_SHARE
         """A token's part of a step's time as last known, for when steps have long been alike."""
 
@@ -67,7 +69,7 @@ class StepCosts:
         share = slope * tokens / max(base + slope * tokens, 1e-9)
         self._share += 0.2 * (share - self._share) * variance / (variance + _CERTAINTY)
         self._share += 0.001 * (_FIRST_SHARE - self._share)  # what was measured long ago may be otherwise by now
-        self.num_requests = len(step.scheduled)
+        self.num_requests, self.seconds = len(step.scheduled), self._sums[2] / self._sums[0]
         share = _MARGIN * slope * self.num_requests / max(base + slope * self.num_requests, 1e-9)
         self.share = round(share, 3)  # so that few are looked at
 
@@ -126,3 +128,9 @@ class Acceptance:
             return 0
         self._skip, self._wait = 0, min(2 * self._wait, 2 + int(costs.share / _TRIALS))
         return min(most, 1)
+
+    def rest(self, most: int) -> int:
+        """After none: how many times, at most so many, there will be none again, which need not be asked for."""
+        times = min(self._wait - self._skip, most)
+        self._skip += times
+        return times

@@ -15,8 +15,7 @@ class PredictedAnswer:
         self._size = len(token_ids)
         self._token_ids = list(token_ids)
         """With the answer behind it."""
-        self._index = NgramIndex(0, self._size)
-        self._index.extend(self._token_ids, self._size)
+        self._index = NgramIndex(self._size)
 
     def guess(self, answer: Sequence[int], count: int) -> Sequence[int]:
         """So many tokens of the prediction, or those that are left, if the answer follows it. `answer` is what has come
@@ -24,6 +23,6 @@ class PredictedAnswer:
         tokens = self._token_ids
         tokens += answer[len(tokens) - self._size :]
         place = self._index.follow(tokens)
-        if place < 0 and answer:
+        if place < 0 and self._index.extend(tokens, self._size):
             place = self._index.find(tokens)
         return tuple(tokens[place : min(place + count, self._size)]) if place >= 0 else ()

@@ -19,7 +19,12 @@ from quire.step import StepLogEntry
 MAX_GUESSES = 15
 """In one step and request."""
 _SEARCHES = 24
-"""About so many searches in vain a step are made."""
+"""About so many searches in vain a step are made, and no more than one in a millisecond: with many requests or short
+steps they add up."""
+_LONGEST_PAUSE = 64
+"""In steps, after searches in vain: what begins to repeat itself is noticed after that."""
+_LONGEST_REST = 16
+"""In steps, where guesses don't pay: other requests may end meanwhile, and then they do."""
 _MAX_INDEXED = 8192
 """Tokens that are taken into an index at once: a long prompt is spread over the steps that compute it."""
 
@@ -30,7 +35,9 @@ class DraftedRequest(Protocol):
     token_ids: list[int]
     num_placeholders: int
     draft_state: Any
-    """Kept here between calls; False where nothing is ever guessed."""
+    """Kept here between calls."""
+    guess_pause: int
+    """For so many steps `guess` is not called again; -1: ever."""
 
     params: SamplingParams
     resolved: ResolvedTokens
@@ -44,11 +51,13 @@ class DraftedRequest(Protocol):
 
 
 class _DraftState:
-    __slots__ = ("acceptance", "index", "num_missed", "pause", "prediction")
+    __slots__ = ("acceptance", "asks_runner", "index", "num_missed", "prediction")
 
-    def __init__(self, prediction: tuple[int, ...], chance: float) -> None:
-        self.num_missed = self.pause = 0
-        """Searches in vain, and how many times there is no search because of them."""
+    def __init__(self, prediction: tuple[int, ...], chance: float, num_missed: int, asks_runner: bool) -> None:
+        self.asks_runner = asks_runner
+        """Whether there may be guesses at any time, wherever else nothing is found: then there is no pause."""
+        self.num_missed = num_missed
+        """Searches in vain one after the other."""
         self.acceptance = Acceptance(chance)
         self.index = NgramIndex()
         self.prediction = PredictedAnswer(prediction) if prediction else None
@@ -69,10 +78,17 @@ class Speculator:
         self._costs = StepCosts()
         self._chance = 0.7
         """Of guesses to be right, over all requests: what is expected of a new one."""
+        self._num_missed = 0.0
+        """Searches in vain one after the other, likewise."""
+        self._longest_pause = 0
+        """After those, in steps."""
 
     def observe(self, entry: StepLogEntry) -> None:
         """Listens to the steps, to know what they cost."""
-        self._costs.observe(entry)
+        costs = self._costs
+        costs.observe(entry)
+        searches = max(min(_SEARCHES, 1e3 * costs.seconds), 0.01)
+        self._longest_pause = min(int(costs.num_requests / searches), _LONGEST_PAUSE)
 
     def guess(self, request: DraftedRequest, most: int) -> Sequence[int]:
         """At most so many tokens that may follow all of a request's tokens, those in flight included but for the one
@@ -80,13 +96,12 @@ class Speculator:
         state = request.draft_state or self._state(request)
         if state is None:
             return ()
-        if state.pause and not request.drafts:
-            state.pause -= 1
-            return ()
         token_ids, ahead = request.token_ids, request.num_placeholders - 1
         drafted = len(request.drafts) - ahead  # as many as were worth it
         most = min(most, drafted) if drafted > 0 else self._count(request, state, most)
         if not most:
+            if not state.asks_runner:
+                request.guess_pause = state.acceptance.rest(_LONGEST_REST)
             return ()
         found: Sequence[int] = ()
         if state.prediction is not None:
@@ -96,14 +111,11 @@ class Speculator:
         if len(found) <= ahead:
             found = request.drafts
         if len(found) <= ahead and self._ngrams:
-            index = state.index
-            place = index.follow(token_ids)
-            if place < 0 and index.extend(token_ids, _MAX_INDEXED):
-                place = index.find(token_ids)
-                # With many requests the searches of those who find nothing add up.
-                state.num_missed = 0 if place >= 0 else state.num_missed + 1
-                state.pause = min(state.num_missed, self._costs.num_requests // _SEARCHES)
+            place = state.index.follow(token_ids)
+            if place < 0:
+                place = self._search(request, state)
             if place >= 0:
+                state.num_missed = 0
                 found = continuation(token_ids, place, ahead + most)
         if not request.stop_ids.isdisjoint(found):  # nothing comes after the end
             found = found[: 1 + min(found.index(token) for token in request.stop_ids if token in found)]
@@ -111,19 +123,32 @@ class Speculator:
 
     def num_drafts(self, request: DraftedRequest) -> int:
         """How many tokens the runner should draft behind those that the step about to be made draws."""
-        if not self._runner_drafts and (not self._ngrams or request.params.structured is None):
-            return 0
-        state = self._state(request)
-        return 0 if state is None else self._count(request, state, MAX_GUESSES)
+        state = request.draft_state or self._state(request)
+        return self._count(request, state, MAX_GUESSES) if state is not None and state.asks_runner else 0
 
     def _state(self, request: DraftedRequest) -> _DraftState | None:
         """None where there can be no guesses for a request at all."""
-        if request.draft_state is None:
-            can = self._ngrams or self._runner_drafts or bool(request.resolved.prediction_ids)
-            # A request's own functions are called once for every token of the answer, and for no other.
-            is_used = can and request.params.speculation and not request.params.logits_processors
-            request.draft_state = _DraftState(request.resolved.prediction_ids, self._chance) if is_used else False
-        return request.draft_state or None
+        prediction, params = request.resolved.prediction_ids, request.params
+        has_source = self._ngrams or self._runner_drafts or prediction
+        # A request's own functions are called once for every token of the answer, and for no other.
+        if not has_source or not params.speculation or params.logits_processors:
+            request.guess_pause = -1
+            return None
+        asks_runner = self._runner_drafts or (self._ngrams and params.structured is not None)
+        request.draft_state = state = _DraftState(prediction, self._chance, round(self._num_missed), asks_runner)
+        return state
+
+    def _search(self, request: DraftedRequest, state: _DraftState) -> int:
+        """Where the text goes on as it has before, -1 if nowhere; then there is none for a while, longer each time."""
+        if not state.index.extend(request.token_ids, _MAX_INDEXED):
+            return -1
+        place = state.index.find(request.token_ids)
+        if place < 0:
+            state.num_missed = min(state.num_missed + 1, 6)
+            if not state.asks_runner:
+                request.guess_pause = min(1 << state.num_missed, self._longest_pause)
+        self._num_missed += 0.05 * (state.num_missed * (place < 0) - self._num_missed)
+        return place
 
     def _count(self, request: DraftedRequest, state: _DraftState, most: int) -> int:
         if not self._adaptive:

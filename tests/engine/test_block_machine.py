@@ -117,9 +117,9 @@ class BlockMachine(RuleBasedStateMachine):
         for request, table in self.holders:
             assert [block.block_id for block in request.block_table] == table
         pool, model = self.blocks.pool, self.model
-        assert [block.block_id for block in pool.free_blocks()] == model.free
+        assert [block.block_id for block in pool.free] == model.free
         assert {block.block_id: self.spell(block.key) for _, block in self.blocks.cache.items()} == model.names
-        assert [self.spell(key) for _, key, _ in self.blocks.host.items()] == model.host
+        assert [self.spell(key) for key, _ in self.blocks.host._slots.values()] == model.host
 
     @staticmethod
     def spell(key: BlockKey | None) -> Prefix:

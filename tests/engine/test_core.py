@@ -180,7 +180,7 @@ def test_copies_not_yet_submitted_are_forgotten_with_the_failed_ones_they_depend
     engine.add("b", prompt, max_tokens=4)
     failing = engine.scheduler.schedule(engine.now)
     assert [copy.kind for copy in failing.copies if copy.kind == "host_to_device"] == ["host_to_device"]
-    (key,) = [key for _, key, _ in blocks.host.items()]
+    (key,) = [key for key, _ in blocks.host._slots.values()]
     blocks.host.drop(0)
     engine.scheduler.preempt("b")
     assert blocks.host.find(key) is not None

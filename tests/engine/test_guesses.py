@@ -66,6 +66,17 @@ def test_wrong_guesses_change_nothing(wrong_every: int, depth: int) -> None:
     engine.check_answers()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_nobody_asks_for_guesses_while_a_request_pauses(depth: int) -> None:
+    engine = harness(Oracle(3), depth)
+    (request,) = engine.add("a", PROMPT, max_tokens=20)
+    request.guess_pause = 4
+    engine.run()
+    engine.check_answers()
+    counts = [len(entry.guesses) for step in sampling_steps(engine, "a") for entry in step.scheduled]
+    assert counts == [0] * 4 + [3] * 4
+
+
 def test_only_tokens_that_were_right_are_found_in_the_cache() -> None:
     engine = harness(Oracle(4, 2))
     (first,) = engine.add("first", PROMPT, max_tokens=14)

@@ -37,12 +37,12 @@ def idle_engine() -> Harness:
     engine.run()
     blocks = engine.scheduler.blocks
     assert blocks.host.num_free > 1 < len(blocks.host)
-    assert sum(block.key is not None for block in blocks.pool.free_blocks()) > 4
+    assert sum(block.key is not None for block in blocks.pool.free) > 4
     return engine
 
 
 def free_block(scheduler: Scheduler, index: int, named: bool = False) -> Block:
-    free = [block for block in scheduler.blocks.pool.free_blocks() if not named or block.key is not None]
+    free = [block for block in scheduler.blocks.pool.free if not named or block.key is not None]
     return free[index % len(free)]
 
 
@@ -51,28 +51,17 @@ def miscount(scheduler: Scheduler, index: int) -> None:
     pool.blocks[index % len(pool.blocks)].ref_count += 1
 
 
-def break_link_after(scheduler: Scheduler, index: int) -> None:
-    free_block(scheduler, index).next = free_block(scheduler, index + 2)
-
-
-def break_link_before(scheduler: Scheduler, index: int) -> None:
-    free_block(scheduler, index).previous = free_block(scheduler, index + 2)
-
-
-def lose_links(scheduler: Scheduler, index: int) -> None:
-    free_block(scheduler, index).previous = None
-
-
-def lose_uncounted(scheduler: Scheduler, index: int) -> None:
+def free_a_stranger(scheduler: Scheduler, index: int) -> None:
     pool = scheduler.blocks.pool
-    pool._remove(free_block(scheduler, index))
-    pool.num_free += 1
+    lost = free_block(scheduler, index)
+    del pool.free[lost]
+    pool.place(Block(lost.block_id))
 
 
 def free_padding(scheduler: Scheduler, index: int) -> None:
     pool = scheduler.blocks.pool
-    pool._return(pool.blocks[0])
-    pool.num_free -= 1
+    del pool.free[free_block(scheduler, index)]
+    pool.place(pool.blocks[0])
 
 
 def exchange_names(scheduler: Scheduler, index: int) -> None:
@@ -108,10 +97,7 @@ def rename_slot(scheduler: Scheduler, index: int) -> None:
 
 IN_ITS_TURN = [
     miscount,
-    break_link_after,
-    break_link_before,
-    lose_links,
-    lose_uncounted,
+    free_a_stranger,
     free_padding,
     exchange_names,
     forget_name,
@@ -122,15 +108,11 @@ IN_ITS_TURN = [
 
 
 def lose_block(scheduler: Scheduler, index: int) -> None:
-    scheduler.blocks.pool._remove(free_block(scheduler, index))
+    del scheduler.blocks.pool.free[free_block(scheduler, index)]
 
 
 def leak_reference(scheduler: Scheduler, index: int) -> None:
     scheduler.blocks.pool.share(free_block(scheduler, index))
-
-
-def free_twice(scheduler: Scheduler, index: int) -> None:
-    scheduler.blocks.pool._return(free_block(scheduler, index))
 
 
 def lose_row(scheduler: Scheduler, index: int) -> None:
@@ -177,7 +159,6 @@ def name_nothing(scheduler: Scheduler, index: int) -> None:
 AT_ONCE = [
     lose_block,
     leak_reference,
-    free_twice,
     lose_row,
     free_row_twice,
     lose_slot,

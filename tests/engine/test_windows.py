@@ -95,7 +95,7 @@ def test_a_prefix_whose_window_is_gone_is_not_offered(kind: str) -> None:
         block = cache.find(key)
         if place % groups >= full and block is not None and block.ref_count == 0:
             cache.remove(block)
-            engine.scheduler.blocks.pool.reposition(block)
+            engine.scheduler.blocks.pool.place(block)
     assert len({block.block_id for _, block in cache.items()}) < len(known)
     engine.add("b", [*PROMPT, 1, 2], max_tokens=4)
     engine.turn()

@@ -6,9 +6,13 @@ import random
 import time
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from quire.engine.request import Request
 from quire.sampling_params import ResolvedTokens, SamplingParams
@@ -17,39 +21,44 @@ from quire.speculate.ngram import NgramIndex, continuation
 from quire.speculate.prediction import PredictedAnswer
 from quire.speculate.speculator import MAX_GUESSES, Speculator
 from quire.step import ScheduledRequest, Step, StepLogEntry, StepResult
+from tests.long_runs import short_or_long
 
 
-def slow_find(tokens: Sequence[int]) -> tuple[int, int]:
-    """(longest match, its latest place), by comparing every place."""
-    last, best = len(tokens) - 1, (2, -1)
-    for place in range(last):
-        length = 0
+def slow_find(tokens: Sequence[int]) -> int:
+    """By comparing every place: behind the one with most tokens alike, 24 being enough, of the latest six with three;
+    of several the latest."""
+    last, best, longest = len(tokens) - 1, -1, 2
+    places = [place for place in range(2, last) if tokens[place - 2 : place + 1] == tokens[-3:]]
+    for place in places[:-7:-1]:
+        length = 3
         while length < 24 and length <= place and tokens[place - length] == tokens[last - length]:
             length += 1
-        if length >= max(3, best[0]):
-            best = length, place + 1
+        if length > longest:
+            best, longest = place + 1, length
     return best
 
 
 class TestNgrams:
-    @pytest.mark.parametrize("seed", range(30))
-    def test_it_finds_what_a_slow_search_finds(self, seed: int) -> None:
-        rng = random.Random(seed)
+    @given(st.data())
+    @settings(max_examples=short_or_long(60, 2000), deadline=None)
+    @pytest.mark.soak
+    def test_it_finds_what_a_slow_search_finds(self, data: st.DataObject) -> None:
+        """However late and in whatever pieces tokens are taken in, be they indexed or searched as they are."""
         tokens: list[int] = []
-        index = NgramIndex()
-        for _ in range(60):
-            tokens += rng.choices(range(rng.choice([3, 50])), k=rng.randint(1, 4))
-            if rng.random() < 0.3 and len(tokens) > 8:
-                start = rng.randrange(len(tokens) - 6)
-                tokens += tokens[start : start + 6]
-            while not index.extend(tokens, rng.randint(1, 10)):
-                pass
-            found, (length, place) = index.find(tokens), slow_find(tokens)
-            assert (found < 0) == (place < 0)
-            if found >= 0:  # a place as good as any of the latest ones
-                assert tokens[found - 3 : found] == tokens[-3:]
-            if length == 24:
-                assert tokens[found - 3 : found] == tokens[-3:]
+        index, token = NgramIndex(), st.integers(0, data.draw(st.sampled_from([1, 3, 300, 2**31 - 1])))
+        with patch("quire.speculate.ngram._SCANNED", data.draw(st.sampled_from([0, 1, 5, 1024]))):
+            for _ in range(data.draw(st.integers(1, 12))):
+                tokens += data.draw(st.lists(token, min_size=1, max_size=30))
+                start = data.draw(st.integers(0, len(tokens)))
+                tokens += tokens[start : start + data.draw(st.integers(0, 30))]
+                if data.draw(st.booleans()):
+                    place = index.follow(tokens)
+                    assert place < len(tokens)  # and no more than its last token differs
+                    assert place < 0 or tokens[place - 1] == tokens[-1] or tokens[place - 2] == tokens[-2]
+                if data.draw(st.booleans()):
+                    while not index.extend(tokens, data.draw(st.integers(1, 10))):
+                        pass
+                    assert index.find(tokens) == slow_find(tokens)
 
     def test_the_longer_repetition_wins_over_the_later_one(self) -> None:
         tokens = [1, 2, 3, 4, 5, 90, 3, 4, 5, 91, 1, 2, 3, 4, 5]
@@ -70,13 +79,21 @@ class TestNgrams:
         assert index.follow(tokens) == 9
         for changed in ([7], [7, 110], [109, 110, 111, 7]):  # nor two of them, nor one soon after the other
             assert index.follow(tokens + changed) == -1
-        # What was copied is found where it came from, what changed where it stands.
-        tokens += [109, 110, 5, 105, 106, 107]
+        # If it has gone on where it was, behind whatever changed, that is taken up again, and the next change expected.
+        tokens += [7, 7, 111, 112]
+        assert index.follow(tokens) == -1
+        tokens += [113]
+        assert index.follow(tokens) == 14
+        assert index.follow([*tokens, 7]) == 15
+        assert index.follow([*tokens, 7, 7]) == -1
+        tokens += [7, 115, 7]
+        assert index.follow(tokens) == 17
+        # What was copied is found where it stands last, and so is what changed.
+        tokens += [9, 105, 106, 107]
+        assert index.follow(tokens) == -1
         assert index.extend(tokens, 100)
-        assert index.find(tokens) == 8
-        tokens += [7, 109, 110]
-        assert index.extend(tokens, 100)
-        assert tokens[index.find(tokens)] == 5
+        assert tokens[index.find(tokens)] == 7
+        assert index.follow([*tokens, 7, 7, 7, 111]) == 32
 
     def test_what_runs_past_the_end_goes_round(self) -> None:
         assert list(continuation([1, 2, 3, 1, 2, 3], 3, 7)) == [1, 2, 3, 1, 2, 3, 1]
@@ -176,6 +193,67 @@ def requests(count: int, guesses: int) -> tuple[ScheduledRequest, ...]:
 def step_entry(number: int, num_requests: int, guesses: int, seconds: float) -> StepLogEntry:
     step = Step(number, float(number), requests(num_requests, guesses))
     return StepLogEntry(step, StepResult(number, {}), None, float(number) + seconds)
+
+
+class TestPauses:
+    """Nobody asks for guesses while a request pauses."""
+
+    @staticmethod
+    def asked_at(speculator: Speculator, request: Request, steps: int) -> list[int]:
+        """In which of so many steps, each of which brings a token that has never come before."""
+        asked = []
+        request.num_placeholders = 1
+        for step in range(steps):
+            if request.guess_pause:  # as the scheduler does
+                request.guess_pause -= request.guess_pause > 0
+            else:
+                asked.append(step)
+                speculator.guess(request, 5)
+            request.token_ids.append(1000 + len(request.token_ids))
+        return asked
+
+    def test_searches_in_vain_become_rare_where_they_would_add_up(self) -> None:
+        speculator = Speculator(10**6, ngrams=True)
+        for number in range(20):  # 32 requests, steps of a millisecond: one search a step
+            speculator.observe(step_entry(number, 32, 0, 0.001))
+        request = Request("a", (1, 2, 3, 4, 5, 6, 7), SamplingParams(), 0)
+        asked = self.asked_at(speculator, request, 256)
+        pauses = [after - before - 1 for before, after in pairwise(asked)]
+        assert pauses[:3] == [2, 4, 8]
+        assert all(one in (31, 32) for one in pauses[5:])
+        # What repeats itself in the end is noticed, and then the next search in vain comes soon again.
+        request.token_ids += [1, 2, 3]
+        request.guess_pause = 0
+        assert list(speculator.guess(request, 5))[:3] == [4, 5, 6]
+        assert self.asked_at(speculator, request, 8)[:2] == [0, 1]
+        # Whoever comes after requests for which nothing was found is not expected to differ from them.
+        others = [Request(f"r{i}", (1, 2, 3), SamplingParams(), 0) for i in range(40)]
+        assert sum(len(self.asked_at(speculator, other, 64)) for other in others[20:]) < 20 * 4
+
+    def test_there_is_no_pause_where_a_search_costs_next_to_nothing(self) -> None:
+        speculator = Speculator(10**6, ngrams=True)
+        for number in range(20):
+            speculator.observe(step_entry(number, 8, 0, 0.05))
+        assert self.asked_at(speculator, Request("a", (1, 2, 3), SamplingParams(), 0), 50) == list(range(50))
+
+    def test_where_guesses_never_come_nobody_asks_twice(self) -> None:
+        for request in (
+            Request("a", (1,), SamplingParams(speculation=False), 0),
+            Request("a", (1,), SamplingParams(), 0),
+        ):
+            assert self.asked_at(Speculator(10, ngrams=not request.params.speculation), request, 9) == [0]
+
+    @pytest.mark.parametrize("most", [1, 5, 100])
+    def test_a_rest_is_as_long_as_being_told_that_nothing_pays(self, most: int) -> None:
+        costs, plain, resting = StepCosts(), Acceptance(0.0), Acceptance(0.0)
+        costs.share = 0.5
+        expected = [plain.count(costs, MAX_GUESSES) for _ in range(400)]
+        found: list[int] = []
+        while len(found) < 400:
+            found.append(resting.count(costs, MAX_GUESSES))
+            found += [0] * (0 if found[-1] else resting.rest(most))
+        assert found[:400] == expected
+        assert 2 < sum(expected) < 20
 
 
 class TestWhatPays:
