@@ -82,7 +82,10 @@ def test_options_reach_the_engine(opened: list[dict[str, Any]], invoke: Callable
     assert opened[0]["step_log"] == str(tmp_path / "log")
 
 
-@pytest.mark.parametrize("command", ["serve", "chat", "bench throughput", "bench latency", "bench ladder", "plan", "inspect"])
+BY_PLACE = ["serve", "chat", "bench throughput", "bench latency", "bench ladder", "plan", "inspect"]
+
+
+@pytest.mark.parametrize("command", BY_PLACE)
 def test_a_model_is_named_with_or_without_its_option(
     monkeypatch: pytest.MonkeyPatch, invoke: Callable[..., Any], tmp_path: Path, command: str
 ) -> None:
