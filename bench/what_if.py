@@ -37,7 +37,7 @@ from quire.engine import make_requests
 from quire.observe.engine_metrics import derive_metrics
 from quire.observe.measure_costs import costs_of_shapes, measured_costs
 from quire.observe.step_costs import StepCosts
-from quire.observe.step_log import LoggedEngine, StepLog, last_run
+from quire.observe.step_log import LoggedEngine, LoggedModel, StepLog, last_run
 from quire.process.gc_pauses import full_collections_put_off
 from quire.sampling_params import SamplingParams
 from quire.simulate.calibration import Calibration, Calibrator, config_for
@@ -130,7 +130,8 @@ def measure(
     core, vocab_size, is_wall = engine.core, first.spec.vocab_size, options.clock == "wall"
     drive(engine, Clock(is_wall), make_jobs(12, 10.0, vocab_size, seed=2))
     drive(engine, Clock(is_wall), stairs(limits["max_num_seqs"]))
-    about = {"depth": core.depth, "costs": asdict(costs), **asdict(core.scheduler.config)}
+    model = LoggedModel(options.model, "cpu")._asdict()
+    about = {"depth": core.depth, "costs": asdict(costs), "model": model, **asdict(core.scheduler.config)}
     path = None if options.save is None else options.save / f"{changes}{f' again {number}' if number else ''}.jsonl"
     log = StepLog(capacity=10**7, path=path, engine=about)
     core._on_step = log.append
