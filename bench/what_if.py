@@ -46,7 +46,7 @@ from quire.simulate.step_shapes import StepShape, add_seconds
 from quire.simulate.step_times import StepTimes, fit_step_times
 from quire.simulate.what_if import Setting, Summary, parse_changes, predict
 from quire.step import StepLogEntry
-from quire.verify.calibrate import SECONDS
+from quire.verify.calibrate import SECONDS, SHARES
 
 SETTINGS = ("max_num_seqs=2", "max_num_seqs=8", "max_num_seqs=8,max_batched_tokens=32")
 LIMITS = {"max_num_seqs": 8, "max_batched_tokens": 512}
@@ -239,10 +239,18 @@ def tell(found: Calibration) -> None:
     )
 
 
-def compare(changes: str, runs: dict[str, Measured], times: StepTimes, all_off: list[Off]) -> dict[StepShape, float]:
-    """What is predicted from a log with all settings; seconds of steps of sizes that `times` do not know."""
-    log, columns = runs[changes], []
+def unknown(log: Measured, runs: dict[str, Measured], times: StepTimes) -> dict[StepShape, float]:
+    """Seconds of steps of sizes that `times` do not know, of all settings that lead to many."""
     outside: dict[StepShape, float] = {}
+    for other in runs:
+        found = predict(recorded_requests(log.entries), parse_changes(told(other), log.setting), times)
+        outside = add_seconds(outside, found.outside) if found.is_outside else outside
+    return outside
+
+
+def compare(changes: str, runs: dict[str, Measured], times: StepTimes, all_off: list[Off]) -> None:
+    """What is predicted from a log with all settings."""
+    log, columns = runs[changes], []
     for other, measured in runs.items():
         found = predict(recorded_requests(log.entries), parse_changes(told(other), log.setting), times)
         off = {name: value / measured.mean(name) - 1 for name, value in figures(found.run).items()}
@@ -252,12 +260,9 @@ def compare(changes: str, runs: dict[str, Measured], times: StepTimes, all_off: 
             if name != THROUGHPUT:
                 is_in_range = any(0.97 * low[name] <= run[name] <= 1.03 * high[name] for run in measured.runs)
                 all_off.append(Off(abs(off[name]), is_in_range))
-        if found.is_outside:
-            outside = add_seconds(outside, found.outside)
         print(f"{other}: {found.share_outside:.1%} of the time is in steps of sizes that were not measured")
     print(f"\nfrom the log of {changes} (steps held out: {times.quality.median_error:.1%} off in the median)")
     print_table(columns)
-    return outside
 
 
 def main() -> None:
@@ -287,17 +292,16 @@ def main() -> None:
     all_off: dict[str, list[Off]] = {"the log alone": []} | ({"steps measured": []} if options.calibrate else {})
     for changes, log in runs.items():
         times = fit_step_times(log.entries, costs)
-        outside = compare(changes, runs, times, all_off["the log alone"])
+        compare(changes, runs, times, all_off["the log alone"])
+        outside = unknown(log, runs, times)
         if first is not None and options.calibrate:
             if outside:
                 calibrator = calibrator_for(first, log, runs, options)
                 with full_collections_put_off():
-                    found = calibrator.calibrate(outside, 0.6 * SECONDS)
-                    tell(found)
-                    again = compare(changes, runs, found.times, [])
-                    if again:
-                        found = calibrator.calibrate(again, 0.4 * SECONDS)
-                        tell(found)
+                    found = calibrator.calibrate(outside, SHARES[0] * SECONDS)
+                    outside = unknown(log, runs, found.times)
+                    found = calibrator.calibrate(outside, SHARES[1] * SECONDS) if outside else found
+                tell(found)
                 compare(changes, runs, found.times, all_off["steps measured"])
             else:
                 all_off["steps measured"] += all_off["the log alone"][-len(runs) * 2 * len(FIGURES) :]

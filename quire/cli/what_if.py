@@ -26,8 +26,6 @@ from quire.step import StepLogEntry
 
 _TIMES = {"ttft": "time to first token", "per_token": "time per token", "latency": "latency"}
 _WHICH = ("median", "p95")
-_SHARES = (0.6, 0.4)
-"""Of the time to measure steps in, the first time and the second."""
 
 
 class _Played:
@@ -89,7 +87,7 @@ def _calibrate(
     chosen: Mapping[str, Any],
 ) -> str:
     """Measures steps and plays again; why that could not be done, if so."""
-    from quire.verify.calibrate import SECONDS, model_of, open_calibrator
+    from quire.verify.calibrate import SECONDS, SHARES, model_of, open_calibrator
 
     known = played.times.seen
     try:
@@ -97,7 +95,7 @@ def _calibrate(
         say(f"Measuring steps of sizes that the log does not have, on {name} (at most {SECONDS:.0f} s)")
         settings = [one.config for one in played.settings.values()]
         calibrator = open_calibrator(model, engine, entries, settings, chosen)
-        for share in _SHARES:  # what was measured may lead to other sizes again
+        for share in SHARES:  # what was measured may lead to other sizes again
             with TimeBar("Measuring steps", share * SECONDS) as bar:
                 show = partial(_show, bar, share * SECONDS)
                 found = played.calibration = calibrator.calibrate(played.outside, share * SECONDS, show)

@@ -16,6 +16,8 @@ from quire.verify.replay import open_engine
 
 SECONDS = 10.0
 """Spent at most, loading not counted."""
+SHARES = (0.6, 0.4)
+"""Of them, the first time and the second: what was measured may lead to other sizes again."""
 
 
 def model_of(logged: LoggedEngine, model: str | None, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
