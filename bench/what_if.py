@@ -235,7 +235,7 @@ def calibrator_for(first: Engine, log: Measured, runs: dict[str, Measured], opti
 def tell(found: Calibration) -> None:
     print(
         f"\nmeasured {found.steps} steps of {found.sizes} sizes in {found.seconds:.1f} s; steps of the log's sizes "
-        f"take {found.speed:.3f} times what they took, the fit is {found.error:.1%} off"
+        f"take {found.speed:.3f} times what they took, the others are known to {found.error:.1%}"
     )
 
 

@@ -109,8 +109,8 @@ def _calibrate(
     played.notes.append(
         f"Steps of sizes that the log does not have (up to {most.most_tokens:,} tokens and {most.most_requests:,} "
         f"requests in one; the log: {known.most_tokens:,} and {known.most_requests:,}) were measured on {found.model}: "
-        f"{found.sizes} sizes in {found.seconds:.1f} s. The fit is {found.error:.1%} off there; steps of the log's "
-        f"sizes take {found.speed:.2f} times as long here as in the log, which is allowed for."
+        f"{found.sizes} sizes in {found.seconds:.1f} s, to within about {found.error:.0%}. Steps of the log's sizes "
+        f"take {found.speed:.2f} times as long here as in the log, which is allowed for."
     )
     return ""
 
@@ -135,7 +135,8 @@ def _warnings(title: str, found: Prediction, times: StepTimes, why: str) -> list
         for name, index, low, high in found.uncertain()
     ]
     if uncertain:
-        cause = "were these as far off, and others 2%" if found.is_outside else "were all steps 2% shorter or longer"
+        is_far = found.is_outside or times.is_calibrated
+        cause = "were all steps 2% shorter or longer" + (", or those that the log does not have as far off" * is_far)
         notes.append(f"{title}: {cause}: {'; '.join(uncertain)}.")
     return notes
 

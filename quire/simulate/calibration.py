@@ -47,7 +47,8 @@ class Calibration:
     speed: float
     """How long steps of the log's sizes took, over what the log says."""
     error: float
-    """How far the fit is off from the others, in the median."""
+    """By how much the others may be off: what the fit differs from them by, in the median, and how far apart the
+    log's sizes are in `speed`."""
 
 
 def config_for(settings: Sequence[SchedulerConfig]) -> SchedulerConfig:
@@ -135,6 +136,8 @@ class Calibrator:
         others = [TimedStep(one.step, one.seconds / speeds[_nearest(shape, speeds)]) for shape, one in outside.items()]
         fitted = fit_step_times(self._entries, self._costs, others=others)
         error = median(abs(fitted.expected(one.step) / one.seconds - 1) for one in others)
+        error += (max(speeds.values()) / min(speeds.values()) - 1) / 2
+        fitted.outside_of(times, error)
         steps = sum(StepShape.of(one.step) in outside for one in measured)
         return Calibration(fitted, self._model, steps, len(outside), self._spent, speed, error)
 

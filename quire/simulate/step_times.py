@@ -94,6 +94,7 @@ class StepTimes:
         quality: FitQuality | None = None,
     ) -> None:
         """`seen`: the sizes of the steps that were measured."""
+        self._inner: tuple[StepTimes, float] | None = None
         self._weights = weights
         self._costs = costs
         fitted = inputs @ weights
@@ -113,13 +114,26 @@ class StepTimes:
         return self._quality
 
     @property
+    def is_calibrated(self) -> bool:
+        return self._inner is not None
+
+    @property
     def far_error(self) -> float:
         """By how much a step may be off that is twice as large as any that was measured."""
         known = None if self._quality is None else self._quality.beyond_error
         return _FAR_ERROR if known is None else known
 
+    def outside_of(self, log: StepTimes, error: float) -> StepTimes:
+        """These for steps of sizes that the log does not have, off by about `error`, and the log's own for all others:
+        a measurement beside other work must not make those worse."""
+        self._inner = log, error
+        return self
+
     def expected(self, step: Step) -> float:
         """As steps that are about as long were, in the median."""
+        inner = self._inner
+        if inner is not None and not inner[0].seen.distance(StepShape.of(step)):
+            return inner[0].expected(step)
         return self.expected_of(features(step, self._costs))
 
     def expected_of(self, given: Sequence[float]) -> float:
@@ -129,12 +143,16 @@ class StepTimes:
 
     def draw(self, step: Step) -> float:
         """With the noise of one of the steps that are about as long."""
-        fitted = float(np.dot(self._weights, features(step, self._costs)))
-        seconds = fitted * self._scale * self._source.choice(self._near(fitted))
-        shape = StepShape.of(step)
+        shape, fit, error = StepShape.of(step), self, 0.0
         distance = self.seen.distance(shape)
         if distance:
-            seconds *= (1 + self.far_error) ** (self._far * distance)
+            error = (1 + self.far_error) ** distance - 1
+        elif self._inner is not None:
+            log, known = self._inner
+            fit, error = (self, known) if log.seen.distance(shape) else (log, 0.0)
+        fitted = float(np.dot(fit._weights, features(step, self._costs)))
+        seconds = fitted * self._scale * self._source.choice(fit._near(fitted)) * math.pow(1 + error, self._far)
+        if distance:
             self.outside[shape] = self.outside.get(shape, 0.0) + seconds
             self.tokens_outside += shape.tokens
         self.seconds += seconds
@@ -142,8 +160,8 @@ class StepTimes:
         return seconds
 
     def restart(self, seed: int = 0, scale: float = 1.0, far: float = 0.0) -> None:
-        """Noise from the beginning; with a `scale` all steps are so many times as long. Those outside of what was
-        measured are as much longer (`far` 1) or shorter (-1) as they may be off."""
+        """Noise from the beginning; with a `scale` all steps are so many times as long. Those of sizes that the log
+        does not have are as much longer (`far` 1) or shorter (-1) as they may be off."""
         self._source, self._scale, self._far = random.Random(seed), scale, far
         self.seconds, self.tokens = 0.0, 0
         """Of the steps drawn since."""

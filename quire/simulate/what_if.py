@@ -111,7 +111,7 @@ class Prediction:
     """The median of each figure."""
     low: Summary
     high: Summary
-    """Those of all plays, and of two more in which steps outside of what was measured are much longer or shorter."""
+    """Those of all plays, and of two more in which steps of sizes that the log does not have are longer or shorter."""
     refused: int
     """Requests that could never have run with these settings."""
     outside: Mapping[StepShape, float]
@@ -154,8 +154,9 @@ def predict(requests: Sequence[RecordedRequest], setting: Setting, times: StepTi
             tokens = times.tokens_outside / max(times.tokens, 1)
         if sum(run.steps for run in runs) * (len(runs) + 1) / len(runs) > _STEPS_PLAYED:
             break
-    # And if the steps that nobody has measured are as far off as they may be.
-    ends = [*runs, *(once(1.0, far) for far in (1.0, -1.0) if max(share, tokens) > _OUTSIDE)]
+    # And if the steps that the log does not have are as far off as they may be.
+    is_far = times.is_calibrated or max(share, tokens) > _OUTSIDE
+    ends = [*runs, *(once(1.0, far) for far in (1.0, -1.0) if is_far)]
     low, high = Summary.over(ends, min), Summary.over(ends, max)
     return Prediction(Summary.over(runs, median_low), low, high, refused, outside, share, tokens)
 
