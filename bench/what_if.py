@@ -52,15 +52,18 @@ SETTINGS = ("max_num_seqs=2", "max_num_seqs=8", "max_num_seqs=8,max_batched_toke
 LIMITS = {"max_num_seqs": 8, "max_batched_tokens": 512}
 LONGEST = 512
 FIGURES = (("ttft", "time to first token"), ("per_token", "time per token"), ("latency", "latency"))
+WHICH = ("median", "p95")
 THROUGHPUT = "answer tokens/s"
 """Shown, but not counted: below its limit an engine answers as much as it is asked."""
 GOAL = 0.10
 
 
 class Off(NamedTuple):
-    """By what part a figure is off, and whether a measured run lies between its lowest and highest play."""
+    """By what part a figure is off; whether what-if calls it uncertain (a line below the table of `quire replay` gives
+    its range); and whether a measured run lies in that range."""
 
     part: float
+    is_uncertain: bool
     is_in_range: bool
 
 
@@ -144,7 +147,7 @@ def figures(run: Summary) -> dict[str, float]:
     """What is compared."""
     found = {}
     for name, title in FIGURES:
-        for index, which in enumerate(("median", "p95")):
+        for index, which in enumerate(WHICH):
             found[f"{title}, {which}"] = getattr(run, name)[index]
     found[THROUGHPUT] = run.tokens_per_second
     return found
@@ -239,6 +242,10 @@ def tell(found: Calibration) -> None:
     )
 
 
+def within(all_off: Sequence[Off]) -> int:
+    return sum(one.part <= GOAL for one in all_off)
+
+
 def unknown(log: Measured, runs: dict[str, Measured], times: StepTimes) -> dict[StepShape, float]:
     """Seconds of steps of sizes that `times` do not know, of all settings that lead to many."""
     outside: dict[StepShape, float] = {}
@@ -256,10 +263,12 @@ def compare(changes: str, runs: dict[str, Measured], times: StepTimes, all_off: 
         off = {name: value / measured.mean(name) - 1 for name, value in figures(found.run).items()}
         columns.append(("replayed" if other == changes else other, off, measured))
         low, high = figures(found.low), figures(found.high)
-        for name in off:
-            if name != THROUGHPUT:
-                is_in_range = any(0.97 * low[name] <= run[name] <= 1.03 * high[name] for run in measured.runs)
-                all_off.append(Off(abs(off[name]), is_in_range))
+        doubtful = {(name, index) for name, index, _, _ in found.uncertain()}
+        for kind, title in FIGURES:
+            for index, which in enumerate(WHICH):
+                name = f"{title}, {which}"
+                is_in_range = any(low[name] <= run[name] <= high[name] for run in measured.runs)
+                all_off.append(Off(abs(off[name]), (kind, index) in doubtful, is_in_range))
         print(f"{other}: {found.share_outside:.1%} of the time is in steps of sizes that were not measured")
     print(f"\nfrom the log of {changes} (steps held out: {times.quality.median_error:.1%} off in the median)")
     print_table(columns)
@@ -307,11 +316,12 @@ def main() -> None:
                 all_off["steps measured"] += all_off["the log alone"][-len(runs) * 2 * len(FIGURES) :]
     print()
     for how, off in all_off.items():
-        beyond = [one for one in off if one.part > GOAL]
-        warned = sum(one.is_in_range for one in beyond)
+        certain = [one for one in off if not one.is_uncertain]
+        doubtful = [one for one in off if one.is_uncertain]
         print(
-            f"{how}: {len(off) - len(beyond)} of {len(off)} figures are within {GOAL:.0%}, the worst is "
-            f"{max(off).part:.1%} off; of the others, {warned} are in the range that what-if gives"
+            f"{how}: {within(off)} of {len(off)} figures are within {GOAL:.0%}, the worst is {max(off).part:.1%} off; "
+            f"of those that what-if does not call uncertain {within(certain)} of {len(certain)}; of the "
+            f"{len(doubtful)} others, {sum(one.is_in_range for one in doubtful)} were measured in the range it gives"
         )
     spread = max(measured.spread(name) for measured in runs.values() for name in measured.runs[0])
     print(f"two runs of the same setting differ by up to {spread:.1%} (in brackets)")

@@ -136,7 +136,7 @@ def _warnings(title: str, found: Prediction, times: StepTimes, why: str) -> list
     ]
     if uncertain:
         is_far = found.is_outside or times.is_calibrated
-        cause = "were all steps 2% shorter or longer" + (", or those that the log does not have as far off" * is_far)
+        cause = "were all steps 3% shorter or longer" + (", or those that the log does not have as far off" * is_far)
         notes.append(f"{title}: {cause}: {'; '.join(uncertain)}.")
     return notes
 

@@ -21,11 +21,14 @@ _CHANGES = ("max_num_seqs", "max_batched_tokens", "max_model_len", "num_blocks",
 _MOST_STEPS = 5_000_000
 _SCALES = (1.0, 1.02, 0.98, 1.01, 0.99)
 """Of step times, in turn: by so much a fit is off, and near an engine's limit it becomes much more in the queue."""
+_ENDS = ((1.03, 1.0), (0.97, -1.0))
+"""Of two more plays for the range of each figure: what all are multiplied with, and by which part of what they may be
+off those are longer whose sizes the log does not have."""
 _STEPS_PLAYED = 200_000
 """Fewer plays of a log that long: they take 0.1 s per thousand steps."""
 _OUTSIDE = 0.01
 """Of a setting's time or tokens: less in steps of sizes that the log does not have is nothing to measure or say."""
-_UNCERTAIN = 0.1
+_UNCERTAIN = 0.15
 """Between the lowest and the highest of a figure: then they are said."""
 
 
@@ -111,7 +114,7 @@ class Prediction:
     """The median of each figure."""
     low: Summary
     high: Summary
-    """Those of all plays, and of two more in which steps of sizes that the log does not have are longer or shorter."""
+    """Those of all plays, and of two more in which steps are as much longer and shorter as they may be off."""
     refused: int
     """Requests that could never have run with these settings."""
     outside: Mapping[StepShape, float]
@@ -154,9 +157,8 @@ def predict(requests: Sequence[RecordedRequest], setting: Setting, times: StepTi
             tokens = times.tokens_outside / max(times.tokens, 1)
         if sum(run.steps for run in runs) * (len(runs) + 1) / len(runs) > _STEPS_PLAYED:
             break
-    # And if the steps that the log does not have are as far off as they may be.
-    is_far = times.is_calibrated or max(share, tokens) > _OUTSIDE
-    ends = [*runs, *(once(1.0, far) for far in (1.0, -1.0) if is_far)]
+    # And with all steps as far off as they may be, those that the log does not have, too.
+    ends = [*runs, *(once(scale, far) for scale, far in _ENDS)]
     low, high = Summary.over(ends, min), Summary.over(ends, max)
     return Prediction(Summary.over(runs, median_low), low, high, refused, outside, share, tokens)
 

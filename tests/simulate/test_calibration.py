@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 
@@ -40,23 +41,30 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> list[StepLogEntry]:
 
 
 class Engine:
-    """Takes `slower` times as long as the log's."""
+    """Takes `slower` times as long as the log's; with up to `depth` steps in flight, as on a GPU."""
 
-    def __init__(self, config: SchedulerConfig, slower: float = 1.0) -> None:
-        self.now, self._slower = 0.0, slower
+    def __init__(self, config: SchedulerConfig, slower: float = 1.0, depth: int = 1) -> None:
+        self.now, self._free_at, self._slower = 0.0, 0.0, slower
         self.heard: list[StepLogEntry] = []
-        self.core = EngineCore(Scheduler(config), self, 1, self.heard.append, lambda: self.now)
+        self.core = EngineCore(Scheduler(config), self, depth, self.heard.append, lambda: self.now)
 
-    def submit(self, step: Step) -> Engine:
-        self.now += self._slower * gpu_seconds(step)
-        self._result = StepResult(step.step_id, {one.request_id: (7,) for one in step.scheduled if one.samples})
-        return self
-
-    def result(self) -> StepResult:
-        return self._result
+    def submit(self, step: Step) -> Submitted:
+        self._free_at = max(self._free_at, self.now) + self._slower * gpu_seconds(step)
+        tokens = {one.request_id: (7,) for one in step.scheduled if one.samples}
+        return Submitted(self, self._free_at, StepResult(step.step_id, tokens))
 
     def calibrator(self, entries: list[StepLogEntry]) -> Calibrator:
         return Calibrator(self.core, self.heard, 50, "fake", LoggedEngine(1, SMALL), entries)
+
+
+class Submitted(NamedTuple):
+    engine: Engine
+    ready: float
+    value: StepResult
+
+    def result(self) -> StepResult:
+        self.engine.now = max(self.engine.now, self.ready)
+        return self.value
 
 
 def test_from_small_steps_to_whole_prompts(small_steps: list[StepLogEntry]) -> None:
@@ -71,7 +79,7 @@ def test_from_small_steps_to_whole_prompts(small_steps: list[StepLogEntry]) -> N
     assert blind.share_outside < 0.1 < blind.tokens_outside  # they seem to take no time
     assert blind.is_outside
     assert measured.per_token[1] > 1.2 * blind.run.per_token[1]
-    engine = Engine(config_for([SMALL, setting.config]), slower=1.4)
+    engine = Engine(config_for([SMALL, setting.config]), slower=1.4, depth=2)
     calibrator = engine.calibrator(small_steps)
     done: list[float] = []
     found = calibrator.calibrate(blind.outside, 60.0, done.append)
