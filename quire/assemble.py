@@ -20,7 +20,7 @@ from quire.load import Share, load_model, scheduler_config
 from quire.models.decoder import Decoder
 from quire.models.load import Progress
 from quire.models.spec import ModelSpec
-from quire.observe.measure_costs import known_costs
+from quire.observe.measure_costs import about_model
 from quire.observe.step_log import StepLog
 from quire.runner.device import pick_device, use_own_cores
 from quire.runner.memory import CachePlan
@@ -117,7 +117,8 @@ def assemble(
     # The host prepares a step while the device computes another, unless there is drafting in between.
     depth = 2 if device.type == "cuda" and draft is None else 1
     whole = decoder.spec if spec is None else spec
-    about = {"depth": depth, **known_costs(whole, decoder if path and ranks is None else None), **asdict(scheduling)}
+    about = about_model(name, config, whole, decoder, path is not None and ranks is None)
+    about |= {"depth": depth, **asdict(scheduling)}
     step_log = StepLog(path=path, listeners=(*listeners, speculator.observe), engine=about)
     core = EngineCore(
         Scheduler(

@@ -48,7 +48,7 @@ _SETTABLE = {
 
 @with_groups
 def chat(
-    model: options.Model = options.DEFAULT_MODEL,
+    model: options.ModelByPlace = options.DEFAULT_MODEL,
     prompt: Annotated[
         str | None, Option("--prompt", "-p", metavar="TEXT", help="The first message; then it is your turn.")
     ] = None,
@@ -62,7 +62,7 @@ def chat(
 
     \b
     quire chat
-    quire chat --model Qwen/Qwen3-0.6B --system "Answer in one sentence."
+    quire chat Qwen/Qwen3-0.6B --system "Answer in one sentence."
     quire chat --prompt "Tell me a story." --temperature 1 --stop "The end"
     """
     params = sampling.params()

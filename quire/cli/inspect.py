@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
 from rich.table import Table
-from typer import Argument, Exit, Option
+from typer import Exit, Option
 
 from quire.cli import options
+from quire.cli.option_groups import with_groups
 from quire.errors import InvalidRequestError
 from quire.frontend.progress import ModelBars
 
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 _TEMPLATE_LINES = 8
 
 
+@with_groups
 def inspect(
-    model: Annotated[str, Argument(metavar="MODEL", help="An alias, a folder, a .gguf file or a Hugging Face id.")],
+    model: options.ModelByPlace = options.DEFAULT_MODEL,
     all_tensors: Annotated[bool, Option("--all", help="Every tensor, not one line for those alike in all layers.")] = (
         False
     ),

@@ -14,12 +14,29 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
 import typer
-from typer import Option
+from typer import Argument, Option
 from typer.models import OptionInfo
 
 from quire.cli.toml import check_value, format_value
 from quire.errors import InvalidRequestError
 from quire.frontend.settings_file import SettingsFile, read_settings
+
+MODEL_HELP = "An alias (smollm2), a folder, a .gguf file or a Hugging Face id (org/name)."
+_ARGUMENT = "model_argument"
+
+
+class ByPlace:
+    """Marks an option that may also be given without its name, as the command's argument: `quire serve MODEL`."""
+
+    def __init__(self, help: str = MODEL_HELP) -> None:
+        self.argument = Annotated[str | None, Argument(metavar="[MODEL]", help=help)]
+
+
+def chosen_model(argument: str | None, option: str | None) -> str | None:
+    """The model that a command is about, named in one way, the other, or both alike."""
+    if argument is not None and option is not None and argument != option:
+        raise InvalidRequestError("--model", f"names {option}, the command {argument}: leave one of the two out")
+    return option if argument is None else argument
 
 
 @dataclass(frozen=True)
@@ -60,7 +77,8 @@ class FileOptions(OptionGroup):
 
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """A command for typer out of one that takes groups: their options become its own."""
+    """A command for typer out of one that takes groups: their options become its own. A model that is marked so
+    (`ByPlace`) may be named without `--model`."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, type[OptionGroup]] = {}
     parameters = {
@@ -68,6 +86,11 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
     }
     for name, parameter in inspect.signature(command).parameters.items():
         kind = hints[name]
+        for mark in getattr(kind, "__metadata__", ()):
+            if isinstance(mark, ByPlace):
+                parameters[_ARGUMENT] = inspect.Parameter(
+                    _ARGUMENT, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=mark.argument
+                )
         if isinstance(kind, type) and issubclass(kind, OptionGroup):
             groups[name] = kind
             for option, one in kind.options().items():
@@ -79,6 +102,10 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(context: typer.Context, **values: Any) -> None:
         given = {name for name in values if _is_given(context, name)}
+        argument = values.pop(_ARGUMENT, None)
+        if argument is not None:
+            values["model"] = chosen_model(argument, values["model"] if "model" in given else None)
+            given.add("model")
         path: Path | None = values.get("config")
         file = SettingsFile() if path is None else read_settings(path)
         if file.model is not None and "model" in values and "model" not in given:

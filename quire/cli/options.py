@@ -11,19 +11,16 @@ from typing import Annotated, Any, ClassVar
 
 from typer import Option
 
-from quire.cli.option_groups import OptionGroup
+from quire.cli.option_groups import MODEL_HELP, ByPlace, OptionGroup
 from quire.config import EngineConfig
 from quire.errors import InvalidRequestError
 from quire.sampling_params import SamplingParams, StructuredOutput
 
 DEFAULT_MODEL = "smollm2"
 
-Model = Annotated[
-    str,
-    Option(
-        "--model", "-m", metavar="M", help="An alias (smollm2), a folder, a .gguf file or a Hugging Face id (org/name)."
-    ),
-]
+Model = Annotated[str, Option("--model", "-m", metavar="M", help=MODEL_HELP)]
+ModelByPlace = Annotated[str, Option("--model", "-m", metavar="M", help="Another way to name it."), ByPlace()]
+"""For commands whose one argument is the model: with `with_groups`."""
 MaxTokens = Annotated[int, Option("--max-tokens", "-n", metavar="N", help="At most this many new tokens.")]
 Temperature = Annotated[float, Option(metavar="T", help="0 always takes the most likely token; higher is more varied.")]
 TopK = Annotated[int, Option(metavar="K", help="Choose among the K most likely tokens; 0: all.")]

@@ -9,15 +9,16 @@ import typer
 from typer import Option
 
 from quire.cli import options
+from quire.cli.option_groups import ByPlace, with_groups
 from quire.errors import InvalidRequestError
 
 
+@with_groups
 def plan(
     model: Annotated[
         str,
-        Option(
-            "--model", "-m", metavar="M", help="A config.json, a folder with one, a .gguf file or a model that is here."
-        ),
+        Option("--model", "-m", metavar="M", help="Another way to name it."),
+        ByPlace("A config.json, a folder with one, a .gguf file or a model that is here."),
     ] = options.DEFAULT_MODEL,
     gpu: Annotated[
         str | None, Option(metavar="NAME", help="h200, h100, b200, a100, l40s, l4, rtx4090, rtx3090; default: here.")
@@ -36,10 +37,10 @@ def plan(
     there: a config.json is enough. The exit status is 1 if it does not fit, or the rate is too high.
 
     \b
-    quire plan --model smollm2
-    quire plan --model Qwen3-8B/config.json --gpu h200 --input 2000 --output 500 --rate 5 --ttft 0.5
+    quire plan smollm2
+    quire plan Qwen3-8B/config.json --gpu h200 --input 2000 --output 500 --rate 5 --ttft 0.5
     quire plan --model config.json --gpu l4 --gpus 4 --json
-    quire plan --model Qwen3-32B/config.json --gpu h100 --gpus 4 --tensor-parallel-size 2
+    quire plan Qwen3-32B/config.json --gpu h100 --gpus 4 --tensor-parallel-size 2
     """
     from quire.plan.devices import named_device, this_device
     from quire.plan.estimate import Load, estimate, forms_of, open_planned, serve

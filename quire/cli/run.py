@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os.path
 import sys
 import time
 from collections.abc import Sequence
@@ -59,6 +60,7 @@ def run(
     quire run "Summarise this: $(cat book.txt)" --device cpu --kv-cache-dtype int8
     echo "Summarise this: ..." | quire run
     """
+    _refuse_a_model(prompts or [], model)
     texts = _collect_prompts([*(prompts or []), *(prompt or [])], file)
     each = _with_priorities(sampling.params(), priority or [], len(texts))
     if raw and system is not None:
@@ -178,6 +180,18 @@ def details(outputs: Sequence[RequestOutput]) -> str:
     share = f"{accepted / drafted:.0%} of them right" if drafted else "speculation is off, or nothing could be guessed"
     per_step = f", {new / max(new - accepted, 1):.2f} tokens per step of a request" if accepted else ""
     return f"{drafted} tokens guessed, {share}{per_step}; {cached} prompt tokens from the cache"
+
+
+def _refuse_a_model(prompts: list[str], model: str) -> None:
+    """For whoever is used to `ollama run MODEL PROMPT`: the model would be taken for the first prompt."""
+    from quire.checkpoints.download import ALIASES
+
+    first = prompts[0] if prompts else ""
+    is_file = first.endswith(".gguf") or os.path.isfile(os.path.join(first, "config.json"))
+    if model == options.DEFAULT_MODEL and first and (first in ALIASES or is_file):
+        raise InvalidRequestError(
+            "PROMPT", f'{first} is a model: quire run "…" --model {first} (as a prompt: --prompt {first})'
+        )
 
 
 def _collect_prompts(given: list[str], file: Path | None) -> list[str]:

@@ -125,7 +125,7 @@ class ServerOptions(OptionGroup):
 
 @with_groups
 def serve(
-    model: options.Model = options.DEFAULT_MODEL,
+    model: options.ModelByPlace = options.DEFAULT_MODEL,
     server: ServerOptions = ServerOptions(),  # noqa: B008
     engine: options.EngineOptions = options.EngineOptions(),  # noqa: B008
     settings: FileOptions = FileOptions(),  # noqa: B008
@@ -134,11 +134,11 @@ def serve(
 
     \b
     quire serve
-    quire serve --model Qwen/Qwen3-0.6B --port 8080 --api-key secret
+    quire serve Qwen/Qwen3-0.6B --port 8080 --api-key secret
     quire serve --print-config > quire.toml && quire serve --config quire.toml
     quire serve --model Qwen/Qwen3-0.6B --device cpu --quantization int4 --kv-cache-dtype int8
-    quire serve --model Qwen/Qwen3-32B --tensor-parallel-size 4 --batches ./batches --http-workers 4
-    quire serve --model Qwen/Qwen3-8B --replicas 4
+    quire serve Qwen/Qwen3-32B --tensor-parallel-size 4 --batches ./batches --http-workers 4
+    quire serve Qwen/Qwen3-8B --replicas 4
     curl localhost:8000/v1/chat/completions -H 'content-type: application/json' \\
          -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
     """

@@ -9,15 +9,13 @@ import typer
 from typer import Argument, Option
 
 from quire.cli import options
+from quire.cli.option_groups import MODEL_HELP, chosen_model
 from quire.errors import InvalidRequestError
 from quire.frontend.progress import TimeBar
 
 
 def verify(
-    model: Annotated[
-        str | None,
-        Argument(metavar="[MODEL]", help="An alias (smollm2), a folder, a .gguf file or a Hugging Face id (org/name)."),
-    ] = None,
+    model: Annotated[str | None, Argument(metavar="[MODEL]", help=MODEL_HELP)] = None,
     seconds: Annotated[float, Option(metavar="S", min=1.0, help="How long to try, loading not counted.")] = 60.0,
     seed: Annotated[int, Option(metavar="S", min=0, max=2**31, help="Another seed draws other requests.")] = 0,
     device: options.Device = "auto",
@@ -31,7 +29,7 @@ def verify(
         str | None, Option("--url", metavar="URL", help="Try a server with OpenAI's API instead, from outside.")
     ] = None,
     served: Annotated[
-        str | None, Option("--model", "-m", metavar="M", help="With --url: the model's name there; default: its first.")
+        str | None, Option("--model", "-m", metavar="M", help="Another way to name it; with --url: its name there.")
     ] = None,
     api_key: Annotated[
         str | None, Option(metavar="KEY", help="With --url; default: the variable OPENAI_API_KEY.")
@@ -64,10 +62,8 @@ def verify(
         from quire.verify.check import verify as check
         from quire.verify.engines import Model
 
-        if served is not None and model is not None:
-            raise InvalidRequestError("--model", "names the model a second time: leave one out")
         loaded = Model(
-            model or served or options.DEFAULT_MODEL,
+            chosen_model(model, served) or options.DEFAULT_MODEL,
             device=device, dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype,
         )  # fmt: skip
         loaded.num_devices = devices

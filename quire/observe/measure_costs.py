@@ -6,18 +6,22 @@ What counts is how few and many rows compare, so the clock is the processor's: i
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import accumulate
+from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
 import torch
 
+from quire.config import EngineConfig
 from quire.kernels.ops import PagedBatch
 from quire.models.decoder import Batch, Decoder
 from quire.models.spec import MlpSpec, ModelSpec
 from quire.observe.step_costs import StepCosts
+from quire.observe.step_log import LoggedModel
 from quire.runner.kv_cache import KVCache
 
 _ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 16)
@@ -27,10 +31,16 @@ _SECONDS = 0.4
 """For the layers, and about as long for the head; of a large model a few layers stand for all."""
 
 
-def known_costs(spec: ModelSpec, decoder: Decoder | None) -> dict[str, Any]:
-    """What a log says of a model's rows (`LoggedEngine.costs`); measured, if there is a decoder of all of it."""
+def about_model(
+    name: str, config: EngineConfig, spec: ModelSpec, decoder: Decoder, is_measured: bool
+) -> dict[str, Any]:
+    """What a log says of a model (`LoggedEngine.model`) and of its rows (`.costs`); these are measured if there is a
+    file to write that to and the decoder is that of all of the model."""
     costs = costs_of_shapes(spec)
-    return {"costs": asdict(costs if decoder is None else measured_costs(decoder, costs))}
+    where = str(Path(name).absolute()) if os.path.exists(name) else name
+    asked = {one: getattr(config, one) for one in LoggedModel._fields if hasattr(config, one)}
+    model = LoggedModel(**asked | {"name": where, "device": decoder.device.type})
+    return {"costs": asdict(measured_costs(decoder, costs) if is_measured else costs), "model": model._asdict()}
 
 
 @torch.inference_mode()

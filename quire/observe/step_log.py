@@ -37,6 +37,19 @@ _DEFAULT_PARAMS = SamplingParams()
 _T = TypeVar("_T")
 
 
+class LoggedModel(NamedTuple):
+    """The model that an engine computed with, and how."""
+
+    name: str
+    """As it was asked for; of a file or folder, where it was."""
+    device: str
+    """`cpu` or `cuda`."""
+    dtype: str = "auto"
+    quantization: str = "auto"
+    kv_cache_dtype: str = "auto"
+    tensor_parallel_size: int = 1
+
+
 class LoggedEngine(NamedTuple):
     """The settings of the engine that wrote a log."""
 
@@ -44,6 +57,8 @@ class LoggedEngine(NamedTuple):
     config: SchedulerConfig
     costs: StepCosts = StepCosts()
     """Of the rows of its steps."""
+    model: LoggedModel | None = None
+    """Older logs don't say it."""
 
 
 class StepLog:
@@ -159,7 +174,9 @@ def last_run(path: Path) -> tuple[list[StepLogEntry], LoggedEngine | None]:
     settings = dict(found)
     depth, share = settings.pop("depth"), settings.pop("head_share", 0.0)  # which older ones have
     costs = _build(StepCosts, settings.pop("costs", {"head_share": share}))
-    return entries[first:], LoggedEngine(depth, SchedulerConfig(**settings), costs)
+    named = settings.pop("model", None)
+    model = None if named is None else _build(LoggedModel, named)
+    return entries[first:], LoggedEngine(depth, SchedulerConfig(**settings), costs, model)
 
 
 def encode_entry(entry: StepLogEntry, engine: Mapping[str, Any] | None = None) -> str:

@@ -23,6 +23,8 @@ _RESERVED = 2**30
 """Of a GPU's memory: its driver's and torch's own."""
 _OUT, _IN, _COPIES = 4096, 1024, 8
 """Of the matrices that are measured on a CPU."""
+_TRIES = 12
+"""The best counts: beside other work most are disturbed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +158,8 @@ def measure_cpu(format: Format, dtype: torch.dtype) -> Rates:
     ]
     size = format.nbytes((_OUT, _IN))
     row, rows = torch.randn(1, _IN).to(dtype), torch.randn(256, _IN).to(dtype)
-    reading = min(_seconds(lambda: [kernels.linear(row, weight) for weight in weights]) for _ in range(4))
-    multiplying = min(_seconds(lambda: kernels.linear(rows, weights[0])) for _ in range(4))
+    reading = min(_seconds(lambda: [kernels.linear(row, weight) for weight in weights]) for _ in range(_TRIES))
+    multiplying = min(_seconds(lambda: kernels.linear(rows, weights[0])) for _ in range(_TRIES))
     return Rates(_COPIES * size / reading, 2.0 * len(rows) * _OUT * _IN / multiplying)
 
 

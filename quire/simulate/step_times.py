@@ -7,12 +7,14 @@ import random
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from quire.errors import InvalidRequestError
 from quire.observe.step_costs import StepCosts
+from quire.simulate.step_shapes import SeenSteps, StepShape
 from quire.step import Step, StepLogEntry
 
 Array = npt.NDArray[np.float64]
@@ -32,6 +34,17 @@ _ROUNDS = 20
 _HELD_OUT = 0.2
 _NEAR = 25
 """Steps whose noise a step may have."""
+_MATTER = 0.5
+"""Steps that were measured beside the log count as so much of its time."""
+_FAR_ERROR = 0.3
+"""What steps of twice the size are taken to be off by where the log can't say."""
+
+
+class TimedStep(NamedTuple):
+    """A step, and how long it took."""
+
+    step: Step
+    seconds: float
 
 
 def features(step: Step, costs: StepCosts) -> list[float]:
@@ -75,12 +88,13 @@ class StepTimes:
         weights: Array,
         inputs: Array,
         times: Array,
-        sizes: tuple[int, int],
+        seen: SeenSteps,
         costs: StepCosts,
         pause: float = 0.0,
         quality: FitQuality | None = None,
     ) -> None:
-        """`sizes`: the most tokens, and tokens that sample, of a step that was measured."""
+        """`seen`: the sizes of the steps that were measured."""
+        self._inner: tuple[StepTimes, float] | None = None
         self._weights = weights
         self._costs = costs
         fitted = inputs @ weights
@@ -89,7 +103,7 @@ class StepTimes:
         self._ratios: list[float] = (times / np.maximum(fitted, 1e-12))[order].tolist()
         """How the measured times differ from the fit, by what that says: noise is part of what is replayed, and small
         steps have another one than large ones."""
-        self._most_tokens, self._most_samples = sizes
+        self.seen = seen
         self.restart()
         self.pause = pause
         self._quality = quality
@@ -99,24 +113,61 @@ class StepTimes:
         assert self._quality is not None
         return self._quality
 
-    def expected(self, given: Sequence[float]) -> float:
-        """Of a step with these features: as steps that are about as long were, in the median."""
+    @property
+    def is_calibrated(self) -> bool:
+        return self._inner is not None
+
+    @property
+    def far_error(self) -> float:
+        """By how much a step may be off that is twice as large as any that was measured."""
+        known = None if self._quality is None else self._quality.beyond_error
+        return _FAR_ERROR if known is None else known
+
+    def outside_of(self, log: StepTimes, error: float) -> StepTimes:
+        """These for steps of sizes that the log does not have, off by about `error`, and the log's own for all others:
+        a measurement beside other work must not make those worse."""
+        self._inner = log, error
+        return self
+
+    def expected(self, step: Step) -> float:
+        """As steps that are about as long were, in the median."""
+        inner = self._inner
+        if inner is not None and not inner[0].seen.distance(StepShape.of(step)):
+            return inner[0].expected(step)
+        return self.expected_of(features(step, self._costs))
+
+    def expected_of(self, given: Sequence[float]) -> float:
+        """The same, by its features."""
         fitted = float(np.dot(self._weights, given))
         return fitted * float(np.median(self._near(fitted)))
 
     def draw(self, step: Step) -> float:
         """With the noise of one of the steps that are about as long."""
-        fitted = float(np.dot(self._weights, features(step, self._costs)))
-        self.num_drawn += 1
-        tokens, samples = _sizes(step)
-        self.num_beyond += tokens > self._most_tokens or samples > self._most_samples
-        return fitted * self._scale * self._source.choice(self._near(fitted))
+        shape, fit, error = StepShape.of(step), self, 0.0
+        distance = self.seen.distance(shape)
+        if distance:
+            error = (1 + self.far_error) ** distance - 1
+        elif self._inner is not None:
+            log, known = self._inner
+            fit, error = (self, known) if log.seen.distance(shape) else (log, 0.0)
+        fitted = float(np.dot(fit._weights, features(step, self._costs)))
+        seconds = fitted * self._scale * self._source.choice(fit._near(fitted)) * math.pow(1 + error, self._far)
+        if distance:
+            self.outside[shape] = self.outside.get(shape, 0.0) + seconds
+            self.tokens_outside += shape.tokens
+        self.seconds += seconds
+        self.tokens += shape.tokens
+        return seconds
 
-    def restart(self, seed: int = 0, scale: float = 1.0) -> None:
-        """Noise from the beginning; with a `scale` all steps are so many times as long."""
-        self._source, self._scale = random.Random(seed), scale
-        self.num_drawn = self.num_beyond = 0
-        """Steps, and those with more tokens or answers in them than any that was measured."""
+    def restart(self, seed: int = 0, scale: float = 1.0, far: float = 0.0) -> None:
+        """Noise from the beginning; with a `scale` all steps are so many times as long. Those of sizes that the log
+        does not have are as much longer (`far` 1) or shorter (-1) as they may be off."""
+        self._source, self._scale, self._far = random.Random(seed), scale, far
+        self.seconds, self.tokens = 0.0, 0
+        """Of the steps drawn since."""
+        self.outside: dict[StepShape, float] = {}
+        """The seconds of those among them whose sizes are outside of what was measured."""
+        self.tokens_outside = 0
 
     def _near(self, fitted: float) -> list[float]:
         place = bisect_left(self._fitted, fitted)
@@ -124,9 +175,40 @@ class StepTimes:
         return self._ratios[first : first + _NEAR]
 
 
-def fit_step_times(entries: Sequence[StepLogEntry], costs: StepCosts = _UNKNOWN, seed: int = 0) -> StepTimes:
-    """From the steps of a log that succeeded and computed something; `costs` as the log says them."""
-    measured: list[tuple[list[float], float, tuple[int, int]]] = []
+def fit_step_times(
+    entries: Sequence[StepLogEntry], costs: StepCosts = _UNKNOWN, seed: int = 0, others: Sequence[TimedStep] = ()
+) -> StepTimes:
+    """From the steps of a log that succeeded and computed something, and `others`, of sizes that it does not have;
+    `costs` as the log says them."""
+    measured, pause = timed_steps(entries)
+    if len(measured) < _FEWEST:
+        raise InvalidRequestError(
+            "LOG", f"has {len(measured)} steps that computed something; {_FEWEST} are needed to tell what a step takes"
+        )
+    random.Random(seed).shuffle(measured)
+    cut = max(1, int(len(measured) * _HELD_OUT))
+    inputs, times = _arrays([*measured, *others], costs)
+    counts = np.ones(len(times))
+    if others:
+        counts[len(measured) :] = _MATTER * times[: len(measured)].sum() / times[len(measured) :].sum()
+    seen = SeenSteps(StepShape.of(one.step) for one in [*measured, *others])
+    smooth = _choose_smooth(inputs[cut:], times[cut:], counts[cut:])
+    known = StepTimes(_fit(inputs[cut:], times[cut:], smooth, counts[cut:]), inputs[cut:], times[cut:], seen, costs)
+    predicted = np.array([known.expected_of(one) for one in inputs[:cut]])
+    errors = np.abs(predicted / times[:cut] - 1)
+    quality = FitQuality(
+        cut,
+        float(np.median(errors)),
+        float(np.quantile(errors, 0.95)),
+        float(predicted.sum() / times[:cut].sum() - 1),
+        _beyond_error(inputs, times, np.array([_sizes(one.step) for one in [*measured, *others]]), smooth),
+    )
+    return StepTimes(_fit(inputs, times, smooth, counts), inputs, times, seen, costs, pause, quality)
+
+
+def timed_steps(entries: Sequence[StepLogEntry]) -> tuple[list[TimedStep], float]:
+    """Those that succeeded and computed something, and the usual pause between two."""
+    measured: list[TimedStep] = []
     pauses: list[float] = []
     last = float("-inf")
     for entry in entries:
@@ -136,30 +218,12 @@ def fit_step_times(entries: Sequence[StepLogEntry], costs: StepCosts = _UNKNOWN,
         seconds = entry.committed - max(step.now, last)
         last = entry.committed
         if entry.result is not None and step.scheduled and seconds > 0:
-            measured.append((features(step, costs), seconds, _sizes(step)))
-    if len(measured) < _FEWEST:
-        raise InvalidRequestError(
-            "LOG", f"has {len(measured)} steps that computed something; {_FEWEST} are needed to tell what a step takes"
-        )
-    order = list(range(len(measured)))
-    random.Random(seed).shuffle(order)
-    cut = max(1, int(len(order) * _HELD_OUT))
-    inputs = np.array([measured[index][0] for index in order])
-    times = np.array([measured[index][1] for index in order])
-    most = max(one[2][0] for one in measured), max(one[2][1] for one in measured)
-    smooth = _choose_smooth(inputs[cut:], times[cut:])
-    known = StepTimes(_fit(inputs[cut:], times[cut:], smooth), inputs[cut:], times[cut:], most, costs)
-    predicted = np.array([known.expected(one) for one in inputs[:cut]])
-    errors = np.abs(predicted / times[:cut] - 1)
-    quality = FitQuality(
-        cut,
-        float(np.median(errors)),
-        float(np.quantile(errors, 0.95)),
-        float(predicted.sum() / times[:cut].sum() - 1),
-        _beyond_error(inputs, times, np.array([measured[index][2] for index in order]), smooth),
-    )
-    pause = float(np.median(pauses)) if pauses else 0.0
-    return StepTimes(_fit(inputs, times, smooth), inputs, times, most, costs, pause, quality)
+            measured.append(TimedStep(step, seconds))
+    return measured, float(np.median(pauses)) if pauses else 0.0
+
+
+def _arrays(steps: Sequence[TimedStep], costs: StepCosts) -> tuple[Array, Array]:
+    return np.array([features(one.step, costs) for one in steps]), np.array([one.seconds for one in steps])
 
 
 def _sizes(step: Step) -> tuple[int, int]:
@@ -179,30 +243,35 @@ def _beyond_error(inputs: Array, times: Array, sizes: npt.NDArray[np.int64], smo
     for size in sizes.T:
         is_small = size <= size.max() / 2
         if is_small.sum() >= _FEWEST and (~is_small).any():
-            fitted = inputs[~is_small] @ _fit(inputs[is_small], times[is_small], smooth)
+            counts = np.ones(int(is_small.sum()))
+            fitted = inputs[~is_small] @ _fit(inputs[is_small], times[is_small], smooth, counts)
             found.append(float(np.median(np.abs(fitted / times[~is_small] - 1))))
     return max(found, default=None)
 
 
-def _choose_smooth(inputs: Array, times: Array) -> float:
-    """The most of it with which the fit is as good as any on steps it has not seen."""
+def _choose_smooth(inputs: Array, times: Array, counts: Array) -> float:
+    """The most of it with which the fit is as good as any on steps it has not seen, and on those that were measured
+    because the log does not have them: there are too few of these to hold some out."""
     cut = max(1, int(len(times) * _HELD_OUT))
-    fits = [_fit(inputs[cut:], times[cut:], smooth) for smooth in _SMOOTH]
-    errors = [float(np.abs(inputs[:cut] @ weights - times[:cut]).sum() / times[:cut].sum()) for weights in fits]
+    fits = [_fit(inputs[cut:], times[cut:], smooth, counts[cut:]) for smooth in _SMOOTH]
+    tried = (np.arange(len(times)) < cut) | (counts != 1.0)
+    matter = counts[tried]
+    total = float((times[tried] * matter).sum())
+    errors = [float((np.abs(inputs[tried] @ weights - times[tried]) * matter).sum() / total) for weights in fits]
     return next(smooth for smooth, error in zip(_SMOOTH, errors, strict=True) if error <= min(errors) + _AS_GOOD)
 
 
-def _fit(inputs: Array, times: Array, smooth: float) -> Array:
-    """Weights of at least 0 with the least relative errors, each step counting for as long as it took and single
-    outliers little."""
+def _fit(inputs: Array, times: Array, smooth: float, counts: Array) -> Array:
+    """Weights of at least 0 with the least relative errors, each step counting for as long as it took, `counts` times,
+    and single outliers little."""
     scale: Array = np.maximum(np.abs(inputs).max(0), 1e-12)
     # One for all, so that they can be compared: as parts of what a row takes on average.
-    scale[_SLOPES] = (1 + inputs[:, _SLOPES].sum(1)).sum() / times.sum()
+    scale[_SLOPES] = ((1 + inputs[:, _SLOPES].sum(1)) * counts).sum() / (times * counts).sum()
     equal = np.zeros((len(_KNEES), inputs.shape[1]))
     for place in range(len(equal)):
         equal[place, _SLOPES.start + place : _SLOPES.start + place + 2] = -1.0, 1.0
-    equal *= smooth * np.sqrt(len(times))
-    weight = np.sqrt(times / times.mean())
+    equal *= smooth * np.sqrt(counts.sum())
+    weight = np.sqrt(counts * times / np.average(times, weights=counts))
     matter = weight
     weights = np.zeros(inputs.shape[1])
     for _ in range(3):

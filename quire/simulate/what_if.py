@@ -13,6 +13,7 @@ from quire.engine import EngineCore, Scheduler, SchedulerConfig
 from quire.errors import CapacityError, InvalidRequestError
 from quire.observe.engine_metrics import EngineMetrics
 from quire.simulate.recorded import RecordedRequest
+from quire.simulate.step_shapes import StepShape
 from quire.simulate.step_times import StepTimes
 from quire.step import RequestMetrics, Step, StepResult
 
@@ -20,9 +21,14 @@ _CHANGES = ("max_num_seqs", "max_batched_tokens", "max_model_len", "num_blocks",
 _MOST_STEPS = 5_000_000
 _SCALES = (1.0, 1.02, 0.98, 1.01, 0.99)
 """Of step times, in turn: by so much a fit is off, and near an engine's limit it becomes much more in the queue."""
+_ENDS = ((1.03, 1.0), (0.97, -1.0))
+"""Of two more plays for the range of each figure: what all are multiplied with, and by which part of what they may be
+off those are longer whose sizes the log does not have."""
 _STEPS_PLAYED = 200_000
 """Fewer plays of a log that long: they take 0.1 s per thousand steps."""
-_UNCERTAIN = 0.1
+_OUTSIDE = 0.01
+"""Of a setting's time or tokens: less in steps of sizes that the log does not have is nothing to measure or say."""
+_UNCERTAIN = 0.15
 """Between the lowest and the highest of a figure: then they are said."""
 
 
@@ -108,10 +114,20 @@ class Prediction:
     """The median of each figure."""
     low: Summary
     high: Summary
+    """Those of all plays, and of two more in which steps are as much longer and shorter as they may be off."""
     refused: int
     """Requests that could never have run with these settings."""
-    share_beyond: float
-    """Of the steps, those that are larger than any in the log."""
+    outside: Mapping[StepShape, float]
+    """Seconds of steps whose sizes are outside of what was measured."""
+    share_outside: float
+    """Of the time of all steps."""
+    tokens_outside: float
+    """Those steps' share of all tokens."""
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether such steps matter; judged by their tokens, too: nobody knows their times."""
+        return max(self.share_outside, self.tokens_outside) > _OUTSIDE
 
     def uncertain(self) -> Iterator[tuple[str, int, float, float]]:
         """Figures that depend on a step's last percent: field, index, and between what they lie."""
@@ -125,16 +141,26 @@ class Prediction:
 def predict(requests: Sequence[RecordedRequest], setting: Setting, times: StepTimes) -> Prediction:
     """What would have been with a setting."""
     runs: list[Summary] = []
-    num_drawn = num_beyond = refused = 0
-    for seed, scale in enumerate(_SCALES):
-        times.restart(seed, scale)
+    outside: dict[StepShape, float] = {}
+    share, tokens, refused = 0.0, 0.0, 0
+
+    def once(scale: float, far: float) -> Summary:
+        nonlocal refused
+        times.restart(len(runs), scale, far)
         played, refused = play(requests, setting, times)
-        runs.append(Summary.of(played))
-        num_drawn, num_beyond = num_drawn + times.num_drawn, num_beyond + times.num_beyond
-        if num_drawn * (seed + 2) / (seed + 1) > _STEPS_PLAYED:
+        return Summary.of(played)
+
+    for scale in _SCALES:
+        runs.append(once(scale, 0.0))
+        if len(runs) == 1:
+            outside, share = times.outside, sum(times.outside.values()) / max(times.seconds, 1e-9)
+            tokens = times.tokens_outside / max(times.tokens, 1)
+        if sum(run.steps for run in runs) * (len(runs) + 1) / len(runs) > _STEPS_PLAYED:
             break
-    middle, low, high = (Summary.over(runs, choose) for choose in (median_low, min, max))
-    return Prediction(middle, low, high, refused, num_beyond / max(1, num_drawn))
+    # And with all steps as far off as they may be, those that the log does not have, too.
+    ends = [*runs, *(once(scale, far) for scale, far in _ENDS)]
+    low, high = Summary.over(ends, min), Summary.over(ends, max)
+    return Prediction(Summary.over(runs, median_low), low, high, refused, outside, share, tokens)
 
 
 def play(requests: Sequence[RecordedRequest], setting: Setting, times: StepTimes) -> tuple[EngineMetrics, int]:

@@ -19,6 +19,9 @@ from quire.runner.device import pick_cache_dtype, pick_device
 from quire.runner.kv_cache import bytes_per_block
 from quire.runner.worker import choose_weights
 from quire.simulate.recorded import RecordedRequest
+from quire.step import StepLogEntry
+
+Listener = Callable[[StepLogEntry], None]
 
 
 @dataclass(slots=True)
@@ -35,10 +38,13 @@ class Replayed:
     """Requests without an answer to compare: pooled, failed, or without tokens."""
 
 
-def open_engine(model: str, logged: LoggedEngine | None, metrics: EngineMetrics, **options: Any) -> Engine:
-    """An engine with the settings of the one that wrote the log, where it says them."""
+def open_engine(
+    model: str, logged: LoggedEngine | None, listener: Listener, offline: bool = False, **options: Any
+) -> Engine:
+    """An engine with the settings of the one that wrote the log, where it says them; `listener` hears of its steps.
+    `offline`: with a model that is here."""
     with ModelBars(model) as bars:
-        source = resolve(model, progress=bars("download"))
+        source = resolve(model, offline=offline, progress=bars("download"))
         if logged is not None:
             config, device = logged.config, pick_device(options.get("device", "auto"))
             files = open_model(source.path)
@@ -59,7 +65,7 @@ def open_engine(model: str, logged: LoggedEngine | None, metrics: EngineMetrics,
                 "kv_cache_memory": config.num_blocks * block // config.num_groups,
                 "host_cache_memory": config.num_host_blocks * block // config.num_groups,
             }
-        return build_engine(source, EngineConfig(**options), bars("load"), [metrics.observe])
+        return build_engine(source, EngineConfig(**options), bars("load"), [listener])
 
 
 def replay(

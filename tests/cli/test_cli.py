@@ -94,6 +94,8 @@ def test_several_prompts_are_printed_below_each_other_in_order(smollm2_gguf: Pat
         (("run", "--file", "no-such-file.txt"), "no-such-file.txt"),
         (("run",), 'quire run "Why is the sky blue?"'),
         (("run", " "), "is empty"),
+        (("run", "smollm2", "Hello!"), 'PROMPT: smollm2 is a model: quire run "…" --model smollm2'),
+        (("serve", "smollm2", "-m", "other"), "--model: names other, the command smollm2: leave one of the two out"),
         (("batch", "requests.jsonl", "--any-order", "--ray", "auto"), "--any-order: with --ray"),
     ],
 )

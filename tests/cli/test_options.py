@@ -82,6 +82,44 @@ def test_options_reach_the_engine(opened: list[dict[str, Any]], invoke: Callable
     assert opened[0]["step_log"] == str(tmp_path / "log")
 
 
+BY_PLACE = ["serve", "chat", "bench throughput", "bench latency", "bench ladder", "plan", "inspect"]
+
+
+@pytest.mark.parametrize("command", BY_PLACE)
+def test_a_model_is_named_with_or_without_its_option(
+    monkeypatch: pytest.MonkeyPatch, invoke: Callable[..., Any], tmp_path: Path, command: str
+) -> None:
+    """`quire serve MODEL`, as with vLLM, and `quire serve --model MODEL`; both, if they are the same; and both before
+    what a file says."""
+    named: list[str] = []
+
+    def note(model: str, *_: object, **__: object) -> None:
+        named.append(model)
+        raise QuireError("far enough")
+
+    monkeypatch.setattr("quire.cli.serve.ServerOptions.config", lambda _, model, __: note(model) if model else None)
+    monkeypatch.setattr("quire.cli.chat.check_can_chat", note)
+    monkeypatch.setattr("quire.bench.offline.open_engine", note)
+    monkeypatch.setattr("quire.bench.ladder.engines.Engines", note)
+    monkeypatch.setattr("quire.plan.estimate.open_planned", note)
+    monkeypatch.setattr("quire.checkpoints.sources.resolve", note)
+    words = command.split()
+    (tmp_path / "settings.toml").write_text('model = "from a file"')
+    has_file = command in ("serve", "chat")
+    file = ("--config", tmp_path / "settings.toml") if has_file else ()
+    for given in (("one",), ("--model", "one"), ("one", "-m", "one"), ("one", *file), ()):
+        with pytest.raises(QuireError, match="far enough"):
+            invoke(*words, *given)
+    assert named == ["one"] * 4 + [options.DEFAULT_MODEL]
+    with pytest.raises(InvalidRequestError, match="--model: names two, the command one"):
+        invoke(*words, "one", "--model", "two")
+    assert "[MODEL]" in CliRunner().invoke(app, [*words, "--help"]).stdout
+    if has_file:
+        with pytest.raises(QuireError, match="far enough"):
+            invoke(*words, *file)
+        assert named[-1] == "from a file"
+
+
 def test_a_priority_turns_the_policy_on(opened: list[dict[str, Any]], invoke: Callable[..., Any]) -> None:
     with pytest.raises(QuireError, match="far enough"):
         invoke("run", "x", "--priority", 2)

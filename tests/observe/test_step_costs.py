@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
 
+from quire.config import EngineConfig
 from quire.kernels.select import select_kernels
 from quire.observe import measure_costs
-from quire.observe.measure_costs import costs_of_shapes, known_costs, measured_costs
+from quire.observe.measure_costs import about_model, costs_of_shapes, measured_costs
+from quire.observe.step_log import LoggedModel
 from tests.random_models import SPECS, random_decoder
 
 
@@ -27,10 +30,16 @@ def test_every_kind_of_model_is_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.equal(torch.random.get_rng_state(), state)  # nobody else's chance is touched
 
 
-def test_without_a_decoder_the_shapes_tell() -> None:
-    """Experts count by those that a row has."""
+def test_without_a_measurement_the_shapes_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts count by those that a row has. And the model is named as it can be found again."""
     spec = SPECS["mixtral"]
-    (costs,) = known_costs(spec, None).values()
+    decoder = random_decoder(spec, select_kernels(torch.device("cpu"), torch.float32), torch.float32)
+    about = about_model("smollm2", EngineConfig(quantization="none"), spec, decoder, is_measured=False)
+    assert about["model"] == LoggedModel("smollm2", "cpu", quantization="none")._asdict()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    assert about_model("mine", EngineConfig(), spec, decoder, False)["model"]["name"] == str(tmp_path / "mine")
+    costs = about["costs"]
     assert costs == asdict(costs_of_shapes(spec))
     assert costs["rows"] == ()
     hidden, rows = spec.hidden_size, 2 * (64 + 32) + 6  # queries, keys and values, output, router

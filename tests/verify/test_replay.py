@@ -84,3 +84,30 @@ def test_another_model_is_noticed(log: Path, tiny_model: Path, tmp_path: Path) -
     other.write_text("\n".join(map(json.dumps, lines)) + "\n")
     with pytest.raises(InvalidRequestError, match="is it the same model"):
         invoke(other, "--model", tiny_model, "--no-wait")
+
+
+def test_what_if_measures_steps_that_the_log_does_not_have(
+    log: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the log's own model, if it is here; else, or if nobody wants that, it says that figures are uncertain."""
+    engine = last_run(log)[1]
+    assert engine is not None
+    assert engine.model is not None
+    assert (engine.model.name, engine.model.device) == (str(tiny_model), "cpu")
+    monkeypatch.setattr("quire.simulate.calibration._SPEEDS", (0.0, 1e9))  # steps of a tiny model are mostly noise
+    change = ("--what-if", "max_num_seqs=16,max_batched_tokens=64")
+    told = json.loads(invoke(log, "--json", *change)[1])
+    assert told["calibration"]["model"] == str(tiny_model)
+    assert told["calibration"]["sizes"] >= 1
+    assert told["runs"][2]["share_outside"] < 0.01
+    assert "were measured on" in told["notes"][0]
+    code, text = invoke(log, "--no-calibrate", *change)
+    assert code == 0
+    assert "of its tokens are in steps of sizes that were never measured (up to" in text
+    assert "so the figures are uncertain" in text
+    gone = tmp_path / "gone.jsonl"
+    gone.write_text(log.read_text().replace(str(tiny_model), "/no/such/model"))
+    done = CliRunner().invoke(app, ["replay", str(gone), *change])
+    assert "no file or folder /no/such/model" in done.stdout
+    assert "could not be measured" in done.stderr
+    assert "were measured on" in invoke(gone, *change, "--model", tiny_model)[1]

@@ -8,8 +8,10 @@ from typer import Option
 
 import quire.cli.bench.options as shared
 from quire.cli import options
+from quire.cli.option_groups import with_groups
 
 
+@with_groups
 def compare(
     peer: Annotated[
         list[str],
@@ -24,7 +26,7 @@ def compare(
     peer_batch: Annotated[
         int, Option(metavar="N", min=1, help="How many requests the peer gets at once, if it can't tell itself.")
     ] = 8,
-    model: options.Model = options.DEFAULT_MODEL,
+    model: options.ModelByPlace = options.DEFAULT_MODEL,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     quantization: options.Quantization = "auto",

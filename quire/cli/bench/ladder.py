@@ -9,12 +9,14 @@ from typer import Option
 
 from quire.cli import options
 from quire.cli.bench.options import deliver
+from quire.cli.option_groups import with_groups
 from quire.cli.terminal import say
 from quire.errors import EngineError, QuireError
 
 
+@with_groups
 def ladder(
-    model: options.Model = options.DEFAULT_MODEL,
+    model: options.ModelByPlace = options.DEFAULT_MODEL,
     device: options.Device = "auto",
     dtype: options.Dtype = "float32",
     quick: Annotated[bool, Option("--quick", help="Smaller workloads and two repeats, for a first look.")] = False,
@@ -31,7 +33,7 @@ def ladder(
     \b
     quire bench ladder --quick
     quire bench ladder --output ladder-results --plot png
-    quire bench ladder --model Qwen/Qwen3-0.6B --device cuda
+    quire bench ladder Qwen/Qwen3-0.6B --device cuda
     """
     from quire.bench.ladder.climb import climb
     from quire.bench.ladder.engines import Engines

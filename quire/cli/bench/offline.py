@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import quire.cli.bench.options as shared
 from quire.cli import options
+from quire.cli.option_groups import with_groups
 
 
+@with_groups
 def throughput(
-    model: options.Model = options.DEFAULT_MODEL,
+    model: options.ModelByPlace = options.DEFAULT_MODEL,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     quantization: options.Quantization = "auto",
@@ -27,8 +29,8 @@ def throughput(
     \b
     quire bench throughput
     quire bench throughput --requests 8 --prompt-tokens 32 --new-tokens 16 --repeats 1
-    quire bench throughput --model Qwen/Qwen3-0.6B --device cuda --requests 256 --max-num-seqs 256
-    quire bench throughput --model Qwen/Qwen3-32B --tensor-parallel-size 4 --requests 256
+    quire bench throughput Qwen/Qwen3-0.6B --device cuda --requests 256 --max-num-seqs 256
+    quire bench throughput Qwen/Qwen3-32B --tensor-parallel-size 4 --requests 256
     """
     from quire.bench.jobs import Lengths
     from quire.bench.offline import measure_throughput, open_engine
@@ -42,8 +44,9 @@ def throughput(
     shared.deliver(report, markdown, json_file)
 
 
+@with_groups
 def latency(
-    model: options.Model = options.DEFAULT_MODEL,
+    model: options.ModelByPlace = options.DEFAULT_MODEL,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     quantization: options.Quantization = "auto",

@@ -9,12 +9,14 @@ from typer import Option
 
 import quire.cli.bench.options as shared
 from quire.cli import options
+from quire.cli.option_groups import with_groups
 
 _FORMS = "auto|none|int8|int4|fp8|bfloat16|float32"
 
 
+@with_groups
 def quality(
-    model: options.Model = options.DEFAULT_MODEL,
+    model: options.ModelByPlace = options.DEFAULT_MODEL,
     quantization: Annotated[
         list[str] | None,
         Option(metavar=_FORMS, help="The weights to measure; auto (the default): as they would run. Repeat."),
@@ -30,9 +32,9 @@ def quality(
     """Read a text with weights in some format and in full precision, and measure how far they are apart.
 
     \b
-    quire bench quality --model smollm2
-    quire bench quality --model Qwen/Qwen3-0.6B --quantization int8 --quantization int4
-    quire bench quality --model small.gguf --against org/name --text novel.txt
+    quire bench quality smollm2
+    quire bench quality Qwen/Qwen3-0.6B --quantization int8 --quantization int4
+    quire bench quality small.gguf --against org/name --text novel.txt
     """
     from quire.bench.quality import OWN_TEXT, measure_quality, read_text
 
