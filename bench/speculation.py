@@ -39,7 +39,7 @@ from quire.config import EngineConfig
 from quire.kernels.select import select_kernels
 from quire.process.gc_pauses import full_collections_put_off
 from quire.runner.device import pick_device, pick_dtype
-from quire.speculate.adaptive import StepCosts
+from quire.speculate.adaptive import MAX_GUESSES, StepCosts
 from quire.speculate.speculator import Speculator
 from quire.step import ScheduledRequest, Step
 from tests.speculate.every_kind import TEXT, answers, essence, num_accepted
@@ -280,7 +280,7 @@ def table_loss(options: argparse.Namespace) -> Figures:
 def table_check(options: argparse.Namespace) -> Figures:
     """A step that checks guesses, in plain steps."""
     with engines(options, "ngram") as llms:
-        engine, numbers = llms["ngram"].engine, (0, 1, 3, 5, 7, 15)
+        engine, numbers = llms["ngram"].engine, (0, 1, 3, 5, 7, 15, 31)
         # Requests that have ended leave rows and blocks behind, which is all that these steps need.
         llms["ngram"].generate([[5] * 64] * 8, SamplingParams(max_tokens=2, ignore_eos=True), progress=False)
         for batch in (1, 4, 8):
@@ -321,7 +321,9 @@ def table_scheduler(options: argparse.Namespace) -> Figures:
         DraftedScheduler("ngram, nothing to guess", Speculator(50_000, ngrams=True), 0),
         DraftedScheduler("ngram, 9 of 10 tokens as expected", Speculator(50_000, ngrams=True), 40, 0.1),
         DraftedScheduler("ngram, all right", Speculator(50_000, ngrams=True), 40),
-        DraftedScheduler("ngram, all 15 guesses always", Speculator(50_000, ngrams=True, adaptive=False), 40),
+        DraftedScheduler(
+            f"ngram, all {MAX_GUESSES} guesses always", Speculator(50_000, ngrams=True, adaptive=False), 40
+        ),
     )
     with full_collections_put_off():  # as the engine does
         for number in range(20 + 20 * options.rounds):

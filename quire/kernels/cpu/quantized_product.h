@@ -145,18 +145,18 @@ ExpandedPanel<typename F::Kind> expand(const PackedPanel<F>& packed, int64_t uni
 // Rows whose sums fit the registers, and parts of a panel that are walked together with so many rows. Where vectors are
 // short, few rows see the whole panel in one walk, as it lies in memory. More rows have sums and totals of one part in
 // registers, so that what is loaded and taken apart is so for all of them; where there is nothing to take apart, fewer
-// with two parts are quicker.
+// with more parts are quicker.
 template <class F, class Panel>
 constexpr int MAX_ROWS = LANES == 16 || (LANES == 4 && Panel::IS_PACKED && !F::IS_LARGE) ? 8 : 4;
-template <class F, int ROWS>
-constexpr int PARTS = LANES != 4 || ROWS <= 2 || F::IS_LARGE ? PER : ROWS <= 4 ? 2 : 1;
+template <class F, class Panel, int ROWS>
+constexpr int PARTS = LANES != 4 || ROWS <= 2 || (F::IS_LARGE && Panel::IS_PACKED) ? PER : ROWS <= 4 ? 2 : 1;
 constexpr int PACKED_ROWS = LANES == 4 ? 8 : 2;  // for so many, taking a panel apart first costs more than it saves
 
 // totals[row][16] of ROWS rows, of some parts of a panel. Everything is unrolled: the sums must stay in registers.
 template <class F, int ROWS, class Panel>
 __attribute__((noinline))  // among others' code the registers would not do
 void some_parts(const Panel& panel, const QuantizedRows& x, int64_t first_row, int first_part, float* totals) {
-  constexpr int PARTS = quire::PARTS<F, ROWS>;
+  constexpr int PARTS = quire::PARTS<F, Panel, ROWS>;
   const int part = PARTS == PER ? 0 : first_part;
   constexpr bool LOADED = SIGNED_DOT && ROWS > 2;  // then all sums begin alike: ZERO is subtracted from the weights
   const int8_t* quants = x.quants + first_row * x.units * UNIT;
@@ -206,7 +206,7 @@ void up_to_rows(int64_t rows, const Panel& panel, const QuantizedRows& x, int64_
   if constexpr (ROWS > 1) {
     if (rows < ROWS) return up_to_rows<F, Panel, ROWS - 1>(rows, panel, x, first_row, totals);
   }
-  for (int part = 0; part < PER; part += PARTS<F, ROWS>) some_parts<F, ROWS>(panel, x, first_row, part, totals);
+  for (int part = 0; part < PER; part += PARTS<F, Panel, ROWS>) some_parts<F, ROWS>(panel, x, first_row, part, totals);
 }
 
 template <class F, class Panel>
