@@ -45,8 +45,15 @@ class CallTimes:
         found, self._seconds = self._seconds, defaultdict(float)
         return found
 
-    def function(self, calls: Calls, symbol: str, fields: str) -> Callable[..., None]:
+    def timed_function(self) -> Callable[[Calls, str, str], Callable[..., None]]:
         """Stands for `Calls.function`."""
+
+        def function(calls: Calls, symbol: str, fields: str) -> Callable[..., None]:
+            return self._function(calls, symbol, fields)
+
+        return function
+
+    def _function(self, calls: Calls, symbol: str, fields: str) -> Callable[..., None]:
         pack, inner = Struct(fields).pack, calls._library[symbol]
         inner.argtypes, inner.restype = [ctypes.c_char_p], None
         address = ctypes.cast(inner, ctypes.c_void_p).value
@@ -79,7 +86,7 @@ def measure(options: argparse.Namespace) -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     times = CallTimes(clock, 0)
-    with patch.object(Calls, "function", lambda calls, symbol, fields: times.function(calls, symbol, fields)):
+    with patch.object(Calls, "function", times.timed_function()):
         llm = LLM(options.model, speculation="ngram", device="cpu", max_model_len=2048, max_num_seqs=64)
     engine = llm.engine
     times._vocab_size = engine.decoder.spec.vocab_size

@@ -30,8 +30,8 @@ def test_a_recording_computes_what_its_inputs_hold_now() -> None:
 
 
 def test_recordings_of_growing_steps_share_their_memory() -> None:
-    """A server's batches grow one by one: a memory of its own for each would take half the square of the largest. Each is
-    computed once, also the first time."""
+    """A server's batches grow one by one: a memory of its own for each would take half the square of the largest. To
+    record one, it is computed once."""
     kernels = CpuKernels()
     outputs = [recorded_gate(kernels, torch.randn(rows, 512))[0] for rows in range(1, 65)]
     assert len({out.untyped_storage().data_ptr() for out in outputs}) == 1
