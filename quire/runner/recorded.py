@@ -20,7 +20,7 @@ from quire.runner.batch import StepShape
 from quire.runner.graphs import DecodeOutput
 from quire.runner.request_rows import RequestRows
 
-_MOST_ROWS = 64
+_MOST_ROWS = 128
 """Of a step that checks guesses: with more, Python takes no time to speak of."""
 
 

@@ -22,7 +22,7 @@ _OUTLIER = 1.5
 """A step that takes so many times as long as expected met something else, too: it counts as so long."""
 _TRIALS = 0.005
 """Of all time, at most, for guesses that find out whether it has become worthwhile to guess."""
-_MOST_RECORDED = 64
+_MOST_RECORDED = 128
 """Steps of so many tokens may take longer when the first of a size comes."""
 _NUMBERS = (0, 1, 2, 3, 4, 6, 8, 11, 15, 23, 31)
 """Of guesses for a request and step; few, since a step of every new size takes longer once."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.errors import DeviceError
 
-_MAX_BYTES = 64 * 2**20
+_MAX_BYTES = 192 * 2**20
 """Intermediate results of one recording; a step with more computes so long that Python doesn't matter."""
 _ALIGNMENT = 64
 _call = Struct("PP").pack
@@ -33,9 +33,9 @@ class Calls:
         self._recorded: list[tuple[int, bytes]] | None = None
         self._num_bytes = 0
         """That `empty` has given out since recording began."""
-        self._memory: Tensor | None = None
-        """Recordings are never made again at the same time, so they share it. What no recording needs is never touched,
-        and so takes no memory."""
+        self._memory: dict[torch.dtype, Tensor] = {}
+        """One block, as each dtype. Recordings are never made again at the same time, so all share it; what none needs$
+        is never touched, and so takes no memory."""
 
     def function(self, symbol: str, fields: str) -> Function:
         """Takes the fields of the function's struct in C++: P pointer, q int64, f float, i int. A tensor stands for the
@@ -63,23 +63,26 @@ class Calls:
         """Memory for a result: new, or a part of the recording's."""
         if self._recorded is None:
             return torch.empty(shape, dtype=dtype)
-        size = -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        begin, self._num_bytes = self._num_bytes, self._num_bytes + size
-        if self._memory is None or self._num_bytes > len(self._memory):  # then nothing is kept
+        size = math.prod(shape) * dtype.itemsize
+        begin, self._num_bytes = self._num_bytes, self._num_bytes + -(-size // _ALIGNMENT) * _ALIGNMENT
+        if self._num_bytes > _MAX_BYTES:  # then nothing is kept
             return torch.empty(shape, dtype=dtype)
-        return self._memory[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        if dtype not in self._memory:
+            self._memory[dtype] = self._memory[torch.uint8].view(dtype)
+        strides = [math.prod(shape[i:]) for i in range(1, len(shape) + 1)]
+        return self._memory[dtype].as_strided(shape, strides, begin // dtype.itemsize)
 
     def record(self, compute: Callable[[], None]) -> Callable[[], None] | None:
         """Computes, and returns what makes the same calls again; None where too much memory would be needed."""
-        if self._memory is None:
-            self._memory = torch.empty(_MAX_BYTES, dtype=torch.uint8)
+        if not self._memory:
+            self._memory[torch.uint8] = torch.empty(_MAX_BYTES, dtype=torch.uint8)
         calls: list[tuple[int, bytes]] = []
         self._recorded, self._num_bytes = calls, 0
         try:
             compute()
         finally:
             self._recorded = None
-        if self._num_bytes > len(self._memory):
+        if self._num_bytes > _MAX_BYTES:
             return None
         arguments = [ctypes.create_string_buffer(one) for _, one in calls]
         program = ctypes.create_string_buffer(b"".join(
