@@ -39,12 +39,14 @@ from quire.config import EngineConfig
 from quire.kernels.select import select_kernels
 from quire.process.gc_pauses import full_collections_put_off
 from quire.runner.device import pick_device, pick_dtype
-from quire.speculate.adaptive import StepCosts
+from quire.speculate.adaptive import MAX_GUESSES, StepCosts
 from quire.speculate.speculator import Speculator
 from quire.step import ScheduledRequest, Step
 from tests.speculate.every_kind import TEXT, answers, essence, num_accepted
 
 MAX_MODEL_LEN = 2048
+WARM_UP = 3
+"""Rounds that do not count: they fill caches, and record steps of each size, which differ from round to round."""
 QUESTIONS = (
     "Why is the sky blue?",
     "Give me three tips for learning to cook.",
@@ -120,24 +122,24 @@ def _random_builder(shape: str, wanted: str) -> Callable[..., Engine]:
 
 def decode(
     llm: LLM, prompts: Sequence[list[int]], params: SamplingParams
-) -> tuple[list[list[int]], float, list[RequestOutput]]:
-    """The answers, and seconds per token from when each has begun to when the last has ended."""
+) -> tuple[list[list[int]], float, list[RequestOutput], list[int]]:
+    """The answers, seconds per token from when each has begun to when the last has ended, and tokens of each step."""
     tokens: dict[str, list[int]] = {llm.add_request(prompt, params): [] for prompt in prompts}
     outputs: list[RequestOutput] = []
     began: float | None = None
-    count = 0
+    steps: list[int] = []
     with full_collections_put_off():  # as `LLM.generate` does
         while len(outputs) < len(prompts):
             deltas = llm.step()
             if began is not None:
-                count += sum(len(delta.token_ids) for delta in deltas)
+                steps.append(sum(len(delta.token_ids) for delta in deltas))
             for delta in deltas:
                 tokens[delta.request_id] += delta.token_ids
                 outputs += [delta.output] if delta.output is not None else []
             if began is None and all(tokens.values()):
                 began = time.perf_counter()
     assert began is not None
-    return list(tokens.values()), (time.perf_counter() - began) / max(count, 1), outputs
+    return list(tokens.values()), (time.perf_counter() - began) / max(sum(steps), 1), outputs, steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,30 +152,35 @@ class Comparison:
     """Seconds per token."""
     drafted: int
     accepted: int
+    steps: tuple[int, ...] = ()
+    """How many tokens came of each step of the last round with guesses."""
 
     @property
     def detail(self) -> str:
         slow, fast = (1e3 * median for median in self.medians)
         share = f"{self.accepted / self.drafted:.0%} of {self.drafted:,} guesses right" if self.drafted else "no guess"
-        return f"{slow:.2f} → {fast:.2f} ms/token, {share}"
+        steps = f"; steps of {', '.join(map(str, self.steps))} tokens" if 0 < len(self.steps) <= 20 else ""
+        return f"{slow:.2f} → {fast:.2f} ms/token, {share}{steps}"
 
 
 def compare(llms: dict[str, LLM], prompts: Sequence[list[int]], params: SamplingParams, rounds: int) -> Comparison:
     """Without and with guesses, in turn; the answers must be the same."""
     times: dict[str, list[float]] = {name: [] for name in llms}
     drafted = accepted = 0
-    for number in range(rounds + 1):
+    steps: dict[str, list[int]] = {}
+    for number in range(WARM_UP + rounds):
         found = {}
         for name in sorted(llms, reverse=number % 2 == 0):  # who is first has no advantage
-            found[name], seconds, outputs = decode(llms[name], prompts, params)
-            if number:  # the first round records steps and fills caches
+            found[name], seconds, outputs, steps[name] = decode(llms[name], prompts, params)
+            if number >= WARM_UP:
                 times[name].append(seconds)
                 counts = num_accepted(outputs)
                 drafted, accepted = drafted + counts[0], accepted + counts[1]
         assert len(set(map(str, found.values()))) == 1, "answers differ"
     plain, guessed = times.values()
     ratios = Spread.of((one / two for one, two in zip(plain, guessed, strict=True)), "×")
-    return Comparison(ratios, (statistics.median(plain), statistics.median(guessed)), drafted, accepted)
+    medians = statistics.median(plain), statistics.median(guessed)
+    return Comparison(ratios, medians, drafted, accepted, tuple(steps[list(llms)[1]]))
 
 
 def compare_steps(
@@ -280,7 +287,7 @@ def table_loss(options: argparse.Namespace) -> Figures:
 def table_check(options: argparse.Namespace) -> Figures:
     """A step that checks guesses, in plain steps."""
     with engines(options, "ngram") as llms:
-        engine, numbers = llms["ngram"].engine, (0, 1, 3, 5, 7, 15)
+        engine, numbers = llms["ngram"].engine, (0, 1, 3, 5, 7, 15, 31)
         # Requests that have ended leave rows and blocks behind, which is all that these steps need.
         llms["ngram"].generate([[5] * 64] * 8, SamplingParams(max_tokens=2, ignore_eos=True), progress=False)
         for batch in (1, 4, 8):
@@ -321,7 +328,9 @@ def table_scheduler(options: argparse.Namespace) -> Figures:
         DraftedScheduler("ngram, nothing to guess", Speculator(50_000, ngrams=True), 0),
         DraftedScheduler("ngram, 9 of 10 tokens as expected", Speculator(50_000, ngrams=True), 40, 0.1),
         DraftedScheduler("ngram, all right", Speculator(50_000, ngrams=True), 40),
-        DraftedScheduler("ngram, all 15 guesses always", Speculator(50_000, ngrams=True, adaptive=False), 40),
+        DraftedScheduler(
+            f"ngram, all {MAX_GUESSES} guesses always", Speculator(50_000, ngrams=True, adaptive=False), 40
+        ),
     )
     with full_collections_put_off():  # as the engine does
         for number in range(20 + 20 * options.rounds):
@@ -362,7 +371,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--kv-cache-memory", help="of each engine; default: 1GiB, on a GPU 8GiB")
     parser.add_argument("--batches", type=int, nargs="*", help="copy, loss; default: those of the goals")
-    parser.add_argument("--rounds", type=int, default=5, help="a first one that does not count comes before them")
+    parser.add_argument("--rounds", type=int, default=5, help="some that do not count come before them")
     parser.add_argument("--requests", type=int, default=1000)
     options = parser.parse_args()
     chosen = options.tables or (TABLES if options.shape is None else _WITH_RANDOM_WEIGHTS)

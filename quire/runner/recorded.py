@@ -20,7 +20,7 @@ from quire.runner.batch import StepShape
 from quire.runner.graphs import DecodeOutput
 from quire.runner.request_rows import RequestRows
 
-_MOST_ROWS = 64
+_MOST_ROWS = 128
 """Of a step that checks guesses: with more, Python takes no time to speak of."""
 
 
@@ -79,11 +79,11 @@ class RecordedSteps:
             inputs[4:, 0] = inputs[2, 0], rows[0]
             return
         # Tokens that follow each other, as guesses do, attend together: keys are read once for all of them. A few runs
-        # are cut, so that there is work for all threads; below four tokens it gains nothing.
+        # are cut into an even number of parts, so that there is work for all threads.
         is_last = np.append((rows[1:] != rows[:-1]) | (starts[1:] != starts[:-1] + 1), True)
         num_runs = int(np.count_nonzero(is_last))
-        size = len(rows) if num_runs > 4 else min(8, len(rows) // num_runs // 2)
-        ends = np.flatnonzero(is_last | (size < 4) | (np.arange(1, len(rows) + 1) % max(size, 1) == 0)) + 1
+        size = len(rows) if num_runs > 4 else -(-len(rows) // (2 * num_runs * -(-len(rows) // (16 * num_runs))))
+        ends = np.flatnonzero(is_last | (np.arange(1, len(rows) + 1) % size == 0)) + 1
         inputs[3, 1 : len(ends) + 1], inputs[3, len(ends) + 1 :] = ends, len(rows)
         inputs[4:, : len(ends)], inputs[4:, len(ends) :] = (starts[ends - 1] + 1, rows[ends - 1]), 0
 
@@ -95,7 +95,6 @@ class RecordedSteps:
         guesses = of.token_ids[drawn]
 
         def compute() -> None:
-            of.token_ids[drawn] = guesses  # it is computed twice, and other tokens come into their places
             token_ids, places, paged = of.inputs(
                 self._decoder.kernels,
                 rows,

@@ -22,10 +22,13 @@ _OUTLIER = 1.5
 """A step that takes so many times as long as expected met something else, too: it counts as so long."""
 _TRIALS = 0.005
 """Of all time, at most, for guesses that find out whether it has become worthwhile to guess."""
-_MOST_RECORDED = 64
+_MOST_RECORDED = 128
 """Steps of so many tokens may take longer when the first of a size comes."""
-_NUMBERS = (0, 1, 2, 3, 4, 4, 6, 6, 8, 8, 8, 11, 11, 11, 11, 15)
-"""By number of guesses, the next lower one of a few: a step of every new size takes longer once."""
+_NUMBERS = (0, 1, 2, 3, 4, 6, 8, 11, 15, 23, 31)
+"""Of guesses for a request and step; few, since a step of every new size takes longer once."""
+MAX_GUESSES = _NUMBERS[-1]
+_MOST_CERTAIN = 0.998
+"""No more is believed of guesses that were all right: a copy ends somewhere."""
 
 
 class StepCosts:
@@ -87,10 +90,13 @@ class StepCosts:
 def best_number(chance: float, share: float) -> int:
     """How many guesses bring the most tokens a second, if each is right with this chance once those before it are, and
     adds this share to a step's time: where (1 + chance + chance ** 2 ...) / (1 + share * number) is largest."""
-    number, right, tokens = 0, chance, 1.0
-    while number < len(_NUMBERS) - 1 and right * (1 + share * number) > share * tokens:
-        number, tokens, right = number + 1, tokens + right, right * chance
-    return _NUMBERS[number]
+    best, most = 0, 1.0
+    for number in _NUMBERS[1:]:
+        speed = (1 - chance ** (number + 1)) / (1 - chance) / (1 + share * number)
+        if speed <= most:
+            break
+        best, most = number, speed
+    return best
 
 
 class Acceptance:
@@ -113,7 +119,8 @@ class Acceptance:
         self.num_right, self.num_wrong = num_right, num_wrong
         self._right = self._right * 0.8 + right
         self._tried = self._tried * 0.8 + right + wrong
-        before, self.chance = self.chance, round(min(self._right / self._tried, 0.99), 2)
+        before, chance = self.chance, min(self._right / self._tried, _MOST_CERTAIN)
+        self.chance = round(chance, 2 if chance < 0.98 else 3)  # so that few are looked at
         if self.chance > before + 0.1:  # that was news: the next trial comes sooner
             self._wait = max(self._wait // 4, 2)
 

@@ -11,13 +11,11 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from quire.sampling_params import ResolvedTokens, SamplingParams
-from quire.speculate.adaptive import Acceptance, StepCosts
+from quire.speculate.adaptive import MAX_GUESSES, Acceptance, StepCosts
 from quire.speculate.ngram import NgramIndex, continuation
 from quire.speculate.prediction import PredictedAnswer
 from quire.step import StepLogEntry
 
-MAX_GUESSES = 15
-"""In one step and request."""
 _SEARCHES = 24
 """About so many searches in vain a step are made, and no more than one in a millisecond: with many requests or short
 steps they add up."""

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from quire.engine.request import Request
 from quire.sampling_params import ResolvedTokens, SamplingParams
-from quire.speculate.adaptive import Acceptance, StepCosts, best_number
+from quire.speculate.adaptive import MAX_GUESSES, Acceptance, StepCosts, best_number
 from quire.speculate.ngram import NgramIndex, continuation
 from quire.speculate.prediction import PredictedAnswer
-from quire.speculate.speculator import MAX_GUESSES, Speculator
+from quire.speculate.speculator import Speculator
 from quire.step import ScheduledRequest, Step, StepLogEntry, StepResult
 from tests.long_runs import short_or_long
 

@@ -164,9 +164,15 @@ inline float scores_to_weights(const float* scores, WEIGHT* weights, int64_t til
   for (int i = 1; i < PER_SUM; ++i) tops[0] = maximum(tops[0], tops[i]);
   const float new_highest = max_lanes(maximum(tops[0], splat(highest)));
   Vec sums[PER_SUM] = {};
-  for (int v = 0; v < VECTORS; v += PER_SUM)
-    for (int i = 0; i < PER_SUM; ++i)
-      sums[i] += store_rounded(weights + (v + i) * LANES, exp2_of_negative(s[v + i] - new_highest));
+  constexpr int AT_ONCE = 4;
+  for (int v = 0; v < VECTORS; v += AT_ONCE) {
+    Vec powers[AT_ONCE];
+#pragma GCC unroll 4
+    for (int i = 0; i < AT_ONCE; ++i) powers[i] = s[v + i] - new_highest;
+    exp2_of_negative(powers);
+#pragma GCC unroll 4
+    for (int i = 0; i < AT_ONCE; ++i) sums[i % PER_SUM] += store_rounded(weights + (v + i) * LANES, powers[i]);
+  }
   const Vec factor = exp2_of_negative(splat(highest - new_highest));
   highest = new_highest;
   for (int v = 0; v < PER_SUM; ++v) store(total + v * LANES, fma(load(total + v * LANES), factor, sums[v]));

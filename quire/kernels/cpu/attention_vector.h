@@ -111,8 +111,10 @@ class VectorWalk {
       if (i && i % rows.task.rows == 0) ++rows.task.kv_head;
       widen(rows.query(i % rows.task.rows), query_ + i * dim_);
     }
-    // Values that are read once are not worth a copy in one piece; those that end in the middle of a vector need it.
-    copies_ = COPIED || dim_ != call_.head_dim || rows.task.rows > TOGETHER;
+    // Values that are read once, or need not be widened, are not worth a copy; those that end in the middle of a vector
+    // need it.
+    const bool is_wide = std::is_same_v<CACHED, float>;
+    copies_ = COPIED || dim_ != call_.head_dim || (rows.task.rows > TOGETHER && !is_wide);
   }
 
   // One state for each head.
@@ -200,8 +202,14 @@ class VectorWalk {
         const float* values = values_ + key * dim_;
         return Lines<float>{values, values + KEY_RUN, values, dim_, KEY_TILE, 0, 0};
       });
-    // As the memory lies, a few keys with all their columns at a time.
     if constexpr (!COPIED) {
+      if (first > 0)  // they have just been read
+        return add_values<ROWS>(seen, weights_, state->output + first * dim_, [&](int64_t key) {
+          const int64_t place = tile.place[key], end = key + call_.block_size - place % call_.block_size;
+          const CACHED* values = call_.value(place);
+          return Lines<CACHED>{values, values + KEY_RUN, values, dim_, end, 0, 0};
+        });
+      // As the memory lies, a few keys with all their columns at a time.
       for (int64_t from = 0; from < KEY_TILE; from += KEY_RUN) {
         Visible now[ROWS];
         for (int r = 0; r < ROWS; ++r)

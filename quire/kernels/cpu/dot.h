@@ -1,7 +1,8 @@
 // Sums of products of 8-bit integers, four at a time, on every instruction set: the same integers everywhere.
 //
 // One vector of bytes holds, for each of LANES outputs, four weights that follow each other along K. Weights are
-// unsigned. Those of fewer than 8 bits stay below 64; those of 8 bits are stored with 128 added.
+// unsigned. Those of fewer than 8 bits stay below 64; those of 8 bits are stored with 128 added, but for machines that
+// multiply signed numbers with each other.
 #pragma once
 
 #include "simd.h"
@@ -98,7 +99,6 @@ inline IntVec dot_large(IntVec sums, ByteVec weights, IntVec x) {
 template <bool IS_LARGE, int I>
 inline IntVec dot(IntVec sums, ByteVec weights, const Sixteen& x) {
 #if defined(__ARM_FEATURE_DOTPROD)
-  if constexpr (IS_LARGE) weights ^= uint8_t(128);
   return (IntVec)vdotq_laneq_s32((int32x4_t)sums, (int8x16_t)weights, x.numbers, I);
 #else
   return IS_LARGE ? dot_large(sums, weights, x.four<I>()) : dot_small(sums, weights, x.four<I>());

@@ -32,6 +32,9 @@ inline __attribute__((always_inline)) void unrolled(Body&& body) {
   unrolled(body, std::make_integer_sequence<int, COUNT>{});
 }
 
+// What the stored bytes of 8-bit numbers differ by from numbers that begin at 0: they are signed where products are.
+constexpr uint8_t SIGN = SIGNED_DOT ? 128 : 0;
+
 // The integers of a unit, as they are stored: 0 .. 2^BITS - 1.
 template <int BITS>
 struct Quants {
@@ -58,7 +61,7 @@ struct Quants {
   // One of them, or in its place.
   static uint8_t get(const uint8_t* unit, int64_t output, int64_t k) {
     const int64_t group = k / 4, lane = output * 4 + k % 4;
-    if (BITS == 8) return unit[group * 64 + lane];
+    if (BITS == 8) return unit[group * 64 + lane] ^ SIGN;
     unsigned value = unit[group % 4 * 64 + lane] >> group / 4 * 4 & 15;
     if (BITS == 5) value |= (unit[256 + lane] >> group & 1u) << 4;
     if (BITS == 6) value |= (unit[256 + group / 4 * 64 + lane] >> group % 4 * 2 & 3u) << 4;
@@ -67,7 +70,7 @@ struct Quants {
   static void put(uint8_t* unit, int64_t output, int64_t k, unsigned value) {
     const int64_t group = k / 4, lane = output * 4 + k % 4;
     if (BITS == 8) {
-      unit[group * 64 + lane] = uint8_t(value);
+      unit[group * 64 + lane] = uint8_t(value) ^ SIGN;
       return;
     }
     unit[group % 4 * 64 + lane] |= uint8_t((value & 15) << group / 4 * 4);

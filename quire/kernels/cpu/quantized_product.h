@@ -2,8 +2,12 @@
 // What is in here is compiled in two files, since each format has code of its own.
 #pragma once
 
+#include <iterator>
+#include <type_traits>
+
 #include "amx.h"
 #include "quantized.h"
+#include "quantized_neon.h"
 #include "threads.h"
 
 namespace quire {
@@ -145,18 +149,20 @@ ExpandedPanel<typename F::Kind> expand(const PackedPanel<F>& packed, int64_t uni
 // Rows whose sums fit the registers, and parts of a panel that are walked together with so many rows. Where vectors are
 // short, few rows see the whole panel in one walk, as it lies in memory. More rows have sums and totals of one part in
 // registers, so that what is loaded and taken apart is so for all of them; where there is nothing to take apart, fewer
-// with two parts are quicker.
+// with more parts are quicker.
 template <class F, class Panel>
 constexpr int MAX_ROWS = LANES == 16 || (LANES == 4 && Panel::IS_PACKED && !F::IS_LARGE) ? 8 : 4;
-template <class F, int ROWS>
-constexpr int PARTS = LANES != 4 || ROWS <= 2 || F::IS_LARGE ? PER : ROWS <= 4 ? 2 : 1;
-constexpr int PACKED_ROWS = LANES == 4 ? 8 : 2;  // for so many, taking a panel apart first costs more than it saves
+template <class F, class Panel, int ROWS>
+constexpr int PARTS = LANES != 4 || ROWS <= 2 || (F::IS_LARGE && Panel::IS_PACKED) ? PER : ROWS <= 4 ? 2 : 1;
+// For so many, taking a panel apart first costs more than it saves.
+template <class F>
+constexpr int PACKED_ROWS = LANES != 4 ? 2 : !SIGNED_DOT ? 8 : std::is_same_v<F, Q4_1> || F::IS_LARGE ? 16 : 8;
 
 // totals[row][16] of ROWS rows, of some parts of a panel. Everything is unrolled: the sums must stay in registers.
 template <class F, int ROWS, class Panel>
 __attribute__((noinline))  // among others' code the registers would not do
 void some_parts(const Panel& panel, const QuantizedRows& x, int64_t first_row, int first_part, float* totals) {
-  constexpr int PARTS = quire::PARTS<F, ROWS>;
+  constexpr int PARTS = quire::PARTS<F, Panel, ROWS>;
   const int part = PARTS == PER ? 0 : first_part;
   constexpr bool LOADED = SIGNED_DOT && ROWS > 2;  // then all sums begin alike: ZERO is subtracted from the weights
   const int8_t* quants = x.quants + first_row * x.units * UNIT;
@@ -206,16 +212,72 @@ void up_to_rows(int64_t rows, const Panel& panel, const QuantizedRows& x, int64_
   if constexpr (ROWS > 1) {
     if (rows < ROWS) return up_to_rows<F, Panel, ROWS - 1>(rows, panel, x, first_row, totals);
   }
-  for (int part = 0; part < PER; part += PARTS<F, ROWS>) some_parts<F, ROWS>(panel, x, first_row, part, totals);
+  for (int part = 0; part < PER; part += PARTS<F, Panel, ROWS>) some_parts<F, ROWS>(panel, x, first_row, part, totals);
 }
+
+#if defined(__ARM_FEATURE_DOTPROD)
+alignas(16) constexpr int32_t FIRST_SUMS[4] = {MAGIC_BITS, MAGIC_BITS, MAGIC_BITS, MAGIC_BITS};
+
+// Rows that have code of their own: totals of all parts, like `up_to_rows`; 0 where there is none for this panel.
+template <class F, class Panel>
+constexpr int OWN_ROWS = std::is_same_v<Panel, PackedPanel<Q4_1>>                                  ? 8
+                         : !Panel::IS_PACKED && !F::IS_LARGE && F::MINIMA && F::BLOCKS == 1 ? 4
+                                                                                            : 0;
+template <class Call>
+Call call_for(const QuantizedRows& x, int64_t first_row) {
+  Call call;
+  for (size_t r = 0; r < std::size(call.rows); ++r) {
+    call.rows[r] = x.quants + (first_row + int64_t(r)) * x.units * UNIT;
+    call.factors[r] = x.factors + (first_row + int64_t(r)) * x.units * 2;
+  }
+  call.units = x.units;
+  call.first_sums = FIRST_SUMS;
+  return call;
+}
+
+inline void own_rows(const PackedPanel<Q4_1>& panel, const QuantizedRows& x, int64_t first_row, float* totals) {
+  EightByFour call = call_for<EightByFour>(x, first_row);
+  for (int part = 0; part < PER; ++part) {
+    call.quants = panel.quants + part * 4 * LANES;
+    call.scales = panel.scales + part * 2 * LANES;
+    // As `ask_ahead`: all in one walk, and in the others a line that is there.
+    call.ahead = panel.quants + (part == 0 ? PanelShape<Q4_1>{x.units}.bytes() : 0);
+    call.ahead_stride = part == 0 ? 320 : 0;
+    call.totals = totals + part * LANES;
+    call.run();
+  }
+}
+
+template <class F>
+void own_rows(const ExpandedPanel<F>& panel, const QuantizedRows& x, int64_t first_row, float* totals) {
+  FourByEight call = call_for<FourByEight>(x, first_row);
+  for (int part = 0; part < PER; part += 2) {
+    call.quants = panel.quants + part * 4 * LANES;
+    call.scales = panel.scales + part * LANES;
+    call.minima = panel.minima + part * LANES;
+    call.totals = totals + part * LANES;
+    call.run();
+  }
+}
+#else
+template <class F, class Panel>
+constexpr int OWN_ROWS = 0;
+template <class Panel>
+void own_rows(const Panel&, const QuantizedRows&, int64_t, float*) {}
+#endif
 
 template <class F, class Panel>
 void all_rows(int64_t rows, const Panel& panel, const QuantizedRows& x, int64_t first_row, float* totals) {
-  constexpr int MOST = MAX_ROWS<F, Panel>;
+  constexpr int MOST = MAX_ROWS<F, Panel>, OWN = OWN_ROWS<F, Panel>;
   for (int64_t row = 0; row < rows;) {
     // One row for itself costs as much as three among others.
     const int64_t count = MOST == 4 && rows - row == 5 ? 3 : std::min<int64_t>(rows - row, MOST);
-    up_to_rows<F, Panel, MOST>(count, panel, x, first_row + row, totals + row * OUTPUTS);
+    if constexpr (OWN > 0) {
+      if (count == OWN) own_rows(panel, x, first_row + row, totals + row * OUTPUTS);
+      else up_to_rows<F, Panel, OWN - 1>(count, panel, x, first_row + row, totals + row * OUTPUTS);
+    } else {
+      up_to_rows<F, Panel, MOST>(count, panel, x, first_row + row, totals + row * OUTPUTS);
+    }
     row += count;
   }
 }
@@ -275,7 +337,7 @@ template <class F>
 void panel_totals(const uint8_t* data, const QuantizedRows& x, int64_t first_row, int64_t rows, bool use_amx,
                   float* totals) {
   const PackedPanel<F> packed{data, data + PanelShape<F>{x.units}.quant_bytes()};
-  if (rows <= PACKED_ROWS) return all_rows<F>(rows, packed, x, first_row, totals);
+  if (rows <= PACKED_ROWS<F>) return all_rows<F>(rows, packed, x, first_row, totals);
   thread_local Scratch scratch;
   using Kind = typename F::Kind;
   using Panel = ExpandedPanel<Kind>;

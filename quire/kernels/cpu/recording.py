@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.errors import DeviceError
 
-_MAX_BYTES = 64 * 2**20
+_MAX_BYTES = 192 * 2**20
 """Intermediate results of one recording; a step with more computes so long that Python doesn't matter."""
 _ALIGNMENT = 64
 _call = Struct("PP").pack
@@ -32,10 +32,10 @@ class Calls:
         self._replay = self.function("quire_replay", "Pq")
         self._recorded: list[tuple[int, bytes]] | None = None
         self._num_bytes = 0
-        """That `empty` has given out since recording, or counting, began."""
-        self._memory: Tensor | None = None
-        self._shared = torch.empty(0, dtype=torch.uint8)
-        """Recordings are never made again at the same time, so they may share their memory."""
+        """That `empty` has given out since recording began."""
+        self._memory: dict[torch.dtype, Tensor] = {}
+        """One block, as each dtype. Recordings are never made again at the same time, so all share it; what none needs$
+        is never touched, and so takes no memory."""
 
     def function(self, symbol: str, fields: str) -> Function:
         """Takes the fields of the function's struct in C++: P pointer, q int64, f float, i int. A tensor stands for the
@@ -63,37 +63,34 @@ class Calls:
         """Memory for a result: new, or a part of the recording's."""
         if self._recorded is None:
             return torch.empty(shape, dtype=dtype)
-        size = -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        begin, self._num_bytes = self._num_bytes, self._num_bytes + size
-        if self._memory is None:  # only counting
+        size = math.prod(shape) * dtype.itemsize
+        begin, self._num_bytes = self._num_bytes, self._num_bytes + -(-size // _ALIGNMENT) * _ALIGNMENT
+        if self._num_bytes > _MAX_BYTES:  # then nothing is kept
             return torch.empty(shape, dtype=dtype)
-        return self._memory[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        if dtype not in self._memory:
+            self._memory[dtype] = self._memory[torch.uint8].view(dtype)
+        strides = [math.prod(shape[i:]) for i in range(1, len(shape) + 1)]
+        return self._memory[dtype].as_strided(shape, strides, begin // dtype.itemsize)
 
     def record(self, compute: Callable[[], None]) -> Callable[[], None] | None:
         """Computes, and returns what makes the same calls again; None where too much memory would be needed."""
-        self._note(compute, None)
+        if not self._memory:
+            self._memory[torch.uint8] = torch.empty(_MAX_BYTES, dtype=torch.uint8)
+        calls: list[tuple[int, bytes]] = []
+        self._recorded, self._num_bytes = calls, 0
+        try:
+            compute()
+        finally:
+            self._recorded = None
         if self._num_bytes > _MAX_BYTES:
             return None
-        if len(self._shared) < self._num_bytes:
-            # Twice as large as the one before, which older recordings keep: all of them together stay in proportion.
-            self._shared = torch.empty(1 << (self._num_bytes - 1).bit_length(), dtype=torch.uint8)
-        memory = self._shared
-        calls = self._note(compute, memory)
         arguments = [ctypes.create_string_buffer(one) for _, one in calls]
         program = ctypes.create_string_buffer(b"".join(
             _call(address, ctypes.addressof(one)) for (address, _), one in zip(calls, arguments, strict=True)
         ))  # fmt: skip
         begin = ctypes.addressof(program)
 
-        def replay(kept: tuple[object, ...] = (program, arguments, memory)) -> None:
+        def replay(kept: tuple[object, ...] = (program, arguments, self._memory)) -> None:
             self._replay(begin, len(calls))
 
         return replay
-
-    def _note(self, compute: Callable[[], None], memory: Tensor | None) -> list[tuple[int, bytes]]:
-        self._recorded, self._memory, self._num_bytes = [], memory, 0
-        try:
-            compute()
-            return self._recorded
-        finally:
-            self._recorded = self._memory = None

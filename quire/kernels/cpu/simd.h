@@ -270,28 +270,72 @@ inline Vec scale_by_power(Vec v, Vec whole) {
 #endif
 }
 
-// 2^r for r in [-1/2, 1/2], to one unit in the last place and exactly 1 for 0.
-inline Vec power_of_fraction(Vec r) {
-  Vec series = splat(0.00015353362f);
-  series = fma(series, r, splat(0.0013398875f));
-  series = fma(series, r, splat(0.00961843692f));
-  series = fma(series, r, splat(0.0555033237f));
-  series = fma(series, r, splat(0.240226477f));
-  series = fma(series, r, splat(0.693147182f));
-  return fma(series, r, splat(1.0f));
+// The terms of a series for 2^r, once for each lane, times 1 or 1/2.
+struct PowerSeries {
+  static constexpr int TERMS = 7;
+  alignas(64) float terms[TERMS][LANES];
+  constexpr explicit PowerSeries(float factor) : terms() {
+    constexpr float numbers[TERMS] = {0.00015353362f, 0.0013398875f, 0.00961843692f, 0.0555033237f,
+                                      0.240226477f,   0.693147182f,  1.0f};
+    for (int i = 0; i < TERMS; ++i)
+      for (int lane = 0; lane < LANES; ++lane) terms[i][lane] = factor * numbers[i];
+  }
+};
+inline constexpr PowerSeries POWERS(1.0f), HALF_POWERS(0.5f);
+
+// A constant to add a product to. ARM's fused products overwrite what they add to: a copy of a register would take the
+// place of a product, and a load does not, so it is loaded every time.
+inline Vec addend(const float* numbers) {
+#if defined(__aarch64__)
+  Vec v;
+  asm volatile("ldr %q0, %1" : "=w"(v) : "m"(*reinterpret_cast<const float(*)[4]>(numbers)));
+  return v;
+#else
+  return load(numbers);
+#endif
 }
 
-// 2^x for x <= 0: exactly 1 for 0, exactly 0 below -126 and for minus infinity.
-inline Vec exp2_of_negative(Vec x) {
+// 2^r for r in [-1/2, 1/2], to one unit in the last place and exactly 1 for 0.
+inline Vec power_of_fraction(Vec r) {
+  Vec series = load(POWERS.terms[0]);
+  for (int i = 1; i < PowerSeries::TERMS; ++i) series = fma(series, r, addend(POWERS.terms[i]));
+  return series;
+}
+
+// 2^x for x <= 0: exactly 1 for 0, exactly 0 below -126 and for minus infinity. Of COUNT vectors, each operation for all of
+// them before the next one: in one alone every operation waits for the one before.
+template <int COUNT>
+inline void exp2_of_negative(Vec (&x)[COUNT]) {
 #if defined(__AVX512F__)
-  Vec whole = round_to_whole(x);
-  Vec result = scale_by_power(power_of_fraction(x - whole), whole);
-  return x < -126.0f ? Vec{} : result;
+  for (int i = 0; i < COUNT; ++i) {
+    Vec whole = round_to_whole(x[i]);
+    Vec result = scale_by_power(power_of_fraction(x[i] - whole), whole);
+    x[i] = x[i] < -126.0f ? Vec{} : result;
+  }
 #else
-  x = x < -126.0f ? splat(-127.0f) : x;  // 2^-127 as `scale_by_power` makes it is zero
-  Vec whole = round_to_whole(x);
-  return scale_by_power(power_of_fraction(x - whole), whole);
+  // As `round_to_whole`, but the last bits of `shifted` are those of x + 128: shifted to where exponents are, 2^(x + 1).
+  const Vec shift = splat(12582912.0f + 128.0f);
+  Vec shifted[COUNT], series[COUNT];
+#pragma GCC unroll 4
+  for (int i = 0; i < COUNT; ++i) x[i] = x[i] < -126.0f ? splat(-128.0f) : x[i];  // times 0 then
+#pragma GCC unroll 4
+  for (int i = 0; i < COUNT; ++i) shifted[i] = x[i] + shift;
+#pragma GCC unroll 4
+  for (int i = 0; i < COUNT; ++i) x[i] = x[i] - (shifted[i] - shift);
+#pragma GCC unroll 4
+  for (int i = 0; i < COUNT; ++i) series[i] = load(HALF_POWERS.terms[0]);
+#pragma GCC unroll 8
+  for (int term = 1; term < PowerSeries::TERMS; ++term)
+#pragma GCC unroll 4
+    for (int i = 0; i < COUNT; ++i) series[i] = fma(series[i], x[i], addend(HALF_POWERS.terms[term]));
+#pragma GCC unroll 4
+  for (int i = 0; i < COUNT; ++i) x[i] = series[i] * (Vec)((IntVec)shifted[i] << 23);
 #endif
+}
+inline Vec exp2_of_negative(Vec x) {
+  Vec one[1] = {x};
+  exp2_of_negative(one);
+  return one[0];
 }
 
 // e^x to about one unit in the last place; 0 below -87.3 and infinity above 87.9.
