@@ -192,8 +192,10 @@ def _recorded(model: Model) -> str | None:
 def _drafted(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
     """N-grams, and predictions that are right but for every fifth token."""
     engine = model.engine(cases, max_num_seqs=_num_rows(cases), speculation="ngram")
-    # All steps take as long by this clock: on a busy machine the true one would have nothing guessed.
-    engine.core.clock = partial(next, itertools.count(0.0, 1e-3))
+    # All steps take as long by this clock: on a busy machine the true one would have nothing guessed. In an engine that
+    # has been used before it goes on from where it was.
+    began = engine.core.clock() if engine.core.clock is not None else 0.0
+    engine.core.clock = partial(next, itertools.count(began, 1e-3))
     vocab_size = model.spec.vocab_size
     predictions = [
         [(token + (place % 5 == 4)) % vocab_size for place, token in enumerate(answers[0].tokens)] for answers in alone

@@ -289,7 +289,7 @@ def run_cases(
     prompts: dict[str, dict[int, TokenScore]] = {}
     waiting = list(range(len(cases)) if order is None else order)[::-1]
     held = []  # compiled grammars, which must be there when their requests are admitted
-    steps = 0
+    steps, clock = 0, core.clock or time.monotonic
     while waiting or core.has_work:
         steps += 1
         for _ in range(min(len(waiting), arrivals_per_step or len(waiting))):
@@ -306,14 +306,14 @@ def run_cases(
                 answer = Answer({"tokens": []})
                 run.answers[number].append(answer)
                 live[request.request_id] = request, answer
-                core.add_request(request, time.monotonic())
+                core.add_request(request, clock())
         running = [request for request, _ in live.values() if request.row is not None]
         if preempt_every and steps % preempt_every == 0 and running:
             for request in running if displace else [source.choice(running)]:
                 core.scheduler.preempt(request.request_id)
             if displace:
-                core.add_request(_filler(engine, f"filler-{steps}", source), time.monotonic())
-        for update in core.step(time.monotonic()):
+                core.add_request(_filler(engine, f"filler-{steps}", source), clock())
+        for update in core.step(clock()):
             if update.request_id not in live:
                 continue
             _, answer = live[update.request_id]

@@ -421,7 +421,7 @@ def test_a_server_that_is_not_there_is_named(tiny_model: Path) -> None:
 def test_every_command_has_examples() -> None:
     for command in ("ladder", "throughput", "latency", "compare", "quality"):
         shown = CliRunner().invoke(app, ["bench", command, "--help"]).stdout
-        assert f"quire bench {command} --" in shown
+        assert f"\n  quire bench {command} " in shown
 
 
 def test_peak_memory_sees_what_was_held_for_a_moment() -> None:

@@ -183,7 +183,7 @@ def test_a_rung_that_says_something_else_is_found_out(
     monkeypatch.setattr(rungs, "generate_with_kv_cache", forgetful)
     monkeypatch.setattr(ladder_settings, "QUICK", TINY)
     with pytest.raises(EngineError, match="2 contiguous KV cache"):
-        ladder(str(tiny_model), "cpu", "float32", True, tmp_path, "png")
+        ladder.__wrapped__(str(tiny_model), device="cpu", dtype="float32", quick=True, output=tmp_path, plot="png")
     assert "same tokens on all rungs: no: 2 contiguous KV cache" in (tmp_path / "results.md").read_text()
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
 
@@ -250,7 +250,7 @@ def test_without_matplotlib_the_plot_is_left_out_and_said_so(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(ladder_settings, "QUICK", TINY)
-    ladder(str(tiny_model), "cpu", "float32", True, tmp_path, "svg")
+    ladder.__wrapped__(str(tiny_model), device="cpu", dtype="float32", quick=True, output=tmp_path, plot="svg")
     assert "pip install 'quire[plot]'" in capsys.readouterr().err
     assert (tmp_path / "results.md").exists()
     assert not (tmp_path / "ladder.svg").exists()
