@@ -65,7 +65,7 @@ class BatchedSums(ReferenceKernels):
 
 
 def test_sums_that_depend_on_the_batch_show_in_batches() -> None:
-    verdict = verify(LoadedModel(make_model(BatchedSums())), 60.0, max_rounds=1, shrink_seconds=1.0)
+    verdict = verify(LoadedModel(make_model(BatchedSums())), 60.0, max_rounds=1, shrink_seconds=3.0)
     found = states(verdict)
     assert found["repeated"] == found["seeds"] == "equal"
     assert found["together"] == found["chunks"] == found["scored again"] == "different"
