@@ -83,7 +83,8 @@ Order = list[Instruction]
 def struct_text(name: str) -> tuple[str, str, str]:
     """What comes before the struct's loop in the file, the loop, and what comes after it."""
     whole = HEADER.read_text()
-    begin = whole.index('"1:\\n"\n', whole.index(f"struct {name} ")) + len('"1:\\n"\n')
+    marker = "QUIRE_BEGIN_LOOP\n"
+    begin = whole.index(marker, whole.index(f"struct {name} ")) + len(marker)
     end = whole.index('      "subs', begin)
     return whole[:begin], whole[begin:end], whole[end:]
 

@@ -6,6 +6,8 @@
 // instructions as far as the registers allow, and keeps what is quicker. The additions are those of `some_parts`.
 #pragma once
 
+#include <cstddef>
+
 #include "quantized.h"
 
 #if defined(__ARM_FEATURE_DOTPROD)
@@ -14,6 +16,15 @@ namespace quire {
 #define QUIRE_VECTORS                                                                                            \
   "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11", "v12", "v13", "v14", "v15", "v16", "v17", \
       "v18", "v19", "v20", "v21", "v22", "v23", "v24", "v25", "v26", "v27", "v28", "v29", "v30", "v31"
+
+// Totals in v0 to v7 are zero, sums in v8 to v15 what they begin at, which stays in v31; v30 picks the low half of bytes.
+#define QUIRE_BEGIN_LOOP                                                                     \
+  "movi v0.4s, #0\nmovi v1.4s, #0\nmovi v2.4s, #0\nmovi v3.4s, #0\n"                         \
+  "movi v4.4s, #0\nmovi v5.4s, #0\nmovi v6.4s, #0\nmovi v7.4s, #0\n"                         \
+  "ldr q31, [x25]\nmovi v30.16b, #15\n"                                                      \
+  "mov v8.16b, v31.16b\nmov v9.16b, v31.16b\nmov v10.16b, v31.16b\nmov v11.16b, v31.16b\n"   \
+  "mov v12.16b, v31.16b\nmov v13.16b, v31.16b\nmov v14.16b, v31.16b\nmov v15.16b, v31.16b\n" \
+  ".p2align 5\n1:\n"
 
 // Eight rows by four outputs of Q4_1 as it is packed.
 struct EightByFour {
@@ -29,13 +40,7 @@ struct EightByFour {
       "ldp x4, x5, [%0]\nldp x6, x7, [%0, #16]\nldp x8, x9, [%0, #32]\nldp x10, x11, [%0, #48]\n"
       "ldp x12, x13, [%0, #64]\nldp x14, x15, [%0, #80]\nldp x16, x17, [%0, #96]\nldp x21, x22, [%0, #112]\n"
       "ldp x23, x24, [%0, #128]\nldp x26, x27, [%0, #144]\nldp x20, x25, [%0, #160]\n"
-      "movi v0.4s, #0\nmovi v1.4s, #0\nmovi v2.4s, #0\nmovi v3.4s, #0\n"
-      "movi v4.4s, #0\nmovi v5.4s, #0\nmovi v6.4s, #0\nmovi v7.4s, #0\n"
-      "ldr q31, [x25]\nmovi v30.16b, #15\n"
-      "mov v8.16b, v31.16b\nmov v9.16b, v31.16b\nmov v10.16b, v31.16b\nmov v11.16b, v31.16b\n"
-      "mov v12.16b, v31.16b\nmov v13.16b, v31.16b\nmov v14.16b, v31.16b\nmov v15.16b, v31.16b\n"
-      ".p2align 5\n"
-      "1:\n"
+      QUIRE_BEGIN_LOOP
       "ldr q27, [x23, #192]\nldr q21, [x9], #16\nldr q24, [x23, #0]\nldr q18, [x6], #16\nldr q19, [x7], #16\n"
       "ldr q25, [x23, #64]\nldr q16, [x4], #16\nand v28.16b, v24.16b, v30.16b\n"
       "sdot v10.4s, v28.16b, v18.4b[0]\nldr q26, [x23, #128]\nldr q22, [x10], #16\nldr q23, [x11], #16\n"
@@ -91,6 +96,8 @@ struct EightByFour {
         "x23", "x24", "x25", "x26", "x27", QUIRE_VECTORS, "cc", "memory");
   }
 };
+static_assert(offsetof(EightByFour, factors) == 64 && offsetof(EightByFour, quants) == 128 &&
+              offsetof(EightByFour, ahead_stride) == 152 && offsetof(EightByFour, totals) == 176);
 
 // Four rows by eight outputs of a panel that was taken apart, with minima.
 struct FourByEight {
@@ -106,13 +113,7 @@ struct FourByEight {
     asm volatile(
       "ldp x4, x5, [%0]\nldp x6, x7, [%0, #16]\nldp x12, x13, [%0, #32]\nldp x14, x15, [%0, #48]\n"
       "ldp x23, x24, [%0, #64]\nldp x26, x25, [%0, #80]\nldr x20, [%0, #96]\n"
-      "movi v0.4s, #0\nmovi v1.4s, #0\nmovi v2.4s, #0\nmovi v3.4s, #0\n"
-      "movi v4.4s, #0\nmovi v5.4s, #0\nmovi v6.4s, #0\nmovi v7.4s, #0\n"
-      "ldr q31, [x25]\nmovi v30.16b, #15\n"
-      "mov v8.16b, v31.16b\nmov v9.16b, v31.16b\nmov v10.16b, v31.16b\nmov v11.16b, v31.16b\n"
-      "mov v12.16b, v31.16b\nmov v13.16b, v31.16b\nmov v14.16b, v31.16b\nmov v15.16b, v31.16b\n"
-      ".p2align 5\n"
-      "1:\n"
+      QUIRE_BEGIN_LOOP
       "ldr q16, [x4], #16\nldr q17, [x5], #16\nldr q21, [x23, #16]\nldr q20, [x23, #0]\nldr q18, [x6], #16\n"
       "sdot v11.4s, v21.16b, v17.4b[0]\nldr q23, [x23, #80]\nsdot v9.4s, v21.16b, v16.4b[0]\n"
       "sdot v12.4s, v20.16b, v18.4b[0]\nldr q19, [x7], #16\nsdot v15.4s, v21.16b, v19.4b[0]\n"
@@ -166,6 +167,9 @@ struct FourByEight {
         "memory");
   }
 };
+static_assert(offsetof(FourByEight, factors) == 32 && offsetof(FourByEight, quants) == 64 &&
+              offsetof(FourByEight, minima) == 80 && offsetof(FourByEight, units) == 96 &&
+              offsetof(FourByEight, totals) == 104);
 
 }  // namespace quire
 #endif

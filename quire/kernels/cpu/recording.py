@@ -34,7 +34,7 @@ class Calls:
         self._num_bytes = 0
         """That `empty` has given out since recording began."""
         self._memory: dict[torch.dtype, Tensor] = {}
-        """One block, as each dtype. Recordings are never made again at the same time, so all share it; what none needs$
+        """One block, as each dtype. Recordings are never made again at the same time, so all share it; what none needs
         is never touched, and so takes no memory."""
 
     def function(self, symbol: str, fields: str) -> Function:
