@@ -42,7 +42,7 @@ KVCacheDtype = Annotated[
     Option(
         "--kv-cache-dtype",
         metavar="auto|model|int8|fp8",
-        help="Keys and values; int8: a quarter, on a CPU; fp8: half, on a GPU; auto: fp8 if the checkpoint says so.",
+        help="Keys and values; int8: on a CPU; fp8: half of bfloat16; auto: on a GPU fp8 if the checkpoint says so.",
     ),
 ]
 Speculation = Annotated[

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from quire.checkpoints.quantization_config import FP8_CACHE
 from quire.checkpoints.sources import resolve
 from quire.config import EngineConfig, format_bytes
 from quire.errors import CapacityError, InvalidRequestError
@@ -115,10 +116,12 @@ def forms_of(model: PlannedModel, device: Device, ranks: int = 1) -> Iterator[Fo
     if device.kind == "cuda":
         plain = torch.bfloat16
         note = " (expanded)" if model.stored is not None else ""
+        # As kv_cache_dtype="auto" does it.
+        keys = torch.float8_e4m3fn if spec.cache.format == FP8_CACHE and "fp8" in device.quantizations else plain
         for name in ("none", *(device.quantizations if model.stored is None else ())):
             title, option = (f"bfloat16{note}", "dtype=auto") if name == "none" else (name, f"quantization={name}")
             size = _weight_bytes(spec, plain, name, is_gpu=True)
-            yield Form(title, option, size, PLAIN[plain], plain, plain, name, ranks)
+            yield Form(title, option, size, PLAIN[plain], plain, keys, name, ranks)
         return
     plain, half = torch.float32, torch.bfloat16
     if model.stored is not None:
