@@ -1,8 +1,8 @@
 """Which (row, expert) pairs are computed together: tiles of pairs that share an expert, found on the device.
 
 Pair `row * top_k + i` is the i-th expert of a row. Sorting is counting: how many pairs each expert has gives
-where its tiles begin, and how many of its pairs come earlier gives a pair's place. Integers only, so there is
-no order of additions to keep, and the result is the same every time.
+where its tiles begin, and a program for each expert goes through all pairs for its own. Integers only, so there
+is no order of additions to keep, and the result is the same every time.
 """
 
 from __future__ import annotations
@@ -17,15 +17,8 @@ from torch import Tensor
 from quire.kernels.triton.launch import LAUNCH, USE_PDL, begin
 from quire.kernels.triton.shapes import cdiv, next_power_of_2
 
-_UNCOUNTED_PAIRS = 512
-"""So many every program counts for itself; of more, kernels before it make a table."""
-
-_SMALL_CHUNK, _CHUNK = 64, 128
-"""Pairs of one program, without such a table and with it."""
-
-_TABLE_ROWS, _TABLE_COLUMNS = 128, 16
-_LISTED_TILES = 32
-
+_SMALL_CHUNK, _CHUNK, _LISTED_TILES = 512, 4096, 256
+"""So many a program looks at together. Where all pairs are one chunk, every program counts them for itself."""
 
 SINGLE, GROUPED, IN_ORDER = (tl.constexpr(how) for how in range(3))
 
@@ -49,78 +42,45 @@ class Tiles:
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _count_kernel(expert_ids, table, pairs, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """How many pairs of one chunk each expert has: a row of table [chunks, BLOCK]."""
+def _count_kernel(expert_ids, totals, pairs, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    """Adds how many pairs of one chunk each expert has."""
     begin(PDL)
-    chunk = tl.program_id(0)
-    expert = tl.arange(0, BLOCK)
-    tl.store(table + chunk * BLOCK + expert, _count_chunk(expert_ids, chunk, pairs, BLOCK, CHUNK))
+    pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    of_pair = tl.load(expert_ids + pair, mask=pair < pairs, other=0)
+    tl.atomic_add(totals + tl.arange(0, BLOCK), tl.histogram(of_pair, BLOCK, mask=pair < pairs))
 
 
-@triton.jit
-def _count_chunk(expert_ids, chunk, pairs, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    pair = chunk * CHUNK + tl.arange(0, CHUNK)
-    of_pair = tl.load(expert_ids + pair, mask=pair < pairs, other=-1)
-    return tl.sum((of_pair[None, :] == tl.arange(0, BLOCK)[:, None]).to(tl.int32), 1)
-
-
-@triton.jit(do_not_specialize=["chunks"])
-def _accumulate_kernel(
-    table, chunks, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr
+@triton.jit(do_not_specialize=["pairs", "bound"])
+def _group_kernel(
+    expert_ids, totals, tile_experts, tile_counts, order, pairs, bound,
+    COUNTED: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, LISTED: tl.constexpr,
+    WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Turns counts into how many pairs earlier chunks have, for COLUMNS experts; the row past the last chunk gets
-    the totals."""
+    """Lists one expert's tiles and their pairs, after those of the experts before it. A last program lists what
+    is left up to `bound` as nobody's."""
     begin(PDL)
-    expert = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros((COLUMNS,), tl.int32)
-    for first in range(0, chunks, ROWS):
-        chunk = first + tl.arange(0, ROWS)[:, None]
-        own = table + chunk * BLOCK + expert[None, :]
-        counts = tl.load(own, mask=chunk < chunks, other=0)
-        tl.store(own, total[None, :] + tl.cumsum(counts, 0) - counts, mask=chunk < chunks)
-        total += tl.sum(counts, 0)
-    tl.store(table + chunks * BLOCK + expert, total)
-
-
-@triton.jit(do_not_specialize=["pairs", "chunks", "bound"])
-def _place_kernel(
-    expert_ids, table, tile_experts, tile_counts, order, pairs, chunks, bound,
-    COUNTED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    LISTED: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Puts the pairs of one chunk into their places, and lists some of the tiles."""
-    begin(PDL)
-    chunk = tl.program_id(0)
+    own = tl.program_id(0)
     expert = tl.arange(0, BLOCK)
+    chunk = tl.arange(0, CHUNK)
     if COUNTED:
-        total = tl.load(table + chunks * BLOCK + expert)
-        earlier = tl.load(table + chunk * BLOCK + expert)
+        total = tl.load(totals + expert)
     else:
-        total = tl.zeros((BLOCK,), tl.int32)
-        earlier = tl.zeros((BLOCK,), tl.int32)
-        for other in range(0, chunks):
-            counts = _count_chunk(expert_ids, other, pairs, BLOCK, CHUNK)
-            total += counts
-            earlier += tl.where(other < chunk, counts, 0)
+        total = tl.histogram(tl.load(expert_ids + chunk, mask=chunk < pairs, other=0), BLOCK, mask=chunk < pairs)
     tiles = (total + WIDTH - 1) // WIDTH
-    end = tl.cumsum(tiles, 0)
-    begin_tile = end - tiles
-
-    pair = chunk * CHUNK + tl.arange(0, CHUNK)
-    of_pair = tl.load(expert_ids + pair, mask=pair < pairs, other=-1)
-    same = of_pair[:, None] == of_pair[None, :]
-    rank = tl.sum((same & (pair[None, :] < pair[:, None])).to(tl.int32), 1)
-    is_own = of_pair[:, None] == expert[None, :]
-    start = tl.sum(tl.where(is_own, (begin_tile * WIDTH + earlier)[None, :], 0), 1)
-    tl.store(order + start + rank, pair, mask=pair < pairs)
-
-    for first in range(chunk * LISTED, bound, tl.num_programs(0) * LISTED):
+    first_tile = tl.sum(tl.where(expert < own, tiles, 0), 0)
+    end_tile = tl.where(own < EXPERTS, first_tile + tl.sum(tl.where(expert == own, tiles, 0), 0), bound)
+    own_pairs = tl.sum(tl.where(expert == own, total, 0), 0)
+    for first in range(first_tile, end_tile, LISTED):
         tile = first + tl.arange(0, LISTED)
-        owner = tl.sum((end[None, :] <= tile[:, None]).to(tl.int32), 1)  # experts that end before it; BLOCK past all
-        is_owner = owner[:, None] == expert[None, :]
-        left = tl.sum(tl.where(is_owner, total[None, :] - (tile[:, None] - begin_tile[None, :]) * WIDTH, 0), 1)
-        tl.store(tile_experts + tile, tl.where(owner < BLOCK, owner, -1), mask=tile < bound)
-        tl.store(tile_counts + tile, tl.minimum(left, WIDTH), mask=tile < bound)
+        tl.store(tile_experts + tile, tl.where(own < EXPERTS, own, -1), mask=tile < end_tile)
+        count = tl.minimum(own_pairs - (tile - first_tile) * WIDTH, WIDTH)
+        tl.store(tile_counts + tile, count, mask=tile < end_tile)
+    before = first_tile * WIDTH - 1
+    for first in range(0, pairs, CHUNK):
+        pair = first + chunk
+        is_own = (tl.load(expert_ids + pair, mask=pair < pairs, other=-1) == own).to(tl.int32)
+        tl.store(order + before + tl.cumsum(is_own, 0), pair, mask=is_own > 0)
+        before += tl.sum(is_own, 0)
 
 
 def rows_in_order(x: Tensor, width: int) -> Tiles:
@@ -139,20 +99,16 @@ def group_pairs(expert_ids: Tensor, num_experts: int, rows: int, width: int) -> 
     device = expert_ids.device
     experts, counts = (torch.empty(bound, dtype=torch.int32, device=device) for _ in range(2))
     order = torch.empty(bound * width, dtype=torch.int32, device=device)
-    is_counted = pairs > _UNCOUNTED_PAIRS
-    chunk = _CHUNK if is_counted else _SMALL_CHUNK
-    chunks = cdiv(pairs, chunk)
-    block = next_power_of_2(num_experts)
-    table = expert_ids  # not read where nothing was counted
+    block = max(32, next_power_of_2(num_experts))
+    is_counted = pairs > _CHUNK
+    totals = expert_ids  # not read where nothing was counted
     if is_counted:
-        table = torch.empty(chunks + 1, block, dtype=torch.int32, device=device)
-        columns = min(_TABLE_COLUMNS, block)
-        _count_kernel[(chunks,)](expert_ids, table, pairs, block, chunk, USE_PDL, num_warps=8, **LAUNCH)
-        _accumulate_kernel[(block // columns,)](
-            table, chunks, block, _TABLE_ROWS, columns, USE_PDL, num_warps=4, **LAUNCH
+        totals = torch.zeros(block, dtype=torch.int32, device=device)
+        _count_kernel[(cdiv(pairs, _SMALL_CHUNK),)](
+            expert_ids, totals, pairs, block, _SMALL_CHUNK, USE_PDL, num_warps=8, **LAUNCH
         )
-    _place_kernel[(chunks,)](
-        expert_ids, table, experts, counts, order, pairs, chunks, bound,
-        is_counted, block, chunk, _LISTED_TILES, width, USE_PDL, num_warps=8, **LAUNCH,
+    _group_kernel[(num_experts + 1,)](
+        expert_ids, totals, experts, counts, order, pairs, bound, is_counted, num_experts, block,
+        _CHUNK if pairs > _SMALL_CHUNK else _SMALL_CHUNK, _LISTED_TILES, width, USE_PDL, num_warps=8, **LAUNCH,
     )  # fmt: skip
     return Tiles(experts, counts, order, pairs, bound, width, GROUPED.value)

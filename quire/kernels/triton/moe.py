@@ -128,16 +128,16 @@ def tile_width(pairs: int, num_experts: int, dtype: torch.dtype) -> int:
     each = pairs / num_experts
     if dtype == torch.float32 or each <= 8:
         return 16
-    return 64 if each <= 48 else 128
+    return 32 if each <= 24 else 64 if each <= 48 else 128
 
 
 def _expert_product(
     x: Tensor, weight: Weight, bias: Tensor | None, tiles: Tiles, spec: MoeSpec, is_gated: bool
 ) -> Tensor:
-    # The inner block is one for all widths: it is part of the order of additions.
-    block, inner, stages, warps = {16: (64, 128, 5, 4), 64: (128, 128, 4, 8), 128: (128, 128, 3, 8)}[tiles.width]
-    if x.dtype == torch.float32:
-        inner, stages = 32, 2
+    # Groups of 8 bits are as long as the inner block. Bits of plain weights don't depend on it.
+    sizes = {16: (64, 5, 4), 32: (64, 4, 4), 64: (128, 4, 8), 128: (128, 3, 8)}
+    block, stages, warps = sizes[tiles.width]
+    inner, stages = (32, 2) if x.dtype == torch.float32 else (128, stages)
     tile = Tile(tiles.width, block // 2 if is_gated else block, inner, stages, warps)
     format = weight.parts[0].format
     rows, scales = x, None

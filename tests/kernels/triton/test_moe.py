@@ -107,12 +107,13 @@ def test_outputs_are_those_of_float64(
 )
 def test_a_row_is_alone(dtype: torch.dtype, biases: bool) -> None:
     experts, top_k = 8, 2
-    rows, counts = (max(ROW_COUNTS), ROW_COUNTS) if ON_GPU else (40, (1, 3))  # 40 rows take wider tiles
+    # 40 and 150 rows take wider tiles.
+    rows, counts = (max(ROW_COUNTS), (*ROW_COUNTS, 150)) if ON_GPU else (40, (1, 3))
     x, router_logits, weights = make_layer(rows, experts, 192, 96, dtype, biases)
     spec = MoeSpec(experts, top_k, 96, True, sigmoid_scores=biases)
     if dtype != torch.float32:
         widths = {tile_width(count * top_k, experts, dtype) for count in (*counts, rows)}
-        assert widths == ({16, 64, 128} if ON_GPU else {16, 64})
+        assert widths == ({16, 32, 64, 128} if ON_GPU else {16, 32})
     assert_rows_alone(lambda x, logits: moe(x, logits, weights, spec), [x, router_logits], counts)
 
 
@@ -147,9 +148,9 @@ def test_a_row_without_weights_gets_different_experts_all_the_same(spoilt: list[
 
 @drawn
 @given(
-    st.sampled_from([(2, 2), (3, 4), (17, 8), (64, 8), (65, 8), (200, 8)]),
-    st.sampled_from([8, 60, 128]),
-    st.sampled_from([16, 64, 128]),
+    st.sampled_from([(2, 2), (3, 4), (17, 8), (64, 8), (65, 8), (512, 8), (600, 8)]),
+    st.sampled_from([8, 60, 128, 256]),
+    st.sampled_from([16, 32, 64, 128]),
     st.booleans(),
 )
 def test_tiles_hold_every_pair_once_with_its_expert(
