@@ -232,5 +232,5 @@ def drive(core: EngineCore, requests: Sequence[Request], before_step: Callable[[
 def capture_graphs(core: EngineCore) -> None:
     """A request before anything is measured, as the peers' benchmarks send one. It is long enough for the engine
     to capture its decode graphs, one after each step."""
-    steps = 48 + core.scheduler.config.max_num_seqs // 16
+    steps = 64 + core.scheduler.config.max_num_seqs // 16
     drive(core, requests_for(random_prompts(1, 16, seed=-1), [steps], "warm-up"))

@@ -18,7 +18,7 @@ from quire.bench.machine import report_facts
 from quire.bench.report import Report, Table, number_text
 from quire.bench.spread import Spread
 
-UNITS = {"throughput": "tok/s", "prefill": "tok/s", "decode": "ms", "startup": "s"}
+UNITS = {"throughput": "tok/s", "prefill": "tok/s", "decode": "ms", "first": "ms", "startup": "s"}
 COLUMNS = (GOAL, VLLM, VLLM_EXACT, NANO_VLLM)
 
 
@@ -28,7 +28,7 @@ class Result:
 
     shape: str
     measure: str
-    """`throughput`, `decode N`, `prefill` or `startup`, as in `gpu_peers`."""
+    """`throughput`, `decode N`, `prefill` or `startup`, as in `gpu_peers`; `first ...` is of first tokens."""
     value: float
     ceiling: float | None = None
     """The best this device could do, in the same unit."""

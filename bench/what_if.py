@@ -3,6 +3,7 @@
     python bench/what_if.py                                  # SmolLM2: 2 rows to 8, 8 to 2, smaller steps, more load
     python bench/what_if.py --requests 100 --rate 1.5 --settings max_num_seqs=4 max_num_seqs=16
     python bench/what_if.py --clock wall                     # on a quiet machine
+    python bench/what_if.py --device cuda --rate 60 --requests 200      # by the wall clock
     python bench/what_if.py --save FOLDER                    # keeps the logs
     python bench/what_if.py --logs FOLDER                    # predicts from them again: no request is run
     python bench/what_if.py --logs FOLDER --no-calibrate     # nothing is run
@@ -128,12 +129,14 @@ def measure(
     """All requests with a setting, after a few that warm it up; `number` of its runs so far."""
     limits = limits_of(changes)
     memory = 2**20 * 64 * limits["max_num_seqs"]
-    config = EngineConfig(device="cpu", max_model_len=LONGEST, kv_cache_memory=memory, prefix_caching=False, **limits)
+    config = EngineConfig(
+        device=options.device, max_model_len=LONGEST, kv_cache_memory=memory, prefix_caching=False, **limits
+    )
     engine = assemble(first.decoder, config, name="what-if", tokenizer=first.tokenizer, grammars=first.grammars)
     core, vocab_size, is_wall = engine.core, first.spec.vocab_size, options.clock == "wall"
     drive(engine, Clock(is_wall), make_jobs(12, 10.0, vocab_size, seed=2))
     drive(engine, Clock(is_wall), stairs(limits["max_num_seqs"]))
-    model = LoggedModel(options.model, "cpu")._asdict()
+    model = LoggedModel(options.model, options.device)._asdict()
     about = {"depth": core.depth, "costs": asdict(costs), "model": model, **asdict(core.scheduler.config)}
     path = None if options.save is None else options.save / f"{changes}{f' again {number}' if number else ''}.jsonl"
     log = StepLog(capacity=10**7, path=path, engine=about)
@@ -216,10 +219,10 @@ def read_all(folder: Path) -> tuple[dict[str, Measured], StepCosts]:
     return runs, costs
 
 
-def load(model: str) -> Engine:
+def load(model: str, device: str) -> Engine:
     torch.set_num_threads(1)
     return build_engine(
-        resolve(model), EngineConfig(device="cpu", max_num_seqs=1, max_model_len=LONGEST, kv_cache_memory="64MiB")
+        resolve(model), EngineConfig(device=device, max_num_seqs=1, max_model_len=LONGEST, kv_cache_memory="64MiB")
     )
 
 
@@ -227,7 +230,7 @@ def calibrator_for(first: Engine, log: Measured, runs: dict[str, Measured], opti
     """As `quire.verify.calibrate` opens it, with our clock."""
     wanted = config_for([one.setting.config for one in runs.values()])
     limits = {name: getattr(wanted, name) for name in ("max_num_seqs", "max_batched_tokens", "max_model_len")}
-    config = EngineConfig(device="cpu", kv_cache_memory="256MiB", prefix_caching=False, **limits)
+    config = EngineConfig(device=options.device, kv_cache_memory="256MiB", prefix_caching=False, **limits)
     heard: list[StepLogEntry] = []
     engine = assemble(first.decoder, config, name="what-if", tokenizer=first.tokenizer, grammars=first.grammars)
     engine.core.clock, engine.core._on_step = Clock(options.clock == "wall"), heard.append
@@ -281,23 +284,25 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1.1, help="requests a second")
     parser.add_argument("--seed", type=int, default=1, help="of the requests")
     parser.add_argument("--repeats", type=int, default=2, help="runs of each setting")
-    parser.add_argument("--clock", choices=("cpu", "wall"), default="cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--clock", choices=("cpu", "wall"), help="default: the processor's time, with a GPU the wall's")
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS))
     parser.add_argument("--save", type=Path, help="a folder for the logs, as `quire replay` reads them")
     parser.add_argument("--logs", type=Path, help="a folder with such logs: nothing is run")
     parser.add_argument("--no-calibrate", dest="calibrate", action="store_false", help="predict from the logs alone")
     options = parser.parse_args()
+    options.clock = options.clock or ("cpu" if options.device == "cpu" else "wall")
     if options.save is not None:
         options.save.mkdir(parents=True, exist_ok=True)
     first: Engine | None = None
     if options.logs is not None:
         runs, costs = read_all(options.logs)
     else:
-        first = load(options.model)
+        first = load(options.model, options.device)
         costs = measured_costs(first.decoder, costs_of_shapes(first.spec))
         runs = run_all(first, costs, options)
     if options.calibrate and first is None:
-        first = load(options.model)
+        first = load(options.model, options.device)
     all_off: dict[str, list[Off]] = {"the log alone": []} | ({"steps measured": []} if options.calibrate else {})
     for changes, log in runs.items():
         times = fit_step_times(log.entries, costs)

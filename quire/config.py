@@ -31,7 +31,7 @@ class Limits:
     max_batched_tokens: int
     kv_cache_memory: int | float | str
     graph_tokens: int = 0
-    """Of the largest step that has a CUDA graph, in which a few requests have guesses; 0 without graphs."""
+    """Of the largest step that has a CUDA graph, with guesses or short prompts in it; 0 without graphs."""
 
 
 _CPU_LIMITS = Limits(64, 512, 0.25)
@@ -131,7 +131,7 @@ class EngineConfig:
             max_num_seqs,
             self.max_batched_tokens or default.max_batched_tokens,
             default.kv_cache_memory if self.kv_cache_memory is None else self.kv_cache_memory,
-            max(max_num_seqs, 64) if device_type == "cuda" and self.cuda_graphs else 0,
+            max(max_num_seqs, 512) if device_type == "cuda" and self.cuda_graphs else 0,
         )
 
 

@@ -186,6 +186,8 @@ class StepLogEntry:
     error: str | None
     committed: float
     """When its result was there; `step.now` says when it was scheduled."""
+    submitted: float | None = None
+    """When the runner had it, and the host went on; None where nobody noted it."""
 
 
 @dataclass(frozen=True, slots=True)

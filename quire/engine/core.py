@@ -55,7 +55,8 @@ class EngineCore:
         self.depth = depth
         self._on_step = on_step
         self.clock = clock
-        self._in_flight: deque[tuple[Step, Pending]] = deque()
+        self._in_flight: deque[tuple[Step, Pending, float | None]] = deque()
+        """And when the runner had it, if there is a clock."""
         self._updates: list[RequestUpdate] = []
         self._idle_check = IdleCheck(scheduler)
         self._contradiction: Exception | None = None
@@ -105,17 +106,17 @@ class EngineCore:
             failure, failed = EngineError(_describe(error)), Future[StepResult]()
             failure.__cause__ = error
             failed.set_exception(failure)
-            self._in_flight.append((step, failed))
+            self._in_flight.append((step, failed, None))
             if not isinstance(error, Exception):
                 raise
             while self._in_flight:
                 self._commit_oldest(now)
             return True
-        self._in_flight.append((step, pending))
+        self._in_flight.append((step, pending, self.clock() if self.clock is not None else None))
         return True
 
     def _commit_oldest(self, now: float) -> None:
-        step, pending = self._in_flight[0]
+        step, pending, submitted = self._in_flight[0]
         try:
             result = pending.result()
         except Exception as error:
@@ -125,7 +126,7 @@ class EngineCore:
         now = self.clock() if self.clock is not None else now
         self._updates += self.scheduler.commit(step, result, now)
         if self._on_step is not None:
-            self._on_step(StepLogEntry(step, result, None, now))
+            self._on_step(StepLogEntry(step, result, None, now, submitted))
 
     def _fail(self, step: Step, error: Exception, now: float) -> None:
         """Ends the requests of a failed step and of those behind it; everyone else goes on."""

@@ -98,8 +98,9 @@ def pack(entry: StepLogEntry) -> PackedEntry:
         [_finished_fields(one) for one in step.finished],
         [tuple(one) for one in step.copies],
     ]
+    times = (entry.committed, entry.submitted)
     return PackedEntry(
-        marshal.dumps((step.step_id, step.now, scheduled, events, counts, found, entry.error, entry.committed)),
+        marshal.dumps((step.step_id, step.now, scheduled, events, counts, found, entry.error, times)),
         tuple((_shared(one.params), _shared(one.resolved)) for one in step.admitted),
         sum(len(one.token_ids) for one in step.admitted),
         entry.committed,
@@ -108,7 +109,7 @@ def pack(entry: StepLogEntry) -> PackedEntry:
 
 def unpack(packed: PackedEntry) -> StepLogEntry:
     """An entry equal to the one that was packed."""
-    step_id, now, scheduled, events, counts, found, error, committed = marshal.loads(packed.values)
+    step_id, now, scheduled, events, counts, found, error, times = marshal.loads(packed.values)
     admitted, preempted, finished, copies = events
     step = Step(
         step_id,
@@ -124,7 +125,7 @@ def unpack(packed: PackedEntry) -> StepLogEntry:
     if found is not None:
         result_id, tokens, errors, ended, drafts = found
         result = StepResult(result_id, tokens, errors, ended=ended, drafts=drafts)
-    return StepLogEntry(step, result, error, committed)
+    return StepLogEntry(step, result, error, *times)
 
 
 def _admission(packed: tuple[Sequence[Any], bytes], objects: tuple[SamplingParams, ResolvedTokens]) -> Admission:

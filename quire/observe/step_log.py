@@ -192,6 +192,8 @@ def encode_entry(entry: StepLogEntry, engine: Mapping[str, Any] | None = None) -
         result["ended"] = sorted(done.ended)
         result["drafts"] = dict(done.drafts)
     line = {"version": VERSION, "step": step, "result": result, "error": entry.error, "committed": entry.committed}
+    if entry.submitted is not None:
+        line["submitted"] = entry.submitted
     if engine is not None:
         line["engine"] = dict(engine)
     return json.dumps(line, separators=(",", ":"))
@@ -210,7 +212,7 @@ def decode_entry(line: str) -> StepLogEntry:
     for name, kind in _RECORDS.items():
         step[name] = tuple(_build(kind, item) for item in step[name])
     result = None if data["result"] is None else _decode_result(data["result"])
-    return StepLogEntry(Step(**step), result, data["error"], data["committed"])
+    return StepLogEntry(Step(**step), result, data["error"], data["committed"], data.get("submitted"))
 
 
 def encode_params(params: SamplingParams) -> dict[str, Any]:

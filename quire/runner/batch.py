@@ -58,12 +58,28 @@ class StepShape:
         return scheduled if self.is_decode else [scheduled[owner] for owner in self.draw_owners.tolist()]
 
     def by_token(self) -> StepShape:
-        """The same as decodes, one for each token: its key is written before any attends, so it sees those before."""
-        owners, offsets = np.arange(len(self.counts)).repeat(self.counts), self.draw_offsets
-        ones = np.ones(len(owners), np.int32)
-        starts = self.starts[owners] + offsets
-        none = ((),) * len(owners)
-        return StepShape(self.request_rows[owners], starts, ones, self.samples[owners], none, (), is_decode=True)
+        """The same as decodes, one for each token: its key is written before any attends, so it sees those before. They
+        sample where a token is drawn."""
+        owners, samples = self.token_owners, np.zeros(len(self.token_owners), np.bool_)
+        samples[self.draw_indices] = True
+        ones, none = np.ones(len(owners), np.int32), ((),) * len(owners)
+        return StepShape(self.request_rows[owners], self.token_positions, ones, samples, none, (), is_decode=True)
+
+    @cached_property
+    def query_start(self) -> Int32Array:
+        """Where among the step's tokens each request's begin, and where the last one's end."""
+        return np.concatenate((np.zeros(1, np.int32), self.counts.cumsum(dtype=np.int32)))
+
+    @cached_property
+    def token_owners(self) -> npt.NDArray[np.int64]:
+        """Which of the scheduled requests each token is of."""
+        return np.arange(len(self.counts)).repeat(self.counts)
+
+    @property
+    def token_positions(self) -> Int32Array:
+        """Where in its sequence each token stands, at the latest."""
+        first = (self.starts - self.query_start[:-1])[self.token_owners]
+        return first + np.arange(self.query_start[-1], dtype=np.int32)
 
     @cached_property
     def num_guesses(self) -> Int32Array:
@@ -83,6 +99,11 @@ class StepShape:
         if not self.has_guesses:
             return np.zeros(len(self.draw_owners), np.int32)
         return np.concatenate([np.arange(1 + n, dtype=np.int32) for n in self.num_guesses[self.samples]])
+
+    @property
+    def draw_indices(self) -> npt.NDArray[np.int64]:
+        """Behind which of the step's tokens each is drawn."""
+        return (self.query_start[1:] - 1 - self.num_guesses)[self.draw_owners] + self.draw_offsets.astype(np.int64)
 
     @property
     def draw_follows(self) -> npt.NDArray[np.int64]:
@@ -139,30 +160,23 @@ def build_batch(
     lag: Tensor | None,
 ) -> InputBatch:
     """Lays the scheduled requests' tokens one after the other."""
-    ends = shape.starts + shape.counts
-    query_start = np.concatenate((np.zeros(1, np.int32), shape.counts.cumsum(dtype=np.int32)))
-    # For every token row of the step: its request row and its position in the sequence.
-    owners = shape.request_rows.repeat(shape.counts)
-    first = (shape.starts - query_start[:-1]).repeat(shape.counts)
-    positions = first + np.arange(query_start[-1], dtype=np.int32)
-    draw_owners = shape.draw_owners
-    draw_indices = (query_start[1:] - 1 - shape.num_guesses)[draw_owners] + shape.draw_offsets
+    ends, draw_owners = shape.starts + shape.counts, shape.draw_owners
     work = kernels.attention_work(shape.counts, ends, shape.request_rows, heads)
     sent = uploader.upload(
-        owners,
-        positions,
-        query_start,
+        shape.request_rows[shape.token_owners],
+        shape.token_positions,
+        shape.query_start,
         ends,
         shape.request_rows,
-        draw_indices,
+        shape.draw_indices,
         shape.request_rows[draw_owners],
         shape.draw_positions.astype(np.int32),
         *work.values(),
     )
     lists = dict(zip(work, sent[8:], strict=True))
     if lag is not None:
-        (counts, drawn_by) = uploader.upload(shape.counts.astype(np.int64), draw_owners)
-        sent[1] = sent[1] - lag.repeat_interleave(counts, output_size=len(owners))
+        owners, drawn_by = uploader.upload(shape.token_owners, draw_owners)
+        sent[1] = sent[1] - lag[owners]
         sent[3] = sent[3] - lag
         sent[7] = sent[7] - lag[drawn_by]
         by_row = torch.zeros_like(request_rows.num_computed_tokens)
@@ -178,7 +192,7 @@ def build_batch(
         max_context_len=int(ends.max()),
         work=lists,
     )
-    return InputBatch(token_ids, places, paged, sent[5].long(), sent[6], sent[7])
+    return InputBatch(token_ids, places, paged, sent[5], sent[6], sent[7])
 
 
 def write_guesses(shape: StepShape, request_rows: RequestRows, uploader: Uploader, lag: Tensor | None) -> None:

@@ -1,11 +1,11 @@
-"""Decode steps as CUDA graphs: one launch for a whole step, from the request rows to the sampled tokens.
+"""Steps of few tokens as CUDA graphs: one launch for a whole step, from the request rows to the sampled tokens.
 
-A graph has fixed memory and a fixed number of rows, so there is one for each of a series of sizes, and a step takes
-the next larger one; the rows it has too many are padding, which is written nowhere. A backend that has several kernels
-of attention chooses one by the list it makes of a step's work, so there is a graph for each size and kind of list. They
-share one pool of memory and are captured largest first, so that the smaller ones live in the memory of the largest.
-Capturing takes tens of milliseconds each: one is made after each of the first steps, which are computed without graphs
-meanwhile.
+To a graph every token is a decode of its own, be it a guess or part of a prompt. It has fixed memory and a fixed number
+of rows, so there is one for each of a series of sizes, and a step takes the next larger one; the rows it has too many
+are padding, which is written nowhere. A backend that has several kernels of attention chooses one by the list it makes
+of a step's work, so there is a graph for each size and kind of list. They share one pool of memory. The largest is
+captured first, so that the others live in its memory; then what a step would have taken; then the rest. That takes tens
+of milliseconds each: one is made after each of the first steps.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from quire.sampling.upload import Uploader
 
 _MAX_WORK = 4096
 """Items of attention in one graph; a step with more (many very long sequences) is computed without."""
+_MAX_PROMPT_KEYS = 1 << 17
+"""That the tokens of a step with prompts read, each for itself: where they are more, a kernel that reads them for many
+tokens at once is quicker, although every kernel is launched by itself then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,8 @@ class DecodeOutput:
 
 class DecodeGraphs:
     """Captures and replays them."""
+
+    takes_prompts = True
 
     def __init__(self, decoder: Decoder, caches: list[LayerCache], rows: RequestRows, most_tokens: int) -> None:
         spec, device = decoder.spec, rows.token_ids.device
@@ -60,6 +65,8 @@ class DecodeGraphs:
             self._most_work |= {(size, name): max(min(_MAX_WORK, most), 512) for name, most in lists.items()}
         self._to_capture = list(self._most_work)
         """The largest is last and captured first."""
+        self._wanted = self._to_capture[-1]
+        """What a step would have taken: captured next."""
         self._largest = largest = -(-self._sizes[-1] // 16) * 16  # parts of the inputs begin at multiples of 16 numbers
         self._graphs: dict[tuple[int, str], torch.cuda.CUDAGraph] = {}
         self._inputs = torch.zeros(3 * largest + 8 * (1 + _MAX_WORK), dtype=torch.int32, device=device)
@@ -69,21 +76,24 @@ class DecodeGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def run(self, shape: StepShape, lag: Tensor | None = None) -> DecodeOutput | None:
-        """Computes a decode step, whose rows begin `lag` earlier, if there is a graph for it."""
-        count = len(shape.request_rows)
-        if count > self._sizes[-1]:
+        """Computes a step of single tokens, whose rows begin `lag` earlier, if there is a graph for it. What is drawn
+        behind those that don't sample is noise."""
+        count, are_drawn = len(shape.request_rows), shape.samples
+        if count > self._sizes[-1] or (not are_drawn.all() and shape.starts.sum() > _MAX_PROMPT_KEYS):
             return None
         lists = self._kernels.attention_work(shape.counts, shape.starts + 1, shape.request_rows, self._heads)
         ((name, work),) = lists.items()
         kind = self._sizes[bisect_left(self._sizes, count)], name
         graph = self._graphs.get(kind)
         if graph is None or len(work) > 1 + self._most_work[kind]:
+            self._wanted = kind
             return None
         self._uploader.upload_into(
             self._inputs,
             self._padded(shape.request_rows, -1),
             self._padded(shape.starts, 0),
-            self._padded(shape.starts + 1, 0),
+            # Behind the longest sequence is a place for what nobody reads.
+            self._padded(np.where(are_drawn, shape.starts + 1, self._max_context_len), 0),
             work,
         )
         if lag is not None:
@@ -113,10 +123,11 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture_next(self) -> None:
-        """Captures the largest graph that is missing, if one is. The device is not waited for and goes on computing."""
+        """Captures a graph that is missing, if one is. The device is not waited for and goes on computing."""
         if not self._to_capture:
             return
-        size, name = self._to_capture.pop()
+        is_wanted = bool(self._graphs) and self._wanted in self._to_capture
+        size, name = self._to_capture.pop(self._to_capture.index(self._wanted) if is_wanted else -1)
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         gc_was_on = gc.isenabled()
@@ -158,5 +169,6 @@ class DecodeGraphs:
 
 def graph_sizes(most: int) -> list[int]:
     """Close together where a row more costs most: experts of padding rows are read for nothing."""
-    sizes = [*range(1, 8), *range(8, 16, 2), *range(16, 32, 4), *range(32, 64, 8), *range(64, most, 16)]
+    sizes = [*range(1, 8), *range(8, 16, 2), *range(16, 32, 4), *range(32, 64, 8), *range(64, 256, 16)]
+    sizes += range(256, most, 64)
     return [size for size in sizes if size < most] + [most]

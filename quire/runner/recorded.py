@@ -35,6 +35,9 @@ class _Recording(NamedTuple):
 class RecordedSteps:
     """Records and replays them."""
 
+    takes_prompts = False
+    """To score all their tokens would take longer than Python does."""
+
     def __init__(self, decoder: Decoder, caches: list[LayerCache], rows: RequestRows) -> None:
         assert decoder.kernels.record is not None
         self._record = decoder.kernels.record

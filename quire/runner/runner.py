@@ -126,8 +126,9 @@ class Runner:
             self._grammars.start(draws.request_rows)  # masks are computed while the model runs
         sampled: SampledTokens | None = None
         if decoded is not None and draws is None:
-            sampled = SampledTokens(decoded.sampled)
-            outputs.add_tokens(drawn_for, sampled)
+            if drawn_for:
+                sampled = SampledTokens(decoded.sampled)
+                outputs.add_tokens(drawn_for, sampled)
         elif decoded is not None and draws is not None:
             if shape.has_guesses:
                 # The graph has drawn tokens of its own in their places, which are histories of the draws behind them.
@@ -174,13 +175,19 @@ class Runner:
         return None if is_plain else draws
 
     def _run_graph(self, shape: StepShape, lag: Tensor | None) -> DecodeOutput | None:
-        """Computes a step of decodes and checks in one launch, where that can be done. Graphs keep no hidden states."""
+        """Computes a step of few tokens in one launch, where that can be done. Graphs keep no hidden states, and a
+        draft model needs the batches of prompts."""
+        graphs, is_drawn = self._graphs, shape.is_drawn_everywhere
         needs_hidden = self._logprobs.scores_prompts or self._pooling.has_rows
-        if self._graphs is None or not shape.is_drawn_everywhere or needs_hidden:
+        if graphs is None or needs_hidden or not (is_drawn or (graphs.takes_prompts and self._drafter is None)):
             return None
-        if lag is not None and shape.has_guesses:
-            lag = lag[self._uploader.upload(shape.draw_owners)[0]]
-        return self._graphs.run(shape.by_token() if shape.has_guesses else shape, lag)
+        if lag is not None and not shape.is_decode:
+            lag = lag[self._uploader.upload(shape.token_owners)[0]]
+        decoded = graphs.run(shape if shape.is_decode else shape.by_token(), lag)
+        if decoded is None or is_drawn:
+            return decoded
+        (drawn,) = self._uploader.upload(shape.draw_indices)
+        return DecodeOutput(decoded.sampled[:, drawn], decoded.logits[drawn])
 
     def _sample(
         self,
