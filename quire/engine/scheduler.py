@@ -298,8 +298,8 @@ class Scheduler:
     def _add_guesses(self, plan: _StepPlan, guess: Guess) -> None:
         """Guessed tokens behind those of the requests that sample, out of what everyone else has left: budget that is
         unused, and blocks of which every running request could still take one. All get the same share."""
-        limit = self.config.max_checked_tokens or self.config.max_batched_tokens
-        share = limit // max(len(plan.requests), 1) - 1
+        most = self.config.max_batched_tokens
+        share = ((self.config.max_checked_tokens or most) - (most - plan.budget)) // max(len(plan.requests), 1)
         if share <= 0:
             return
         num_drafts = self._num_drafts
