@@ -28,7 +28,7 @@ from quire.sampling.upload import Uploader
 _MAX_WORK = 4096
 """Items of attention in one graph; a step with more (many very long sequences) is computed without."""
 _MAX_PROMPT_KEYS = 1 << 17
-"""That the tokens of a step with prompts read, each for itself: where they are more, a kernel that reads them for many
+"""That the tokens of a step's prompts read, each for itself: where they are more, a kernel that reads them for many
 tokens at once is quicker, although every kernel is launched by itself then."""
 
 
@@ -79,7 +79,7 @@ class DecodeGraphs:
         """Computes a step of single tokens, whose rows begin `lag` earlier, if there is a graph for it. What is drawn
         behind those that don't sample is noise."""
         count, are_drawn = len(shape.request_rows), shape.samples
-        if count > self._sizes[-1] or (not are_drawn.all() and shape.starts.sum() > _MAX_PROMPT_KEYS):
+        if count > self._sizes[-1] or shape.starts[~are_drawn].sum() > _MAX_PROMPT_KEYS:
             return None
         lists = self._kernels.attention_work(shape.counts, shape.starts + 1, shape.request_rows, self._heads)
         ((name, work),) = lists.items()
