@@ -207,7 +207,7 @@ def read_all(folder: Path) -> tuple[dict[str, Measured], StepCosts]:
     """What `--save` kept."""
     runs: dict[str, Measured] = {}
     costs = StepCosts()
-    for path in sorted(folder.glob("*.jsonl")):
+    for path in sorted(folder.glob("*.jsonl"), key=lambda path: (" again " in path.stem, path.stem)):
         changes = path.stem.partition(" again ")[0]
         entries, engine = last_run(path)
         assert engine is not None, path
@@ -305,7 +305,7 @@ def main() -> None:
         first = load(options.model, options.device)
     all_off: dict[str, list[Off]] = {"the log alone": []} | ({"steps measured": []} if options.calibrate else {})
     for changes, log in runs.items():
-        times = fit_step_times(log.entries, costs)
+        times = fit_step_times(log.entries, costs, graph_tokens=log.setting.config.max_checked_tokens)
         compare(changes, runs, times, all_off["the log alone"])
         outside = unknown(log, runs, times)
         if first is not None and options.calibrate:

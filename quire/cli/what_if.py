@@ -64,7 +64,8 @@ def play_and_print(
     as `chosen`; not, if that is None."""
     base = Setting(engine.config, engine.depth)
     settings = {"replayed": base} | {text: parse_changes(text, base) for text in what_if}
-    played = _Played(requests, settings, fit_step_times(entries, engine.costs))
+    times = fit_step_times(entries, engine.costs, graph_tokens=engine.config.max_checked_tokens)
+    played = _Played(requests, settings, times)
     why = "" if chosen is None or not played.outside else _calibrate(played, model, engine, entries, chosen)
     for title, found in played.found.items():
         played.notes += _warnings(title, found, played.times, why)

@@ -12,8 +12,9 @@ from quire.engine import EngineCore, SchedulerConfig, make_requests
 from quire.errors import QuireError
 from quire.observe.step_log import LoggedEngine
 from quire.sampling_params import SamplingParams
+from quire.simulate.step_parts import TimedStep, timed_as_a_whole, timed_steps
 from quire.simulate.step_shapes import StepShape, shapes_to_measure
-from quire.simulate.step_times import StepTimes, TimedStep, fit_step_times, timed_steps
+from quire.simulate.step_times import StepTimes, fit_step_times
 from quire.step import StepLogEntry
 
 _SIZES = 6
@@ -78,11 +79,12 @@ class Calibrator:
         """`heard` gets the entries of the engine's steps; `entries` are the log's, and `logged` its engine."""
         self._maker = _StepMaker(core, heard, vocab_size)
         self._heard, self._model, self._costs, self._entries = heard, model, logged.costs, entries
-        self._times = fit_step_times(entries, logged.costs)
+        self._graph_tokens = logged.config.max_checked_tokens
+        self._times = fit_step_times(entries, logged.costs, graph_tokens=self._graph_tokens)
         self._known: dict[StepShape, float] = {}
-        for one in timed_steps(entries)[0]:
+        for one in timed_steps(entries, self._graph_tokens).steps:
             shape = StepShape.of(one.step)
-            self._known[shape] = self._known.get(shape, 0.0) + one.seconds
+            self._known[shape] = self._known.get(shape, 0.0) + one.host + one.seconds
         self._spent = 0.0
 
     def calibrate(
@@ -116,16 +118,14 @@ class Calibrator:
         """Each size as its fastest step was, divided by how long steps that the log has take now, over what they took
         then: the machine may be busier, or another one."""
         times = self._times
-        measured = _counted(self._heard)
+        measured = _counted(self._heard, self._graph_tokens, times.host is not None)
         fastest: dict[StepShape, TimedStep] = {}
         for one in measured:
             shape = StepShape.of(one.step)
-            if shape not in fastest or one.seconds < fastest[shape].seconds:
-                fastest[shape] = one  # what disturbs makes a step longer, never shorter
+            fastest[shape] = _faster(fastest.get(shape, one), one)
         outside = {shape: one for shape, one in fastest.items() if times.seen.distance(shape)}
-        speeds = {
-            shape: one.seconds / times.expected(one.step) for shape, one in fastest.items() if shape not in outside
-        }
+        inside = {shape: one for shape, one in fastest.items() if shape not in outside}
+        speeds = {shape: (one.host + one.seconds) / sum(times.expected(one.step)) for shape, one in inside.items()}
         if not speeds or not outside:
             raise QuireError("steps of such sizes take too long to measure them")
         speed = median(speeds.values())
@@ -133,9 +133,16 @@ class Calibrator:
             raise QuireError(
                 f"steps that the log has take {speed:.2g} times as long here: this is another kind of machine"
             )
-        others = [TimedStep(one.step, one.seconds / speeds[_nearest(shape, speeds)]) for shape, one in outside.items()]
-        fitted = fit_step_times(self._entries, self._costs, others=others)
-        error = median(abs(fitted.expected(one.step) / one.seconds - 1) for one in others)
+        device, host = _part_speeds(inside, times) if times.host is not None else (speeds, {})
+        others = [
+            one._replace(
+                seconds=one.seconds / device[_nearest(shape, device)],
+                host=one.host / host[_nearest(shape, host)] if host else 0.0,
+            )
+            for shape, one in outside.items()
+        ]
+        fitted = fit_step_times(self._entries, self._costs, others=others, graph_tokens=self._graph_tokens)
+        error = median(abs(sum(fitted.expected(one.step)) / (one.host + one.seconds) - 1) for one in others)
         error += (max(speeds.values()) / min(speeds.values()) - 1) / 2
         fitted.outside_of(times, error)
         steps = sum(StepShape.of(one.step) in outside for one in measured)
@@ -177,19 +184,35 @@ class _StepMaker:
         return request.request_id
 
 
-def _counted(entries: Sequence[StepLogEntry]) -> list[TimedStep]:
+def _counted(entries: Sequence[StepLogEntry], graph_tokens: int, has_parts: bool) -> list[TimedStep]:
+    """All but the first of each size, which may have been recorded or compiled; by the rule of the log's steps."""
     known: set[StepShape] = set()
     counted: list[TimedStep] = []
-    last = float("-inf")
-    for entry in entries:
-        seconds, last = entry.committed - max(entry.step.now, last), entry.committed
-        if entry.result is None or not entry.step.scheduled or seconds <= 0:
-            continue
-        shape = StepShape.of(entry.step)
+    for one in (timed_steps(entries, graph_tokens) if has_parts else timed_as_a_whole(entries)).steps:
+        shape = StepShape.of(one.step)
         if shape in known:
-            counted.append(TimedStep(entry.step, seconds))
+            counted.append(one)
         known.add(shape)
     return counted
+
+
+def _faster(one: TimedStep, other: TimedStep) -> TimedStep:
+    """Of each part the shorter one: what disturbs makes it longer, never shorter. A device's time is known where the
+    host waited for it."""
+    device = min(one, other, key=lambda step: (step.is_bound, step.seconds))
+    return device._replace(host=min(one.host, other.host))
+
+
+def _part_speeds(
+    inside: Mapping[StepShape, TimedStep], times: StepTimes
+) -> tuple[dict[StepShape, float], dict[StepShape, float]]:
+    """How long the device and the host take for steps that the log has, over what it says. Where the host never waits
+    for the device, nobody knows how fast that is, and it does not matter."""
+    expected = {shape: times.expected(one.step) for shape, one in inside.items()}
+    known = {shape: one.seconds / expected[shape].device for shape, one in inside.items() if not one.is_bound}
+    return known or dict.fromkeys(inside, 1.0), {
+        shape: one.host / expected[shape].host for shape, one in inside.items()
+    }
 
 
 def _nearest(shape: StepShape, known: Iterable[StepShape]) -> StepShape:

@@ -14,6 +14,9 @@ _WORTH = 0.005
 """Of the time outside: sizes with less are not worth a measurement."""
 
 
+StepKind = tuple[bool, bool]
+
+
 class StepShape(NamedTuple):
     """What is in a step."""
 
@@ -42,16 +45,22 @@ class StepShape(NamedTuple):
     def requests(self) -> int:
         return self.answers + self.prompts
 
+    def kind(self, graph_tokens: int | None) -> StepKind:
+        """Whether there are prompts in it, and whether it is too large for a graph."""
+        return self.prompts > 0, graph_tokens is not None and self.prompts > 0 and self.tokens > graph_tokens
+
 
 class SeenSteps:
     """The sizes that were measured: of steps of answers alone, which are computed in a way of their own (graphs,
-    recorded calls), and of others."""
+    recorded calls), of others, and of those that are too large for a graph."""
 
-    def __init__(self, shapes: Iterable[StepShape]) -> None:
-        self._ends: dict[bool, tuple[int, int]] = {}
+    def __init__(self, shapes: Iterable[StepShape], graph_tokens: int | None = None) -> None:
+        """`graph_tokens`: of the largest with a graph; None where nobody knows, or none has."""
+        self._graph_tokens = graph_tokens
+        self._ends: dict[StepKind, tuple[int, int]] = {}
         self.most_tokens = self.most_requests = 1
         for shape in shapes:
-            kind, tokens = shape.prompts > 0, shape.tokens
+            kind, tokens = shape.kind(graph_tokens), shape.tokens
             low, high = self._ends.get(kind, (tokens, tokens))
             self._ends[kind] = min(low, tokens), max(high, tokens)
             self.most_tokens = max(self.most_tokens, tokens)
@@ -59,7 +68,7 @@ class SeenSteps:
 
     def distance(self, shape: StepShape) -> float:
         """How often the size of a step was doubled, or halved, beyond any that was measured; 0 within them."""
-        ends = self._ends.get(shape.prompts > 0)
+        ends = self._ends.get(shape.kind(self._graph_tokens))
         if ends is None:
             return max(1.0, math.log2(max(1.0, shape.tokens / self.most_tokens)))
         low, high = ends

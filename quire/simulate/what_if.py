@@ -84,26 +84,31 @@ class _Clock:
 
 
 class _Pending:
-    def __init__(self, clock: _Clock, ready: float, result: StepResult) -> None:
-        self._clock, self._ready, self._result = clock, ready, result
+    def __init__(self, clock: _Clock, ready: float, fetch: float, result: StepResult) -> None:
+        self._clock, self._ready, self._fetch, self._result = clock, ready, fetch, result
 
     def result(self) -> StepResult:
-        self._clock.now = max(self._clock.now, self._ready)
+        self._clock.now = max(self._clock.now + self._fetch, self._ready)
         return self._result
 
 
 class _TimedRunner:
-    """Computes nothing: tokens are any tokens, and a step takes its time, one after the other."""
+    """Computes nothing: tokens are any tokens, and a step takes its time: the host's, then the device's, which computes
+    one after the other."""
 
     def __init__(self, clock: _Clock, times: StepTimes) -> None:
         self._clock, self._times = clock, times
+        self._fetch = 0.0 if times.host is None else times.host.fetch
         self._free_at = 0.0
 
     def submit(self, step: Step) -> _Pending:
-        self._free_at = max(self._free_at, self._clock.now) + (self._times.draw(step) if step.scheduled else 0.0)
+        decided, takes = self._clock.now, self._times.draw(step)
+        self._clock.now = launched = decided + takes.host
+        begin = decided if self._times.is_split(step) else launched
+        self._free_at = max(max(self._free_at, begin) + takes.device, launched)
         tokens = {one.request_id: (0,) for one in step.scheduled if one.samples}
         pooled = {one.request_id: b"" for one in step.scheduled if one.samples}
-        return _Pending(self._clock, self._free_at, StepResult(step.step_id, tokens, pooled=pooled))
+        return _Pending(self._clock, self._free_at, self._fetch, StepResult(step.step_id, tokens, pooled=pooled))
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +192,9 @@ def play(requests: Sequence[RecordedRequest], setting: Setting, times: StepTimes
                 core.add_request(request, arrival)
             except (CapacityError, InvalidRequestError):
                 refused += 1
+        before = metrics.counters.steps
         core.step(clock.now)
-        clock.now += times.pause
+        clock.now += times.draw_pause(clock.now, metrics.counters.steps > before)
     return metrics, refused
 
 
