@@ -115,17 +115,17 @@ class Calibrator:
                 report((number * len(shapes) + place + 1) / (_ROUNDS * len(shapes)))
 
     def _fit(self) -> Calibration:
-        """Each size as its fastest step was, divided by how long steps that the log has take now, over what they took
-        then: the machine may be busier, or another one."""
+        """Each size, divided by how long steps that the log has take now, over what they took then: the machine may be
+        busier, or another one."""
         times = self._times
         measured = _counted(self._heard, self._graph_tokens, times.host is not None)
-        fastest: dict[StepShape, TimedStep] = {}
+        by_shape: dict[StepShape, list[TimedStep]] = {}
         for one in measured:
-            shape = StepShape.of(one.step)
-            fastest[shape] = _faster(fastest.get(shape, one), one)
-        outside = {shape: one for shape, one in fastest.items() if times.seen.distance(shape)}
-        inside = {shape: one for shape, one in fastest.items() if shape not in outside}
-        speeds = {shape: (one.host + one.seconds) / sum(times.expected(one.step)) for shape, one in inside.items()}
+            by_shape.setdefault(StepShape.of(one.step), []).append(one)
+        typical = {shape: _typical(found, times.host is not None) for shape, found in by_shape.items()}
+        outside = {shape: one for shape, one in typical.items() if times.seen.distance(shape)}
+        inside = {shape: one for shape, one in typical.items() if shape not in outside}
+        speeds = {shape: _over(one, times) for shape, one in inside.items()}
         if not speeds or not outside:
             raise QuireError("steps of such sizes take too long to measure them")
         speed = median(speeds.values())
@@ -142,7 +142,7 @@ class Calibrator:
             for shape, one in outside.items()
         ]
         fitted = fit_step_times(self._entries, self._costs, others=others, graph_tokens=self._graph_tokens)
-        error = median(abs(sum(fitted.expected(one.step)) / (one.host + one.seconds) - 1) for one in others)
+        error = median(abs(1 / _over(one, fitted) - 1) for one in others)
         error += (max(speeds.values()) / min(speeds.values()) - 1) / 2
         fitted.outside_of(times, error)
         steps = sum(StepShape.of(one.step) in outside for one in measured)
@@ -196,11 +196,21 @@ def _counted(entries: Sequence[StepLogEntry], graph_tokens: int, has_parts: bool
     return counted
 
 
-def _faster(one: TimedStep, other: TimedStep) -> TimedStep:
-    """Of each part the shorter one: what disturbs makes it longer, never shorter. A device's time is known where the
-    host waited for it."""
-    device = min(one, other, key=lambda step: (step.is_bound, step.seconds))
-    return device._replace(host=min(one.host, other.host))
+def _typical(steps: Sequence[TimedStep], has_parts: bool) -> TimedStep:
+    """Of steps of one size the fastest: what disturbs makes it longer, never shorter. With parts, whose noise is larger
+    than that, the median of each; the device's where the host waited for it, else the shortest that it can be."""
+    fastest = min(steps, key=lambda one: (one.is_bound, one.seconds))
+    if not has_parts:
+        return fastest
+    middle = sorted(steps, key=lambda one: one.host)[len(steps) // 2]  # with its own step: some set up requests
+    known = [one.seconds for one in steps if not one.is_bound]
+    return middle._replace(seconds=median(known) if known else fastest.seconds, is_bound=not known)
+
+
+def _over(one: TimedStep, times: StepTimes) -> float:
+    """How long a step took, over what is expected; the host's part of it where the device's is not known."""
+    host, device = times.expected(one.step)
+    return one.host / host if one.is_bound else (one.host + one.seconds) / (host + device)
 
 
 def _part_speeds(

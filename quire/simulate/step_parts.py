@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -61,7 +61,14 @@ def timed_steps(entries: Sequence[StepLogEntry], graph_tokens: int = 0) -> Timel
         one.submitted is not None and other.submitted is not None and other.submitted < one.committed
         for one, other in pairwise(entries)
     )
-    return _with_parts(entries, graph_tokens) if has_parts else timed_as_a_whole(entries)
+    if not has_parts:
+        return timed_as_a_whole(entries)
+    found = _with_parts(entries, graph_tokens, {})
+    known: dict[int, list[float]] = {}
+    for one in found.steps:
+        if not one.is_bound and not is_split(one.step, graph_tokens):
+            known.setdefault(one.step.num_tokens, []).append(one.seconds)
+    return _with_parts(entries, graph_tokens, {tokens: _median(seconds) for tokens, seconds in known.items()})
 
 
 def timed_as_a_whole(entries: Sequence[StepLogEntry]) -> Timeline:
@@ -80,15 +87,17 @@ def timed_as_a_whole(entries: Sequence[StepLogEntry]) -> Timeline:
     return Timeline(steps, False, _median(pauses), [], [])
 
 
-def _with_parts(entries: Sequence[StepLogEntry], graph_tokens: int) -> Timeline:
+def _with_parts(entries: Sequence[StepLogEntry], graph_tokens: int, usual: Mapping[int, float]) -> Timeline:
     """The host decides and launches a step, then waits for the one before it, whose result may have been there for
-    long. The device begins once it has the step (of a large one: its first kernels) and is done with the one before."""
+    long. The device begins once it has the step (of a large one: its first kernels) and is done with the one before.
+    `usual`: what steps of so many tokens take that are launched as a whole, to know when one was done that nobody
+    waited for."""
     steps: list[TimedStep] = []
     told: list[TimedStep] = []
     pauses: list[tuple[float, float]] = []
     turns: list[float] = []
     fetches: list[float] = []
-    first_in_flight, last = 0, float("-inf")
+    first_in_flight, last, done, is_sure = 0, float("-inf"), float("-inf"), True
     for place, entry in enumerate(entries):
         step, submitted = entry.step, entry.submitted
         # What the host did before this turn.
@@ -102,12 +111,15 @@ def _with_parts(entries: Sequence[StepLogEntry], graph_tokens: int) -> Timeline:
             pauses.append((back, step.now - back))
         before, last = last, entry.committed
         if entry.result is None or submitted is None:
+            done, is_sure = entry.committed, True
             continue
         host = submitted - step.now
         if not step.scheduled:
             told.append(TimedStep(step, 0.0, host))
             continue
-        seconds = entry.committed - max(step.now if is_split(step, graph_tokens) else submitted, before)
+        could_begin = step.now if is_split(step, graph_tokens) else submitted
+        begun = could_begin if not is_sure else max(could_begin, done)
+        seconds = entry.committed - begun
         # Since when the host waited for it: since it launched the last step behind it.
         asked = max(submitted, before)
         behind = place + 1
@@ -117,10 +129,14 @@ def _with_parts(entries: Sequence[StepLogEntry], graph_tokens: int) -> Timeline:
         waited = entry.committed - asked
         if seconds <= 0:
             continue
-        is_bound = waited < _WAITED * seconds
-        if is_bound:
+        if waited >= _WAITED * seconds:
+            steps.append(TimedStep(step, seconds, host, is_bound=not is_sure and done > could_begin))
+            done, is_sure = entry.committed, True
+        else:
             fetches.append(waited)
-        steps.append(TimedStep(step, seconds, host, is_bound))
+            steps.append(TimedStep(step, seconds, host, is_bound=True))
+            takes = None if is_split(step, graph_tokens) else usual.get(step.num_tokens)
+            done, is_sure = min(asked, begun + (takes or asked)), takes is not None
     return Timeline(steps, True, _median([one[1] for one in pauses]), told, pauses, _median(turns), _median(fetches))
 
 

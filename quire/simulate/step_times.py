@@ -245,6 +245,10 @@ def fit_step_times(
         )
     limit = graph_tokens if timeline.has_parts else None
     measured, bounds = _known(timeline)
+    seen = SeenSteps((StepShape.of(one.step) for one in [*timeline.steps, *others]), limit)
+    hosts = others
+    bounds += [one for one in others if one.is_bound]
+    others = [one for one in others if not one.is_bound]
     random.Random(seed).shuffle(measured)
     cut = max(1, int(len(measured) * _HELD_OUT))
     inputs, times = _arrays([*measured, *others], costs, limit)
@@ -252,7 +256,6 @@ def fit_step_times(
     counts = np.ones(len(times))
     if others:
         counts[len(measured) :] = _MATTER * times[: len(measured)].sum() / times[len(measured) :].sum()
-    seen = SeenSteps((StepShape.of(one.step) for one in [*timeline.steps, *others]), limit)
     smooth = _choose_smooth(inputs[cut:], times[cut:], counts[cut:])
     weights = _fit(inputs[cut:], times[cut:], smooth, counts[cut:], most)
     known = StepTimes(weights, inputs[cut:], times[cut:], seen, costs, graph_tokens=limit)
@@ -263,7 +266,7 @@ def fit_step_times(
         host = HostTimes(timeline._replace(steps=[*measured[cut:], *bounds]), graph_tokens)
         predicted += np.array([host.expected(one.step) for one in measured[:cut]])
         held = held + np.array([one.host for one in measured[:cut]])
-        host = HostTimes(timeline, graph_tokens, others)
+        host = HostTimes(timeline, graph_tokens, hosts)
     errors = np.abs(predicted / held - 1)
     quality = FitQuality(
         cut,
