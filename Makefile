@@ -25,8 +25,9 @@ serve: .venv/serve-installed
 	@$(BIN)/quire serve $(SERVE_ARGS)
 
 # Only the plugins that the tests use: each of pytest's processes would import those of schemathesis and langsmith, too.
+# numpy's threads would wait for each other's cores: small systems of equations take it four times as long then.
 test: check
-	PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest -p xdist.plugin -p _hypothesis_pytestplugin \
+	OPENBLAS_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest -p xdist.plugin -p _hypothesis_pytestplugin \
 		-n 3 --dist worksteal $(PYTEST_ARGS)
 
 check: .venv/test-installed
