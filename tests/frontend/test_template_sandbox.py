@@ -110,7 +110,8 @@ LARGE = {
 
 @pytest.mark.parametrize("large", LARGE.values(), ids=LARGE.keys())
 def test_every_filter_is_done_in_time_or_stopped(large: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest things a template can make. Time is that of the processor: others may be using it."""
+    """The largest things a template can make; unbounded, some take minutes. Time is that of the processor: others may be
+    using it, and make it slower."""
     monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.1)
     slow = {}
     for name in BoundedEnvironment(datetime.now).filters:
@@ -118,7 +119,7 @@ def test_every_filter_is_done_in_time_or_stopped(large: str, monkeypatch: pytest
         started = time.process_time()
         with contextlib.suppress(TemplateError):
             template.render(DIALOGUE)
-        if (seconds := time.process_time() - started) > 1.0:
+        if (seconds := time.process_time() - started) > 3.0:
             slow[name] = seconds
     assert not slow
 

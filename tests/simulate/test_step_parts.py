@@ -19,6 +19,7 @@ from quire.simulate.step_shapes import SeenSteps, StepShape
 from quire.simulate.step_times import StepTimes, fit_step_times
 from quire.simulate.what_if import Setting, Summary, parse_changes, predict
 from quire.step import Step, StepLogEntry, StepResult
+from tests.long_runs import IS_LONG
 from tests.simulate.test_what_if import CONFIG, close
 from tests.simulate.test_what_if import run as run_as_a_whole
 
@@ -129,9 +130,11 @@ def times(entries: list[StepLogEntry]) -> StepTimes:
     return fit_step_times(entries, graph_tokens=GRAPH.max_checked_tokens)
 
 
-@pytest.mark.parametrize(
-    "changes", ["", "max_num_seqs=2", "max_num_seqs=16", "max_batched_tokens=64", "depth=1", "rate=0.8"]
-)
+SETTINGS = ("max_num_seqs=2", "max_num_seqs=16", "max_batched_tokens=64", "", "depth=1", "rate=0.8")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("changes", SETTINGS if IS_LONG else SETTINGS[:3])
 def test_other_settings_give_what_a_second_run_measures(
     entries: list[StepLogEntry], times: StepTimes, changes: str
 ) -> None:
