@@ -110,8 +110,8 @@ LARGE = {
 
 @pytest.mark.parametrize("large", LARGE.values(), ids=LARGE.keys())
 def test_every_filter_is_done_in_time_or_stopped(large: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest things a template can make; unbounded, some take minutes. Time is that of the processor: others may be
-    using it, and make it slower."""
+    """The largest things a template can make: unbounded, some take minutes. Time is that of the processor, which others
+    may be using and make slower."""
     monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.1)
     slow = {}
     for name in BoundedEnvironment(datetime.now).filters:
