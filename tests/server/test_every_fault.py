@@ -286,7 +286,7 @@ PHASES: list[Phase] = ["loading", "loading again", "idle", "prompt", "streaming"
 
 def is_tried(name: str, phase: Phase) -> bool:
     """In the short form each fault meets every other phase, those that all others resemble every one."""
-    if IS_LONG or name in ("engine killed", "engine hangs", "SIGTERM"):
+    if IS_LONG or name in ("engine killed", "SIGTERM"):
         return True
     if phase == "draining" and FAULTS[name].ending == "drained":  # the second signal
         return True

@@ -146,6 +146,8 @@ def test_other_settings_give_what_a_second_run_measures(
     close(predict(recorded_requests(entries), setting, times).run, Summary.of(derive_metrics(measured)), 0.10)
 
 
+@pytest.mark.soak
+@pytest.mark.skipif(not IS_LONG, reason="takes ten seconds: make soak")
 def test_large_steps_that_keep_the_device_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """They begin when their first kernels are launched, or when the answers before them are done, for which nobody
     waits: what they take is known all the same."""
