@@ -28,8 +28,8 @@ from quire.sampling.upload import Uploader
 _MAX_WORK = 4096
 """Items of attention in one graph; a step with more (many very long sequences) is computed without."""
 _MAX_PROMPT_KEYS = 1 << 17
-"""That the tokens of a step's prompts read, each for itself: where they are more, a kernel that reads them for many
-tokens at once is quicker, although every kernel is launched by itself then."""
+"""That the tokens of a step's prompts read, each for itself. Where they are more, a kernel that reads them for many
+tokens at once is taken to be quicker, although every kernel is launched by itself then (an estimate)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ class RecordedSteps:
     """Records and replays them."""
 
     takes_prompts = False
-    """To score all their tokens would take longer than Python does."""
+    """All their tokens would be scored: more work than what Python takes, by estimate."""
 
     def __init__(self, decoder: Decoder, caches: list[LayerCache], rows: RequestRows) -> None:
         assert decoder.kernels.record is not None
