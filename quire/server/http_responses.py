@@ -19,6 +19,8 @@ _VALUES_AT_ONCE = 4096
 """Encoded in one go, during which no other thread of this process runs: a millisecond."""
 _WRITTEN_AT_ONCE = 64 * 1024
 """Bytes."""
+_LINE_ENDS = [(char.encode(), b"\\u%04x" % ord(char)) for char in "\x85\u2028\u2029"]
+"""Those that JSON does not want to be escaped."""
 
 
 class JsonResponse(Response):
@@ -101,14 +103,23 @@ def _joined(pieces: Iterable[bytes]) -> Iterator[bytes]:
     yield b"".join(held)
 
 
+def one_line(body: object) -> bytes:
+    """JSON on what is one line to `str.splitlines`, and so to httpx's `iter_lines`, too."""
+    written = _encode(body)
+    if not written.isascii():
+        for char, escaped in _LINE_ENDS:
+            written = written.replace(char, escaped)
+    return written
+
+
 def data_event(body: object) -> bytes:
     """One event of OpenAI's kind: `body` is written as JSON."""
-    return b"data: " + _encode(body) + b"\n\n"
+    return b"data: " + one_line(body) + b"\n\n"
 
 
 def named_event(name: str, body: object) -> bytes:
     """One event with a name, as Anthropic and OpenAI's responses have them."""
-    return b"event: " + name.encode("ascii") + b"\ndata: " + _encode(body) + b"\n\n"
+    return b"event: " + name.encode("ascii") + b"\ndata: " + one_line(body) + b"\n\n"
 
 
 DONE = b"data: [DONE]\n\n"
@@ -130,8 +141,8 @@ class TextEvent:
 
     def write(self, text: str, number: int = 0) -> bytes:
         if self._has_number:
-            return b"%b%b%b%d%b" % (self._head, _encode(text), self._middle, number, self._tail)
-        return self._head + _encode(text) + self._middle
+            return b"%b%b%b%d%b" % (self._head, one_line(text), self._middle, number, self._tail)
+        return self._head + one_line(text) + self._middle
 
 
 class EventStream(Response, ABC):

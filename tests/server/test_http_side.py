@@ -4,6 +4,7 @@ together, texts and numbers shared between streams and processes."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -39,7 +40,7 @@ from quire.server.generation import (
 )
 from quire.server.guard.admission import Admission
 from quire.server.guard.counts import ANSWERS, CONNECTIONS, Counts
-from quire.server.http_responses import TextEvent, data_event
+from quire.server.http_responses import TextEvent, data_event, one_line
 from quire.server.http_server import HttpServer
 from quire.server.listeners import Listeners
 from quire.server.messages import Event, Fatal, Updates, decode_event, encode
@@ -135,6 +136,18 @@ def test_any_text_is_escaped_as_the_encoder_does(text: str, number: int) -> None
     assert TextEvent(make).write(text, number) == make(text, number)
     without = TextEvent(lambda text, _: data_event({"delta": text}))
     assert without.write(text) == data_event({"delta": text})
+
+
+@given(
+    st.text(
+        st.one_of(st.sampled_from("\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029\\"), st.characters(exclude_categories=["Cs"]))
+    )
+)
+def test_a_line_is_one_to_everybody(text: str) -> None:
+    """httpx's `iter_lines` and a client's `text.splitlines()` take more for the end of a line than JSON does."""
+    written = one_line({"delta": text}).decode()
+    assert written.splitlines() == [written]
+    assert json.loads(written) == {"delta": text}
 
 
 indexes = st.integers(0, 1)

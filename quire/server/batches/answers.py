@@ -11,13 +11,12 @@ import hashlib
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
-
 from quire.errors import InvalidRequestError
 from quire.server.batches.requests import BatchRequest
 from quire.server.errors import ApiError, error_body, to_api_error
 from quire.server.generation import GenerationRequest
 from quire.server.guard.connection import parse_body, refuse_unsupported
+from quire.server.http_responses import one_line
 from quire.server.lifecycle import Writer
 from quire.server.protocol.chat import ChatCompletionRequest
 from quire.server.protocol.common import ApiRequest
@@ -164,7 +163,7 @@ def _response(request: BatchRequest, status: int, body: dict[str, Any]) -> dict[
 def _line(request: BatchRequest, response: dict[str, Any] | None, error: dict[str, Any] | None = None) -> bytes:
     name = request.answer_id
     line = {"id": name, "custom_id": request.custom_id, "response": response, "error": error}
-    return msgspec.json.encode(line) + b"\n"
+    return one_line(line) + b"\n"
 
 
 def _is_open(service: GenerationService) -> bool:
