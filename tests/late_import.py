@@ -14,4 +14,6 @@ class LateModule:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # pytest looks whether it is a mock, or wraps a fixture
+            raise AttributeError(name)
         return getattr(import_module(self._name), name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -60,13 +61,17 @@ def _sources() -> dict[str, Path]:
 
 
 SOURCES = _sources()
-TREES = {name: ast.parse(file.read_text()) for name, file in SOURCES.items()}
+
+
+@cache  # when a test asks: every worker of pytest-xdist imports this file
+def _tree(name: str) -> ast.Module:
+    return ast.parse(SOURCES[name].read_text())
 
 
 def _imported(name: str) -> Iterator[str]:
     """The full names of what a module imports, wherever in it the import stands."""
     package = name if SOURCES[name].name == "__init__.py" else name.rpartition(".")[0]
-    for node in ast.walk(TREES[name]):
+    for node in ast.walk(_tree(name)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -85,7 +90,9 @@ def _modules_imported(name: str) -> set[str]:
     return {module for module in found if module in SOURCES and module != name}
 
 
-GRAPH = {name: _modules_imported(name) for name in SOURCES}
+@cache
+def _graph() -> dict[str, set[str]]:
+    return {name: _modules_imported(name) for name in SOURCES}
 
 
 def _layer(name: str) -> int:
@@ -102,13 +109,16 @@ def _num_lines(file: Path) -> int:
 
 def test_imports_point_down() -> None:
     upwards = sorted(
-        f"{name} imports {other}" for name, others in GRAPH.items() for other in others if _layer(other) > _layer(name)
+        f"{name} imports {other}"
+        for name, others in _graph().items()
+        for other in others
+        if _layer(other) > _layer(name)
     )
     assert not upwards, "\n".join(["imports that point up:", *upwards])
 
 
 def test_no_circles() -> None:
-    graph = {name: set(others) for name, others in GRAPH.items()}
+    graph = {name: set(others) for name, others in _graph().items()}
     circles = []
     while True:
         try:
@@ -144,11 +154,11 @@ def test_the_core_is_small() -> None:
 def test_only_select_knows_backends_by_name() -> None:
     """What a backend can do is asked of the backend: another one may be able to do it too."""
     found = []
-    for name, tree in TREES.items():
-        where = SOURCES[name].relative_to(PACKAGE).as_posix()
+    for name, file in SOURCES.items():
+        where = file.relative_to(PACKAGE).as_posix()
         if where == KNOWS_BACKENDS:
             continue
-        found += [f"{where}:{node.lineno}" for node in ast.walk(tree) if _tests_backend_name(node)]
+        found += [f"{where}:{node.lineno}" for node in ast.walk(_tree(name)) if _tests_backend_name(node)]
     assert not found, "\n".join([f"a kernel backend's name is tested outside {KNOWS_BACKENDS}:", *found])
 
 
@@ -180,7 +190,7 @@ def test_nothing_below_the_table_of_families_asks_for_a_familys_name() -> None:
         f"{name}, line {node.lineno}: {node.value!r}"
         for name in below
         if name not in ("quire.models.families", "quire.checkpoints.download")
-        for node in ast.walk(TREES[name])
+        for node in ast.walk(_tree(name))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names
     ]
     assert not found, "\n".join(found)

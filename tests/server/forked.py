@@ -20,7 +20,7 @@ class ForkedServer:
 
     def __init__(self, fields: dict[str, Any], environment: dict[str, str], log: Path, faults: bool) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.server.run_faulty_server", "pytest"])
+        context.set_forkserver_preload(["tests.server.run_faulty_server", "tests.server.faulty_engine", "pytest"])
         log.touch()
         arguments = (fields, environment, str(log), faults)
         self._process: ForkServerProcess = context.Process(target=_serve, args=arguments, daemon=True)
@@ -51,12 +51,14 @@ class ForkedServer:
 def _serve(fields: dict[str, Any], environment: dict[str, str], log: str, faults: bool) -> None:
     """In the new process."""
     from tests.server import run_faulty_server, run_server
+    from tests.server.forked_engine import fork_engines
 
     os.environ.update(environment)
     os.chdir(_ROOT)
     file = os.open(log, os.O_WRONLY | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(file, descriptor)
+    fork_engines()
     if faults:
         run_faulty_server.break_all()
     sys.exit(run_server.run(fields))

@@ -53,6 +53,14 @@ def free_port() -> int:
         return port
 
 
+def engines_of(pid: int) -> Iterator[int]:
+    """Engine processes that this one has started, or forked."""
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        process = Path(f"/proc/{child}")
+        if b"engine" in (process / "cmdline").read_bytes() or (process / "comm").read_text() == "engine\n":
+            yield int(child)
+
+
 class Server:
     """`with Server(max_queued_requests=2) as server:` any field of ServerConfig."""
 
@@ -168,8 +176,7 @@ class Server:
     @property
     def engine_pid(self) -> int:
         assert self.process is not None
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return next(int(pid) for pid in children if b"engine" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        return next(engines_of(self.process.pid))
 
     @property
     def is_idle(self) -> bool:

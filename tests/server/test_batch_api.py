@@ -8,15 +8,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from quire.errors import QuireError
 from quire.server.batches.store import BatchStore
 from quire.server.batches.upload import read_form
 from quire.server.errors import ApiError
+from tests.late_import import LateModule
 from tests.server.harness import Server, error_of, wait_for
 
+openai: Any = LateModule("openai")
 ENGINE = {"device": "cpu", "kv_cache_memory": "8MiB", "max_num_seqs": 4}
 URL = "/v1/chat/completions"
 
@@ -37,21 +38,21 @@ def requests(count: int, tokens: int = 20) -> bytes:
     return "\n".join(map(json.dumps, lines)).encode()
 
 
-def client_of(server: Server) -> openai.OpenAI:
+def client_of(server: Server) -> Any:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
-def begin(client: openai.OpenAI, data: bytes) -> str:
+def begin(client: Any, data: bytes) -> str:
     file = client.files.create(file=("requests.jsonl", data), purpose="batch")
     assert (file.bytes, file.filename, file.purpose) == (len(data), "requests.jsonl", "batch")
     batch = client.batches.create(
         input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", metadata={"a": "b"}
     )
     assert batch.metadata == {"a": "b"}
-    return batch.id
+    return str(batch.id)
 
 
-def ended(client: openai.OpenAI, batch_id: str, status: str) -> Any:
+def ended(client: Any, batch_id: str, status: str) -> Any:
     def look() -> Any:
         batch = client.batches.retrieve(batch_id)
         assert batch.status in (status, "validating", "in_progress", "cancelling"), batch
@@ -60,7 +61,7 @@ def ended(client: openai.OpenAI, batch_id: str, status: str) -> Any:
     return wait_for(look, 90, f"the batch to be {status}")
 
 
-def lines_of(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
+def lines_of(client: Any, file_id: str | None) -> list[dict[str, Any]]:
     assert file_id is not None
     return [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
 
@@ -96,7 +97,7 @@ def test_a_batch_from_upload_to_answers_over_a_restart(small_model: str, tmp_pat
         check_files(server, client)
 
 
-def check_cancelling(client: openai.OpenAI) -> None:
+def check_cancelling(client: Any) -> None:
     batch_id = begin(client, requests(200, 200))
     waiting = begin(client, requests(1))
     with pytest.raises(openai.ConflictError, match="cancel it first"):
@@ -110,7 +111,7 @@ def check_cancelling(client: openai.OpenAI) -> None:
     assert ended(client, waiting, "cancelled").request_counts.completed == 0
 
 
-def check_files(server: Server, client: openai.OpenAI) -> None:
+def check_files(server: Server, client: Any) -> None:
     assert [one.filename for one in client.files.list(purpose="batch")] == ["requests.jsonl"] * 3
     assert {one.purpose for one in client.files.list(limit=1)} == {"batch", "batch_output"}  # page by page
     file = client.files.create(file=("x.jsonl", b"\r\n--not the boundary\r\n"), purpose="batch")

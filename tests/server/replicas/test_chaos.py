@@ -24,7 +24,7 @@ import pytest
 
 from quire.server.messages import Updates
 from tests.long_runs import IS_LONG, short_or_long
-from tests.server.harness import SMALL_ENGINE, Server, wait_for
+from tests.server.harness import SMALL_ENGINE, Server, engines_of, wait_for
 from tests.server.replicas.local_engines import LocalEngines, LocalLink, LocalServer, local_links, seen_by_client
 from tests.server.replicas.test_moves import BODIES
 
@@ -175,7 +175,7 @@ class Chaos:
     def processes(self) -> dict[str, list[int]]:
         assert self.server.process is not None
         children = children_of(self.server.process.pid)
-        engines = [pid for pid in children if is_called(pid, b"engine")]
+        engines = list(engines_of(self.server.process.pid))
         ranks = [pid for engine in engines for pid in children_of(engine) if is_called(pid, b"quire.parallel.rank")]
         return {
             "worker": [pid for pid in children if is_called(pid, b"workers.worker")],
