@@ -123,11 +123,12 @@ def test_attention_has_the_same_bits_whole_in_chunks_and_one_by_one(
     block_size: int,
     window: int | None,
     stored: torch.dtype | None,
+    is_slow: bool,
 ) -> None:
-    """Every position of a 600-token sequence, in three settings: the whole prompt at once; chunks among other
+    """Every position of a sequence of 600 tokens (300), in three settings: the whole prompt at once; chunks among other
     sequences, other blocks; and single steps, sixty at a time in one batch as if they were so many requests. Where
     keys may lie in the other order, they sometimes do."""
-    length, kv_heads, scale = 600, 2, head_dim**-0.5
+    length, kv_heads, scale = 300 if is_slow else 600, 2, head_dim**-0.5
     keys, values = (
         random(length, kv_heads, head_dim, dtype=dtype),
         random(length, kv_heads, head_dim, dtype=dtype, seed=1),

@@ -60,14 +60,15 @@ def test_linear_is_close_to_float64(
 
 @pytest.mark.parametrize("shape", SMOLLM2_LINEARS + ODD_LINEARS, ids=str)
 def test_linear_rows_have_the_same_bits_in_any_number(
-    kernels: CpuKernels, dtype: torch.dtype, shape: tuple[int, int]
+    kernels: CpuKernels, dtype: torch.dtype, shape: tuple[int, int], is_slow: bool
 ) -> None:
     weight, bias = packed_weight(kernels, random(*shape, dtype=dtype)), random(shape[0], dtype=dtype, seed=1)
-    x = random(512, shape[1], dtype=dtype, seed=2)
+    count = 133 if is_slow else 512
+    x = random(count, shape[1], dtype=dtype, seed=2)
     whole = kernels.linear(x, weight, bias)
-    for rows in (1, 2, 3, 8, 16, 17, 31, 32, 33, 64, 255):
+    for rows in (1, 2, 3, 16, 33) if is_slow else (1, 2, 3, 8, 16, 17, 31, 32, 33, 64, 255):
         assert torch.equal(kernels.linear(x[:rows], weight, bias), whole[:rows])
-        assert torch.equal(kernels.linear(x[512 - rows :], weight, bias), whole[512 - rows :])
+        assert torch.equal(kernels.linear(x[count - rows :], weight, bias), whole[count - rows :])
 
 
 def test_linear_rows_do_not_meet(kernels: CpuKernels, dtype: torch.dtype) -> None:
