@@ -106,6 +106,11 @@ def endpoint(kind: type[RequestT], writer: type[Writer[RequestT]], name: str, ab
         return await answer(request, kind, writer)
 
     options: dict[str, Any] = {"name": name, "description": about, "tags": [tag]}
+    if "stream" in kind.model_fields:
+        events = {"text/event-stream": {"schema": {"type": "string"}}}
+        options["responses"] = {
+            200: {"description": "The answer, or its events if `stream` is true.", "content": events}
+        }
     router.add_api_route(kind.ENDPOINT, create, methods=["POST"], openapi_extra=connection.body_schema(kind), **options)
     return router
 

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from tests.cli.in_process import quire_here
-from tests.server.harness import ROOT, SMALL_ENGINE, Server, free_port, wait_for
+from tests.server.harness import ROOT, SMALL_ENGINE, Server, engines_of, free_port, wait_for
 
 LONG = {"prompt": "Count: 1, 2, 3,", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
 
@@ -161,15 +161,16 @@ def test_what_cannot_be_served_says_why(fields: dict[str, Any], message: str) ->
     assert "Traceback" not in done.stderr
 
 
-def test_the_command_line_serves(tmp_path: Path, small_model: str) -> None:
-    """With keys from flag, file and environment, and JSON in the log."""
+def test_the_command_line_serves(tmp_path: Path, smollm2_gguf: Path) -> None:
+    """With keys from flag, file and environment, and JSON in the log. The HTTP process has no torch, which takes
+    seconds to import, and 200 MB: of a GGUF file it reads the tokenizer alone."""
     keys = tmp_path / "keys"
     keys.write_text("from-file\n\n")
     port = free_port()
     code = "import sys; from quire.cli.main import main; sys.argv = ['quire', 'serve', *sys.argv[1:]]; main()"
     arguments = ["--port", str(port), "--api-key", "from-flag", "--api-key-file", str(keys), "--log-format", "json"]
     arguments += ["--no-page"]
-    arguments += ["--model", small_model, "--served-model-name", "small", "--kv-cache-memory", "4MiB"]
+    arguments += ["--model", str(smollm2_gguf), "--served-model-name", "small", "--kv-cache-memory", "64MiB"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "QUIRE_API_KEY": "from-env, two"}
     log = tmp_path / "log"
     with log.open("w") as file:
@@ -184,6 +185,10 @@ def test_the_command_line_serves(tmp_path: Path, small_model: str) -> None:
                 assert response.status_code == status, key
             page = client.get("/", headers={"authorization": "Bearer two", "accept": "text/html"})
             assert page.status_code == 404
+        has_torch = [
+            "libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in (process.pid, *engines_of(process.pid))
+        ]
+        assert has_torch == [False, True]
     finally:
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0

@@ -48,6 +48,15 @@ def test_every_endpoint_is_here(api: Any) -> None:
     assert {"/health", "/ready", "/version", "/metrics", "/v1/models", "/v1/requests/{request_id}"} <= others
 
 
+def test_streams_are_documented(small: Server) -> None:
+    """Which drawn bodies ask for one is up to schemathesis."""
+    paths = small.get("/openapi.json").json()["paths"]
+    kinds = {path: set(paths[path]["post"]["responses"]["200"]["content"]) for path in PATHS}
+    streams = {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"}
+    assert {path for path, found in kinds.items() if "text/event-stream" in found} == streams
+    assert all("application/json" in found for found in kinds.values())
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("mode", ["positive", "negative"])
 def test_nothing_breaks_it(small: Server, api: Any, path: str, mode: str) -> None:
