@@ -75,7 +75,7 @@ class StructuredOutput:
     grammar: str | None = check.text(MAX_GRAMMAR)
     """A context-free grammar in Lark's notation."""
     control_tokens: tuple[str, ...] = check.strings((), MAX_CHOICES, MAX_CHOICE_TEXT)
-    """Control tokens that it names and may have the model write; without, it writes text alone."""
+    """Control tokens that the grammar names and the model may write; without any, it writes plain text only."""
 
     def __post_init__(self) -> None:
         check.check_fields(self, "structured.")
@@ -88,7 +88,7 @@ class StructuredOutput:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedTokens:
-    """What the parameters that are text mean in the model's tokens (`quire.frontend.resolve` finds them)."""
+    """Token ids for the parameters that are text (`quire.frontend.resolve` finds them)."""
 
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that may not be completed."""
@@ -240,7 +240,7 @@ class SamplingParams:
         return (*(() if self.ignore_eos else eos_token_ids), *self.stop_token_ids)
 
     def check_token_ids(self, vocab_size: int) -> None:
-        """Refuses ids the model does not have; the border calls it, for only there the model is known."""
+        """Refuses ids outside the model's vocabulary; called by `LLM` and the server, which know the model."""
         fields = (
             ("stop_token_ids", self.stop_token_ids),
             ("allowed_token_ids", self.allowed_token_ids or ()),

@@ -1,8 +1,8 @@
-"""What `check_invariants` asks for, at a price that does not grow with the cache.
+"""The checks of `check_invariants`, at a cost that does not grow with the cache.
 
-`check_invariants` looks at every block, tens of milliseconds for a large cache: too long for an engine that is idle
-for a moment, since the next request may be on its way. Here the sums and all that hangs on requests are checked
-every time, and the blocks and host slots, each by itself, a slice at a time.
+`check_invariants` looks at every block, which takes tens of milliseconds for a large cache: too long for an engine that
+is idle for a moment, since the next request may be on its way. Here each call checks requests, rows and totals in full,
+and some of the blocks and host slots, the next ones each time.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from quire.engine.scheduler import Scheduler
 class IdleCheck:
     """Checks an idle engine (nothing to schedule, to commit or to report) and remembers how far it has come.
 
-    At once it finds whatever is wrong with queues, rows and groups, and a sum that does not come out. A block or slot
-    that is wrong by itself it finds when its turn comes, after as many calls at most as there are slices. Both together
-    miss little: only a name in the prefix cache whose block has another one (which `PrefixCache.publish` never makes).
+    It finds at once what is wrong with queues, rows, groups and totals, and a wrong block or slot when its slice comes.
+    One fault it never finds: a digest in the prefix cache whose block carries another digest, which
+    `PrefixCache.publish` can't produce.
     """
 
     def __init__(self, scheduler: Scheduler, slice_size: int = 256) -> None:

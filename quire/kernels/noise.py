@@ -1,7 +1,7 @@
 """The noise of sampled tokens: each vocabulary entry's 32 random bits are a keyed hash of its id.
 
-No state is kept, so it does not matter in which step, batch or order a token is sampled. The C++ kernels
-compute the same bits; `quire.sampling.noise` makes the keys.
+There is no generator with a state, so it does not matter in which step, batch or order a token is sampled. The C++
+kernels compute the same bits; `quire.sampling.noise` makes the keys.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
     token_ids = torch.arange(vocab_size, dtype=torch.int32, device=keys.device)
     bits = token_ids * _signed(0x9E3779B1) ^ keys[:, :1]
     bits = _mix32(_mix32(bits) ^ keys[:, 1:])
-    # 31 bits: a float32 keeps the small ones exactly, and those decide who wins.
+    # 31 bits: float32 keeps small uniform numbers exactly, and those give the largest noise.
     uniform = ((_shift(bits, 1).float() + 0.5) * 2.0**-31).clamp_max_(_LARGEST_BELOW_ONE)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 

@@ -41,9 +41,9 @@ class Family:
     gguf: str | None = None
     """What `general.architecture` says in a GGUF file, if such files exist."""
     gguf_key: str = ""
-    """Of several families with the same architecture there, the first whose key the file has; "": any."""
+    """Where families share a GGUF architecture, the first one whose key the file has is taken; "" fits any file."""
     gguf_settings: Mapping[str, Any] = field(default_factory=dict)
-    """What GGUF files leave out, as config.json would say it."""
+    """Settings that GGUF files leave out, by their names in config.json."""
     tie_embeddings: bool = False
     """What an absent `tie_word_embeddings` means."""
     rope_theta: float = 10_000.0
@@ -59,13 +59,13 @@ class Family:
     """Names of a layer's tensors that are not the usual ones (see `names.py`), "" where there is no such tensor."""
     gguf_names: Mapping[str, str] = field(default_factory=dict)
     interleaved_rope: bool = False
-    """Rope turns neighbouring dimensions: rows of q and k are reordered when they are loaded."""
+    """Rope rotates neighbouring dimensions (2i, 2i + 1): rows of q and k are reordered when they are loaded."""
     gguf_interleaved_rope: bool = False
-    """GGUF files hold the rows of q and k in that order."""
+    """The same for GGUF files, which may have q and k in another order than Hugging Face's."""
     alternating_gate_up: bool = False
-    """Gate and up rows of stacked experts alternate."""
+    """Gate and up rows of stacked experts alternate (row 0 gate, row 1 up, ...)."""
     has_guessing_layers: bool = False
-    """Files may hold layers after the last one, which guess further tokens."""
+    """Files may hold layers after the last one for multi-token prediction; they are ignored."""
 
 
 def _with_biases(spec: ModelSpec, qkv: bool, output: bool, mlp: bool, gated: bool = True) -> ModelSpec:
@@ -166,7 +166,7 @@ def _gemma3(config: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def _local_rope(config: Fields, spec: ModelSpec, default: RopeSpec) -> RopeSpec:
-    """That of layers with windows, which are not stretched for longer contexts."""
+    """The rope of layers with a sliding window, which is not stretched for longer contexts."""
     if "sliding_attention" not in config.part("rope_parameters"):
         return default
     return read_rope(config, spec.heads.head_dim, default.theta, None, ROPE_TYPES, "sliding_attention")

@@ -1,4 +1,4 @@
-"""Chance as an argument: the noise of a sampled token is a function of (seed, position) alone.
+"""Random numbers without state: the noise of a sampled token is a function of (seed, position) only.
 
 The keys made here select the noise that `quire.kernels.noise` defines.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-# Sets the chances of XTC apart from the noise of the tokens: any number would do.
+# Makes the random numbers of XTC independent of the tokens' noise: any constant would do.
 _CHANCE = np.uint64(0xD1B54A32D192ED03)
-# And what acceptance by rejection draws.
+# The same for acceptance by rejection: whether a guess is accepted, and the token drawn if it is not.
 ACCEPTS, REDRAWS = np.uint64(0x8CB92BA72F3D8DD7), np.uint64(0xABC98388FB8FAC03)
 
 
