@@ -27,7 +27,7 @@ from quire.runner.recorded import RecordedSteps
 from quire.runner.request_rows import RequestRows
 from quire.runner.step_outputs import PendingStep, StepOutputs
 from quire.sampling.draws import Draws, Indices
-from quire.sampling.logprobs import Logprobs, score_prompt_on_device
+from quire.sampling.logprobs import Logprobs
 from quire.sampling.sampler import UNDEFINED, SampledTokens, Sampler
 from quire.sampling.upload import Uploader
 from quire.step import ScheduledRequest, Step
@@ -149,8 +149,7 @@ class Runner:
                 self._drafter.follow(shape, batch)
             for part in self._logprobs.prompt_parts(step.scheduled):
                 tokens = self._request_rows.token_ids
-                scores = score_prompt_on_device(part, hidden, self._decoder.logits, tokens, kernels)
-                outputs.add_prompt_scores(part, scores)
+                outputs.add_prompt_scores(part, part.score(hidden, self._decoder.logits, tokens, kernels))
             self._pooling.add(outputs, step.scheduled, hidden)
         if sampled is not None and (shape.has_guesses or shape.is_ahead):
             note_accepted(shape, self._request_rows, sampled.tensor, self._uploader, lag)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.constrain.masks import Advanced
-from quire.sampling.logprobs import PromptPart, ScoredDraws, ScoreTensors, read_scores
+from quire.sampling.logprobs import PromptPart, ScoredDraws, read_scores
 from quire.sampling.sampler import NOT_NUMBERS, SampledTokens
 from quire.step import PromptScores, ScheduledRequest, StepResult, TokenScore
 
@@ -95,20 +95,20 @@ class StepOutputs:
             if advanced.forced.get(entry.row):
                 self.drafts[entry.request_id] = tuple(advanced.forced[entry.row][: entry.num_drafts])
 
-    def add_scores(self, drawn_for: Sequence[ScheduledRequest], draws: ScoredDraws, scores: ScoreTensors) -> None:
+    def add_scores(self, drawn_for: Sequence[ScheduledRequest], draws: ScoredDraws, scores: list[Tensor]) -> None:
         """The logprobs of some of the sampled tokens, in the order of the draws."""
         request_ids, num_top = [drawn_for[index].request_id for index in draws.which], draws.num_top
 
         def read(tensors: Sequence[Tensor]) -> None:
-            found = read_scores(ScoreTensors(*tensors), num_top)
+            found = read_scores(tensors, num_top)
             for request_id, score in zip(request_ids, found, strict=True):
                 self.scores[request_id] = (*self.scores.get(request_id, ()), score)
 
         self.add(scores, read)
 
-    def add_prompt_scores(self, part: PromptPart, scores: ScoreTensors) -> None:
+    def add_prompt_scores(self, part: PromptPart, scores: list[Tensor]) -> None:
         def read(tensors: Sequence[Tensor]) -> None:
-            found = read_scores(ScoreTensors(*tensors), [part.num_top] * len(tensors[0]))
+            found = read_scores(tensors, [part.num_top] * len(tensors[0]))
             if any(math.isnan(score.logprob) for score in found):
                 self.errors[part.request_id] = NOT_NUMBERS
             else:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +32,15 @@ class PromptPart:
     start: int
     """The first position that is scored: the one after the first of these tokens."""
     num_top: int
+
+    def score(
+        self, hidden: Tensor, head: Callable[[Tensor], Tensor], token_ids: Tensor, kernels: Kernels
+    ) -> list[Tensor]:
+        """The scores of these positions, as `score_rows` returns them. `hidden` are the states of the step's tokens,
+        `head` makes logits of them, `token_ids` [request rows, length] are all requests' tokens."""
+        rows = hidden[self.indices]
+        targets = token_ids[self.request_row, self.start : self.start + len(rows)]
+        return score_rows(rows, head, targets, self.num_top, kernels)
 
 
 class Logprobs:
@@ -97,21 +105,6 @@ class Logprobs:
             offset += entry.num_tokens
 
 
-class ScoreTensors(NamedTuple):
-    """The scores of some tokens as tensors: on the device, or copies on the host."""
-
-    token_ids: Tensor
-    """int64 [rows]."""
-    logprobs: Tensor
-    """float32 [rows]; NaN where the model's scores are not numbers."""
-    ranks: Tensor
-    """int64 [rows]."""
-    top_ids: Tensor
-    """int64 [rows, most]: as many as the row that wants most."""
-    top_logprobs: Tensor
-    """float32 [rows, most]."""
-
-
 @dataclass(frozen=True, slots=True)
 class ScoredDraws:
     """The draws that want logprobs, with a copy of the model's logits, which sampling changes."""
@@ -123,42 +116,26 @@ class ScoredDraws:
     """`which`, on the device."""
     logits: Tensor
 
-    def score(self, token_ids: Tensor, kernels: Kernels) -> ScoreTensors:
-        """The logprobs of these draws' tokens; `token_ids` are those of all draws."""
-        return score_on_device(self.logits, token_ids[self.index], self.num_top, kernels)
+    def score(self, token_ids: Tensor, kernels: Kernels) -> list[Tensor]:
+        """The scores of these draws' tokens, as `score_rows` returns them; `token_ids` are those of all draws."""
+        return score_rows(self.logits, lambda logits: logits, token_ids[self.index], max(self.num_top), kernels)
 
 
-def score_on_device(logits: Tensor, token_ids: Tensor, num_top: Sequence[int], kernels: Kernels) -> ScoreTensors:
-    """Scores int64 token_ids [rows] under float32 logits [rows, vocab], with the most likely tokens of each row,
-    as many as it wants (or as there are). Waits for nothing on a GPU with kernels of its own."""
-    most = min(max(num_top), logits.shape[1])
+def score_rows(
+    rows: Tensor, head: Callable[[Tensor], Tensor], token_ids: Tensor, num_top: int, kernels: Kernels
+) -> list[Tensor]:
+    """Scores int64 token_ids [rows] by the logits `head(rows)`, some rows at a time, with each row's `num_top` most
+    likely tokens (or as many as there are). Returns copies of the ids, then the fields of `TokenScores`."""
     parts: list[tuple[Tensor, ...]] = []
-    for begin in range(0, len(logits), ROWS_AT_ONCE):
-        part = slice(begin, begin + ROWS_AT_ONCE)
-        parts.append((token_ids[part], *kernels.score_tokens(logits[part], token_ids[part], most)))
-    return _joined(parts)
-
-
-def score_prompt_on_device(
-    part: PromptPart, hidden: Tensor, head: Callable[[Tensor], Tensor], token_ids: Tensor, kernels: Kernels
-) -> ScoreTensors:
-    """The scores of one request's prompt positions.
-
-    `hidden` are the step's token rows, `token_ids` [request rows, length] everybody's tokens; `head` gives logits, in
-    any dtype.
-    """
-    rows = hidden[part.indices]
-    parts: list[ScoreTensors] = []
     for begin in range(0, len(rows), ROWS_AT_ONCE):
+        own = token_ids[begin : begin + ROWS_AT_ONCE]
         logits = head(rows[begin : begin + ROWS_AT_ONCE]).float()
-        position = part.start + begin
-        targets = token_ids[part.request_row, position : position + len(logits)]
-        parts.append(score_on_device(logits, targets, [part.num_top], kernels))
-    return _joined(parts)
+        parts.append((own, *kernels.score_tokens(logits, own, min(num_top, logits.shape[1]))))
+    return [torch.cat(column) for column in zip(*parts, strict=True)]
 
 
-def read_scores(scores: ScoreTensors, num_top: Sequence[int]) -> list[TokenScore]:
-    """The scores as Python values, from tensors on the host; of each row the `num_top` most likely tokens."""
+def read_scores(scores: Sequence[Tensor], num_top: Sequence[int]) -> list[TokenScore]:
+    """What `score_rows` returned, copied to the host, as Python values; row i has `num_top[i]` most likely tokens."""
     token_ids, logprobs, ranks, top_ids, top_logprobs = (tensor.tolist() for tensor in scores)
     return [
         TokenScore(token_id, logprob, rank, tuple(zip(ids[:wanted], likely[:wanted], strict=True)))
@@ -166,8 +143,3 @@ def read_scores(scores: ScoreTensors, num_top: Sequence[int]) -> list[TokenScore
             token_ids, logprobs, ranks, top_ids, top_logprobs, num_top, strict=True
         )
     ]
-
-
-def _joined(parts: Sequence[Sequence[Tensor]]) -> ScoreTensors:
-    """Copies even a single part: `token_ids` may be a view of request rows, which change before it is read."""
-    return ScoreTensors(*(torch.cat(column) for column in zip(*parts, strict=True)))
