@@ -98,21 +98,21 @@ class BlockManager:
         fresh = self._share_and_allocate(held, hits.host_slots, num_fresh)
         if fresh is None:
             return None
-        fresh.reverse()
+        taken = iter(fresh)
         for hit in hits.found:
             if hit is None or isinstance(hit, Block):
                 request.block_table.append(hit or self.pool.blocks[0])
                 continue
             key, slot = hit
-            block = fresh.pop()
+            block = next(taken)
             self._copies.append(BlockCopy("host_to_device", slot, block.block_id))
             self.cache.publish(key, block)
             request.block_table.append(block)
-        for source, target in zip(partial, reversed(fresh), strict=False):
+        empty = list(taken)
+        for source, target in zip(partial, empty, strict=False):
             self._copies.append(BlockCopy("device_to_device", source.block_id, target.block_id))
             self.pool.release(source)
-        while fresh:
-            request.block_table.append(fresh.pop())
+        request.block_table += empty
         for hit in reversed(hits.found):
             # Last block first: the tier drops what was used longest ago, and a prefix should outlive its continuation.
             if isinstance(hit, tuple):

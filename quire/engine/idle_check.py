@@ -23,39 +23,25 @@ class IdleCheck:
         self._scheduler = scheduler
         self._slice_size = slice_size
         """Blocks, and host slots, per call: a fraction of a millisecond."""
-        self._next_block = 0
-        self._next_slot = 0
+        self._next = 0
+        """Where the next slice of blocks, and of host slots, begins."""
 
     def check(self) -> None:
         """Raises InvariantError, saying what is wrong, if this call finds anything."""
-        scheduler = self._scheduler
-        check_requests(scheduler)
-        self._check_sums()
-        self._check_next_blocks()
-        self._check_next_slots()
-
-    def _check_sums(self) -> None:
         blocks = self._scheduler.blocks
-        num_usable, num_free = len(blocks.pool.blocks) - 1, blocks.pool.num_free
-        if num_free != num_usable:
-            raise InvariantError(f"{num_free} blocks are free of {num_usable}, though nobody runs")
+        pool, host, num_usable = blocks.pool, blocks.host, len(blocks.pool.blocks) - 1
+        check_requests(self._scheduler)
+        if pool.num_free != num_usable:
+            raise InvariantError(f"{pool.num_free} blocks are free of {num_usable}, though nobody runs")
         if len(blocks.cache) > num_usable:
             raise InvariantError(f"the cache has {len(blocks.cache)} names for {num_usable} blocks")
-        check_host_sums(blocks.host)
-
-    def _check_next_blocks(self) -> None:
-        blocks = self._scheduler.blocks
-        start, end = self._next_block, self._next_block + self._slice_size
-        self._next_block = end if end < len(blocks.pool.blocks) else 0
-        for block in blocks.pool.blocks[start:end]:
-            check_block(block, block in blocks.pool.free, num_tables=0)
+        check_host_sums(host)
+        start, end = self._next, self._next + self._slice_size
+        self._next = end if end < max(len(pool.blocks), host.num_slots) else 0
+        for block in pool.blocks[start:end]:
+            check_block(block, block in pool.free, num_tables=0)
             if block.key is not None and not blocks.cache.knows(block):
                 raise InvariantError(f"{block} is cached under another name")
-
-    def _check_next_slots(self) -> None:
-        host = self._scheduler.blocks.host
-        start, end = self._next_slot, min(self._next_slot + self._slice_size, host.num_slots)
-        self._next_slot = end if end < host.num_slots else 0
-        for slot in range(start, end):
+        for slot in range(start, min(end, host.num_slots)):
             if not host.is_sound(slot):
                 raise InvariantError(f"host slot {slot} is lost, or stored under another name")

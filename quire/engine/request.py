@@ -48,8 +48,6 @@ class Request:
     eos_token_ids: tuple[int, ...] = ()
     group_id: str | None = None
     """Shared by the n answers to one prompt."""
-    index: int = 0
-    """Which of the n answers this is."""
     resolved: ResolvedTokens = field(default_factory=ResolvedTokens)
     """Token ids for the parameters that are text, such as bad words."""
     prompt_progress: PromptProgress = field(default_factory=PromptProgress)
@@ -188,7 +186,6 @@ def make_requests(
             seed=(seed + i) % 2**64,
             eos_token_ids=eos,
             group_id=None if count == 1 else request_id,
-            index=i,
             resolved=resolved or ResolvedTokens(),
             prompt_progress=progress,
             pooling=pooling,

@@ -317,17 +317,14 @@ class Scheduler:
     def _extend_entry(self, plan: _StepPlan, index: int, guesses: tuple[int, ...], num_drafts: int) -> None:
         """Adds guesses, and the number of tokens to draft after them, to an entry, as far as there are blocks."""
         request, entry = plan.requests[index], plan.scheduled[index]
-        computed, count, new_block_ids = request.num_computed_tokens, len(guesses), entry.new_block_ids
-        if num_drafts:
-            # Drafting computes the sampled token and all drafts but the last, within max_total_tokens.
-            num_drafts = max(0, min(num_drafts, request.max_total_tokens - computed - count - 2))
+        computed = request.num_computed_tokens
+        # Drafting computes the sampled token and all drafts but the last, within max_total_tokens.
+        num_drafts = max(0, min(num_drafts, request.max_total_tokens - computed - len(guesses) - 2))
+        end = computed + len(guesses) + num_drafts
+        new_block_ids = self._grow_for_guesses(request, end, entry.new_block_ids)
         room = self.blocks.num_held(request) - computed
-        if count + num_drafts > room:
-            new_block_ids = self._grow_for_guesses(request, computed + count + num_drafts, new_block_ids)
-            room = self.blocks.num_held(request) - computed
-            guesses = guesses[:room]
-            count = len(guesses)
-            num_drafts = min(num_drafts, room - count)
+        guesses = guesses[:room]
+        count, num_drafts = len(guesses), min(num_drafts, room - len(guesses))
         if count:
             request.num_computed_tokens = computed + count
             request.num_placeholders += count

@@ -36,8 +36,6 @@ _QUANTIZED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "I
 _PACKED_BLOCKS = {name: Format(f"cpu_packed_{name}", 1, 0) for name in _QUANTIZED}
 _FORMAT_NUMBERS = {format: number for number, format in enumerate(_PACKED_BLOCKS.values())}
 _ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.CLAMPED_SWIGLU: 2}
-_UNIT = 32
-"""Products with quantised weights walk K in steps of so many numbers."""
 
 _part = Struct("Pqq").pack
 
