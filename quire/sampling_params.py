@@ -218,8 +218,7 @@ class SamplingParams:
     structured: StructuredOutput | None = check.checked(None, _check_structured, optional=True)  # noqa: RUF009
     """The form the answer must take (a mapping of StructuredOutput's fields will do)."""
     speculation: bool = check.flag(True)
-    """Whether tokens may be guessed and checked several at a time, where the engine does that. The answer is the same
-    either way."""
+    """Whether the engine's speculation may be used for this request. The answer is the same either way."""
     prediction: str | None = check.text(MAX_PREDICTION)
     """What the answer may be, or be like (a file that is to be changed a little): its tokens are guesses. The answer
     is the same with any prediction, and comes the sooner the better it is."""

@@ -173,8 +173,7 @@ class StepResult:
     pooled: Mapping[str, bytes] = field(default_factory=dict)
     """For requests with pooling that sample: the pooled vector, of length 1, as little-endian float32."""
     drafts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Tokens that may follow a request's own, to be checked as guesses by a later step: from a draft model, or the only
-    text that a grammar allows there."""
+    """Guesses for a later step: a draft model's tokens, or the only text that a grammar allows there."""
 
 
 @dataclass(frozen=True, slots=True)

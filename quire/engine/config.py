@@ -44,8 +44,7 @@ class SchedulerConfig:
                 raise InvalidRequestError(field, f"must be at least {low}, not {value}")
         if self.policy not in ("fcfs", "priority"):
             raise InvalidRequestError("policy", f"must be 'fcfs' or 'priority', not {self.policy!r}")
-        # With every other row decoding one token, at least one token is left for a prompt: so neither
-        # decodes nor prompts can starve.
+        # With every other row decoding, one token is left for a prompt: neither decodes nor prompts can starve.
         if self.max_batched_tokens < self.max_num_seqs:
             raise InvalidRequestError(
                 "max_batched_tokens",

@@ -164,8 +164,7 @@ def make_requests(
     resolved: ResolvedTokens | None = None,
     pooling: Pooling | None = None,
 ) -> list[Request]:
-    """One request for each of the `best_of`, or else `n`, answers of a call: answer i is what a call with n = 1 and
-    seed + i would give.
+    """One request per answer of a call (`best_of`, or else `n`): answer i is that of a call with n = 1 and seed + i.
 
     A single request is named `request_id`; several are named `request_id/0`, `request_id/1` and so on, in one group.
     """

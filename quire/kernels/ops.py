@@ -207,8 +207,7 @@ Between = Callable[[Tensor], Tensor]
 
 
 class Kernels(Protocol):
-    """What a backend offers. Rows are always the first dimension; no method changes its inputs unless
-    its name ends in an underscore."""
+    """The methods of a backend. Rows are the first dimension; only methods whose names end in _ change their inputs."""
 
     @property
     def name(self) -> str: ...
@@ -233,8 +232,7 @@ class Kernels(Protocol):
         """Compiles the kernels that `call` runs, several at once, where they are compiled on first use."""
 
     def pack(self, weight: Weight) -> Weight:
-        """Brings a loaded matrix, or a stack of them, into the layout that the other methods want (often just returns
-        it). Vectors are not packed."""
+        """A loaded matrix, or a stack of them, in the layout that the other methods want; vectors are not packed."""
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """x [rows, in] times weight [out, in] transposed, plus bias, in x's dtype with float32 accumulation; into
@@ -324,9 +322,8 @@ class Kernels(Protocol):
         among equals. And int32 [rows] of flags: HAS_NAN or NOTHING_LEFT, where the token is 0, or none."""
 
     def filter_rows_(self, logits: Tensor, rows: Tensor, limits: Tensor) -> None:
-        """Divides some rows (int64 [n], ascending) of float32 logits [rows, vocab] by their temperature and excludes
-        what the filters of float32 limits [n, FILTERS] exclude: that becomes minus infinity (`filters.py` has the
-        definition)."""
+        """Divides some rows (int64 [n], ascending) of float32 logits [rows, vocab] by their temperature, and sets what
+        the filters of float32 limits [n, FILTERS] exclude to minus infinity (defined in `filters.py`)."""
 
     def match_lengths(self, tokens: Tensor, lengths: Tensor, breaks: Tensor | None, most: int) -> Tensor:
         """int32 [rows, size]: for each position of int64 tokens [rows, size], how many tokens up to it equal the last
@@ -334,8 +331,7 @@ class Kernels(Protocol):
         size]) marks, and at `most`. 0 from the row's last token on."""
 
     def score_tokens(self, logits: Tensor, token_ids: Tensor, num_top: int) -> TokenScores:
-        """How likely int64 token_ids [rows] and the `num_top` likeliest tokens are under float32 logits
-        [rows, vocab]."""
+        """Scores of int64 token_ids [rows], and the `num_top` likeliest tokens, by float32 logits [rows, vocab]."""
 
     def top_values(self, x: Tensor, k: int) -> Tensor:
         """The k largest numbers of each row of float32 x [rows, size], descending, [rows, k]."""

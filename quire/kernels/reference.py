@@ -310,10 +310,7 @@ def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _gather_tiles(cache: LayerCache, block_table: Tensor, first: int, context_len: int) -> tuple[Tensor, Tensor]:
     """A sequence's keys and values in float32 as [kv_heads, tiles, KEY_TILE, head_dim], with zeros after its end and
-    before the `first` key that is seen.
-
-    The cache may hold another request's numbers or NaN there, so they are replaced, not multiplied by zero.
-    """
+    before the `first` key that is seen: what the cache holds there may be NaN, so multiplying by zero won't do."""
     block_size = cache.block_size
     num_slots = -(-context_len // KEY_TILE) * KEY_TILE
     blocks = block_table[: -(-context_len // block_size)].long()

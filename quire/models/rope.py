@@ -14,8 +14,7 @@ from quire.models.spec import RopeSpec
 def inverse_frequencies(rope: RopeSpec, head_dim: int, num_positions: int = 2**31) -> Tensor:
     """The angle per position of each pair of rotated dimensions, stretched as the spec says.
 
-    Computed in float32 on purpose, as training code does: at long positions a more precise table would not be the one
-    the weights were trained with.
+    In float32 on purpose, as in training: at long positions a more precise table would not fit the weights.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / rope.theta**exponents

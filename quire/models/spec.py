@@ -93,8 +93,7 @@ class Parameter:
 
     shape: tuple[int, ...]
     rows: tuple[int, ...] = ()
-    """Where several tensors of a checkpoint are stacked along the output (query, key and value): how many rows of the
-    parameter each of them fills."""
+    """Where several tensors of a checkpoint are stacked (query, key and value): how many rows each of them fills."""
     wide: bool = False
     """Kept in float32 whatever the model's dtype is."""
 

@@ -37,8 +37,7 @@ class DecodeOutput:
     """What a decode step left on the device."""
 
     sampled: Tensor
-    """int64 [2, rows]: token ids, which are in the request rows already, and flags (see `sample_rows`). On the CPU the
-    next step overwrites it."""
+    """int64 [2, rows]: token ids and flags (see `sample_rows`); on the CPU the next step overwrites it."""
     logits: Tensor
     """[rows, vocab] in the model's dtype, not changed by sampling; the next step overwrites it."""
 

@@ -157,8 +157,7 @@ class Runner:
     def _special_draws(
         self, shape: StepShape, drawn_for: Sequence[ScheduledRequest], lag: Tensor | None
     ) -> Draws | None:
-        """The step's draws for the `Sampler`; None where no request asks for more than temperature and seed, so that
-        `Kernels.sample_rows` is enough."""
+        """The step's draws for the `Sampler`; None if `Kernels.sample_rows` (temperature and seed only) is enough."""
         is_watched = self.observe_logits is not None or (self._rejects and shape.has_guesses)
         may_be_plain = not is_watched and self._decoder.kernels.sample_rows is not None
         rows = [entry.row for entry in drawn_for]

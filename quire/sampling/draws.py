@@ -33,8 +33,7 @@ class Draws:
     token_ids: Tensor
     """int64 [request rows, longest]: the tokens of all requests. A draw's history is its row up to its position."""
     masks: Tensor | None = None
-    """int32 [draws, words of 32 bits]: a bit for each token that the grammar allows, lowest bit first. Used only for
-    requests with structured output."""
+    """int32 [draws, words of 32 bits]: the tokens that grammars allow, lowest bit first, for structured output."""
     only_ends: npt.NDArray[np.bool_] | None = None
     """bool [draws]: the grammar allows only an end token, which then overrides `min_tokens`."""
 

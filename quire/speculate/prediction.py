@@ -18,8 +18,7 @@ class PredictedAnswer:
         self._index = NgramIndex(self._size)
 
     def guess(self, answer: Sequence[int], count: int) -> Sequence[int]:
-        """The next `count` tokens of the prediction, or those that are left, if the answer follows it. `answer` is the
-        whole answer so far."""
+        """The next `count` tokens of the prediction, or those left, if `answer`, all of it so far, follows it."""
         tokens = self._token_ids
         tokens += answer[len(tokens) - self._size :]
         place = self._index.follow(tokens)

@@ -63,8 +63,7 @@ class CpuKernels(ReferenceKernels):
     name = "cpu"
 
     def __init__(self, architecture: str = "native", use_amx: bool = True) -> None:
-        """Compiles or loads the kernels. Without `use_amx` bfloat16 runs on vector instructions everywhere,
-        as it does on CPUs that have no AMX."""
+        """Compiles or loads the kernels. Without `use_amx`, bfloat16 runs as on CPUs that have no AMX."""
         library = load_library(architecture)
         library.quire_has_amx.argtypes, library.quire_has_amx.restype = [], ctypes.c_int
         self.has_amx = use_amx and bool(library.quire_has_amx())

@@ -52,8 +52,8 @@ def merge_stored(
     partial_output, partial_state, first_slot, slot_stride, first_split, num_splits, rows, column, used,
     highest, total, output, ROWS: tl.constexpr, D_PAD: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Merges the stored results of splits `first_split` to `num_splits` into (highest [rows], total [rows, 1], output
-    [rows, columns])."""
+    """Merges stored splits `first_split` to `num_splits` into highest [rows], total [rows, 1], output [rows,
+    columns]."""
     slot = first_slot.to(tl.int64)
     states = partial_state + slot * 2 * ROWS + rows
     outputs = partial_output + (slot * ROWS + rows[:, None]) * D_PAD + column[None, :]

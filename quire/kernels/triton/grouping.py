@@ -57,8 +57,7 @@ def _group_kernel(
     COUNTED: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, LISTED: tl.constexpr,
     WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Lists one expert's tiles and their pairs, after those of the experts before it. A last program marks the unused
-    tiles up to `bound` with -1."""
+    """Lists an expert's tiles and their pairs, after those of the experts before; a last program marks unused tiles."""
     begin(PDL)
     own = tl.program_id(0)
     expert = tl.arange(0, BLOCK)

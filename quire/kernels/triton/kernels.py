@@ -46,8 +46,7 @@ def forbid_split_sums() -> None:
 
 
 class TritonKernels(ReferenceKernels):
-    """Kernels for one GPU process and a model's dtype. What is not replaced here is the reference's: products in
-    float32."""
+    """Kernels for one GPU and a model's dtype; the rest, such as products in float32, is the reference's."""
 
     name = "triton"
     keys_at_once = SPLIT

@@ -37,8 +37,7 @@ def _linear_kernel(
     HAS_BIAS: tl.constexpr, SILU_MUL: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs of BLOCK_M rows. With SILU_MUL: silu(output i) * output i + N. EVEN: the weight consists of whole
-    tiles, so that no mask is needed."""
+    """BLOCK_N outputs of BLOCK_M rows; with SILU_MUL silu(output[i]) * output[i + N]. EVEN: no tile needs a mask."""
     begin(PDL)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -166,7 +166,7 @@ def sample_rows(
 
     `row_index` int32 [rows] is the request row of each row of logits; seeds (int64 or uint64) and temperatures
     (float32) are by request row. `positions` int32 [rows] is the token's position; with the seed it makes the noise
-    keys, as `quire.sampling.noise.noise_keys` does. Where `row_index` is negative (padding) nothing is written.
+    keys, as `quire.kernels.noise.noise_keys` does. Where `row_index` is negative (padding) nothing is written.
     """
     if token_ids.stride(1) != 1:
         raise ValueError("A row's token ids must lie side by side.")

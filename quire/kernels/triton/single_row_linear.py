@@ -74,7 +74,7 @@ def _single_row_kernel(
     K: gl.constexpr, HAS_BIAS: gl.constexpr, SILU_MUL: gl.constexpr,
     OUT: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Computes OUT outputs; with SILU_MUL OUT / 2 of silu(output i) * output i + N."""
+    """Computes OUT outputs; with SILU_MUL OUT / 2 of silu(output[i]) * output[i + N]."""
     number: gl.constexpr = weight.dtype.element_ty
     dtype: gl.constexpr = out.dtype.element_ty
     IS_FP8: gl.constexpr = number == gl.float8e4nv
@@ -120,8 +120,7 @@ def _single_row_kernel(
 
 
 def takes(rows: int, weight: Tensor, silu_mul: bool) -> bool:
-    """Whether this kernel can compute the product and is the quickest for it, as measured on an H200
-    (docs/performance.md, attempt 29)."""
+    """Whether this kernel can do it and is the quickest, measured on an H200 (docs/performance.md, attempt 29)."""
     size, inner = weight.shape
     each, tile, _ = _tile_of(size, inner, weight.itemsize, silu_mul)
     return (

@@ -61,8 +61,7 @@ def _quantize_kernel(
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype, group: int) -> tuple[Tensor, Tensor]:
-    """8-bit codes [rows, size] and float32 scales [rows, groups], by the largest magnitude in each group of `group`
-    numbers (0: the whole row)."""
+    """8-bit codes [rows, size] and float32 scales [rows, groups] of `group` numbers each (0: the whole row)."""
     source = as_rows(x)
     rows, size = source.shape
     block = next_power_of_2(size)
