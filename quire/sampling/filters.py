@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
+from quire.kernels.noise import chances
 from quire.kernels.ops import FILTERS
 from quire.sampling.draws import Draws, Indices, effective_temperature
 from quire.sampling.feature import NEUTRAL, Feature
-from quire.sampling.noise import chances
 from quire.step import Admission
 
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from quire.errors import NO_TOKEN_LEFT
+from quire.kernels.noise import ACCEPTS, REDRAWS, chances, noise_keys
 from quire.kernels.ops import HAS_NAN, NOTHING_LEFT, Kernels
 from quire.sampling.draws import Draws, Indices, effective_temperature
 from quire.sampling.feature import Feature
 from quire.sampling.filters import Filters
 from quire.sampling.masks import AllowedTokens, BadWords, BannedTokens, GrammarMask, NoRepeatNgram
-from quire.sampling.noise import ACCEPTS, REDRAWS, chances, noise_keys
 from quire.sampling.penalties import AnswerPenalties, Dry, LogitBias, RepetitionPenalty
 from quire.sampling.processors import LogitsProcessors
 from quire.sampling.upload import Uploader
