@@ -107,8 +107,9 @@ def read_window(config: Fields, default: int | None) -> int | None:
     return config.integer("sliding_window", 0, low=0, high=2**31) or None
 
 
-def with_window(spec: ModelSpec, window: int | None) -> ModelSpec:
-    return spec.with_layers(attention=replace(spec.layers[0].attention, sliding_window=window))
+def with_window(config: Fields, spec: ModelSpec, default: int | None) -> ModelSpec:
+    """Sets the same window on all layers."""
+    return spec.with_layers(attention=replace(spec.layers[0].attention, sliding_window=read_window(config, default)))
 
 
 def kinds_of_layers(config: Fields, spec: ModelSpec, default: list[str] | int) -> list[str]:
