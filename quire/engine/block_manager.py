@@ -34,12 +34,15 @@ class Placement:
     num_host_tokens: int
 
 
+_Hit = Block | tuple[BlockKey, int] | None
+"""Where a block is cached: on the device, or on the host tier (key and slot); None: not needed, before the window."""
+
+
 @dataclass(slots=True)
 class _Hits:
-    """What device cache and host tier hold of a request's first blocks: for each its block, or its key and slot."""
+    """What device cache and host tier hold of a request's first blocks."""
 
-    found: list[Block | tuple[BlockKey, int] | None]
-    """None where no block is needed, as it lies before the sliding window."""
+    found: list[_Hit]
     device: list[Block]
     host_slots: list[int]
     partial: tuple[list[Block], int] | None = None
@@ -199,7 +202,24 @@ class BlockManager:
         num_blocks, groups = num_usable // self.block_size, self._groups
         keys, extra_keys = request.block_keys, self._extra_keys(request)
         self.cache.extend_keys(keys, request.token_ids, num_blocks, extra_keys)
-        found: list[Block | tuple[BlockKey, int] | None] = []
+        hits.found = self._find_blocks(keys, num_blocks)
+        hits.device = [hit for hit in hits.found if isinstance(hit, Block)]
+        hits.host_slots = [hit[1] for hit in hits.found if isinstance(hit, tuple)]
+        num_found = len(hits.found) // groups
+        first = num_found * self.block_size
+        rest = request.token_ids[first : min(num_usable, first + self.block_size)]
+        parents = keys[(num_found - 1) * groups : num_found * groups] if num_found else [None] * groups
+        partial = (self.cache.find_partial(one, rest, extra) for one, extra in zip(parents, extra_keys, strict=True))
+        held = [one for one in partial if one is not None]
+        if len(held) == groups:
+            hits.partial = [block for block, _ in held], min(count for _, count in held)
+        return hits
+
+    def _find_blocks(self, keys: list[BlockKey], num_blocks: int) -> list[_Hit]:
+        """Where the first blocks of a sequence are cached, up to the last one after which no group lacks anything: a
+        group of layers without a window needs all blocks, one with a window those from its begin on."""
+        groups, full = self._groups, self._num_full
+        found: list[_Hit] = []
         unbroken = [0] * groups
         """By group of layers: how many blocks, up to the one looked at, were found without a gap."""
         num_found = 0
@@ -213,26 +233,16 @@ class BlockManager:
                 assert stored is not None
                 stored.parent = key.parent
                 keys[place] = stored
-            elif group < self._num_full:
+            elif group < full:
                 break
             found.append(hit)
             unbroken[group] = unbroken[group] + 1 if hit is not None else 0
             number = place // groups + 1
             if group == groups - 1 and min(unbroken) >= number - self.config.first_kept(number * self.block_size):
                 num_found = number
-        full, kept = self._num_full, self.config.first_kept(num_found * self.block_size)
+        kept = self.config.first_kept(num_found * self.block_size)
         needed = (place % groups < full or place // groups >= kept for place in range(num_found * groups))
-        hits.found = [hit if is_needed else None for hit, is_needed in zip(found, needed, strict=False)]
-        hits.device = [hit for hit in hits.found if isinstance(hit, Block)]
-        hits.host_slots = [hit[1] for hit in hits.found if isinstance(hit, tuple)]
-        first = num_found * self.block_size
-        rest = request.token_ids[first : min(num_usable, first + self.block_size)]
-        parents = keys[(num_found - 1) * groups : num_found * groups] if num_found else [None] * groups
-        partial = (self.cache.find_partial(one, rest, extra) for one, extra in zip(parents, extra_keys, strict=True))
-        held = [one for one in partial if one is not None]
-        if len(held) == groups:
-            hits.partial = [block for block, _ in held], min(count for _, count in held)
-        return hits
+        return [hit if is_needed else None for hit, is_needed in zip(found, needed, strict=False)]
 
     def _extra_keys(self, request: Request) -> list[tuple[str, ...]]:
         """The extra keys of each group of layers: their blocks hold different keys and values for the same tokens."""
