@@ -146,9 +146,8 @@ class LLM:
     ) -> BeamSearchOutput:
         """The `beam_width` likeliest continuations found by beam search; `quire.frontend.beam_search` says exactly how.
 
-        Beams end at the model's end-of-sequence tokens (unless `ignore_eos`) and at `stop_token_ids`. They run
-        beside whatever else the engine does, share the blocks of their common tokens, and compute one token
-        each per step.
+        Beams end at the model's end-of-sequence tokens (unless `ignore_eos`) and at `stop_token_ids`. They run beside
+        other requests, share the blocks of their common tokens, and compute one token each per step.
         """
         engine = self.engine
         start = self._text_prompt(prompt)
@@ -349,16 +348,13 @@ class LLM:
             try:
                 for prompt, one in zip(prompts, each, strict=True):
                     request_ids.append(self._add(prompt, one))
-                waiting = set(request_ids)
+                own = set(request_ids)
                 show = len(prompts) > 1 if progress is None else progress
                 shown = GenerationBar(len(prompts)) if show else contextlib.nullcontext()
                 with full_collections_put_off(), shown as bar:
-                    while waiting:
-                        deltas = [delta for delta in self.step() if delta.request_id in waiting]
-                        for delta in deltas:
-                            if delta.output is not None:
-                                outputs[delta.request_id] = delta.output
-                                waiting.discard(delta.request_id)
+                    while len(outputs) < len(own):
+                        deltas = [delta for delta in self.step() if delta.request_id in own]
+                        outputs |= {delta.request_id: delta.output for delta in deltas if delta.output is not None}
                         if bar is not None:
                             bar.take(deltas)
             finally:

@@ -177,9 +177,8 @@ def plan_cache(
         )
     affordable = budget // block_bytes - 1
     longest = config.max_model_len or spec.max_position
-    needed = -(-longest // config.block_size)
-    if affordable < (needed if config.max_model_len is not None else 1):
-        needed = needed if config.max_model_len is not None else 1
+    needed = 1 if config.max_model_len is None else -(-longest // config.block_size)
+    if affordable < needed:
         raise CapacityError(
             f"one request of {needed * config.block_size:,} tokens does not fit: {needed + 1:,} blocks of "
             f"{config.block_size} tokens x {format_bytes(block_bytes)} = {format_bytes((needed + 1) * block_bytes)}, "
