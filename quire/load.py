@@ -41,7 +41,7 @@ class Share:
         """The plan with the kernels that this share needs."""
         return plan
 
-    def of(self, whole: ModelSpec) -> Callable[[WeightSource], WeightSource]:
+    def source_of(self, whole: ModelSpec) -> Callable[[WeightSource], WeightSource]:
         """A wrapper for the source of weights that a decoder is filled from."""
         return lambda source: source
 
@@ -72,7 +72,7 @@ def load_model(
         waking.result()
         weights = _choose(files, config, device, share)
         scheduler_config(config, expected_plan(weights, config), config.limits(device.type))
-        decoder = load_planned(weights, config.max_model_len, progress, share.of(files.spec))
+        decoder = load_planned(weights, config.max_model_len, progress, share.source_of(files.spec))
         draft = _load_draft(config, files.spec, weights, decoder, tokenizer, share)
     finally:
         files.checkpoint.close()
@@ -98,7 +98,7 @@ def _load_draft(
                 'no quicker ones to draft with: use ngram, or quantization="none"',
             )
         plan = plan_weights(weights.files, weights.kernels, weights.dtype, device, "auto" if stored else "int4")
-        drafter = load_planned(plan, config.max_model_len, through=share.of(whole))
+        drafter = load_planned(plan, config.max_model_len, wrap_source=share.source_of(whole))
         return Draft(drafter, False, f"drafts by itself in {plan.describe()}")
     if not config.speculation.startswith("draft:"):
         return None
@@ -122,7 +122,7 @@ def _load_draft(
         config = replace(config, dtype=str(decoder.dtype).removeprefix("torch."))
         plan = _choose(files, config, device, share)
         name = f"{source.name} drafts ({plan.describe()})"
-        return Draft(load_planned(plan, decoder.max_position, through=share.of(files.spec)), True, name)
+        return Draft(load_planned(plan, decoder.max_position, wrap_source=share.source_of(files.spec)), True, name)
     finally:
         files.checkpoint.close()
 

@@ -27,20 +27,20 @@ _FAINTEST = -80.0
 def filter_rows_(kernels: Kernels, logits: Tensor, rows: Tensor, limits: Tensor) -> None:
     """`Kernels.filter_rows_`: applies each filter to the tokens that the one before left."""
     whole = len(rows) == len(logits)
-    of = dict(zip(FILTERS, limits.unsqueeze(2).unbind(1), strict=True))
-    scores = logits.div_(of["temperature"]) if whole else logits[rows] / of["temperature"]
+    limit = dict(zip(FILTERS, limits.unsqueeze(2).unbind(1), strict=True))
+    scores = logits.div_(limit["temperature"]) if whole else logits[rows] / limit["temperature"]
     highest = scores.amax(-1, keepdim=True)
     for name, filter_, asks in (
-        ("top_n_sigma", _top_n_sigma_, of["top_n_sigma"] > 0),
-        ("top_k", _top_k_, (of["top_k"] > 0) & (of["top_k"] < scores.shape[1])),
-        ("top_p", _top_p_, of["top_p"] < 1),
-        ("log_min_p", _min_p_, of["log_min_p"] > _NEVER),
-        ("typical_p", _typical_p_, of["typical_p"] < 1),
-        ("xtc_threshold", _xtc_, of["xtc_threshold"] < float("inf")),
+        ("top_n_sigma", _top_n_sigma_, limit["top_n_sigma"] > 0),
+        ("top_k", _top_k_, (limit["top_k"] > 0) & (limit["top_k"] < scores.shape[1])),
+        ("top_p", _top_p_, limit["top_p"] < 1),
+        ("log_min_p", _min_p_, limit["log_min_p"] > _NEVER),
+        ("typical_p", _typical_p_, limit["typical_p"] < 1),
+        ("xtc_threshold", _xtc_, limit["xtc_threshold"] < float("inf")),
     ):
         index = asks[:, 0].nonzero()[:, 0]
         if len(index):
-            filter_(_Part(scores, highest, of[name], index), kernels)
+            filter_(_Part(scores, highest, limit[name], index), kernels)
     if not whole:
         logits[rows] = scores
 

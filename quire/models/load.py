@@ -88,14 +88,14 @@ def load_planned(
     plan: WeightPlan,
     max_position: int | None = None,
     progress: Progress | None = None,
-    through: Callable[[WeightSource], WeightSource] = lambda source: source,
+    wrap_source: Callable[[WeightSource], WeightSource] = lambda source: source,
 ) -> Decoder:
-    """A decoder with its weights on the device, in the formats of the plan. `through` may wrap the source of weights,
-    as a rank of tensor parallelism does."""
+    """A decoder with its weights on the device, in the formats of the plan. `wrap_source` is used by ranks of tensor
+    parallelism, which take parts of the weights."""
     with ThreadPoolExecutor(_NUM_READERS, "weights") as readers:
         reading = _Reading(plan, readers, progress or (lambda done, total: None))
         try:
-            return Decoder(plan.files.spec, plan.kernels, through(reading), plan.dtype, max_position)
+            return Decoder(plan.files.spec, plan.kernels, wrap_source(reading), plan.dtype, max_position)
         finally:
             readers.shutdown(wait=False, cancel_futures=True)
 

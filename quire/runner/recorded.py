@@ -94,11 +94,11 @@ class RecordedSteps:
         """Records a step while computing it; None where that takes too much memory."""
         rows, positions, lengths, _, run_lengths, run_rows = inputs[:, :count].unbind()
         found: list[DecodeOutput] = []
-        of, drawn = self._rows, (rows.long(), lengths.long())
-        guesses = of.token_ids[drawn]
+        request_rows, drawn = self._rows, (rows.long(), lengths.long())
+        guesses = request_rows.token_ids[drawn]
 
         def compute() -> None:
-            token_ids, places, paged = of.inputs(
+            token_ids, places, paged = request_rows.inputs(
                 self._decoder.kernels,
                 rows,
                 positions,
@@ -109,10 +109,11 @@ class RecordedSteps:
             )
             hidden = self._decoder(token_ids, places, paged, self._caches)
             logits = self._decoder.logits(hidden)
-            found.append(DecodeOutput(of.draw(self._decoder.kernels, logits, rows, lengths), logits))
+            sampled = request_rows.draw(self._decoder.kernels, logits, rows, lengths)
+            found.append(DecodeOutput(sampled, logits))
 
         replay = self._record(compute)
         if replay is None:
-            of.token_ids[drawn] = guesses  # sampling has overwritten them, and the step will be computed again
+            request_rows.token_ids[drawn] = guesses  # sampling has overwritten them; the step is computed again
             return None
         return _Recording(inputs.numpy(), found[-1], replay)
