@@ -125,16 +125,16 @@ class Runner:
         if draws is not None:
             self._grammars.start(draws.request_rows)  # masks are computed while the model runs
         sampled: SampledTokens | None = None
-        if decoded is not None and draws is None:
+        if decoded is not None and draws is None:  # a graph has computed the step and sampled
             if drawn_for:
                 sampled = SampledTokens(decoded.sampled)
                 outputs.add_tokens(drawn_for, sampled)
-        elif decoded is not None and draws is not None:
+        elif decoded is not None and draws is not None:  # its logits are used, its tokens are not
             if shape.has_guesses:
                 # The graph has sampled plain tokens over the guesses, which are the history of the draws after them.
                 write_guesses(shape, self._request_rows, self._uploader, lag)
             sampled = self._sample(outputs, drawn_for, shape, draws, decoded.logits.float())
-        else:
+        else:  # there is no graph for this step
             batch = build_batch(shape, self._request_rows, kernels, self._uploader, self._decoder.spec.heads, lag)
             hidden = self._decoder(batch.token_ids, batch.positions, batch.paged, self._kv_cache.layers)
             if drawn_for:
