@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 
 from bench.ceiling import Work, measure_rates
 from bench.shapes import CONFIGS, spec_of
+from quire.kernels.noise import noise_keys
 from quire.kernels.ops import Activation, ExpertWeights, HeadNorms, LayerCache
 from quire.kernels.triton.heads import qkv_to_cache_
 from quire.kernels.triton.moe import moe, route
@@ -32,7 +33,6 @@ from quire.kernels.triton.rowwise import gate as gate_rows
 from quire.kernels.triton.sampling import gumbel_argmax, keep_between_, sample_rows
 from quire.kernels.weights import Weight
 from quire.models.spec import MlpSpec, ModelSpec
-from quire.sampling.noise import noise_keys
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16

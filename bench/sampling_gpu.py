@@ -24,7 +24,7 @@ from bench.sampling import BAD_WORDS, FEATURES, admit
 from quire import SamplingParams
 from quire.kernels.triton.kernels import TritonKernels
 from quire.sampling.draws import Draws
-from quire.sampling.logprobs import score_on_device
+from quire.sampling.logprobs import score_rows
 from quire.sampling.sampler import Sampler
 from quire.sampling_params import ResolvedTokens
 from quire.step import Admission
@@ -106,8 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             logits[:, :: options.vocab // 60] += torch.rand(logits[:, :: options.vocab // 60].shape, device=device) * 14
             work = logits.clone()
             if name.startswith("logprobs"):
-                ids, wanted = torch.arange(rows, device=device), [5] * rows
-                found = measure(lambda x=work, i=ids, w=wanted: score_on_device(x, i, w, kernels), lambda: None)
+                ids = torch.arange(rows, device=device)
+                found = measure(lambda x=work, i=ids: score_rows(x, lambda x: x, i, 5, kernels), lambda: None)
             else:
                 sampler, draws = make_draws(name, rows, options.history, options.vocab, kernels, device)
                 found = measure(

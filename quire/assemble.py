@@ -1,5 +1,4 @@
-"""Puts an engine together: a worker, what schedules its steps, and what understands text. The one place that knows all
-of them."""
+"""Builds an engine from all its parts: worker (decoder, cache, runner), scheduler and loop, tokenizer, step log."""
 
 from __future__ import annotations
 
@@ -45,18 +44,18 @@ class Engine:
     runner: Runner | ParallelRunner
     decoder: Decoder
     spec: ModelSpec
-    """Of the whole model; the decoder's own is that of its part."""
+    """Of the whole model; with tensor parallelism `decoder.spec` describes this process's part."""
     tokenizer: Tokenizer
     plan: CachePlan
     eos_token_ids: tuple[int, ...]
     grammars: GrammarCompiler
-    """For structured output; makes nothing before it is asked."""
+    """For structured output; starts its process only when a grammar is asked for."""
     description: str
     """What was loaded, where, in which format, and what fits: for the start-up message."""
 
     @property
     def info(self) -> EngineInfo:
-        """The same as fields."""
+        """What `description` says, as fields."""
         config = self.core.scheduler.config
         return engine_info(self.spec, self.decoder, self.tokenizer, self.plan, config, self.eos_token_ids)
 
@@ -67,8 +66,7 @@ def build_engine(
     progress: Progress | None = None,
     listeners: Sequence[Callable[[StepLogEntry], None]] = (),
 ) -> Engine:
-    """Loads the model's weights and makes an engine around them; `progress` follows the weights, `listeners` hear
-    of every step that is over."""
+    """Loads a model and builds an engine; `progress` is called while weights are read, `listeners` after each step."""
     use_own_cores()
     ranks: Ranks | None = None
     if config.tensor_parallel_size > 1:
@@ -101,9 +99,9 @@ def assemble(
     spec: ModelSpec | None = None,
     ranks: Ranks | None = None,
 ) -> Engine:
-    """An engine around a decoder whose weights are in place; without a tokenizer, tokens are bytes. `listeners` hear of
-    every step that is over; `formats` says which ones the weights are in; `grammars` may be those of another engine.
-    With `ranks`, which are other processes, the decoder has a part of the model, and `spec` is the whole model's."""
+    """An engine around a decoder whose weights are loaded; without a tokenizer, tokens are bytes. Each of `listeners`
+    is called after every step; `formats` names the weights' formats; `grammars` may be shared with another engine. With
+    `ranks` (tensor parallelism) the decoder has a part of the model, and `spec` describes the whole model."""
     tokenizer = Tokenizer.of_bytes() if tokenizer is None else tokenizer
     grammars = grammars or GrammarCompiler(tokenizer, decoder.spec.vocab_size, eos_token_ids)
     worker = start_worker(decoder, config, grammars, formats, draft, None if ranks is None else ranks.agree)
@@ -114,7 +112,7 @@ def assemble(
     )
     path = Path(config.step_log) if config.step_log is not None else None
     scheduling = scheduler_config(config, worker.plan, config.limits(device.type))
-    # The host prepares a step while the device computes another, unless there is drafting in between.
+    # On a GPU the host prepares a step while the device computes the last one; drafting needs its tokens first.
     depth = 2 if device.type == "cuda" and draft is None else 1
     whole = decoder.spec if spec is None else spec
     about = about_model(name, config, whole, decoder, path is not None and ranks is None)

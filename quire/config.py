@@ -31,7 +31,7 @@ class Limits:
     max_batched_tokens: int
     kv_cache_memory: int | float | str
     graph_tokens: int = 0
-    """Of the largest step that has a CUDA graph, with guesses or short prompts in it; 0 without graphs."""
+    """The most tokens of a step that runs as a CUDA graph; 0 without graphs."""
 
 
 _CPU_LIMITS = Limits(64, 512, 0.25)
@@ -77,15 +77,15 @@ class EngineConfig:
     """Whether decode steps are captured and launched as a whole; on a CPU, recorded and made again without Python. The
     same bits either way."""
     tensor_parallel_size: int = 1
-    """On how many devices the model is divided: GPUs from the first on (with cuda:N all on that one, which is for
-    tests), or with the device cpu so many processes that share the cores. Answers don't depend on it."""
+    """Over how many devices the model is divided: the first GPUs (with cuda:N all on that one, which is for tests), or
+    with the device cpu over this many processes that share the cores. Answers don't depend on it."""
     speculation: str = "off"
-    """Where guesses at the next tokens come from, which are checked several at a time: off, ngram (what followed the
-    last time the same tokens stood there), self (the same weights in 4 bits) or draft:MODEL (a smaller model with the
-    same vocabulary). The answers are the same with any of them."""
+    """Where draft tokens come from, several of which one step checks: off, ngram (what followed the last time the same
+    tokens occurred in the text), self (the same weights in 4 bits) or draft:MODEL (a smaller model with the same
+    vocabulary). The answers are the same with any of them."""
     acceptance: str = "exact"
-    """Which guesses are accepted: exact (those that are the token which would have been drawn: answers never change) or
-    rejection (by chance, so that tokens keep their probabilities; which ones come then depends on the guesses)."""
+    """Which guesses are accepted: exact (a guess that equals the token which would have been sampled: answers never
+    change) or rejection (rejection sampling: tokens keep their probabilities, but answers depend on the guesses)."""
     policy: Literal["fcfs", "priority"] = "fcfs"
     """The order of waiting requests: by arrival, or by priority and then arrival."""
     step_log: Path | str | None = None

@@ -99,7 +99,7 @@ def checked_ids(name: str, value: Any, most: int, least: int = 0) -> tuple[int, 
     if len(value) < least:
         raise InvalidRequestError(name, "must hold at least one token id")
     if set(map(type, value)) <= {int} and value and min(value) >= 0 and max(value) <= MAX_TOKEN_ID:
-        return tuple(value)  # a long list is looked through without a step of Python for each
+        return tuple(value)  # quick for a long list: no Python code runs per token
     return tuple(int(check_int(name, token_id, 0, MAX_TOKEN_ID)) for token_id in value)
 
 

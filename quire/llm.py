@@ -62,7 +62,7 @@ class LLM:
         engine_config = EngineConfig.of(options)
         self._process = os.getpid()
         self._turn = threading.RLock()
-        """Whoever drives the engine, or changes what it works on, holds it."""
+        """Held while the engine is stepped, or its requests are changed."""
         self._observer = OfflineObserver(model, traces)
         with ModelBars(model) as bars:
             source, listeners = resolve(model, progress=bars("download")), (self._observer.observe,)
@@ -94,7 +94,7 @@ class LLM:
 
     @property
     def info(self) -> EngineInfo:
-        """The same as fields, and more of it."""
+        """What `description` says and more, as fields."""
         return self.engine.info
 
     @property
@@ -146,9 +146,8 @@ class LLM:
     ) -> BeamSearchOutput:
         """The `beam_width` likeliest continuations found by beam search; `quire.frontend.beam_search` says exactly how.
 
-        Beams end at the model's end-of-sequence tokens (unless `ignore_eos`) and at `stop_token_ids`. They run
-        beside whatever else the engine does, share the blocks of their common tokens, and compute one token
-        each per step.
+        Beams end at the model's end-of-sequence tokens (unless `ignore_eos`) and at `stop_token_ids`. They run beside
+        other requests, share the blocks of their common tokens, and compute one token each per step.
         """
         engine = self.engine
         start = self._text_prompt(prompt)
@@ -227,7 +226,7 @@ class LLM:
         """The prompt a conversation becomes."""
         return self._templates.encode_chat(self.engine.tokenizer, messages, tools)
 
-    # Its end
+    # Closing
 
     def close(self) -> None:
         """Gives the memory of weights and cache back. Requests still running are gone."""
@@ -257,8 +256,8 @@ class LLM:
 
     @contextlib.contextmanager
     def _drive(self) -> Iterator[Engine]:
-        """The engine for one caller at a time. Before and behind the lock it may be gone: in a fork, nobody would ever
-        release it, and whoever had it last may have closed it."""
+        """The engine, for one thread at a time. `self.engine` raises if it can't be used, and is asked before the lock,
+        which in a forked process might never be released, and after it, as another thread may have closed it."""
         assert self.engine
         with self._turn:
             yield self.engine
@@ -279,7 +278,7 @@ class LLM:
         if params.priority and engine.core.scheduler.config.policy != "priority":
             raise InvalidRequestError("priority", 'counts only in an LLM made with policy="priority"')
         resolved = resolve_tokens(params, engine.tokenizer)
-        # Compiled here, so that a bad grammar fails this call alone; held, so that it is there at admission.
+        # Compiled here, so that a bad grammar fails only this call; kept in `live`, so that it is ready at admission.
         grammar = None if params.structured is None else engine.grammars.compile(params.structured)
         with self._drive():
             if request_id is None:
@@ -312,7 +311,7 @@ class LLM:
         ended = {update.request_id: update.metrics for update in updates if update.finish_reason is not None}
         for update in updates:
             owner = self._owners.get(update.request_id)
-            if owner is None:  # a beam's, or its caller has left
+            if owner is None:  # a request of a beam search, or one that was aborted because its caller left
                 for search in self._searches:
                     if update.request_id in search.names:
                         search.take(update, time.monotonic())
@@ -332,7 +331,7 @@ class LLM:
         return deltas
 
     def _end(self, name: str, ended: Mapping[str, RequestMetrics | None]) -> RequestMetrics:
-        """Ends an answer whose text has come to a stop string, unless the engine just did so itself."""
+        """Ends an answer whose text has a stop string, unless the engine has just ended it; returns its metrics."""
         metrics = ended.get(name)
         return metrics if metrics is not None else self.engine.core.end(name, "stop", time.monotonic())
 
@@ -345,20 +344,17 @@ class LLM:
         each = inputs.as_params(params, len(prompts))
         request_ids: list[str] = []
         outputs: dict[str, RequestOutput] = {}
-        with self._drive():  # for all of it: the steps of others would take our answers
+        with self._drive():  # for the whole call: a step by another thread would receive our answers
             try:
                 for prompt, one in zip(prompts, each, strict=True):
                     request_ids.append(self._add(prompt, one))
-                waiting = set(request_ids)
+                own = set(request_ids)
                 show = len(prompts) > 1 if progress is None else progress
                 shown = GenerationBar(len(prompts)) if show else contextlib.nullcontext()
                 with full_collections_put_off(), shown as bar:
-                    while waiting:
-                        deltas = [delta for delta in self.step() if delta.request_id in waiting]
-                        for delta in deltas:
-                            if delta.output is not None:
-                                outputs[delta.request_id] = delta.output
-                                waiting.discard(delta.request_id)
+                    while len(outputs) < len(own):
+                        deltas = [delta for delta in self.step() if delta.request_id in own]
+                        outputs |= {delta.request_id: delta.output for delta in deltas if delta.output is not None}
                         if bar is not None:
                             bar.take(deltas)
             finally:
@@ -368,7 +364,7 @@ class LLM:
     def _stream(self, prompt: EncodedPrompt, params: SamplingParams | None) -> Iterator[str]:
         with self._drive():
             request_id = self._add(prompt, inputs.check_streamed(params))
-            # Others may drive the engine on: what it gives this stream meanwhile waits here.
+            # Other calls may step the engine before this stream is read: its deltas are kept here.
             unread = self._live[request_id].unread = deque()
         return self._stream_of(request_id, unread)
 

@@ -1,6 +1,6 @@
-"""Loads what computes: a model's files, its tokenizer, its weights, and perhaps those of a draft model.
+"""Loads a model: its files, its tokenizer, its weights, and those of a draft model if there is one.
 
-Every process that computes does this; the engine around it is put together in `quire.assemble`.
+Every process that computes does this, also each rank of tensor parallelism; `quire.assemble` builds the engine.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ logger = logging.getLogger(__name__)
 
 
 class Share:
-    """What a process computes of a model: all of it. `quire.parallel` has one for a part."""
+    """Which part of a model a process computes: here all of it. `quire.parallel.share` has the share of one rank."""
 
     def files(self, files: ModelFiles) -> ModelFiles:
-        """What is read of them."""
+        """The files with only what this process reads of them."""
         return files
 
     def plan(self, plan: WeightPlan, whole: ModelSpec) -> WeightPlan:
-        """With the kernels that are needed for it."""
+        """The plan with the kernels that this share needs."""
         return plan
 
-    def of(self, whole: ModelSpec) -> Callable[[WeightSource], WeightSource]:
-        """Through what a decoder takes its weights."""
+    def source_of(self, whole: ModelSpec) -> Callable[[WeightSource], WeightSource]:
+        """A wrapper for the source of weights that a decoder is filled from."""
         return lambda source: source
 
 
@@ -51,28 +51,28 @@ class LoadedModel:
     """A decoder with its weights in place, and what belongs to it."""
 
     spec: ModelSpec
-    """Of the whole model, whatever part of it is here."""
+    """Of the whole model, also where the decoder has a part of it."""
     decoder: Decoder
     tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]
     formats: str
-    """Which ones the weights are in, for the start-up message."""
+    """The names of the weights' formats, for the start-up message."""
     draft: Draft | None
 
 
 def load_model(
     source: ModelSource, config: EngineConfig, device: torch.device, share: Share, progress: Progress | None = None
 ) -> LoadedModel:
-    """Opens a model and loads a share of its weights; `progress` follows them."""
-    pick_dtype(config.dtype, device)  # what can't be had is said before files are opened
+    """Opens a model and loads this process's share of its weights; `progress` is called while they are read."""
+    pick_dtype(config.dtype, device)  # a dtype that the device lacks is an error before files are opened
     with ThreadPoolExecutor(1, "device") as beside:
         waking = beside.submit(wake, device)
-        files, tokenizer = _open(source)  # the tokenizer takes long, and keeps Python to itself
+        files, tokenizer = _open(source)  # the tokenizer takes long and holds the interpreter's lock
     try:
         waking.result()
         weights = _choose(files, config, device, share)
         scheduler_config(config, expected_plan(weights, config), config.limits(device.type))
-        decoder = load_planned(weights, config.max_model_len, progress, share.of(files.spec))
+        decoder = load_planned(weights, config.max_model_len, progress, share.source_of(files.spec))
         draft = _load_draft(config, files.spec, weights, decoder, tokenizer, share)
     finally:
         files.checkpoint.close()
@@ -98,7 +98,7 @@ def _load_draft(
                 'no quicker ones to draft with: use ngram, or quantization="none"',
             )
         plan = plan_weights(weights.files, weights.kernels, weights.dtype, device, "auto" if stored else "int4")
-        drafter = load_planned(plan, config.max_model_len, through=share.of(whole))
+        drafter = load_planned(plan, config.max_model_len, wrap_source=share.source_of(whole))
         return Draft(drafter, False, f"drafts by itself in {plan.describe()}")
     if not config.speculation.startswith("draft:"):
         return None
@@ -118,17 +118,17 @@ def _load_draft(
                 f"{source.name} can't draft for this model: its vocabulary has {files.spec.vocab_size} tokens, the "
                 f"model's {spec.vocab_size}{where}",
             )
-        # Its weights may be in another format, but it reads what the model writes.
+        # Its KV cache will have the dtype of the model's, so it must compute in the model's dtype.
         config = replace(config, dtype=str(decoder.dtype).removeprefix("torch."))
         plan = _choose(files, config, device, share)
         name = f"{source.name} drafts ({plan.describe()})"
-        return Draft(load_planned(plan, decoder.max_position, through=share.of(files.spec)), True, name)
+        return Draft(load_planned(plan, decoder.max_position, wrap_source=share.source_of(files.spec)), True, name)
     finally:
         files.checkpoint.close()
 
 
 def open_tokenizer(source: ModelSource) -> Tokenizer:
-    """A model's tokenizer alone, for a process that has no need of the weights."""
+    """A model's tokenizer alone, for a process that does not need the weights."""
     files, tokenizer = _open(source)
     files.checkpoint.close()
     return tokenizer

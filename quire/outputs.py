@@ -41,7 +41,7 @@ class Completion:
     finish_reason: FinishReason
     """stop (the model, a stop string or the grammar ended it), length, abort, deadline or error."""
     stop_reason: str | int | None
-    """The stop string or the token id that ended it. None if none did: then it was the grammar, or not "stop"."""
+    """The stop string or the token id that ended it. None if the grammar did, or `finish_reason` is not "stop"."""
     seed: int
     """What to pass as `seed`, with n=1, to get this answer again."""
     error: str | None
@@ -99,9 +99,9 @@ class RequestDelta:
 
     request_id: str
     index: int
-    """Of the answer; with `best_of`, of one of the candidates, who are not in the order of the output yet."""
+    """Which answer; with `best_of`, which candidate, before they are ranked."""
     text: str
-    """Without what may turn out to be a stop string: that comes with a later delta, or never."""
+    """New text. The beginning of a possible stop string is held back: it comes with a later delta, or never."""
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     """One for each of `token_ids`, if they were asked for."""

@@ -75,7 +75,7 @@ class StructuredOutput:
     grammar: str | None = check.text(MAX_GRAMMAR)
     """A context-free grammar in Lark's notation."""
     control_tokens: tuple[str, ...] = check.strings((), MAX_CHOICES, MAX_CHOICE_TEXT)
-    """Control tokens that it names and may have the model write; without, it writes text alone."""
+    """Control tokens that the grammar names and the model may write; without any, it writes plain text only."""
 
     def __post_init__(self) -> None:
         check.check_fields(self, "structured.")
@@ -88,7 +88,7 @@ class StructuredOutput:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedTokens:
-    """What the parameters that are text mean in the model's tokens (`quire.frontend.resolve` finds them)."""
+    """Token ids for the parameters that are text (`quire.frontend.resolve` finds them)."""
 
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that may not be completed."""
@@ -218,8 +218,7 @@ class SamplingParams:
     structured: StructuredOutput | None = check.checked(None, _check_structured, optional=True)  # noqa: RUF009
     """The form the answer must take (a mapping of StructuredOutput's fields will do)."""
     speculation: bool = check.flag(True)
-    """Whether tokens may be guessed and checked several at a time, where the engine does that. The answer is the same
-    either way."""
+    """Whether the engine's speculation may be used for this request. The answer is the same either way."""
     prediction: str | None = check.text(MAX_PREDICTION)
     """What the answer may be, or be like (a file that is to be changed a little): its tokens are guesses. The answer
     is the same with any prediction, and comes the sooner the better it is."""
@@ -240,7 +239,7 @@ class SamplingParams:
         return (*(() if self.ignore_eos else eos_token_ids), *self.stop_token_ids)
 
     def check_token_ids(self, vocab_size: int) -> None:
-        """Refuses ids the model does not have; the border calls it, for only there the model is known."""
+        """Refuses ids outside the model's vocabulary; called by `LLM` and the server, which know the model."""
         fields = (
             ("stop_token_ids", self.stop_token_ids),
             ("allowed_token_ids", self.allowed_token_ids or ()),

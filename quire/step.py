@@ -20,14 +20,14 @@ Pooling = Literal["mean", "last"]
 
 
 class ScheduledRequest(NamedTuple):
-    """Compute tokens `start` to `start + num_tokens` of a request row, the last of which are `guesses`. If `samples`,
-    draw the token that follows the last real one and write it to the row; if it is the first guess, draw the one that
-    follows that too, and so on.
+    """Compute tokens `start` to `start + num_tokens` of a request row; the last `len(guesses)` of them are guesses. If
+    `samples`, draw the token after the last token that is no guess and write it to the row. If that token equals the
+    first guess, draw the token after that guess too, and so on up to the first guess that is wrong.
 
-    A request may be scheduled again before its guesses are checked (`runs_ahead`): then `start` is what it is if all
-    of them are right. The row on the device knows how many were, and computing begins where it stands.
+    A request may be scheduled again before its guesses are checked (`runs_ahead`): then `start` assumes that all of
+    them are right. The row on the device knows how many really were, and the runner begins there instead.
 
-    A named tuple rather than a dataclass: one is made for every row of every step.
+    A named tuple rather than a dataclass, which takes longer to make: one is made for every row of every step.
     """
 
     request_id: str
@@ -38,15 +38,15 @@ class ScheduledRequest(NamedTuple):
     new_block_ids: tuple[int, ...]
     """Appended to the row's block table before computing."""
     guesses: tuple[int, ...] = ()
-    """Tokens that may follow the known ones: none but where it samples."""
+    """Draft tokens that may follow the known ones; only where `samples`."""
     runs_ahead: bool = False
     num_drafts: int = 0
-    """So many tokens behind the drawn ones the runner should draft, as guesses for a later step: there are blocks for
-    the keys and values of all but the last of them."""
+    """How many tokens after the sampled one the runner should draft, as guesses for a later step. The row has blocks
+    for the keys and values of all of these but the last."""
 
 
 class BlockCopy(NamedTuple):
-    """One block's keys and values move; `source` and `target` are block ids or host slots, as `kind` says."""
+    """Copy one block's keys and values; `source` and `target` are block ids or host slots, as `kind` says."""
 
     kind: CopyKind
     source: int
@@ -73,13 +73,13 @@ class Admission:
     eos_token_ids: tuple[int, ...]
     arrival: float
     resolved: ResolvedTokens = field(default_factory=ResolvedTokens)
-    """What the parameters that are text mean in tokens."""
+    """Token ids for the parameters that are text, such as bad words."""
     score_prompt_from: int | None = None
-    """The first prompt position whose logprobs are still wanted; None if none are. All tokens from the one
-    before it on are computed."""
+    """The first prompt position whose logprobs are still wanted; None: no position's. Position p is scored by computing
+    token p - 1, so the cached tokens end before that one."""
     pooling: Pooling | None = None
-    """The prompt's hidden states are wanted, pooled like this, and no answer: what is sampled counts for nothing.
-    For "mean" all of the prompt is computed from here on."""
+    """The request wants its prompt's hidden states, pooled this way (an embedding), and no answer: the token that is
+    sampled is ignored. For "mean" no token of the prompt is taken from the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +121,11 @@ class Step:
     finished: tuple[Finished, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
     num_free_blocks: int = 0
-    """Blocks nobody references after this step was scheduled, cached ones included."""
+    """Blocks in no block table after this step was scheduled; some of them hold cached prefixes."""
     num_waiting: int = 0
     num_running: int = 0
     num_decodes: int = 0
-    """So many of `scheduled`, the first ones, compute one token each, sample the next and check no guesses."""
+    """The first `num_decodes` entries of `scheduled` compute one token, sample the next one and have no guesses."""
 
     @property
     def is_empty(self) -> bool:
@@ -158,8 +158,8 @@ class PromptScores(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a runner found: for each request that samples one token, and one more for every guess that was right; or
-    what went wrong with it alone."""
+    """What a runner found: for each request that samples, one token and one more for every guess that was right; or
+    an error that concerns this request only."""
 
     step_id: int
     tokens: Mapping[str, tuple[int, ...]]
@@ -169,12 +169,11 @@ class StepResult:
     prompt_scores: Mapping[str, PromptScores] = field(default_factory=dict)
     """For the prompt positions this step could score, where they were asked for."""
     ended: frozenset[str] = frozenset()
-    """Requests that are complete with these tokens, whatever these are (their grammar has come to its end)."""
+    """Requests that end with these tokens because their grammar allows no further one."""
     pooled: Mapping[str, bytes] = field(default_factory=dict)
     """For requests with pooling that sample: the pooled vector, of length 1, as little-endian float32."""
     drafts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """What the runner thinks may follow a request's tokens: a draft model's idea, or text that a grammar leaves no
-    choice about."""
+    """Guesses for a later step: a draft model's tokens, or the only text that a grammar allows there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +184,9 @@ class StepLogEntry:
     result: StepResult | None
     error: str | None
     committed: float
-    """When its result was there; `step.now` says when it was scheduled."""
+    """When its result arrived; `step.now` says when it was scheduled."""
     submitted: float | None = None
-    """When the runner had it, and the host went on; None where nobody noted it."""
+    """When `Runner.submit` returned; None without a clock, and for a step that failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +210,7 @@ class RequestMetrics:
     drafted_tokens: int = 0
     """Guesses that were checked."""
     accepted_tokens: int = 0
-    """Guesses that were right, and so tokens of the answer that no step of their own was needed for."""
+    """Guesses that were right: tokens of the answer that needed no step of their own."""
 
     @property
     def queue_time(self) -> float | None:
@@ -243,6 +242,6 @@ class RequestUpdate(NamedTuple):
     scores: tuple[TokenScore, ...] = ()
     """One for each new token, if logprobs were asked for."""
     prompt_scores: PromptScores | None = None
-    """Positions of the prompt; the same ones may come again, from another answer to the same prompt too."""
+    """Scores of prompt positions. The same positions may come twice, for example from two answers to one prompt."""
     pooled: bytes | None = None
     """With the finish reason "stop", if pooling was asked for: the vector, as little-endian float32."""

@@ -19,7 +19,7 @@ from quire.kernels.select import select_kernels
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from quire.outputs import TokenLogprobs
-from quire.sampling.logprobs import ROWS_AT_ONCE, ScoreTensors, read_scores, score_on_device
+from quire.sampling.logprobs import ROWS_AT_ONCE, read_scores, score_rows
 from quire.sampling.sampler import NOT_NUMBERS
 from quire.step import RequestUpdate, TokenScore
 from tests.decoding import all_logits
@@ -39,7 +39,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 
 def score_tokens(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> list[TokenScore]:
     kernels = select_kernels(logits.device, torch.float32)
-    return read_scores(score_on_device(logits, token_ids, num_top, kernels), num_top)
+    return read_scores(score_rows(logits, lambda rows: rows, token_ids, max(num_top), kernels), num_top)
 
 
 def make_decoder(family: str, dtype: torch.dtype) -> Decoder:
@@ -197,8 +197,9 @@ def test_scores_are_read_from_copies_of_their_tensors() -> None:
     logits = torch.randn(ROWS_AT_ONCE + 3, 50, generator=torch.Generator().manual_seed(1))
     tokens = torch.arange(len(logits)) % 50
     num_top = [i % 4 for i in range(len(logits))]
-    scores = score_on_device(logits, tokens, num_top, select_kernels(torch.device("cpu"), torch.float32))
-    copies = ScoreTensors(*(tensor.clone() for tensor in scores))
+    kernels = select_kernels(torch.device("cpu"), torch.float32)
+    scores = score_rows(logits, lambda rows: rows, tokens, max(num_top), kernels)
+    copies = [tensor.clone() for tensor in scores]
     expected = score_tokens(logits, tokens, num_top)
     tokens.zero_()  # as the tokens of a row that is somebody else's by then
     assert read_scores(copies, num_top) == read_scores(scores, num_top) == expected

@@ -1,8 +1,8 @@
 """What identifies the tokens in a block of the cache: a chain of hashes.
 
-A block's name is the hash of its parent's name and its own tokens; the first one adds whatever else the
-keys and values depend on (cache salt, adapter). Names find candidates, contents decide: a hit compares
-the tokens of the whole chain, so even a collision of hashes can't show one request another's text.
+A block's digest is the hash of the digest of the block before it and of its own tokens; that of a sequence's first
+block also covers what else its keys and values depend on (cache salt, adapter). A digest only finds a candidate: a hit
+then compares the tokens of the whole chain, so that a hash collision can't show one request another one's text.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Gives requests their blocks: from the pool, from the prefix cache, or from the host tier.
 
-Keeps pool, cache and tier in step with each other and writes down the copies that make the device agree.
-Copies are appended at the moment the bookkeeping changes and are executed in that order, before anything the
-step computes: so a block is saved before it is overwritten, and a slot is read before it is reused.
+Updates pool, cache and tier together, and lists the copies of keys and values that the runner must make to match.
+A copy is listed at the moment the bookkeeping changes; the runner makes a step's copies in that order, before it
+computes anything. So a block is saved before it is overwritten, and a host slot is read before it is reused.
 
-Blocks are given up while steps that read or write them are still in flight. That is safe because the device
-does everything in order of submission: whoever gets such a block next touches it in a later step. The one
-thing that never follows from it is a published block: results of a row that was given up are discarded, so
-what they wrote is never offered to the cache.
+A request may give up blocks while steps in flight still read or write them. That is safe because the device works in
+order of submission: the next owner uses them in a later step. But what such a step wrote is never published in the
+prefix cache: its result is discarded for a request that no longer has its row.
 """
 
 from __future__ import annotations
@@ -28,24 +27,27 @@ from quire.step import BlockCopy
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How a request's block table begins: `num_ready_blocks` of it hold tokens already."""
+    """What the cache had for a request: the first `num_ready_blocks` of its block table hold tokens already."""
 
     num_ready_blocks: int
     num_device_tokens: int
     num_host_tokens: int
 
 
+_Hit = Block | tuple[BlockKey, int] | None
+"""Where a block is cached: on the device, or on the host tier (key and slot); None: not needed, before the window."""
+
+
 @dataclass(slots=True)
 class _Hits:
-    """A walk over the two tiers: for each leading block its device block, or its key and host slot."""
+    """What device cache and host tier hold of a request's first blocks."""
 
-    found: list[Block | tuple[BlockKey, int] | None]
-    """None where nothing is needed: it has left the window."""
+    found: list[_Hit]
     device: list[Block]
     host_slots: list[int]
     partial: tuple[list[Block], int] | None = None
-    """Device blocks, one of each group, that hold that many of the tokens after all of these; they are copied, for
-    their owner goes on."""
+    """Partly filled blocks, one per group of layers, and how many of the request's next tokens they hold. They are
+    copied, not shared, since the request that filled them may go on writing into them."""
 
 
 class BlockManager:
@@ -64,13 +66,13 @@ class BlockManager:
         self._copies: list[BlockCopy] = []
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
-        """The copies written down since the last call: they belong to the next step."""
+        """The copies listed since the last call: they belong to the next step."""
         copies = tuple(self._copies)
         self._copies.clear()
         return copies
 
     def grow(self, request: Request) -> tuple[int, ...] | None:
-        """Blocks for as many tokens as one holds, at the end of the table; None if there are none."""
+        """Appends one block of each group of layers to the table; None if too few are free."""
         blocks = self._allocate(self._groups)
         if blocks is None:
             return None
@@ -82,8 +84,8 @@ class BlockManager:
         return len(request.block_table) // self._groups * self.block_size
 
     def place(self, request: Request, reserve_tokens: int) -> Placement | None:
-        """Fills the table of a request with blocks for all its known tokens: cached ones as far as they go, and fresh
-        ones for the rest. None, and nothing changed, unless `reserve_tokens` would fit too."""
+        """Fills a request's table with blocks for all its known tokens: cached blocks for its prefix, free ones for the
+        rest. Returns None, with nothing changed, unless there are free blocks for `reserve_tokens` tokens too."""
         num_tokens = len(request.token_ids)
         hits = self._match(request, num_tokens)
         num_covered = len(hits.found) - len(hits.host_slots)
@@ -92,30 +94,30 @@ class BlockManager:
         num_free = self.pool.num_free - sum(not block.ref_count for block in hits.device)
         partial, num_partial = hits.partial or ([], 0)
         if num_needed > num_free - sum(not block.ref_count for block in partial):
-            partial, num_partial = [], 0  # its blocks are needed
+            partial, num_partial = [], 0  # these blocks are needed as free ones
         if num_needed > num_free:
             return None
         held = [*hits.device, *partial]
         fresh = self._share_and_allocate(held, hits.host_slots, num_fresh)
         if fresh is None:
             return None
-        fresh.reverse()
+        taken = iter(fresh)
         for hit in hits.found:
             if hit is None or isinstance(hit, Block):
                 request.block_table.append(hit or self.pool.blocks[0])
                 continue
             key, slot = hit
-            block = fresh.pop()
+            block = next(taken)
             self._copies.append(BlockCopy("host_to_device", slot, block.block_id))
             self.cache.publish(key, block)
             request.block_table.append(block)
-        for source, target in zip(partial, reversed(fresh), strict=False):
+        empty = list(taken)
+        for source, target in zip(partial, empty, strict=False):
             self._copies.append(BlockCopy("device_to_device", source.block_id, target.block_id))
             self.pool.release(source)
-        while fresh:
-            request.block_table.append(fresh.pop())
+        request.block_table += empty
         for hit in reversed(hits.found):
-            # Last block first, so that in this tier too a prefix outlives what hangs on it.
+            # Last block first: the tier drops what was used longest ago, and a prefix should outlive its continuation.
             if isinstance(hit, tuple):
                 self.host.touch(hit[0])
         request.num_published_blocks = num_found = len(hits.found) // self._groups
@@ -128,8 +130,8 @@ class BlockManager:
         )
 
     def publish(self, request: Request) -> None:
-        """Offers the blocks its committed tokens have filled to the cache, and gives up what has left the window.
-        No step yet to be scheduled looks at them, and those in flight come before any of the next owner's."""
+        """Puts the blocks that committed tokens have filled into the prefix cache, and gives up blocks before the
+        sliding window: no later step of this request reads them."""
         num_full = request.num_committed_tokens // self.block_size
         groups = self._groups
         if self.config.prefix_caching:
@@ -145,8 +147,8 @@ class BlockManager:
         request.num_left_blocks = kept
 
     def publish_partial(self, request: Request) -> None:
-        """Offers the block that its committed tokens have filled in part, for those whose prompt goes on from there:
-        the other answers to its prompt, or the beams that follow it."""
+        """Puts the last, partly filled block of its committed tokens into the prefix cache, for requests whose prompt
+        continues there: the other answers to its prompt, or the next beams of a beam search."""
         num_full, num_rest = divmod(request.num_committed_tokens, self.block_size)
         place, extra_keys = num_full * self._groups, self._extra_keys(request)
         if not self.config.prefix_caching or not num_rest or request.block_table[place].key is not None:
@@ -162,7 +164,7 @@ class BlockManager:
         """Saves a request's cached blocks to the host tier; whether any of them is there now."""
         if not self.host.num_slots:
             return False
-        # What doesn't fit would only push out what was saved just before.
+        # More blocks than the tier has slots would only evict those saved just before.
         is_full = [block.key is not None and not self.cache.is_partial(block.key) for block in request.block_table]
         saved = list(compress(request.block_table, is_full))[: self.host.num_slots]
         for block in reversed(saved):
@@ -170,13 +172,13 @@ class BlockManager:
         return any(block.key is not None and self.host.find(block.key) is not None for block in saved)
 
     def release(self, request: Request) -> None:
-        """Gives up all its blocks, the last first, so that shared prefixes outlive tails."""
+        """Gives up all its blocks, the last first, so that the beginning, which others may share, is evicted last."""
         self._give_back([block for block in request.block_table if block.block_id])
         request.block_table = []
         request.num_published_blocks = request.num_left_blocks = 0
 
     def void(self, copies: Iterable[BlockCopy]) -> None:
-        """These copies were never made, or not known to be: whatever they brought is forgotten."""
+        """These copies may not have been made: what they should have written leaves the cache and the tier."""
         for copy in copies:
             if copy.kind == "device_to_host":
                 self.host.drop(copy.target)
@@ -190,7 +192,7 @@ class BlockManager:
     def _match(self, request: Request, num_tokens: int) -> _Hits:
         """The cached blocks a request can start with; one token is always left to compute."""
         hits = _Hits([], [], [])
-        # Cached blocks hold keys and values only: who needs the hidden state of every token computes them all.
+        # The cache holds keys and values, no hidden states: a mean over all hidden states needs every token computed.
         if not self.config.prefix_caching or request.pooling == "mean":
             return hits
         num_usable = num_tokens - 1
@@ -200,32 +202,10 @@ class BlockManager:
         num_blocks, groups = num_usable // self.block_size, self._groups
         keys, extra_keys = request.block_keys, self._extra_keys(request)
         self.cache.extend_keys(keys, request.token_ids, num_blocks, extra_keys)
-        found: list[Block | tuple[BlockKey, int] | None] = []
-        unbroken = [0] * groups
-        """By group, how many of the last blocks were found in a row."""
-        num_found = 0
-        for place in range(num_blocks * groups):
-            group, key = place % groups, keys[place]
-            # The chain so far was just found equal: link to it, so the next comparison ends at once.
-            key.parent = keys[place - groups] if place >= groups else None
-            hit = self.cache.find(key) or self.host.find(key)
-            if hit is not None:
-                stored = hit.key if isinstance(hit, Block) else hit[0]
-                assert stored is not None
-                stored.parent = key.parent
-                keys[place] = stored
-            elif group < self._num_full:
-                break
-            found.append(hit)
-            unbroken[group] = unbroken[group] + 1 if hit is not None else 0
-            number = place // groups + 1
-            if group == groups - 1 and min(unbroken) >= number - self.config.first_kept(number * self.block_size):
-                num_found = number
-        full, kept = self._num_full, self.config.first_kept(num_found * self.block_size)
-        needed = (place % groups < full or place // groups >= kept for place in range(num_found * groups))
-        hits.found = [hit if is_needed else None for hit, is_needed in zip(found, needed, strict=False)]
+        hits.found = self._find_blocks(keys, num_blocks)
         hits.device = [hit for hit in hits.found if isinstance(hit, Block)]
         hits.host_slots = [hit[1] for hit in hits.found if isinstance(hit, tuple)]
+        num_found = len(hits.found) // groups
         first = num_found * self.block_size
         rest = request.token_ids[first : min(num_usable, first + self.block_size)]
         parents = keys[(num_found - 1) * groups : num_found * groups] if num_found else [None] * groups
@@ -235,16 +215,45 @@ class BlockManager:
             hits.partial = [block for block, _ in held], min(count for _, count in held)
         return hits
 
+    def _find_blocks(self, keys: list[BlockKey], num_blocks: int) -> list[_Hit]:
+        """Where the first blocks of a sequence are cached, up to the last one after which no group lacks anything: a
+        group of layers without a window needs all blocks, one with a window those from its begin on."""
+        groups, full = self._groups, self._num_full
+        found: list[_Hit] = []
+        unbroken = [0] * groups
+        """By group of layers: how many blocks, up to the one looked at, were found without a gap."""
+        num_found = 0
+        for place in range(num_blocks * groups):
+            group, key = place % groups, keys[place]
+            # The blocks before were just compared: with their key as the parent, `same_prefix` stops there at once.
+            key.parent = keys[place - groups] if place >= groups else None
+            hit = self.cache.find(key) or self.host.find(key)
+            if hit is not None:
+                stored = hit.key if isinstance(hit, Block) else hit[0]
+                assert stored is not None
+                stored.parent = key.parent
+                keys[place] = stored
+            elif group < full:
+                break
+            found.append(hit)
+            unbroken[group] = unbroken[group] + 1 if hit is not None else 0
+            number = place // groups + 1
+            if group == groups - 1 and min(unbroken) >= number - self.config.first_kept(number * self.block_size):
+                num_found = number
+        kept = self.config.first_kept(num_found * self.block_size)
+        needed = (place % groups < full or place // groups >= kept for place in range(num_found * groups))
+        return [hit if is_needed else None for hit, is_needed in zip(found, needed, strict=False)]
+
     def _extra_keys(self, request: Request) -> list[tuple[str, ...]]:
-        """What each group's keys begin with: their blocks hold different things."""
+        """The extra keys of each group of layers: their blocks hold different keys and values for the same tokens."""
         extra = request.extra_keys
         return [extra, *((*extra, f"group {group}") for group in range(1, self._groups))]
 
     def _share_and_allocate(self, shared: list[Block], host_slots: Iterable[int], num_fresh: int) -> list[Block] | None:
-        """References `shared`, then takes fresh blocks; if that can't be done, nothing is held."""
+        """References `shared` and takes `num_fresh` free blocks; None, with nothing changed, if too few are free."""
         for block in shared:
             self.pool.share(block)
-        # Taking blocks may demote others: not into the slots we are going to read.
+        # Taking free blocks may save what they hold to the host tier: not into the slots that will be read.
         self.host.pin(host_slots)
         fresh: list[Block] | None = None
         try:
@@ -256,7 +265,7 @@ class BlockManager:
         return fresh
 
     def _allocate(self, count: int) -> list[Block] | None:
-        """That many blocks from the free list, whatever they held saved or forgotten; all or none."""
+        """That many free blocks, or None; prefixes they hold are saved to the host tier and leave the cache."""
         blocks: list[Block] = []
         try:
             while len(blocks) < count:
@@ -278,7 +287,7 @@ class BlockManager:
             self.pool.release(block)
 
     def _save(self, block: Block) -> None:
-        """Copies a cached block to the host tier, unless it is there, there is no room, or it is not full."""
+        """Lists a copy of a cached block to the host tier, unless it is there, has no room there, or is not full."""
         assert block.key is not None
         if self.cache.is_partial(block.key):
             return

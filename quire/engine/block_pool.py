@@ -16,7 +16,7 @@ class Block:
         self.block_id = block_id
         self.ref_count = 0
         self.key: BlockKey | None = None
-        """What it holds, while the prefix cache knows it under that name."""
+        """Identifies the tokens it holds, while the prefix cache lists it; else None."""
 
     def __repr__(self) -> str:
         return f"Block({self.block_id}, refs={self.ref_count}, cached={self.key is not None})"
@@ -33,7 +33,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.blocks = [Block(i) for i in range(num_blocks)]
         self.free = OrderedDict.fromkeys(self.blocks[1:])
-        """The free list: a block leaves the middle of it without a search."""
+        """The free list, as a dict: a block is taken out of the middle in constant time."""
 
     @property
     def num_free(self) -> int:
@@ -64,6 +64,6 @@ class BlockPool:
             self.place(block)
 
     def place(self, block: Block) -> None:
-        """Puts a free block where it belongs: also after its key came or went."""
+        """Puts a free block at the end of the free list where it belongs; called again when its key was removed."""
         self.free[block] = None
         self.free.move_to_end(block, last=block.key is not None)

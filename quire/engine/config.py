@@ -10,7 +10,7 @@ from quire.errors import InvalidRequestError
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """How much there is to share out, and in which order."""
+    """How many blocks, rows and tokens there are to share out, and in which order requests get them."""
 
     num_blocks: int
     """Blocks of the device cache, block 0 (the padding target, never handed out) included."""
@@ -27,13 +27,14 @@ class SchedulerConfig:
     """Blocks of the host tier below the prefix cache; 0 turns it off, and preemption recomputes."""
     prefix_caching: bool = True
     num_groups: int = 1
-    """Groups of layers: each has blocks of its own for the same tokens, one after the other in block tables."""
+    """Groups of layers. Each group has a block of its own for the same `block_size` tokens; a request's block table has
+    first each group's block for the first tokens, then each group's for the next ones."""
     num_windowed: int = 0
-    """So many of them, the last ones, look back no further than a window; what lies before it is given back."""
+    """How many groups, the last ones, consist of layers with a sliding window; blocks before the window are freed."""
     window: int = 0
-    """Of these, in tokens, and what else is read before it."""
+    """How far back those layers read, in tokens (kernels read whole tiles, so it may be more than the model's)."""
     max_checked_tokens: int = 0
-    """Of a step with guesses, which is worth less where it has no graph; 0: as many as of any step."""
+    """The most tokens of a step with guesses, which gain less without a CUDA graph; 0: `max_batched_tokens`."""
 
     def __post_init__(self) -> None:
         lowest = {"num_blocks": 2, "max_model_len": 2, "num_host_blocks": 0}
@@ -43,8 +44,7 @@ class SchedulerConfig:
                 raise InvalidRequestError(field, f"must be at least {low}, not {value}")
         if self.policy not in ("fcfs", "priority"):
             raise InvalidRequestError("policy", f"must be 'fcfs' or 'priority', not {self.policy!r}")
-        # With every other row decoding one token, at least one token is left for a prompt: so neither
-        # decodes nor prompts can starve.
+        # With every other row decoding, one token is left for a prompt: neither decodes nor prompts can starve.
         if self.max_batched_tokens < self.max_num_seqs:
             raise InvalidRequestError(
                 "max_batched_tokens",
@@ -61,9 +61,9 @@ class SchedulerConfig:
         return self.num_blocks - 1
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold that many tokens, of all groups together."""
+        """How many blocks that many tokens need, in all groups together."""
         return -(-num_tokens // self.block_size) * self.num_groups
 
     def first_kept(self, num_tokens: int) -> int:
-        """From which place of its sequence on a windowed group needs blocks for whatever follows so many tokens."""
+        """The index of the first block of a windowed group that tokens from position `num_tokens` on can see."""
         return max(0, num_tokens - self.window + 1) // self.block_size if self.num_windowed else 0

@@ -56,15 +56,15 @@ class EngineCore:
         self._on_step = on_step
         self.clock = clock
         self._in_flight: deque[tuple[Step, Pending, float | None]] = deque()
-        """And when the runner had it, if there is a clock."""
+        """Submitted and not committed yet, oldest first, each with the time of submission if there is a clock."""
         self._updates: list[RequestUpdate] = []
         self._idle_check = IdleCheck(scheduler)
         self._contradiction: Exception | None = None
-        """What the idle check found. Nothing can be trusted after that."""
+        """What the idle check found wrong; from then on the engine computes nothing more."""
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do or to tell, be it that the engine is broken."""
+        """Whether `step` has anything to do or to report, a contradiction found while idle included."""
         return self._contradiction is not None or self.scheduler.has_work
 
     def add_request(self, request: Request, now: float) -> None:
@@ -80,8 +80,8 @@ class EngineCore:
         return self.scheduler.end(request_id, reason, now)
 
     def step(self, now: float) -> list[RequestUpdate]:
-        """One turn of the loop: submits a step if the pipe has room, then waits for the oldest one if the
-        pipe is full or there was nothing to submit. Returns what became of the requests."""
+        """One turn of the loop: submits a step if fewer than `depth` are in flight, then waits for the oldest
+        one if `depth` are or there was nothing to submit. Returns what became of the requests."""
         if not self.has_work:
             return []
         if self._contradiction is not None:
@@ -102,7 +102,7 @@ class EngineCore:
         try:
             pending = self.runner.submit(step)
         except BaseException as error:
-            # Earlier steps are sound: they are committed first, then this one fails in its turn.
+            # Steps submitted before this one are not affected: they are committed first, then this one fails.
             failure, failed = EngineError(_describe(error)), Future[StepResult]()
             failure.__cause__ = error
             failed.set_exception(failure)
@@ -132,11 +132,11 @@ class EngineCore:
         """Ends the requests of a failed step and of those behind it; everyone else goes on."""
         self._in_flight.popleft()
         while self._in_flight:
-            with contextlib.suppress(Exception):  # its result no longer matters, but nothing of it may run on
+            with contextlib.suppress(Exception):  # the result is dropped, but the device must be done with the step
                 self._in_flight.popleft()[1].result()
         now = self.clock() if self.clock is not None else now
         message = _describe(error)
-        # A fault somebody foresaw, or Ctrl-C, explains itself; anything else is a bug, and its trace is needed.
+        # A QuireError or Ctrl-C explains itself; anything else is a bug, which needs its stack trace in the log.
         cause = error.__cause__ or error
         expected = isinstance(cause, QuireError) or not isinstance(cause, Exception)
         logger.error("step %d failed: %s", step.step_id, message, exc_info=None if expected else cause)
@@ -145,11 +145,11 @@ class EngineCore:
                 self._on_step(StepLogEntry(failed, None, message, now))
 
     def _check_idle(self) -> None:
-        """Looks for contradictions in the books. Those who have just ended still get their last updates, from this
-        step; the next one raises, whoever asks for it."""
+        """Looks for contradictions in the scheduler's state. The step that found one still returns its updates, so that
+        requests which have just ended are told so; every later call of `step` raises."""
         try:
             self._idle_check.check()
-        except Exception as error:  # whatever the check stumbles over is as wrong as what it looks for
+        except Exception as error:  # a check that crashes has met a wrong state too
             self._contradiction = error
             logger.critical("%s", _explain(error))
 

@@ -1,4 +1,4 @@
-"""The tier of the prefix cache in host memory: takes what the device evicts, drops the least used."""
+"""The part of the prefix cache in host memory: takes blocks that the device evicts, drops the least recently used."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class HostTier:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._free = dict.fromkeys(range(num_slots - 1, -1, -1))
-        """The last one is taken first."""
+        """Free slots; the one added last is taken first."""
         self._slots: OrderedDict[bytes, tuple[BlockKey, int]] = OrderedDict()
-        """By name, the least recently used first."""
+        """By digest, the least recently used first."""
         self._names: list[bytes | None] = [None] * num_slots
-        """By slot."""
+        """By slot: the digest of what it holds."""
         self.pinned: set[int] = set()
 
     def __len__(self) -> int:
@@ -42,7 +42,7 @@ class HostTier:
     def store(self, key: BlockKey) -> int | None:
         """A slot for this prefix, to be copied into; None if it is here already or no slot can be had."""
         if key.digest in self._slots:
-            # Also when another prefix collides with it: the one that is here stays.
+            # Also when another prefix has the same digest: the stored one stays.
             self._slots.move_to_end(key.digest)
             return None
         slot = self._free.popitem()[0] if self._free else self._evict()
@@ -67,7 +67,7 @@ class HostTier:
             self._free[slot] = None
 
     def is_sound(self, slot: int) -> bool:
-        """Whether a slot is either free, or to be found under the name it carries."""
+        """Whether a slot is either free, or listed under the digest noted for it."""
         name = self._names[slot]
         if name is None or slot in self._free:
             return name is None and slot in self._free

@@ -21,10 +21,10 @@ class InvariantError(AssertionError):
 def check_invariants(scheduler: Scheduler) -> None:
     """Raises InvariantError, saying what is wrong, unless all of this holds:
 
-    - every block but 0 is either referenced or in the free list: free (cached ones among them) + referenced
-      = all; reference counts equal the block tables of those who run;
-    - the prefix cache maps each name to the one block that carries it, and a request's cached blocks carry
-      the request's own tokens; host slots are free or named once;
+    - every block but 0 is either referenced or in the free list (where cached ones stay until they are taken);
+      a block's reference count is the number of block tables it is in;
+    - the prefix cache maps each digest to the one block that carries it, and a request's cached blocks hold the
+      request's own tokens; a host slot is free or listed once;
     - each row is free or owned by one running request; queues, statuses and groups agree;
     - committed <= computed <= tokens, placeholders equal the samples in flight, blocks hold what is computed.
     """
@@ -40,7 +40,7 @@ def check_requests(scheduler: Scheduler) -> None:
 
 
 def check_blocks(blocks: BlockManager, holders: Iterable[Request]) -> None:
-    """The part about blocks; `holders` are all who have any."""
+    """The part about blocks; `holders` are all requests that have any."""
     pool = blocks.pool
     num_strange = sum(pool.blocks[block.block_id] is not block for block in pool.free)
     if num_strange:
@@ -55,7 +55,7 @@ def check_blocks(blocks: BlockManager, holders: Iterable[Request]) -> None:
 
 
 def check_block(block: Block, is_free: bool, num_tables: int) -> None:
-    """A block is in so many block tables, or free."""
+    """A block is free, or in as many block tables as its reference count says."""
     if block.ref_count != num_tables:
         raise InvariantError(f"{block} is in {num_tables} block tables")
     if is_free != (block.block_id != 0 and block.ref_count == 0):
@@ -98,7 +98,7 @@ def _check_names(blocks: BlockManager) -> None:
 
 
 def check_host_sums(host: HostTier) -> None:
-    """The slots are all there, and nobody reads any."""
+    """No slot is lost or counted twice, and none is still pinned for reading."""
     if host.num_free + len(host) != host.num_slots:
         raise InvariantError(f"{host.num_free} host slots are free and {len(host)} named of {host.num_slots}")
     if host.pinned:

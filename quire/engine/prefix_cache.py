@@ -1,5 +1,5 @@
-"""Where on the device a prefix lies: full blocks by the hash of all their tokens, and the last, partly filled block
-of a sequence by its parent and the tokens it has so far."""
+"""Which block on the device holds a prefix. Full blocks are found by the hash of all tokens up to their end; the last,
+partly filled block of a sequence is found by the block before it (its parent) and compared token by token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class PrefixCache:
         self._digest = digest
         self._blocks: dict[bytes, Block] = {}
         self._partial: dict[tuple[bytes, tuple[str, ...]], list[Block]] = {}
-        """The blocks among them that are not full, by what precedes them."""
+        """Those of the blocks that are not full, by the digest of the block before them."""
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -28,8 +28,8 @@ class PrefixCache:
     def extend_keys(
         self, keys: list[BlockKey], token_ids: list[int], num_blocks: int, extra_keys: Sequence[tuple[str, ...]]
     ) -> None:
-        """Appends the missing keys of a sequence's first `num_blocks` blocks: each block is hashed once. There is a key
-        for each group of layers, whose chain begins with its own `extra_keys`."""
+        """Appends the missing keys of a sequence's first `num_blocks` blocks, so that each block is hashed once. Each
+        group of layers has a chain of keys of its own, which begins with its entry of `extra_keys`."""
         size, groups = self.block_size, len(extra_keys)
         for first in range(len(keys) // groups * size, num_blocks * size, size):
             tokens = tuple(token_ids[first : first + size])
@@ -37,7 +37,7 @@ class PrefixCache:
             keys += [self.key(parent, tokens, extra) for parent, extra in zip(parents, extra_keys, strict=True)]
 
     def key(self, parent: BlockKey | None, token_ids: Sequence[int], extra_keys: tuple[str, ...]) -> BlockKey:
-        """The identity of a block that holds these tokens after its parent's."""
+        """The key of a block that holds these tokens, after the tokens of `parent`."""
         tokens = tuple(token_ids)
         if parent is None:
             return BlockKey(self._digest(b"", tokens, extra_keys), tokens, None, extra_keys)
@@ -53,7 +53,7 @@ class PrefixCache:
     def find_partial(
         self, parent: BlockKey | None, token_ids: Sequence[int], extra_keys: tuple[str, ...]
     ) -> tuple[Block, int] | None:
-        """The partly filled block that holds the most of these tokens after its parent's, and how many it holds."""
+        """The partly filled block after `parent` that holds the most of these tokens, and how many it holds."""
         best, most = None, 0
         for block in self._partial.get(_place(parent, extra_keys), ()):
             assert block.key is not None
@@ -64,15 +64,15 @@ class PrefixCache:
         return None if best is None else (best, most)
 
     def knows(self, block: Block) -> bool:
-        """Whether a block is to be found under the name it carries."""
+        """Whether a block is listed under the digest it carries."""
         return block.key is not None and self._blocks.get(block.key.digest) is block
 
     def is_partial(self, key: BlockKey) -> bool:
         return len(key.token_ids) < self.block_size
 
     def publish(self, key: BlockKey, block: Block) -> bool:
-        """Offers a block under its key. The first one stays: block tables in use are never rewritten, so a
-        second copy of the same prefix simply isn't found. A block that was offered partly filled is offered anew."""
+        """Lists a block under its key. If another block is listed for the same prefix, that one stays: block tables in
+        use are never rewritten, so this copy just isn't found. A block listed partly filled may be listed anew."""
         if block.key is not None:
             assert self.is_partial(block.key), f"block {block.block_id} holds another prefix already"
             self.remove(block)

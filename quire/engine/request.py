@@ -36,72 +36,70 @@ class PromptProgress:
 class Request:
     """One sequence to be continued. Made by the caller, changed by the scheduler alone after `add`.
 
-    Two requests are the same only if they are the same object: a name may be used again as soon as its
-    first owner has finished, while late results of that one are still on their way.
+    Two requests are the same only if they are the same object: a name may be used again as soon as the first request
+    of that name has finished, while results of its last steps are still to come.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     seed: int
-    """Already drawn: answer i of n uses the request's seed + i."""
+    """Never None, unlike `params.seed`: answer i of n has the call's seed + i."""
     eos_token_ids: tuple[int, ...] = ()
     group_id: str | None = None
     """Shared by the n answers to one prompt."""
-    index: int = 0
-    """Which of the n answers this is."""
     resolved: ResolvedTokens = field(default_factory=ResolvedTokens)
-    """What the parameters that are text mean in tokens."""
+    """Token ids for the parameters that are text, such as bad words."""
     prompt_progress: PromptProgress = field(default_factory=PromptProgress)
     caches_partial_block: bool = False
-    """At an end of its own (stop, length) its last block is cached though it is not full, for requests whose prompt
-    begins with all of its tokens (beams)."""
+    """When it ends by "stop" or "length", its last block is cached although it is not full, for requests whose prompt
+    begins with all its tokens (the next step of a beam search)."""
     queued_since: float | None = None
-    """Its place among those who wait is that of a request that came then; None: when it was added."""
+    """Counts as its time of arrival in the waiting queue; None: the time of `add`."""
     pooling: Pooling | None = None
-    """Its prompt's hidden states are wanted, pooled like this, instead of an answer."""
+    """The request wants its prompt's hidden states, pooled this way (an embedding), instead of an answer."""
 
     status: RequestStatus = RequestStatus.WAITING
     priority: int = 0
     sequence: int = -1
     """Order of arrival among equals; -1 before `add`."""
     order: tuple[int, float, int] = (0, 0.0, -1)
-    """(priority under that policy, arrival, sequence): lower goes first and is preempted last."""
+    """(priority, or 0 under fcfs; arrival; sequence): the lower one is served first and preempted last."""
     token_ids: list[int] = field(default_factory=list)
-    """Prompt and answer, as far as the values are known."""
+    """Prompt and answer, without the tokens that steps in flight will sample."""
     num_placeholders: int = 0
-    """Tokens that steps in flight sample, as many as there are if all guesses in them are right."""
+    """How many tokens steps in flight will add, if all their guesses are right."""
     num_guesses: int = 0
-    """Guesses among them."""
+    """How many of the placeholders are guesses."""
     drafts: Sequence[int] = ()
-    """What the runner thinks may follow the known tokens."""
+    """Tokens that the runner has drafted after the known ones, to be checked as guesses."""
     draft_state: Any = None
-    """What whoever makes guesses keeps of this request."""
+    """What the `Speculator` remembers of this request."""
     guess_pause: int = 0
-    """For so many steps nobody is asked for guesses; -1: ever."""
+    """For how many steps the `Speculator` is not asked for guesses; -1: never again."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     num_rejections: int = 0
     """Steps in which one of its guesses was wrong."""
     num_computed_tokens: int = 0
-    """Tokens computed once all submitted steps are done, likewise."""
+    """Tokens that have keys and values once all submitted steps are done, if all their guesses are right."""
     num_committed_tokens: int = 0
-    """Tokens computed by steps whose results have come back."""
+    """Tokens that have keys and values by steps whose results have come back."""
     max_total_tokens: int = 0
-    """Prompt and answer can't grow beyond this."""
+    """The most tokens that prompt and answer may have together."""
     stop_ids: frozenset[int] = frozenset()
     row: int | None = None
     block_table: list[Block] = field(default_factory=list)
     block_keys: list[BlockKey] = field(default_factory=list)
-    """Identities of its full blocks, hashed as far as anyone asked; they outlive preemption."""
+    """Hash keys of its full blocks, as far as they were needed so far; kept when it is preempted."""
     num_published_blocks: int = 0
     """Blocks of the table already offered to the prefix cache."""
     num_left_blocks: int = 0
-    """So many have left the window: there block 0 stands in the table."""
+    """How many of its first blocks lie before the sliding window: the windowed groups' entries for them are block 0."""
     admitted_step: int = -1
-    """The step that gave it its present row: results of earlier ones say nothing about its present blocks."""
+    """The step that gave it its present row: results of earlier steps say nothing about its present blocks."""
     has_failed: bool = False
-    """It failed by itself in some step: whatever steps in flight computed of it afterwards is rubbish."""
+    """A step reported an error for it: what later steps in flight computed for it is wrong."""
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: str | None = None
@@ -114,7 +112,7 @@ class Request:
     recomputed_tokens: int = 0
     preemptions: int = 0
     computed_before: int = 0
-    """The most tokens it had computed when it was preempted: whatever it computes below is done again."""
+    """The most tokens it had computed when it was preempted: tokens below this are computed a second time."""
 
     def __post_init__(self) -> None:
         self.prompt_token_ids = tuple(self.prompt_token_ids)
@@ -136,17 +134,17 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """All its tokens, those in flight included."""
+        """All its tokens, placeholders included."""
         return len(self.token_ids) + self.num_placeholders
 
     @property
     def extra_keys(self) -> tuple[str, ...]:
-        """What besides the tokens its cached prefixes depend on."""
+        """What a cached prefix must agree in besides the tokens."""
         return () if self.params.cache_salt is None else (self.params.cache_salt,)
 
     @property
     def score_prompt_from(self) -> int | None:
-        """The first prompt position whose logprobs are still wanted; None if none are."""
+        """The first prompt position whose logprobs are still wanted; None: no position's."""
         position = self.prompt_progress.next_position
         wanted = self.params.prompt_logprobs is not None and position < len(self.prompt_token_ids)
         return position if wanted else None
@@ -166,10 +164,9 @@ def make_requests(
     resolved: ResolvedTokens | None = None,
     pooling: Pooling | None = None,
 ) -> list[Request]:
-    """The requests behind one call, `best_of` or else `n` of them: answer i is what a request of its own with
-    seed + i would be.
+    """One request per answer of a call (`best_of`, or else `n`): answer i is that of a call with n = 1 and seed + i.
 
-    A single answer keeps the name; several are named `request_id/0`, `request_id/1` and so on, in one group.
+    A single request is named `request_id`; several are named `request_id/0`, `request_id/1` and so on, in one group.
     """
     prompt = tuple(prompt_token_ids)
     eos = tuple(eos_token_ids)
@@ -188,7 +185,6 @@ def make_requests(
             seed=(seed + i) % 2**64,
             eos_token_ids=eos,
             group_id=None if count == 1 else request_id,
-            index=i,
             resolved=resolved or ResolvedTokens(),
             prompt_progress=progress,
             pooling=pooling,

@@ -13,7 +13,7 @@ def _order(request: Request) -> tuple[int, float, int]:
 
 
 class RequestQueue:
-    """A sorted list of requests: the most important first, the one to give way last."""
+    """A sorted list of requests: the most important first; the last one is preempted first."""
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
@@ -28,7 +28,7 @@ class RequestQueue:
         return self._requests[index]
 
     def snapshot(self) -> list[Request]:
-        """To walk over while the queue changes."""
+        """A copy, to iterate over while the queue changes."""
         return self._requests.copy()
 
     def add(self, request: Request) -> None:

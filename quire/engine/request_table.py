@@ -1,7 +1,6 @@
-"""Which requests there are, where they wait or run, and what there is to tell about them.
+"""All live requests: which ones wait and which run, and what callers and runner have not been told yet.
 
-The table keeps queues, request rows and blocks of a request in step with each other through its whole life: added,
-admitted, preempted, finished. What happens when is the scheduler's business.
+The table changes a request's queue, row and blocks together, when the scheduler adds, admits, preempts or ends it.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ class RequestTable:
         self.groups: dict[str, list[Request]] = {}
         self.free_rows = list(range(config.max_num_seqs))
         self.updates: list[RequestUpdate] = []
-        """What the callers have not been told yet."""
+        """For the callers, who have not been told yet."""
         self.preempted: list[Preemption] = []
         self.finished: list[Finished] = []
-        """What the runner has not been told yet."""
+        """These two: for the runner, which has not been told yet."""
         self._deadlines: dict[Request, float] = {}
         self._next_deadline = float("inf")
         self._num_added = 0
@@ -81,7 +80,7 @@ class RequestTable:
         self._next_deadline = min(self._deadlines.values(), default=float("inf"))
 
     def start(self, request: Request, now: float) -> int:
-        """Moves a waiting request (whose blocks are in place) to a free row, and returns that."""
+        """Moves a waiting request, whose block table is filled, to a free row; returns the row."""
         self.waiting.remove(request)
         row = request.row = heapq.heappop(self.free_rows)
         request.status = RequestStatus.RUNNING
@@ -91,8 +90,8 @@ class RequestTable:
         return row
 
     def preempt(self, request: Request, why: str) -> None:
-        """Takes row and blocks from a running request. It keeps its tokens, its arrival and its place; a
-        token still in flight is valid and will be appended when it comes."""
+        """Takes row and blocks from a running request. It keeps its tokens and its place in the order; a token that a
+        step in flight samples for it is still valid, and is appended when it comes."""
         assert request.row is not None
         swapped = self.blocks.demote(request)
         num_computed = request.num_computed_tokens
@@ -116,7 +115,7 @@ class RequestTable:
         scores: tuple[TokenScore, ...] = (),
         pooled: bytes | None = None,
     ) -> None:
-        """Ends a request, gives up all it holds, and notes what is to be told."""
+        """Ends a request, gives up its row and blocks, and notes its end for the callers and the runner."""
         row = request.row
         if row is None:
             self.waiting.remove(request)
@@ -158,8 +157,8 @@ class RequestTable:
         return request.priority if self.config.policy == "priority" else 0
 
     def _limit(self, request: Request) -> int:
-        """How long the sequence may become, which must fit the cache when nobody else is there: so the most
-        important request can always go on to its end."""
+        """How many tokens the sequence may have. They must fit the cache when no other request runs: so the most
+        important request can always be computed to its end, if need be by preempting all others."""
         config = self.config
         num_prompt = request.num_prompt_tokens
         limit = config.max_model_len

@@ -1,4 +1,4 @@
-"""What becomes of a step's results: tokens are appended, full blocks published, ends found."""
+"""Takes in a step's results: appends tokens to requests, publishes full blocks in the prefix cache, finds ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _make = tuple.__new__
 
 
 class ResultTaker:
-    """Brings requests up to what a step has computed of them."""
+    """Updates requests with what a step has computed for them."""
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager, table: RequestTable) -> None:
         self._config = config
@@ -24,13 +24,14 @@ class ResultTaker:
         self._table = table
 
     def take(self, step: Step, requests: Sequence[Request], result: StepResult, now: float) -> None:
-        """`requests` are those behind the step's entries; what happened to them goes to the table's updates."""
+        """`requests` has the request of each of the step's entries; what they gain goes to the table's updates."""
         tokens_of, errors, scores_of, ended = result.tokens, result.errors, result.scores, result.ended
         prompt_scores, drafts = result.prompt_scores, result.drafts
         step_id = step.step_id
         block_size = self._config.block_size
         append = self._table.updates.append
-        # Most are decodes, of which the request says it all: taking a named tuple apart takes longer than the rest.
+        # Most entries are decodes, for which `request` is enough: reading a named tuple's fields would cost more time
+        # than the rest of the loop. Their entry is None here.
         others = step.scheduled[step.num_decodes :]
         entries = chain(repeat(None, step.num_decodes), others) if others else repeat(None, step.num_decodes)
         guesses: tuple[int, ...] = ()
@@ -43,7 +44,7 @@ class ResultTaker:
                 self._note_prompt_scores(request, prompt_scores[request_id])
             if request.finish_reason is not None:
                 continue  # It ended while this was computed: the result is dropped.
-            # Not if it has lost the row and blocks that this step wrote to.
+            # False if it was preempted since: then the keys and values of this step are in blocks it no longer has.
             owns_row = request.row is not None and request.admitted_step <= step_id
             if entry is not None:
                 guesses = entry.guesses
@@ -68,7 +69,7 @@ class ResultTaker:
                 token = tokens[-1]
             token_ids = request.token_ids
             if owns_row:
-                # All tokens but the one that comes now are computed; only such are ever found in the cache.
+                # All tokens but the new one have keys and values now: full blocks of them may be published.
                 request.num_committed_tokens = computed = len(token_ids)
                 if computed // block_size > request.num_published_blocks:
                     self._blocks.publish(request)
@@ -93,8 +94,7 @@ class ResultTaker:
     def _take_right_guesses(
         self, request: Request, num_guesses: int, tokens: tuple[int, ...], owns_row: bool
     ) -> tuple[int, ...]:
-        """Appends the guesses that were right, up to a stop token; returns them and the token that comes after them,
-        which is still to be appended."""
+        """Appends the guesses that were right, up to a stop token; returns them and the token after them, to append."""
         request.num_placeholders -= num_guesses
         request.num_guesses -= num_guesses
         request.drafted_tokens += num_guesses
@@ -112,16 +112,16 @@ class ResultTaker:
         return tokens
 
     def _note_computed(self, request: Request, num_tokens: int) -> None:
-        """A request's first `num_tokens` tokens are computed for certain."""
+        """The result says that a request's first `num_tokens` tokens have keys and values: publishes full blocks."""
         request.num_committed_tokens = num_tokens
         if num_tokens // self._config.block_size > request.num_published_blocks:
             self._blocks.publish(request)
 
     def _note_prompt_scores(self, request: Request, found: PromptScores) -> None:
-        """Passes scores of a prompt on, to another answer to it if the one that computed them has ended."""
+        """Reports scores of a prompt to its request; if that has ended, to another of the n answers to that prompt."""
         progress = request.prompt_progress
         if request.has_failed or found.start > progress.next_position:
-            return  # What comes before it failed, so this was computed from rubbish.
+            return  # An earlier chunk of the prompt failed, so these scores were computed from wrong keys and values.
         progress.next_position = max(progress.next_position, found.start + len(found.scores))
         takers = [request] if request.finish_reason is None else self._table.members(request.group_id)[:1]
         for taker in takers:

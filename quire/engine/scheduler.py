@@ -4,10 +4,10 @@ Every request has tokens and a count of computed ones; each step it computes som
 scheduler may run ahead of the results: a token sampled by a step in flight is a placeholder, its value
 follows at commit.
 
-A step may compute guessed tokens behind a request's real ones, and samples after each of them: it gains one token,
-and one more for every guess that turns out right. How many, the scheduler learns at commit. Until then it counts as
-if all guesses were right, which is the most that can come of them: blocks are taken for that many, later steps begin
-there on paper, and the runner's own count of a request's tokens says where they really begin.
+A step may compute guessed tokens after a request's known ones and sample after each of them: the request gains one
+token, and one more for every guess that is right. The scheduler learns at commit how many were. Until then it counts
+all of them as right, which is the most there can be: it takes blocks for that many tokens and has later steps start
+behind them. The runner knows how many were right when it computes such a step, and begins at the true position.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _make = tuple.__new__
 
 
 Guess = Callable[[Request, int], Sequence[int]]
-"""Called with a request that samples and a number: at most that many tokens that may follow it."""
+"""Called with a request that samples and a number n: returns at most n tokens that may follow the request's own."""
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class _StepPlan:
     requests: list[Request] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
     computing_groups: set[str] = field(default_factory=set)
-    """Groups of answers to one prompt that one of them is computing: the others wait for it."""
+    """Groups (n answers to one prompt) of which one request is computing the prompt: the others wait for it."""
     preempting: bool = False
     num_decodes: int = 0
 
@@ -59,8 +59,8 @@ class Scheduler:
         guess: Guess | None = None,
         num_drafts: Callable[[Request], int] | None = None,
     ) -> None:
-        """`guess` gives tokens that may follow a request's own, which are then checked several at a time; `num_drafts`
-        says how many of these the runner should find after a step, for the next."""
+        """`guess` returns draft tokens for a request, which one step then checks together; `num_drafts` says how many
+        tokens the runner itself should draft after a step, for the next one."""
         self.config = config
         self.blocks = blocks or BlockManager(config)
         self.table = RequestTable(config, self.blocks)
@@ -68,8 +68,8 @@ class Scheduler:
         self._guess = guess
         self._num_drafts = num_drafts
         self.in_flight: deque[tuple[Step, list[Request]]] = deque()
-        """Steps not committed yet, oldest first, with the requests behind their entries: results are matched
-        by object, since by then a name may belong to another request."""
+        """Steps not committed yet, oldest first, each with the `Request` of every entry: results are matched by
+        object and not by name, since by then a name may belong to another request."""
         self._num_steps = 0
 
     @property
@@ -115,7 +115,7 @@ class Scheduler:
         table.expire(now)
         plan = _StepPlan(self._num_steps, now, self.config.max_batched_tokens)
         self._schedule_running(plan)
-        # Whoever has just given way must not push itself back in.
+        # A request that was just preempted for another's blocks must not be admitted again at once.
         if not plan.preempting:
             self._schedule_waiting(plan)
             if self._guess is not None:
@@ -141,16 +141,15 @@ class Scheduler:
         return step
 
     def commit(self, step: Step, result: StepResult, now: float) -> list[RequestUpdate]:
-        """Takes the oldest step's result. Returns everything that happened since the last call, ends found outside of
-        commits included."""
+        """Takes in the oldest step's result. Returns all updates since the last call, aborts and the like too."""
         self._results.take(step, self._take_oldest(step, result), result, now)
         return self.take_updates()
 
     def fail(self, step: Step, message: str, now: float) -> list[Step]:
         """Ends every request of `step` and of all steps submitted after it; returns those steps.
 
-        Nothing these steps did is relied on: what their copies brought is forgotten, the rows and blocks of
-        their requests are given up. Their notices (finished, preempted) count as delivered.
+        Nothing is assumed to have been computed: cache entries that their copies filled are dropped, and their requests
+        lose rows and blocks. The runner counts as told of their `finished` and `preempted` entries.
         """
         failed = [entry for entry in self.in_flight if entry[0].step_id >= step.step_id]
         for failed_step, requests in failed:
@@ -159,7 +158,7 @@ class Scheduler:
             for request in requests:
                 if request.finish_reason is None:
                     self.table.finish(request, "error", now, error=message)
-        # Copies still to be submitted may have had the lost ones' targets as their sources.
+        # Copies waiting for the next step may read what the failed steps' copies should have written.
         self.blocks.void(self.blocks.take_copies())
         return [failed_step for failed_step, _ in failed]
 
@@ -170,7 +169,7 @@ class Scheduler:
         return updates
 
     def _schedule_running(self, plan: _StepPlan) -> None:
-        """First everyone with one token to compute, then longer stretches out of what is left."""
+        """First the requests with one token to compute (decodes), then prompt chunks with the budget that is left."""
         chunks: list[Request] = []
         block_size, groups = self.config.block_size, self.config.num_groups
         scheduled, requests, guesses = plan.scheduled, plan.requests, self._guess is not None
@@ -178,7 +177,7 @@ class Scheduler:
         for request in self.table.running.snapshot():
             row = request.row
             if row is None:
-                continue  # It gave way to one before it in this very loop.
+                continue  # It was preempted by this loop, for a more important request's block.
             start = request.num_computed_tokens
             num_tokens = len(request.token_ids) + request.num_placeholders
             if num_tokens >= request.max_total_tokens:
@@ -220,9 +219,9 @@ class Scheduler:
         request.num_placeholders += samples
 
     def _grow(self, request: Request, plan: _StepPlan) -> tuple[int, ...] | None:
-        """A block for the next token: a free one, else one of the least important running request.
+        """A block for the next token: a free one, else the least important running requests are preempted until one is.
 
-        The running queue is walked in its order, so whoever gives way has not been scheduled in this step.
+        The running queue is walked from the most important on, so the preempted ones are not in this step yet.
         """
         while request.row is not None:
             try:
@@ -238,7 +237,8 @@ class Scheduler:
         return None
 
     def _schedule_waiting(self, plan: _StepPlan) -> None:
-        """Admits in order. Nobody overtakes a request that has no room yet, only one that isn't ready."""
+        """Admits waiting requests in order. One for which there are too few blocks holds up all behind it; one that is
+        not ready (its last token is in flight, or another answer computes its prompt) is passed over."""
         waiting = self.table.waiting
         index = 0
         while plan.budget and self.table.free_rows and index < len(waiting):
@@ -256,7 +256,7 @@ class Scheduler:
             self._admit(request, placement, plan)
 
     def _waits_for_prompt(self, request: Request, plan: _StepPlan) -> bool:
-        """Whether another answer to the same prompt is computing it: then it is better found in the prefix cache."""
+        """Whether another of the n answers computes the prompt now: this one waits, to find it in the prefix cache."""
         group_id = request.group_id
         if group_id is None or request.first_scheduled is not None or not self.config.prefix_caching:
             return False
@@ -296,8 +296,8 @@ class Scheduler:
         self._schedule_chunk(request, plan, block_ids[placement.num_ready_blocks :])
 
     def _add_guesses(self, plan: _StepPlan, guess: Guess) -> None:
-        """Guessed tokens behind those of the requests that sample, out of what everyone else has left: budget that is
-        unused, and blocks of which every running request could still take one. All get the same share."""
+        """Appends guesses to the entries that sample, from the budget that is left and from free blocks, as long as one
+        block is left for every running request. Each request may have the same number of guesses at most."""
         most = self.config.max_batched_tokens
         share = ((self.config.max_checked_tokens or most) - (most - plan.budget)) // max(len(plan.requests), 1)
         if share <= 0:
@@ -307,7 +307,7 @@ class Scheduler:
             if request.guess_pause:
                 request.guess_pause -= request.guess_pause > 0
             elif plan.scheduled[index].samples and request.pooling is None:
-                # One token is drawn in any case.
+                # - 1: the sampled token itself takes one place.
                 room = min(plan.budget, share, request.max_total_tokens - request.num_computed_tokens - 1)
                 guesses = guess(request, room) if room > 0 else ()
                 drafts = 0 if num_drafts is None else num_drafts(request)
@@ -315,20 +315,16 @@ class Scheduler:
                     self._extend_entry(plan, index, tuple(guesses[:room]), drafts)
 
     def _extend_entry(self, plan: _StepPlan, index: int, guesses: tuple[int, ...], num_drafts: int) -> None:
-        """Has guesses checked behind a request's tokens, and so many tokens drafted behind those, as far as there are
-        blocks."""
+        """Adds guesses, and the number of tokens to draft after them, to an entry, as far as there are blocks."""
         request, entry = plan.requests[index], plan.scheduled[index]
-        computed, count, new_block_ids = request.num_computed_tokens, len(guesses), entry.new_block_ids
-        if num_drafts:
-            # The drawn token and all drafts but the last are computed by whoever drafts.
-            num_drafts = max(0, min(num_drafts, request.max_total_tokens - computed - count - 2))
+        computed = request.num_computed_tokens
+        # Drafting computes the sampled token and all drafts but the last, within max_total_tokens.
+        num_drafts = max(0, min(num_drafts, request.max_total_tokens - computed - len(guesses) - 2))
+        end = computed + len(guesses) + num_drafts
+        new_block_ids = self._grow_for_guesses(request, end, entry.new_block_ids)
         room = self.blocks.num_held(request) - computed
-        if count + num_drafts > room:
-            new_block_ids = self._grow_for_guesses(request, computed + count + num_drafts, new_block_ids)
-            room = self.blocks.num_held(request) - computed
-            guesses = guesses[:room]
-            count = len(guesses)
-            num_drafts = min(num_drafts, room - count)
+        guesses = guesses[:room]
+        count, num_drafts = len(guesses), min(num_drafts, room - len(guesses))
         if count:
             request.num_computed_tokens = computed + count
             request.num_placeholders += count
@@ -340,7 +336,7 @@ class Scheduler:
         plan.scheduled[index] = _make(ScheduledRequest, changed)
 
     def _grow_for_guesses(self, request: Request, end: int, new_block_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Blocks for tokens up to `end`, as far as there are some that nobody needs; appended to the step's."""
+        """The entry's new blocks, and more for tokens up to `end`, while one stays free for each running request."""
         blocks, needed = self.blocks, self.config.num_groups * len(self.table.running)
         with suppress(QuireError):
             while end > blocks.num_held(request) and blocks.pool.num_free > needed and (more := blocks.grow(request)):

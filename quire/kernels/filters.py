@@ -1,13 +1,13 @@
-"""Which tokens are left to draw from: the definition, in plain torch. What a filter excludes gets minus infinity.
+"""The filters (top-k, top-p, ...), as defined in plain torch. A token that is filtered out gets minus infinity.
 
 Scores are logits divided by the temperature. Each filter but one is a limit on the score, found from the
-highest scores alone, and keeps ties with it; `typical_p` is a limit on the distance from the expected
-surprise. So only a row's highest scores need be sorted, more of them where the first few don't reach.
+highest scores only, and keeps ties with it; `typical_p` is a limit on the distance from the expected
+surprise. So only a row's highest scores are sorted: a few at first, more where these are not enough.
 
 A row's numbers must not depend on how many rows there are, so sums over the vocabulary are taken by
 `sum_rows`, not by torch, which adds in an order that depends on the shape.
 
-How far it must look depends on the numbers, so on a GPU this waits for the device; `triton/filters.py` does not.
+How many depends on the numbers, so on a GPU this would wait for the device, which `triton/filters.py` does not.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ _FAINTEST = -80.0
 
 
 def filter_rows_(kernels: Kernels, logits: Tensor, rows: Tensor, limits: Tensor) -> None:
-    """`Kernels.filter_rows_`, each filter over what the one before left."""
+    """`Kernels.filter_rows_`: applies each filter to the tokens that the one before left."""
     whole = len(rows) == len(logits)
-    of = dict(zip(FILTERS, limits.unsqueeze(2).unbind(1), strict=True))
-    scores = logits.div_(of["temperature"]) if whole else logits[rows] / of["temperature"]
+    limit = dict(zip(FILTERS, limits.unsqueeze(2).unbind(1), strict=True))
+    scores = logits.div_(limit["temperature"]) if whole else logits[rows] / limit["temperature"]
     highest = scores.amax(-1, keepdim=True)
     for name, filter_, asks in (
-        ("top_n_sigma", _top_n_sigma_, of["top_n_sigma"] > 0),
-        ("top_k", _top_k_, (of["top_k"] > 0) & (of["top_k"] < scores.shape[1])),
-        ("top_p", _top_p_, of["top_p"] < 1),
-        ("log_min_p", _min_p_, of["log_min_p"] > _NEVER),
-        ("typical_p", _typical_p_, of["typical_p"] < 1),
-        ("xtc_threshold", _xtc_, of["xtc_threshold"] < float("inf")),
+        ("top_n_sigma", _top_n_sigma_, limit["top_n_sigma"] > 0),
+        ("top_k", _top_k_, (limit["top_k"] > 0) & (limit["top_k"] < scores.shape[1])),
+        ("top_p", _top_p_, limit["top_p"] < 1),
+        ("log_min_p", _min_p_, limit["log_min_p"] > _NEVER),
+        ("typical_p", _typical_p_, limit["typical_p"] < 1),
+        ("xtc_threshold", _xtc_, limit["xtc_threshold"] < float("inf")),
     ):
         index = asks[:, 0].nonzero()[:, 0]
         if len(index):
-            filter_(_Part(scores, highest, of[name], index), kernels)
+            filter_(_Part(scores, highest, limit[name], index), kernels)
     if not whole:
         logits[rows] = scores
 
 
 class _Part:
-    """The rows of a filter, taken out of all scores and put back; all of them are used where they lie."""
+    """The rows that ask for one filter: a copy that `put_back` writes to `scores`, or `scores` itself if all ask."""
 
     def __init__(self, scores: Tensor, highest: Tensor, parameter: Tensor, index: Tensor) -> None:
         self._all, self._index = scores, index
@@ -116,20 +116,20 @@ def _typical_p_(part: _Part, _: Kernels) -> None:
 
 def _xtc_(part: _Part, kernels: Kernels) -> None:
     wanted = _total_weight(part) * part.parameter
-    # Not more than 1 / threshold tokens can be that likely.
+    # At most 1 / threshold tokens can be as likely as the threshold.
     most = int(min(1 / max(float(part.parameter.min()), 1e-6) + 1, part.scores.shape[1]))
     best = kernels.top_values(part.scores, most)
-    # A threshold of 0 is reached by all, but what is excluded already is none of them.
+    # A threshold of 0 is reached by all tokens, but those already filtered out don't count.
     likely = ((_weights(best, part.highest) >= wanted) & (best > _NEVER)).sum(-1, keepdim=True)
-    # All that are likely but the least likely of them go; a single one is that itself.
+    # All tokens above the threshold are removed but the least likely of them.
     least = best.gather(1, (likely - 1).clamp_min(0))
     part.keep_(kernels, high=least.masked_fill_(likely == 0, float("inf")))
 
 
 def _limit_reaching(wanted: Tensor, size: int, best_of: Callable[[Tensor, int], tuple[Tensor, Tensor]]) -> Tensor:
-    """The value [rows, 1] up to which a row's entries must be taken, the best first, for their weights to reach
-    `wanted` (NaN never does). `best_of(rows, count)` gives the values and weights of the best ones of some rows: few
-    are looked at first, all of them in the end."""
+    """The value [rows, 1] of the last entry that is needed, taking a row's best entries first, for their weights to
+    reach `wanted` (NaN is never reached). `best_of(rows, count)` gives values and weights of the `count` best entries
+    of some rows; it is called with more entries for the rows where the first ones are not enough."""
     limit = torch.empty_like(wanted)
     rest = torch.arange(len(wanted), device=wanted.device)
     for count in [head for head in _HEADS if head < size] + [size]:
@@ -143,18 +143,18 @@ def _limit_reaching(wanted: Tensor, size: int, best_of: Callable[[Tensor, int], 
 
 
 def _weights(scores: Tensor, highest: Tensor) -> Tensor:
-    """exp(score - highest). What is fainter than _FAINTEST counts as that: it vanishes in any sum beside the
-    highest's 1, and exp takes a hundred times as long where its result is no normal number."""
+    """exp(score - highest), the difference at least _FAINTEST: smaller weights vanish in any sum beside the highest's
+    1, and exp takes a hundred times as long where its result is a denormal number."""
     return (scores - highest).clamp_min_(_FAINTEST).exp_()
 
 
 def _total_weight(part: _Part) -> Tensor:
-    """[rows, 1]: what probabilities are fractions of."""
+    """[rows, 1]: the sum of all weights; a weight divided by it is a probability."""
     return sum_rows(_weights(part.scores, part.highest))
 
 
 def sum_rows(values: Tensor) -> Tensor:
-    """The sum of each row [rows, 1], halves added to halves: an order fixed by the length of the row."""
+    """The sum of each row [rows, 1], by adding its halves until one number is left: an order fixed by its length."""
     while (size := values.shape[1]) > 1:
         half = size // 2
         added = values[:, :half] + values[:, size - half :]

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 _LARGE = 2**16
-"""Bytes that are worth pages of their own."""
+"""From this many bytes on, memory comes from mmap."""
 
 
 def _room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Memory for what is read. On a CPU, where it is packed anew, the system gets it back as soon as nobody needs it;
-    torch's allocator would keep it."""
+    """Memory to read a tensor into. On a CPU it is freed after packing, so it comes from mmap, which returns it to the
+    system at once; torch's allocator would keep it."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if torch.device(device).type != "cpu" or num_bytes < _LARGE:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -39,20 +39,20 @@ class Format:
     """As checkpoints spell it: "BF16", "Q4_1"."""
     num_elements: int
     num_bytes: int
-    """Of a block."""
+    """Both of a block."""
     dtype: torch.dtype | None = None
     """Of plain numbers; None where blocks must be expanded."""
     scales: tuple[int, ...] = ()
     """Which bytes of a block its float16 scales begin at."""
     codes: torch.dtype | None = None
-    """Of the first tensor, where float32 scales are a second one."""
+    """The dtype of the codes, where they are one tensor and float32 scales another (INT8, FP8, INT4)."""
     group: int = 0
-    """How many inputs share one of these scales; 0: a whole row."""
+    """How many inputs of a row share a scale of that second tensor; 0: the whole row."""
     has_zeros: bool = False
     """Whether there is a third tensor, uint8, of zero points."""
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """What a tensor of this logical shape takes; its rows must be whole blocks."""
+        """The bytes that a tensor of this logical shape takes; its rows must be whole blocks."""
         scales = (5 if self.has_zeros else 4) * math.prod(self._scales_shape(shape)) if self.codes is not None else 0
         return math.prod(shape) // self.num_elements * self.num_bytes + scales
 
@@ -60,7 +60,7 @@ class Format:
         return (*shape[:-1], shape[-1] // self.group) if self.group else shape[:-1]
 
     def empty(self, shape: tuple[int, ...], device: torch.device | str = "cpu") -> tuple[Tensor, ...]:
-        """Room for a tensor of this logical shape: the tensors of a `Part`."""
+        """Memory for a tensor of this logical shape: the tensors of a `Part`."""
         if self.dtype is not None:
             return (_room(shape, self.dtype, device),)
         if self.codes is not None:
@@ -71,14 +71,14 @@ class Format:
         return (_room((*shape[:-1], self.nbytes(shape[-1:])), torch.uint8, device),)
 
     def expand(self, stored: Tensor, *others: Tensor) -> Tensor:
-        """Numbers [..., elements of a row] from a part's tensors: itself where it holds plain numbers, else uint8
-        [..., bytes of a row], or codes with their scales and perhaps zero points; these become float32."""
+        """Numbers [..., elements of a row] from a part's tensors. Plain numbers are returned as they are; uint8 blocks
+        [..., bytes of a row], or codes with scales (and zero points), become float32."""
         if not others and (self.dtype is not None or stored.dtype != torch.uint8):
             return stored.view(self.dtype) if self.dtype is not None and stored.dtype == torch.uint8 else stored
         return self.coded(stored, *others).numbers()
 
     def coded(self, stored: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None) -> Coded:
-        """The same before codes are multiplied by their scales."""
+        """The codes and scales of a part, not multiplied yet."""
         if scales is None:
             codes, scales, minima = _DECODERS[self.name](stored.reshape(-1, self.num_bytes))
             shape = (*stored.shape[:-1], -1)
@@ -90,13 +90,13 @@ class Format:
         return Coded(codes.flatten(-2), scales)
 
     def has_finite_scales(self, stored: Tensor) -> bool:
-        """Whether no scale of stored blocks is infinite or NaN, which would make NaN of every answer."""
+        """Whether no scale of stored blocks is infinite or NaN, which would turn every logit into NaN."""
         halves = stored.reshape(-1, self.num_bytes).view(torch.int16) if self.scales else stored
         return not any(bool((halves[:, at // 2] & 0x7C00 == 0x7C00).any()) for at in self.scales)
 
 
 class Coded(NamedTuple):
-    """Numbers as small ones times their scales: number = code * scale - minimum."""
+    """Quantised numbers: number = code * scale - minimum."""
 
     codes: Tensor
     """[..., elements of a row]."""
@@ -105,7 +105,7 @@ class Coded(NamedTuple):
     minima: Tensor | None = None
 
     def numbers(self) -> Tensor:
-        """In float32, rounded after the product and after the difference, as elsewhere."""
+        """In float32, rounded after the product and again after the difference, as the `gguf` package does."""
         groups = self.codes.float().view(*self.scales.shape, -1).mul_(self.scales.unsqueeze(-1))
         return (groups if self.minima is None else groups.sub_(self.minima.unsqueeze(-1))).flatten(-2)
 
@@ -115,7 +115,7 @@ def _plain(name: str, dtype: torch.dtype) -> Format:
 
 
 INT4_GROUPS = {"INT4": 0, "INT4_G32": 32, "INT4_G64": 64, "INT4_G128": 128}
-"""(code - zero point) * scale, of codes in pairs, the first in the lower half of a byte."""
+"""Formats whose numbers are (code - zero point) * scale, by group size; two codes in a byte, the first one lower."""
 
 FORMATS = {
     format.name: format
@@ -141,7 +141,7 @@ FORMATS = {
         *(Format(name, 2, 1, codes=torch.uint8, group=group, has_zeros=True) for name, group in INT4_GROUPS.items()),
     )
 }
-"""All that can be loaded, and that the reference kernels compute with."""
+"""All formats that can be loaded; the reference kernels compute with all of them."""
 
 PLAIN = {format.dtype: format for format in FORMATS.values() if format.dtype is not None}
 """The format of tensors of plain numbers, by their dtype."""
@@ -158,24 +158,24 @@ def _scale(blocks: Tensor, first: int) -> Tensor:
 
 
 def _codes(packed: Tensor, bits: int, group: int) -> Tensor:
-    """Codes of so many bits: of each `group` bytes first the lowest bits of all of them, then the next, as int8."""
+    """Codes of `bits` bits, as int8: of each `group` bytes first the lowest bits of all bytes, then the next bits."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device).view(-1, 1)
     codes = packed.reshape(packed.shape[0], -1, 1, group) >> shifts & ((1 << bits) - 1)
     return codes.flatten(1).view(torch.int8)
 
 
-# Of blocks [blocks, bytes] in a format: what `Coded` consists of, [blocks, elements] and [blocks, groups].
+# A decoder turns blocks [blocks, bytes] into the fields of `Coded`: [blocks, elements] and [blocks, groups].
 _Blocks = tuple[Tensor, Tensor, Tensor | None]
 
 
 def _five_bits(low: Tensor, high: Tensor) -> Tensor:
-    """Nibbles of 16 bytes below the bits of a 32-bit number."""
+    """Codes of five bits: the low four are nibbles of 16 bytes, the fifth ones are the bits of a 32-bit number."""
     bits = high.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=high.device) & 1
     return _codes(low, 4, 16) | bits.flatten(1).view(torch.int8) << 4
 
 
 def _mxfp4(blocks: Tensor) -> _Blocks:
-    """Codes that stand for 0, ±0.5, ±1, ±1.5, ±2, ±3, ±4 and ±6, here doubled, and the exponent of half their scale."""
+    """Codes for 0, ±0.5, ±1, ±1.5, ±2, ±3, ±4 and ±6, doubled to be integers, with half the scale (an exponent)."""
     exponents = blocks[:, :1].int()
     bits = torch.where(exponents < 2, 0x200000 << exponents, exponents - 1 << 23)
     doubled = torch.tensor((0, 1, 2, 3, 4, 6, 8, 12), dtype=torch.int8, device=blocks.device)
@@ -205,7 +205,7 @@ def _q6_k(blocks: Tensor) -> _Blocks:
 
 
 def _q4_k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minima of a block's eight parts: factors of six bits, those of the last four in two places."""
+    """Scales and minima of a block's eight groups, by factors of six bits; the last four are stored in two parts."""
     first, second, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     factors = torch.cat((first & 63, rest & 15 | first >> 2 & 48), 1)
     offsets = torch.cat((second & 63, rest >> 4 | second >> 2 & 48), 1)

@@ -47,17 +47,17 @@ class PagedBatch:
     block_tables: Tensor
     """int32 [tables, max_blocks]: token t lies in block `block_tables[table_rows[i], t // block_size]`."""
     table_rows: Tensor
-    """int32 [num_sequences]: which of the tables is whose."""
+    """int32 [num_sequences]: the row of `block_tables` that belongs to each sequence."""
     slot_mapping: Tensor
     """int64 [rows]: where each row's key and value go, `block * block_size + offset`."""
     max_context_len: int
     """The longest of `context_lens` (a bound for grids; results don't depend on it)."""
     work: Mapping[str, Tensor] | None = None
-    """What the backend's `attention_work` made of the batch, on the device; None: it does so itself."""
+    """The lists that the backend's `attention_work` made of the batch, on the device; None: `attention` makes them."""
 
 
 Batches = tuple[PagedBatch, ...]
-"""One for each group of layers, which differ in block tables and slots only."""
+"""A `PagedBatch` for each group of layers; they differ in block tables and slots only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +68,13 @@ class LayerCache:
     keys: Tensor
     values: Tensor
     key_scales: Tensor | None = None
-    """float32 [num_blocks, num_kv_heads, block_size]: what the int8 keys of a token and head are to be multiplied with.
-    It is 1/127 of their largest magnitude, and NaN where not all of them are finite."""
+    """float32 [num_blocks, num_kv_heads, block_size]: the scale of a token's int8 keys in one head. It is 1/127 of
+    their largest magnitude, and NaN where not all of them are finite."""
     value_scales: Tensor | None = None
     fp8_scales: tuple[float, float] = (1.0, 1.0)
-    """What all FP8 keys, and all values, are to be multiplied with; they were divided by it to be stored."""
+    """The scale of all FP8 keys, and of all FP8 values: stored numbers times the scale are the real ones."""
     group: int = 0
-    """Which of the step's batches has the tables for it: layers with a window have others than those without."""
+    """The layer's group: its index in `Batches`."""
 
     @property
     def scales(self) -> tuple[Tensor | None, Tensor | None]:
@@ -92,7 +92,7 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """How a packed query, key and value row is divided."""
+    """The heads of a packed query, key and value row."""
 
     num_heads: int
     num_kv_heads: int
@@ -105,15 +105,15 @@ class AttentionSpec:
 
     heads: HeadShape
     scale: float
-    """Of the products of queries and keys."""
+    """Factor of the products of queries and keys."""
     sliding_window: int | None = None
-    """A query sees this many most recent keys, itself included; None sees all."""
+    """A query sees this many most recent keys, its own included; None: all."""
     soft_cap: float = 0.0
-    """Scaled products become cap * tanh(product / cap); 0: they stay."""
+    """Scaled products become cap * tanh(product / cap); 0: no cap."""
 
 
 class HeadNorms(NamedTuple):
-    """RMSNorm of queries and keys: of each head where a weight has the size of one, else of all heads together."""
+    """RMSNorm of queries and keys: of each head if a weight has head_dim numbers, else of all heads together."""
 
     query: Tensor
     key: Tensor
@@ -146,15 +146,15 @@ class MoeSpec:
     """Size of an expert every token goes through; 0 for none."""
     activation: Activation = Activation.SILU
     shared_gate: bool = True
-    """Whether that expert is weighed by a sigmoid gate of its own."""
+    """Whether the shared expert's output is multiplied by a sigmoid gate of its own."""
     sigmoid_scores: bool = False
     """Probabilities are sigmoids of the router's logits, which are float32 then, not their softmax."""
     choice_bias: bool = False
     """`ExpertWeights.choice_bias` is added to the probabilities to choose experts, not to weigh them."""
     weight_scale: float = 1.0
-    """Of the weights, after all else."""
+    """Factor of the experts' weights, applied last."""
     bias: bool = False
-    """Of the router and of the experts' products."""
+    """Whether the router and the experts' products have biases."""
 
 
 class ExpertWeights(NamedTuple):
@@ -177,8 +177,8 @@ NOTHING_LEFT = 2
 """Flags of a row that could not choose a token: not all of its scores are numbers, or all are minus infinity."""
 
 FILTERS = ("temperature", "top_n_sigma", "top_k", "top_p", "log_min_p", "typical_p", "xtc_threshold")
-"""The columns of what `Kernels.filter_rows_` takes, in the order in which they are applied. Out of use are a sigma of
-0, a k of 0, a p of 1, a log of minus infinity and a threshold of infinity."""
+"""The columns of `limits` in `Kernels.filter_rows_`, in the order in which they are applied. A filter is off with a
+sigma of 0, a k of 0, a p of 1, a log of minus infinity and a threshold of infinity."""
 
 
 class TokenScores(NamedTuple):
@@ -189,13 +189,13 @@ class TokenScores(NamedTuple):
     ranks: Tensor
     """int64 [rows], from 1: by descending logit, and by ascending id among equals."""
     top_ids: Tensor
-    """int64 [rows, num_top]: the first ranks."""
+    """int64 [rows, num_top]: the tokens of ranks 1 to num_top."""
     top_logprobs: Tensor
     """float32 [rows, num_top]."""
 
 
 class SampleRows(Protocol):
-    """Draws tokens straight into their request rows: see `quire.kernels.triton.sampling.sample_rows`."""
+    """Samples tokens and writes them into their request rows: see `quire.kernels.triton.sampling.sample_rows`."""
 
     def __call__(
         self, logits: Tensor, row_index: Tensor, seeds: Tensor, temperatures: Tensor, positions: Tensor,
@@ -207,39 +207,36 @@ Between = Callable[[Tensor], Tensor]
 
 
 class Kernels(Protocol):
-    """What a backend offers. Rows are always the first dimension; no method changes its inputs unless
-    its name ends in an underscore."""
+    """The methods of a backend. Rows are the first dimension; only methods whose names end in _ change their inputs."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def sample_rows(self) -> SampleRows | None:
-        """Sampling in one go, where the backend has it."""
+        """Sampling by temperature and seed, with the tokens written to the request rows; None if there is no kernel."""
 
     @property
     def keys_at_once(self) -> int:
-        """Attention reads no key that lies before the window's begin rounded down to a multiple of this."""
+        """Attention may read keys before a sliding window, back to a multiple of this number of tokens."""
 
     def computes(self, format: Format) -> bool:
-        """Whether the backend computes with this block format as it is stored; others are expanded when loaded."""
+        """Whether the backend computes with weights stored in this format; others are expanded when loaded."""
 
     @property
     def record(self) -> Callable[[Callable[[], None]], Callable[[], None] | None] | None:
-        """Where calls can be recorded (CPU): computes what it is given, which must consist of this object's methods
-        alone, and returns what computes it again in the same memory, without Python; None where that takes too much
-        memory."""
+        """Where calls can be recorded (CPU): runs a function that calls this object's methods only, and returns one
+        that repeats these calls on the same memory, without Python; None if that takes too much memory."""
 
     def compile_together(self, call: Callable[[], object]) -> None:
-        """Compiles what `call` runs, where kernels are compiled when they are first run. It may be called for that."""
+        """Compiles the kernels that `call` runs, several at once, where they are compiled on first use."""
 
     def pack(self, weight: Weight) -> Weight:
-        """Brings a loaded matrix, or a stack of them, into the layout the other methods want (often: returns it as
-        it is). Vectors are not packed."""
+        """A loaded matrix, or a stack of them, in the layout that the other methods want; vectors are not packed."""
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """x [rows, in] times weight [out, in] transposed, plus bias, in x's dtype with float32 accumulation; into
-        `out` if there is one. With a weight of blocks a backend may round x to 8-bit integers first, each row by
+        `out` if there is one. With a quantised weight a backend may round x to 8-bit integers first, each row by
         itself (`cpu/quantized.h`)."""
 
     def linear_gated(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation) -> Tensor:
@@ -249,8 +246,8 @@ class Kernels(Protocol):
         """activation(x)."""
 
     def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
-        """Rows of weight [vocab, hidden], by int64 [rows], as plain numbers (those of blocks in float32). A weight that
-        is also the head comes packed."""
+        """Rows of weight [vocab, hidden] by int64 token_ids [rows], as plain numbers (float32 if the weight is
+        quantised). A weight that is also the head is packed."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """x / sqrt(mean(x²) + eps) * (weight + offset) over the last dimension, the mean in float32; rounded before the
@@ -291,19 +288,19 @@ class Kernels(Protocol):
     def attention_work(
         self, query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array, shape: HeadShape
     ) -> dict[str, Int32Array]:
-        """How the backend shares out the attention of a step, made on the host where the lengths are known
-        (`shape` says how many heads). The runner uploads it and hands it back as `PagedBatch.work`."""
+        """Lists that divide a step's attention into items of work for the kernels' programs. Made on the host, where
+        the lengths are known; the runner uploads them and hands them back as `PagedBatch.work`."""
 
     def decode_lists(self, fewest: int, most: int, max_context_len: int, shape: HeadShape) -> dict[str, int]:
-        """For CUDA graphs: by name, the lists of which `attention_work` makes one for a step of `fewest` to `most`
-        single queries, and how many items each has at most. None at all where steps can't be captured."""
+        """For CUDA graphs: the names of the lists that `attention_work` may make for a step of `fewest` to `most`
+        decodes, and the most items of each. Empty where steps can't be captured."""
 
     def shorten_attention_work_(self, work: Mapping[str, Tensor], lag: Tensor) -> None:
-        """Corrects what `attention_work` made where sequences turn out to be shorter than it was told: by int32
-        lag [tables], for each of the tables."""
+        """Corrects the lists of `attention_work` for sequences that are shorter than it was told, since guesses were
+        wrong: by int32 lag [tables], for each row of the block tables."""
 
     def keys_by_dimension(self, cache_dtype: dtype, block_size: int) -> bool:
-        """Whether attention wants a cache of this dtype to have its keys in that order (see `LayerCache`)."""
+        """Whether attention wants the keys of such a cache as [head_dim, block_size] in memory (see `LayerCache`)."""
 
     def attention(
         self, query: Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec, sinks: Tensor | None = None
@@ -316,8 +313,8 @@ class Kernels(Protocol):
         self, x: Tensor, router_logits: Tensor, experts: ExpertWeights, spec: MoeSpec, between: Between | None = None
     ) -> Tensor:
         """Probabilities of router_logits [rows, experts] in float32, the top_k (lowest index first among
-        equals), weights renormalised on request, experts applied in ascending expert index. All that the first
-        products gave, [pairs of row and expert, intermediate], goes through `between` before the second ones."""
+        equals), weights renormalised if `spec` says so, experts added in ascending order. `between` is applied to
+        the activated gate and up products [pairs of row and expert, intermediate], before the down products."""
 
     def gumbel_argmax(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         """int64 [rows]: the argmax of float32 logits [rows, vocab] / temperature [rows] + Gumbel noise of the
@@ -325,18 +322,16 @@ class Kernels(Protocol):
         among equals. And int32 [rows] of flags: HAS_NAN or NOTHING_LEFT, where the token is 0, or none."""
 
     def filter_rows_(self, logits: Tensor, rows: Tensor, limits: Tensor) -> None:
-        """Divides some rows (int64 [n], ascending) of float32 logits [rows, vocab] by their temperature and excludes
-        what the filters of float32 limits [n, FILTERS] exclude: that becomes minus infinity (`filters.py` has the
-        definition)."""
+        """Divides some rows (int64 [n], ascending) of float32 logits [rows, vocab] by their temperature, and sets what
+        the filters of float32 limits [n, FILTERS] exclude to minus infinity (defined in `filters.py`)."""
 
     def match_lengths(self, tokens: Tensor, lengths: Tensor, breaks: Tensor | None, most: int) -> Tensor:
-        """int32 [rows, size]: for each place of tokens [rows, size] before the last of the row's `lengths` [rows]
-        (int64 both), how many tokens up to it are also the row's last ones: none that `breaks` (bool [rows, size])
-        marks, and at most `most`. 0 at all other places."""
+        """int32 [rows, size]: for each position of int64 tokens [rows, size], how many tokens up to it equal the last
+        ones of the row, which has int64 `lengths` [rows] tokens. Counting ends at a token that `breaks` (bool [rows,
+        size]) marks, and at `most`. 0 from the row's last token on."""
 
     def score_tokens(self, logits: Tensor, token_ids: Tensor, num_top: int) -> TokenScores:
-        """How likely int64 token_ids [rows] and the `num_top` likeliest tokens are under float32 logits
-        [rows, vocab]."""
+        """Scores of int64 token_ids [rows], and the `num_top` likeliest tokens, by float32 logits [rows, vocab]."""
 
     def top_values(self, x: Tensor, k: int) -> Tensor:
         """The k largest numbers of each row of float32 x [rows, size], descending, [rows, k]."""

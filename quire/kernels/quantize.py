@@ -15,8 +15,7 @@ LARGEST_FP8 = 448.0
 
 
 def quantize(format: Format, numbers: Tensor) -> tuple[Tensor, ...] | None:
-    """A part's tensors of numbers [..., in], in INT8, FP8 or Q4_0; None where some are infinite, NaN or too large: the
-    scales show it."""
+    """Numbers [..., in] as a part's tensors in INT8, FP8 or Q4_0; None if some are infinite, NaN or too large."""
     if format in (INT8, FP8):
         codes, scales = to_codes(format, numbers)
         return (codes, scales) if scales.isfinite().all() else None

@@ -54,7 +54,7 @@ class ReferenceKernels:
     record: Callable[[Callable[[], None]], Callable[[], None] | None] | None = None
 
     def computes(self, format: Format) -> bool:
-        return False  # it can, but expands a weight at every product: once, when it is loaded, is better
+        return False  # it could, by expanding the weight at every product; expanding it once, at loading, is better
 
     def compile_together(self, call: Callable[[], object]) -> None:
         """There is nothing to compile."""
@@ -145,14 +145,14 @@ class ReferenceKernels:
         return sigmoid(gate).to(x.dtype) * x
 
     def write_kv_(self, keys: Tensor, values: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
-        # Padding goes to block 0, which is nobody's.
+        # Padding is written to block 0, which belongs to no request.
         slots = slot_mapping.clamp_min(0)
         block, offset = slots // cache.block_size, slots % cache.block_size
         sides = (keys, values), (cache.keys, cache.values), cache.scales, cache.fp8_scales
         for new, side, scales, scale in zip(*sides, strict=True):
             if scales is not None:
                 new, scales[block, :, offset] = quantize_heads(new)
-            elif side.dtype == torch.float8_e4m3fn:  # what is too large becomes the largest; bytes can be indexed
+            elif side.dtype == torch.float8_e4m3fn:  # clamped to FP8's range; stored as bytes, which can be indexed
                 fitting = (new.float() / scale).clamp(-LARGEST_FP8, LARGEST_FP8)
                 new, side = fitting.to(side.dtype).view(torch.uint8), side.view(torch.uint8)
             side[block, :, offset] = new
@@ -300,8 +300,8 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., head_dim] as int8 and the scale of each head, float32 [...]: that is NaN where not all numbers are
-    finite, so that whoever attends to them gets NaN."""
+    """x [..., head_dim] as int8, and the float32 scale [...] of each head, which is NaN if not all its numbers are
+    finite, so that attention to it gives NaN."""
     highest = x.float().abs().amax(-1, keepdim=True)
     scales = (highest / 127).where(highest.isfinite(), float("nan"))
     whole = (x.float() / scales.where(scales > 0, 1.0)).round().clamp(-127, 127)
@@ -309,11 +309,8 @@ def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gather_tiles(cache: LayerCache, block_table: Tensor, first: int, context_len: int) -> tuple[Tensor, Tensor]:
-    """A sequence's keys and values in float32 as [kv_heads, tiles, KEY_TILE, head_dim], zeros past its end and before
-    the `first` that is seen.
-
-    What lies there belongs to nobody, or to another, and may be NaN, so it is replaced, not multiplied by zero.
-    """
+    """A sequence's keys and values in float32 as [kv_heads, tiles, KEY_TILE, head_dim], with zeros after its end and
+    before the `first` key that is seen: what the cache holds there may be NaN, so multiplying by zero won't do."""
     block_size = cache.block_size
     num_slots = -(-context_len // KEY_TILE) * KEY_TILE
     blocks = block_table[: -(-context_len // block_size)].long()
@@ -335,10 +332,10 @@ def _gather_tiles(cache: LayerCache, block_table: Tensor, first: int, context_le
 def _attend(
     query: Tensor, position: int, keys: Tensor, values: Tensor, spec: AttentionSpec, sinks: Tensor | None
 ) -> Tensor:
-    """Up to QUERY_TILE queries of one sequence, the first of them at `position`, over its key tiles.
+    """Attention of up to QUERY_TILE queries of one sequence, the first at `position`, over the sequence's key tiles.
 
-    The maximum is the same in any order; every sum is taken within a tile of fixed size and then tile by
-    tile from the first, and a tile that a query may not see adds exactly zero.
+    A maximum is the same in any order. Sums are taken within a tile of fixed size, and then over the tiles from the
+    first on; a tile that a query may not see adds exactly zero. So the bits don't depend on the number of queries.
     """
     rows, num_heads, head_dim = query.shape
     kv_heads, tiles = keys.shape[:2]
@@ -357,7 +354,7 @@ def _attend(
         visible = visible & (key_position > query_position - spec.sliding_window)
     scores = scores.masked_fill(~visible, float("-inf"))
 
-    # A padded query past the window of every key sees nothing: keep its maximum finite, the row is dropped.
+    # A padded query may see no key at all: its maximum is kept finite, and its row is dropped at the end.
     highest = scores.amax((1, 4), keepdim=True).clamp_min(torch.finfo(torch.float32).min)
     if sinks is not None:
         sinks = sinks.float().view(kv_heads, 1, 1, group, 1)

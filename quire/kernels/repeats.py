@@ -1,4 +1,4 @@
-"""Where a row of tokens repeats its own end: the definition, in plain torch."""
+"""Where a row of tokens repeats its last tokens, as defined in plain torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def match_lengths(tokens: Tensor, lengths: Tensor, breaks: Tensor | None, most: int) -> Tensor:
-    """`Kernels.match_lengths`. Goes on with those places alone that match so far, which are soon few; how many they
-    are the host must know, so on a GPU this waits for the device."""
+    """`Kernels.match_lengths`, one length after the other, for the positions that still match, which are soon few.
+    Their number must be known on the host, so on a GPU this would wait for the device."""
     found = torch.zeros(tokens.shape, dtype=torch.int32, device=tokens.device)
     last = (lengths - 1).unsqueeze(1)
     same = (tokens == tokens.gather(1, last)) & (torch.arange(tokens.shape[1], device=tokens.device) < last)

@@ -1,4 +1,4 @@
-"""How likely tokens are: the definition, in plain torch, each row by itself."""
+"""Logprobs and ranks of tokens, as defined in plain torch, each row by itself."""
 
 from __future__ import annotations
 

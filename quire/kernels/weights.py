@@ -18,8 +18,8 @@ class Part:
 
     format: Format
     tensors: tuple[Tensor, ...]
-    """What is stored: for plain numbers one tensor of the rows' shape, for blocks one uint8 [..., bytes of a row], for
-    INT8 an int8 one of the rows' shape and the rows' float32 scales."""
+    """Plain numbers: one tensor [..., rows, in]. GGUF's blocks: one uint8 [..., rows, bytes of a row]. INT8, FP8 and
+    INT4: codes, float32 scales, and for INT4 zero points."""
     rows: int
 
 
@@ -44,13 +44,13 @@ class Weight:
 
     @classmethod
     def stacked(cls, weights: Iterable[Weight]) -> Weight:
-        """Matrices of the same inputs as one whose outputs are theirs, one after the other."""
+        """Matrices with the same inputs as one matrix, which has the outputs of all of them."""
         weights = tuple(weights)
         *outer, _, size = weights[0].shape
         shape = (*outer, sum(weight.shape[-2] for weight in weights), size)
         return cls(shape, tuple(part for weight in weights for part in weight.parts))
 
-    # What kernels ask for at every call is found once. (cached_property writes past `frozen`.)
+    # Cached, as kernels ask for these at every call. (cached_property works despite `frozen`.)
 
     @cached_property
     def format(self) -> Format | None:
@@ -59,7 +59,7 @@ class Weight:
 
     @cached_property
     def tensor(self) -> Tensor:
-        """The one tensor of a weight that consists of nothing else."""
+        """The tensor of a weight that has only one."""
         if len(self.parts) != 1 or len(self.parts[0].tensors) != 1:
             raise ValueError(f"a weight of {len(self.parts)} parts is not one tensor")
         return self.parts[0].tensors[0]
@@ -88,7 +88,7 @@ class Weight:
         return self.parts[0].tensors[0].device
 
     def split(self, bias: Tensor | None = None) -> list[tuple[Weight, Tensor | None]]:
-        """Its parts as weights of their own, each with its share of a bias."""
+        """Each part as a weight of its own, with its part of the bias."""
         rows = [part.rows for part in self.parts]
         biases = [None] * len(rows) if bias is None else bias.split_with_sizes(rows)
         weights = (type(self)((*self.shape[:-2], part.rows, self.shape[-1]), (part,)) for part in self.parts)

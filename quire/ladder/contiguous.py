@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidRequestError
+from quire.kernels.noise import noise_keys
 from quire.kernels.ops import HeadShape, Kernels, LayerCache, PagedBatch
 from quire.models.decoder import Decoder
-from quire.sampling.noise import noise_keys
 
 
 class ContiguousCache:

@@ -21,12 +21,12 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def plain_attention(num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None) -> AttentionSpec:
-    """What nearly all families have."""
+    """Attention as nearly all families have it: scaled by 1 / sqrt(head_dim)."""
     return AttentionSpec(HeadShape(num_heads, num_kv_heads, head_dim), head_dim**-0.5, window)
 
 
 def read_activation(config: Fields, allowed: str) -> Activation:
-    """The activation, which must be the one that the family is known with."""
+    """The activation; any other than the one the family is known to have is refused."""
     key = "hidden_activation" if "hidden_activation" in config else "hidden_act"
     name = config.string(key, allowed)
     if _ACTIVATIONS.get(name) is not _ACTIVATIONS[allowed]:
@@ -37,8 +37,8 @@ def read_activation(config: Fields, allowed: str) -> Activation:
 def read_rope(
     config: Fields, head_dim: int, theta: float, partial: float | None, types: tuple[str, ...], kind_of_layer: str
 ) -> RopeSpec:
-    """All ways of writing it: `rope_parameters`, for all layers or by their kind, and the older `rope_theta` with
-    `rope_scaling`. `partial` is what an absent `partial_rotary_factor` means, None: there is no such thing."""
+    """Reads all ways of writing rope: `rope_parameters`, for all layers or by kind of layer, and the older `rope_theta`
+    with `rope_scaling`. `partial` is the default of `partial_rotary_factor`; None: the family rotates whole heads."""
     scaling = config.part("rope_parameters" if "rope_parameters" in config else "rope_scaling")
     scaling = scaling.part(kind_of_layer) if kind_of_layer in scaling else scaling
     theta = scaling.number("rope_theta", config.number("rope_theta", theta), low=1e-6)
@@ -80,7 +80,7 @@ def read_rope(
         )  # fmt: skip
     if kind == "factors":
         return replace(plain, kind="factors", freq_factors=scaling.numbers("factors"))
-    if kind == "dynamic":  # with a fixed alpha, which is but another base
+    if kind == "dynamic":  # with a fixed alpha, which only changes the base
         alpha = scaling.number("alpha", low=1e-6)
         return replace(plain, theta=theta * alpha ** (head_dim / (head_dim - 2)))
     return plain
@@ -107,12 +107,13 @@ def read_window(config: Fields, default: int | None) -> int | None:
     return config.integer("sliding_window", 0, low=0, high=2**31) or None
 
 
-def with_window(spec: ModelSpec, window: int | None) -> ModelSpec:
-    return spec.with_layers(attention=replace(spec.layers[0].attention, sliding_window=window))
+def with_window(config: Fields, spec: ModelSpec, default: int | None) -> ModelSpec:
+    """Sets the same window on all layers."""
+    return spec.with_layers(attention=replace(spec.layers[0].attention, sliding_window=read_window(config, default)))
 
 
 def kinds_of_layers(config: Fields, spec: ModelSpec, default: list[str] | int) -> list[str]:
-    """`layer_types`; where that is absent, all layers have windows but every so many."""
+    """`layer_types`; where that is absent: the default list, or full attention in every `default`-th layer."""
     if isinstance(default, int):
         full = config.integer("sliding_window_pattern", default)
         default = ["sliding_attention" if (i + 1) % full else "full_attention" for i in range(spec.num_layers)]
@@ -125,7 +126,7 @@ def kinds_of_layers(config: Fields, spec: ModelSpec, default: list[str] | int) -
 def with_windows(
     config: Fields, spec: ModelSpec, default: list[str] | int, window: int | None = 4096, rope: RopeSpec | None = None
 ) -> ModelSpec:
-    """Windows on the layers that `layer_types` marks; these may have a rope of their own."""
+    """Sets windows on the layers that `layer_types` marks; these layers may have a `rope` of their own."""
     window = read_window(config, window)
     layers = []
     for layer, kind in zip(spec.layers, kinds_of_layers(config, spec, default), strict=True):
@@ -137,7 +138,7 @@ def with_windows(
 
 
 def with_qwen_experts(config: Fields, spec: ModelSpec, shared: int = 0) -> ModelSpec:
-    """Qwen's way of saying which layers have experts."""
+    """Gives experts to the layers that Qwen's settings name."""
     experts = config.integer("num_experts", config.integer("num_local_experts", 0, low=0), low=0, high=65_536)
     moe = MoeSpec(
         num_experts=experts,
@@ -156,7 +157,7 @@ def with_qwen_experts(config: Fields, spec: ModelSpec, shared: int = 0) -> Model
 
 
 def with_deepseek_experts(config: Fields, spec: ModelSpec) -> ModelSpec:
-    """DeepSeek's: sigmoid scores, chosen with a bias, experts that all tokens share, the first layers dense."""
+    """Experts as DeepSeek has them: sigmoid scores, a bias for the choice, shared experts, the first layers dense."""
     if config.integer("n_group", 1) != 1:
         raise UnsupportedModelError(f"{config.file}: experts chosen by groups (n_group) are not supported.")
     size = config.integer("moe_intermediate_size")
@@ -172,7 +173,7 @@ def with_deepseek_experts(config: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def read_eos(config: Fields, generation_config: Path | None) -> tuple[int, ...]:
-    """The model's end tokens; generation_config.json knows chat models' further ones."""
+    """The model's end tokens; generation_config.json has further ones of chat models."""
     found: dict[int, None] = {}
     sources = [config]
     if generation_config is not None and os.path.lexists(generation_config):

@@ -1,8 +1,7 @@
 """The one decoder: a stack of attention and MLP layers as its ModelSpec describes.
 
-`forward` takes everything it needs as arguments and knows no phases: a row is a token at a position of some
-sequence, and the batch says where that sequence's keys and values lie. Layers hold weights; what is computed with
-them is the kernels' business.
+`Decoder.__call__` takes all it needs as arguments and knows neither prefill nor decode: a row is a token at a position
+of some sequence, and the batch says where that sequence's keys and values lie. Layers hold weights; kernels compute.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class WeightSource(Protocol):
 
 
 class Parameters:
-    """Loaded weights, by name, on their way into a decoder: each is packed as it is taken, and the loaded one goes."""
+    """Hands loaded weights to a decoder by name, each packed for the kernels when it is taken, and then freed."""
 
     def __init__(self, kernels: Kernels, loaded: WeightSource) -> None:
         self._kernels = kernels
@@ -77,7 +76,7 @@ class Linear:
 
 
 class Norm:
-    """One of the norms between blocks, as the model's spec has them."""
+    """A norm before or after attention or MLP: RMSNorm or LayerNorm, as the model's spec says."""
 
     __slots__ = ("bias", "spec", "weight")
 
@@ -187,7 +186,8 @@ class DecoderLayer:
         self.mlp: Mlp | MoeMlp = kind(parameters, f"{name}.mlp", layer.mlp)  # type: ignore[arg-type]
 
     def __call__(self, batch: Batch, x: Tensor, residual: Tensor | None, cache: LayerCache) -> tuple[Tensor, Tensor]:
-        """x is what the last layer would add to the residual stream; adding is fused with the norm."""
+        """Takes x, the last layer's output that is not added to the residual stream yet (adding is fused with the
+        norm), and returns this layer's output in the same way, with the residual stream before it."""
         normed, residual = _enter(batch, x, residual, self.attention_norm)
         attended = self._leave(batch, self.attention(batch, normed, cache), self.attention_post_norm)
         if self.parallel:
@@ -196,13 +196,13 @@ class DecoderLayer:
         return self._leave(batch, self.mlp(batch, normed), self.mlp_post_norm), residual
 
     def _leave(self, batch: Batch, x: Tensor, norm: Norm | None) -> Tensor:
-        """What a block adds to the residual stream."""
+        """What attention or MLP adds to the residual stream: normed and scaled, where the model does that."""
         x = x if norm is None else norm(batch, x)
         return x if self.scale == 1 else batch.kernels.scale_add(x, self.scale)
 
 
 def _enter(batch: Batch, x: Tensor, residual: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
-    """What a block takes, and the residual stream with x added."""
+    """Adds x to the residual stream; returns its norm, which attention or MLP takes as input, and the stream."""
     if norm is None:
         total = x if residual is None else batch.kernels.scale_add(x, 1.0, residual)
         return total, total
@@ -220,14 +220,14 @@ class Decoder:
         dtype: torch.dtype,
         max_position: int | None = None,
     ) -> None:
-        """`loaded` has the weights of `spec.parameters()` and is empty afterwards: each goes as its packed one comes.
-        `max_position` bounds the rope tables (default: the spec's)."""
+        """`loaded` has the weights of `spec.parameters()` and is empty afterwards. `max_position` is the number of
+        positions in the rope tables (default: the spec's)."""
         self.spec = spec
         self.kernels = kernels
         self.dtype = dtype
         self.max_position = max_position or spec.max_position
         parameters = Parameters(kernels, loaded)
-        # Tied, it is one matrix for both ends; where steps are recorded, looking rows up must be a kernel's call.
+        # A tied embedding is the head too, which is packed; a recorded step (CPU) looks its rows up by a kernel.
         pack_embedding = spec.tie_embeddings or kernels.record is not None
         self.embedding = parameters.matrix("embedding", pack=pack_embedding)
         self.device = self.embedding.device
@@ -235,7 +235,7 @@ class Decoder:
         self.final_norm = Norm(parameters, "final_norm", spec)
         self.layers: list[DecoderLayer] = []
         tables: dict[RopeSpec | None, Tensor | None] = {None: None}
-        """One for all layers that rotate alike."""
+        """Layers with the same rope share a table."""
         for i, layer in enumerate(spec.layers):
             if layer.rope is not None and layer.rope not in tables:
                 table = cos_sin_table(layer.rope, spec.heads.head_dim, self.max_position)
@@ -257,7 +257,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Scores [rows, vocab] of hidden rows, in the model's dtype; into `out` if there is one."""
-        if self.spec.logit_scale != 1:  # of the hidden rows: they are the shorter ones
+        if self.spec.logit_scale != 1:  # applied to the hidden rows, which are shorter than rows of logits
             hidden = self.kernels.scale_add(hidden, self.spec.logit_scale)
         scores = self.kernels.linear(hidden, self.head, out=out)
         if self.spec.logit_cap:
@@ -271,11 +271,11 @@ class Decoder:
 
     @property
     def num_parameters(self) -> int:
-        """Of those that are here."""
+        """Of the weights in this process."""
         return sum(math.prod(weight.shape) for weight in self.weights.values())
 
     def release(self) -> None:
-        """Lets go of the weights; the decoder can't be used afterwards."""
+        """Frees the weights; the decoder can't be used afterwards."""
         self.layers.clear()
         self.weights.clear()
         self.embedding = self.head = Weight.dense(torch.empty(0, 0))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from quire.checkpoints.fields import Fields
@@ -17,7 +18,6 @@ from quire.kernels.ops import Activation, MoeSpec
 from quire.models.config_parts import (
     ROPE_TYPES,
     read_rope,
-    read_window,
     with_deepseek_experts,
     with_qwen_experts,
     with_window,
@@ -41,9 +41,9 @@ class Family:
     gguf: str | None = None
     """What `general.architecture` says in a GGUF file, if such files exist."""
     gguf_key: str = ""
-    """Of several families with the same architecture there, the first whose key the file has; "": any."""
+    """Where families share a GGUF architecture, the first one whose key the file has is taken; "" fits any file."""
     gguf_settings: Mapping[str, Any] = field(default_factory=dict)
-    """What GGUF files leave out, as config.json would say it."""
+    """Settings that GGUF files leave out, by their names in config.json."""
     tie_embeddings: bool = False
     """What an absent `tie_word_embeddings` means."""
     rope_theta: float = 10_000.0
@@ -59,13 +59,13 @@ class Family:
     """Names of a layer's tensors that are not the usual ones (see `names.py`), "" where there is no such tensor."""
     gguf_names: Mapping[str, str] = field(default_factory=dict)
     interleaved_rope: bool = False
-    """Rope turns neighbouring dimensions: rows of q and k are reordered when they are loaded."""
+    """Rope rotates neighbouring dimensions (2i, 2i + 1): rows of q and k are reordered when they are loaded."""
     gguf_interleaved_rope: bool = False
-    """GGUF files hold the rows of q and k in that order."""
+    """The same for GGUF files, which may have q and k in another order than Hugging Face's."""
     alternating_gate_up: bool = False
-    """Gate and up rows of stacked experts alternate."""
+    """Gate and up rows of stacked experts alternate (row 0 gate, row 1 up, ...)."""
     has_guessing_layers: bool = False
-    """Files may hold layers after the last one, which guess further tokens."""
+    """Files may hold layers after the last one for multi-token prediction; they are ignored."""
 
 
 def _with_biases(spec: ModelSpec, qkv: bool, output: bool, mlp: bool, gated: bool = True) -> ModelSpec:
@@ -92,10 +92,6 @@ def _smollm3(config: Fields, spec: ModelSpec) -> ModelSpec:
     return replace(spec, layers=tuple(layer if use else replace(layer, rope=None) for layer, use in layers))
 
 
-def _mistral(config: Fields, spec: ModelSpec) -> ModelSpec:
-    return with_window(spec, read_window(config, 4096))
-
-
 def _mixtral_experts(config: Fields) -> MoeSpec:
     return MoeSpec(
         num_experts=config.integer("num_local_experts", 8, high=65_536),
@@ -106,7 +102,7 @@ def _mixtral_experts(config: Fields) -> MoeSpec:
 
 
 def _mixtral(config: Fields, spec: ModelSpec) -> ModelSpec:
-    return with_window(spec.with_layers(mlp=_mixtral_experts(config)), read_window(config, None))
+    return with_window(config, spec.with_layers(mlp=_mixtral_experts(config)), None)
 
 
 def _qwen2(config: Fields, spec: ModelSpec) -> ModelSpec:
@@ -133,7 +129,7 @@ def _qwen3(config: Fields, spec: ModelSpec) -> ModelSpec:
 def _qwen3_moe(config: Fields, spec: ModelSpec) -> ModelSpec:
     bias = config.boolean("attention_bias", False)
     if config.boolean("use_sliding_window", False):
-        spec = _mistral(config, spec)
+        spec = with_window(config, spec, 4096)
     return with_qwen_experts(config, spec).with_layers(qk_norm=True, qkv_bias=bias, output_bias=bias)
 
 
@@ -166,14 +162,10 @@ def _gemma3(config: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def _local_rope(config: Fields, spec: ModelSpec, default: RopeSpec) -> RopeSpec:
-    """That of layers with windows, which are not stretched for longer contexts."""
+    """The rope of layers with a sliding window, which is not stretched for longer contexts."""
     if "sliding_attention" not in config.part("rope_parameters"):
         return default
     return read_rope(config, spec.heads.head_dim, default.theta, None, ROPE_TYPES, "sliding_attention")
-
-
-def _phi3(config: Fields, spec: ModelSpec) -> ModelSpec:
-    return with_window(spec, read_window(config, None))
 
 
 def _olmo2(config: Fields, spec: ModelSpec) -> ModelSpec:
@@ -234,7 +226,7 @@ def _cohere2(config: Fields, spec: ModelSpec) -> ModelSpec:
 def _starcoder2(config: Fields, spec: ModelSpec) -> ModelSpec:
     bias = config.boolean("use_bias", True)
     spec = replace(spec, layer_norm=True, norm_bias=True, rms_norm_eps=config.number("norm_epsilon", 1e-5))
-    return _with_biases(_phi3(config, spec), bias, bias, bias, gated=False)
+    return _with_biases(with_window(config, spec, None), bias, bias, bias, gated=False)
 
 
 def _seed_oss(config: Fields, spec: ModelSpec) -> ModelSpec:
@@ -286,8 +278,8 @@ FAMILIES: tuple[Family, ...] = (
         rope_theta=1_000_000.0, names=_MIXTRAL_NAMES, gguf_interleaved_rope=True,
     ),
     Family(
-        "mistral", "Mistral", ("MistralForCausalLM",), _mistral, "llama", "attention.sliding_window",
-        gguf_interleaved_rope=True,
+        "mistral", "Mistral", ("MistralForCausalLM",), partial(with_window, default=4096), "llama",
+        "attention.sliding_window", gguf_interleaved_rope=True,
     ),
     Family(
         "llama", "Llama (2, 3.x, TinyLlama, SmolLM2), Falcon 3", ("LlamaForCausalLM",), _llama, "llama",
@@ -315,7 +307,7 @@ FAMILIES: tuple[Family, ...] = (
         names={"mlp_norm": "pre_feedforward_layernorm"},
     ),
     Family(
-        "phi3", "Phi-3, Phi-4", ("Phi3ForCausalLM",), _phi3, "phi3",
+        "phi3", "Phi-3, Phi-4", ("Phi3ForCausalLM",), partial(with_window, default=None), "phi3",
         rope_types=("default", "longrope"), partial_rotary=1.0,
         names={"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"},
         gguf_names={"qkv": "attn_qkv", "gate_up": "ffn_up"},

@@ -25,13 +25,12 @@ def read_gguf_spec(checkpoint: Checkpoint, file: str) -> ModelSpec:
         qkv_bias=any(f"blk.0.{part}.bias" in tensor_names for part in ("attn_q", "attn_qkv")),
         output_bias="blk.0.attn_output.bias" in tensor_names,
     )
-    # Converters add what families add to their norms' weights.
+    # A family's norm offset is already added to the weights in GGUF files.
     return replace(spec, norm_offset=0.0)
 
 
 def config_of(checkpoint: Checkpoint, file: str) -> dict[str, Any]:
-    """config.json for the file's model. Not all that a GGUF file can say has a place there: whoever writes it compares
-    what is read back."""
+    """A config.json for the file's model. It can't say all that a GGUF file can: compare the specs afterwards."""
     if "rope_freqs.weight" in checkpoint.tensors:
         raise UnsupportedModelError(f"{file}: a factor for each rope frequency has no place in config.json")
     family, config = _settings(checkpoint, file)

@@ -1,7 +1,7 @@
 """Opens a model's files and fills a decoder from them, some tensors at a time, without a second copy of the model.
 
-Names and shapes are checked and formats are chosen (`weight_plan.py`) before memory is asked for. What is kept as it is
-stored is read straight into its place; other formats are expanded, or quantised, some rows at a time.
+Names and shapes are checked and formats are chosen (`weight_plan.py`) before memory is allocated. A tensor that is kept
+in its stored format is read straight into its place; others are expanded or quantised, some rows at a time.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from quire.models.names import Piece, gguf_pieces, huggingface_pieces
 from quire.models.weight_plan import ModelFiles, WeightPlan, plan_weights
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes read so far and the bytes there are, first with none."""
+"""Called with the number of bytes read so far (0 at first) and of all bytes."""
 
 _NUM_READERS = 4
-"""Threads: copying out of the page cache, or decompressing, one alone is slower than memory or a GPU's bus."""
+"""Threads that read: a single one copies or expands more slowly than memory or a GPU's bus can take it."""
 _AHEAD_BYTES = 16 * 2**20
 
 
@@ -79,8 +79,8 @@ def load_decoder(
     progress: Progress | None = None,
     quantization: str = "auto",
 ) -> Decoder:
-    """A decoder with its weights on the device, in the formats that `plan_weights` chooses. `max_position` bounds the
-    rope tables (default: the spec's)."""
+    """A decoder with its weights on the device, in the formats that `plan_weights` chooses. `max_position` is the
+    number of positions in the rope tables (default: the spec's)."""
     return load_planned(plan_weights(files, kernels, dtype, device, quantization), max_position, progress)
 
 
@@ -88,21 +88,21 @@ def load_planned(
     plan: WeightPlan,
     max_position: int | None = None,
     progress: Progress | None = None,
-    through: Callable[[WeightSource], WeightSource] = lambda source: source,
+    wrap_source: Callable[[WeightSource], WeightSource] = lambda source: source,
 ) -> Decoder:
-    """A decoder with its weights on the device, in the formats of the plan, which it takes `through` what may say more
-    of them."""
+    """A decoder with its weights on the device, in the formats of the plan. `wrap_source` is used by ranks of tensor
+    parallelism, which take parts of the weights."""
     with ThreadPoolExecutor(_NUM_READERS, "weights") as readers:
         reading = _Reading(plan, readers, progress or (lambda done, total: None))
         try:
-            return Decoder(plan.files.spec, plan.kernels, through(reading), plan.dtype, max_position)
+            return Decoder(plan.files.spec, plan.kernels, wrap_source(reading), plan.dtype, max_position)
         finally:
             readers.shutdown(wait=False, cancel_futures=True)
 
 
 class _Reading:
-    """A model's parameters on their way from the files to a decoder: some are read ahead of the one it takes, in the
-    order of the plan. On a CPU the decoder packs what it takes, so only so much is read ahead as keeps readers busy."""
+    """The `WeightSource` of a decoder: reads its parameters from the files, ahead of the one it asks for. On a GPU all
+    are read ahead; on a CPU, where each is packed and then freed, only enough to keep the reading threads busy."""
 
     def __init__(self, plan: WeightPlan, readers: ThreadPoolExecutor, progress: Progress) -> None:
         self._plan = plan
@@ -122,7 +122,7 @@ class _Reading:
         return name in self._pieces or name in self._started
 
     def pop(self, name: str) -> Weight:
-        """Waits until it is read. What goes wrong with it is raised here."""
+        """The parameter, once it is read; errors in reading it are raised here."""
         if name in self._pieces:
             self._start(name)
         ahead = sum(self._sizes[one] for one in self._started)
@@ -150,7 +150,7 @@ class _Reading:
 
 
 def read_piece(checkpoint: Checkpoint, piece: Piece, format: Format, targets: Sequence[Tensor]) -> None:
-    """Fills the tensors of a part from a tensor of the checkpoint, its rows in the decoder's order."""
+    """Fills the tensors of a weight's part from one tensor of the checkpoint, with rows in the decoder's order."""
     if targets[0].dim() > len(checkpoint.tensors[piece.name].shape):  # biases of experts
         targets = tuple(target.squeeze(-1) for target in targets)
     order = piece.order
@@ -164,7 +164,7 @@ def read_piece(checkpoint: Checkpoint, piece: Piece, format: Format, targets: Se
 
 
 def _read_as(checkpoint: Checkpoint, name: str, format: Format, targets: Sequence[Tensor]) -> None:
-    """With numbers, with what is stored, or with what is quantised on the way."""
+    """Fills `targets` with plain numbers, with the stored blocks as they are, or with numbers quantised here."""
     info = checkpoint.tensors[name]
     if format.dtype is not None:
         checkpoint.read_into(name, targets[0])

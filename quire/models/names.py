@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint fills which part of which parameter of the decoder."""
+"""Which tensors of a checkpoint fill which parameters of the decoder."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from quire.models.spec import LayerSpec, MlpSpec, ModelSpec, Parameter
 
 @dataclass(frozen=True, slots=True)
 class RowOrder:
-    """How the rows of a tensor are brought into the decoder's order, in which rope turns dimension i of a head with
-    i + head_dim / 2: checkpoints turn neighbours, or only the first dimensions of a head. Queries and keys are changed
-    alike, so their products stay. Experts whose gate and up rows alternate are sorted in the same way."""
+    """How to reorder the rows of a tensor for the decoder, whose rope pairs dimension i of a head with dimension
+    i + head_dim / 2. A checkpoint's rope may pair neighbours, or rotate only the first dimensions. Queries and keys are
+    reordered alike, so their products don't change. Also sorts experts whose gate and up rows alternate."""
 
     heads: int
-    """So many at the beginning; rows after them stay where they are."""
+    """How many heads are reordered, from the first row on; rows after them keep their place."""
     head_dim: int
     rotated: int
-    """Rows of a head that are rotated, the first ones."""
+    """How many rows of a head are rotated, the first ones."""
     interleaved: bool
+    """Whether the checkpoint pairs neighbours."""
     axis: int = 0
-    """Which dimension of the tensor its rows are."""
+    """The tensor's dimension that has the rows."""
 
     def index(self, num_rows: int) -> Tensor:
-        """For each row of the decoder, which of the checkpoint it is."""
+        """For each row of the decoder, the checkpoint's row that it is taken from."""
         turned, others = torch.arange(self.rotated), torch.arange(self.rotated, self.head_dim)
         pairs = turned.view(-1, 2).t() if self.interleaved else turned.view(2, -1)
         head = torch.cat((pairs, others.view(2, -1)), 1).flatten()
@@ -49,9 +50,9 @@ class Piece:
     parameter: str
     """The decoder's parameter, by its dotted path."""
     part: int | None = None
-    """Which of the parameter's stacked rows it fills; None: all of them."""
+    """Which of several tensors stacked in one parameter it is (query 0, key 1, value 2); None: it fills all rows."""
     expert: int | None = None
-    """Which of a stack of experts it belongs to; None: it has all of them, or there are none."""
+    """Which expert of a stack it is; None: it has all experts, or the parameter has none."""
     order: RowOrder | None = None
     """How its rows are rearranged; None: not at all."""
 
@@ -63,7 +64,7 @@ class Piece:
         return slice(None) if self.expert is None else self.expert, rows
 
     def shape(self, parameter: Parameter) -> tuple[int, ...]:
-        """What it should have in the checkpoint."""
+        """The shape that it must have in the checkpoint."""
         shape = list(parameter.shape)
         if self.part is not None:
             shape[-2 if len(shape) > 1 else -1] = parameter.rows[self.part]
@@ -93,9 +94,9 @@ _LAYER_NAMES = {
     "experts_gate_up": ("mlp.experts.gate_up_proj", ""),
     "experts_down": ("mlp.experts.down_proj", ""),
 }
-"""A layer's tensor names below its prefix, Hugging Face's and GGUF's, to which `weight` and `bias` are appended (but
-for sinks, the bias of a choice and experts that come stacked); `{expert}` is an expert's number. A family that packs
-has names for `qkv`, `gate_up` and `shared_gate_up`, too."""
+"""A layer's tensors by Hugging Face's and by GGUF's name, without the layer's prefix. `.weight` or `.bias` is appended,
+but for sinks, choice_bias and stacked experts. `{expert}` is an expert's number. A family whose files pack tensors adds
+names for `qkv`, `gate_up` and `shared_gate_up`."""
 _HUGGINGFACE, _GGUF = ({part: pair[i] for part, pair in _LAYER_NAMES.items()} for i in range(2))
 
 
@@ -111,7 +112,7 @@ def gguf_pieces(spec: ModelSpec, present: Collection[str] = ()) -> Iterator[Piec
 
 
 def ignored_names(spec: ModelSpec, present: Collection[str]) -> set[str]:
-    """Tensors some checkpoints carry though the decoder has no use for them, or has used them for its spec."""
+    """Tensors of a checkpoint that are not loaded: the decoder does not need them, or they are part of its spec."""
     further = tuple(f"{prefix}.{spec.num_layers}." for prefix in ("model.layers", "blk"))
     unused = {name for name in present if name.endswith(".rotary_emb.inv_freq")}
     if any(layer.rope is not None and layer.rope.kind == "factors" for layer in spec.layers):

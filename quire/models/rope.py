@@ -12,10 +12,9 @@ from quire.models.spec import RopeSpec
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int, num_positions: int = 2**31) -> Tensor:
-    """How far each pair of the rotated dimensions turns per position, after the spec's stretching.
+    """The angle per position of each pair of rotated dimensions, stretched as the spec says.
 
-    In float32 on purpose, as training code computes it: at long positions a more precise table would not
-    be the one the weights were trained with.
+    In float32 on purpose, as in training: at long positions a more precise table would not fit the weights.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / rope.theta**exponents

@@ -38,10 +38,10 @@ class RopeSpec:
     freq_factors: tuple[float, ...] = ()
     """factors: each frequency is divided by its own factor (how GGUF files carry llama3 stretching)."""
     short_factors: tuple[float, ...] = ()
-    """Used instead of those where no sequence can be longer than the original context (longrope). The limit decides,
-    never a sequence's length: its first keys would change when it grows."""
+    """Used instead of `freq_factors` where `max_model_len` is at most the original context (longrope). A sequence's own
+    length does not matter: if it did, its first keys would change when it grows."""
     rotated: int = 0
-    """How many dimensions of a head are rotated, its first ones in a checkpoint; 0: all."""
+    """How many dimensions of a head are rotated (in a checkpoint its first ones); 0: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +71,17 @@ class LayerSpec:
     qkv_bias: bool = False
     output_bias: bool = False
     pre_norms: bool = True
-    """Whether what attention and MLP take is normed."""
+    """Whether the inputs of attention and MLP are normed."""
     post_norms: bool = False
-    """Whether what they add to the residual stream is."""
+    """Whether the outputs of attention and MLP are normed before they are added to the residual stream."""
     parallel: bool = False
-    """Both take the same normed input, and their sum is added."""
+    """Attention and MLP take the same normed input, and their sum is added to the residual stream."""
     sinks: bool = False
-    """Each head has one more score in its softmax, which no key stands for."""
+    """Each head has one more score in its softmax, which belongs to no key."""
 
     @property
     def norms(self) -> tuple[str, ...]:
-        """The names of those it has, besides query's and key's."""
+        """The names of the layer's norms, besides those of queries and keys."""
         before = ("attention_norm",) if self.parallel else ("attention_norm", "mlp_norm")
         after = ("attention_post_norm", "mlp_post_norm")
         return (before if self.pre_norms else ()) + (after if self.post_norms else ())
@@ -93,13 +93,12 @@ class Parameter:
 
     shape: tuple[int, ...]
     rows: tuple[int, ...] = ()
-    """Where several tensors of a checkpoint are stacked along the output (query, key and value): how many rows of the
-    parameter each of them fills."""
+    """Where several tensors of a checkpoint are stacked (query, key and value): how many rows each of them fills."""
     wide: bool = False
     """Kept in float32 whatever the model's dtype is."""
 
     def rows_of(self, part: int) -> slice:
-        """Those that part `part` of the stack fills."""
+        """The rows that tensor number `part` of the stack fills."""
         start = sum(self.rows[:part])
         return slice(start, start + self.rows[part])
 
@@ -119,18 +118,18 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     layer_norm: bool = False
-    """Norms subtract the mean first (but for those of queries and keys)."""
+    """Norms are LayerNorm instead of RMSNorm (except those of queries and keys)."""
     norm_bias: bool = False
     norm_offset: float = 0.0
     """Added to the weights of norms."""
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
-    """Of what attention and MLP add to the residual stream."""
+    """Factor of what attention and MLP add to the residual stream."""
     logit_scale: float = 1.0
     logit_cap: float = 0.0
-    """Logits become cap * tanh(logit / cap); 0: they stay."""
+    """Logits become cap * tanh(logit / cap); 0: no cap."""
     cache: StoredCache = UNSAID
-    """What the checkpoint says of how keys and values are stored."""
+    """What the checkpoint says about the format of cached keys and values."""
 
     @property
     def num_layers(self) -> int:
@@ -138,7 +137,7 @@ class ModelSpec:
 
     @property
     def heads(self) -> HeadShape:
-        """The same in all layers: they share one cache and one list of attention work."""
+        """The head sizes, the same in all layers: they share one cache and one list of attention work."""
         return self.layers[0].attention.heads
 
     def with_layers(self, **changes: Any) -> ModelSpec:
@@ -146,7 +145,7 @@ class ModelSpec:
         return replace(self, layers=tuple(replace(layer, **changes) for layer in self.layers))
 
     def parameters(self) -> dict[str, Parameter]:
-        """All parameters by their names, without making the model."""
+        """Names and shapes of all parameters of the decoder."""
         found = {"embedding": Parameter((self.vocab_size, self.hidden_size)), **dict(self._norm("final_norm"))}
         if not self.tie_embeddings:
             found["head"] = Parameter((self.vocab_size, self.hidden_size))

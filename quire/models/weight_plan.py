@@ -23,9 +23,9 @@ from quire.models.spec import ModelSpec, Parameter
 QUANTIZED = {"int8": INT8, "int4": Q4_0, "fp8": FP8}
 """The formats that `quantization` can ask for."""
 MULTIPLE = 32
-"""Of what the input size of a quantised matrix must be."""
+"""The input size of a quantised matrix must be a multiple of this."""
 _STAY_PLAIN = (".router.weight", ".shared_gate.weight", "_bias")
-"""Small matrices that decide much."""
+"""Matrices that are not quantised: they are small, and errors in them cost much quality."""
 _ENDS = ("embedding", "head")
 
 
@@ -37,25 +37,25 @@ class ModelFiles:
     checkpoint: Checkpoint
     pieces: tuple[Piece, ...]
     divided: dict[str, Parameter] | None = None
-    """What is kept of each parameter, where these are the files of one of several devices."""
+    """The part of each parameter that this rank of tensor parallelism loads; None: all of it."""
 
     @property
     def parameters(self) -> dict[str, Parameter]:
         return self.spec.parameters() if self.divided is None else self.divided
 
     def block_formats(self) -> list[str]:
-        """The names of the formats, other than plain numbers, that its weights are stored in."""
+        """The names of the quantised formats that its weights are stored in."""
         tensors = self.checkpoint.tensors
         infos = (tensors[piece.name] for piece in self.pieces if piece.name in tensors)
         return list(dict.fromkeys(info.dtype for info in infos if info.format.dtype is None))
 
     def are_quantized(self, quantization: str) -> bool:
-        """Whether weights are computed with, or at least stored, in other formats than plain numbers."""
+        """Whether, with this setting, weights are quantised: in the files, or while loading."""
         return quantization in QUANTIZED or (quantization == "auto" and bool(self.block_formats()))
 
 
 def quantized_format(parameter: str, shape: tuple[int, ...], quantization: str) -> Format | None:
-    """What plain numbers that fill a parameter of the decoder are turned into; None: they stay plain numbers."""
+    """The format that plain numbers for a parameter are quantised to; None: they stay plain numbers."""
     wanted = QUANTIZED.get(quantization)
     is_small = len(shape) < 2 or parameter.endswith(_STAY_PLAIN)
     return None if wanted is None or is_small or shape[-1] % MULTIPLE else wanted
@@ -72,7 +72,7 @@ class WeightPlan:
     quantization: str
     parameters: dict[str, Parameter]
     formats: dict[str, tuple[Format, ...]]
-    """For each parameter, of the tensors stacked in it (one, where it isn't stacked)."""
+    """For each parameter, the format of each tensor stacked in it (of the only one, where none are stacked)."""
 
     @property
     def nbytes(self) -> int:
@@ -83,7 +83,7 @@ class WeightPlan:
         return sum(math.prod(one.shape) for one in self.parameters.values())
 
     def describe(self) -> str:
-        """For the start-up message: the formats, the largest first, and what else became of the files' own."""
+        """For the start-up message: the formats, the one with the most bytes first, and what was expanded and why."""
         sizes: Counter[str] = Counter()
         for name in self.formats:
             for format, shape in self._stored(name):
@@ -102,7 +102,7 @@ class WeightPlan:
         return "; ".join(texts)
 
     def expanded(self) -> list[str]:
-        """The files' block formats of which some tensor becomes plain numbers."""
+        """The quantised formats of which some tensor is expanded to plain numbers."""
         return list(dict.fromkeys(
             info.dtype for piece in self.files.pieces
             if (info := self.files.checkpoint.tensors[piece.name]).format.dtype is None
@@ -110,7 +110,7 @@ class WeightPlan:
         ))  # fmt: skip
 
     def uneven(self) -> int:
-        """How many matrices stay plain numbers because their rows are not whole blocks."""
+        """How many matrices stay plain numbers because their input size is no multiple of MULTIPLE."""
         matrices = (name for name, one in self.parameters.items() if len(one.shape) > 1 and one.shape[-1] % MULTIPLE)
         return sum(not name.endswith(_STAY_PLAIN) for name in matrices) if self.quantization in QUANTIZED else 0
 
@@ -118,8 +118,8 @@ class WeightPlan:
         return self.formats[piece.parameter][piece.part or 0]
 
     def make_room(self, name: str) -> tuple[Weight, list[tuple[Tensor, ...]]]:
-        """A parameter to be filled, and the part of its memory for each of the tensors stacked in it. Neighbours of
-        the same format are one part of the weight."""
+        """Memory for a parameter, and the views into it that each of its stacked tensors fills. Neighbouring tensors of
+        the same format become one `Part` of the weight."""
         shape = self.parameters[name].shape
         along = max(len(shape) - 2, 0)
         parts: list[Part] = []
@@ -154,13 +154,13 @@ def plan_weights(
     for piece in files.pieces:
         parameter, stored = parameters[piece.parameter], tensors[piece.name].format
         shape, plain = parameter.shape, PLAIN[torch.float32 if parameter.wide else dtype]
-        # A GPU has kernels for products only.
+        # On a GPU quantised formats have kernels for matrix products, not for looking up rows of the embedding.
         can_stay = len(shape) > 1 and (device.type == "cpu" or piece.parameter not in _ENDS)
         wanted = (quantized_format(piece.parameter, shape, quantization) if can_stay else None) or plain
         if stored.dtype is None:
             stays = quantization == "auto" and can_stay and kernels.computes(stored)
             wanted = stored if stays and shape[-1] % MULTIPLE == 0 else plain
-        # Experts that come one by one make one part, in one format.
+        # Experts stored one by one are stacked into one part, which has one format: plain if theirs differ.
         formats = chosen[piece.parameter]
         formats[piece.part or 0] = wanted if formats.get(piece.part or 0, wanted) == wanted else plain
     formats_of = {name: tuple(formats[part] for part in sorted(formats)) for name, formats in chosen.items()}
@@ -189,7 +189,7 @@ def _check_can_quantize(files: ModelFiles, kernels: Kernels, device: torch.devic
 
 
 def check_names_and_shapes(files: ModelFiles, parameters: dict[str, Parameter]) -> None:
-    """What a model's files must hold, and nothing else."""
+    """Raises ModelFormatError unless the files hold exactly the tensors that the model needs."""
     infos = files.checkpoint.tensors
     some_file = next(iter(infos.values())).file if infos else "the checkpoint"
     for piece in files.pieces:

@@ -34,7 +34,7 @@ class RankShare(Share):
     def plan(self, plan: WeightPlan, whole: ModelSpec) -> WeightPlan:
         return replace(plan, kernels=parallel_kernels(plan.kernels, self._group, self._division(whole)))
 
-    def of(self, whole: ModelSpec) -> Callable[[WeightSource], WeightSource]:
+    def source_of(self, whole: ModelSpec) -> Callable[[WeightSource], WeightSource]:
         return partial(DividedSource, division=self._division(whole))
 
     def agree(self, plan: CachePlan) -> CachePlan:

@@ -20,17 +20,18 @@ from quire.step import ScheduledRequest, Step
 
 @dataclass(frozen=True)
 class StepShape:
-    """What the host knows of a step's scheduled requests, one entry each, in their order."""
+    """What the host knows of a step's scheduled requests, one entry each, in their order. A "draw" is a token that will
+    be sampled: one after a request's last known token, and one after each of its guesses."""
 
     request_rows: Int32Array
     starts: Int32Array
-    """Where those that run ahead begin at the latest, and all others begin."""
+    """The first position that is computed; for a request that runs ahead, if all its guesses in flight are right."""
     counts: Int32Array
     samples: npt.NDArray[np.bool_]
     guesses: tuple[tuple[int, ...], ...]
     runs_ahead: tuple[bool, ...]
     is_decode: bool
-    """Whether each computes one token and draws the next: nothing has to be looked for then."""
+    """Whether every request computes one token and samples the next."""
 
     @classmethod
     def of(cls, step: Step) -> StepShape:
@@ -45,21 +46,21 @@ class StepShape:
 
     @cached_property
     def is_ahead(self) -> bool:
-        """Whether the host does not know where some request stands."""
+        """Whether some request's position depends on guesses whose check the host has not seen yet."""
         return any(self.runs_ahead)
 
     @property
     def is_drawn_everywhere(self) -> bool:
-        """Whether a token is drawn behind every one that is computed: each request decodes, or checks guesses."""
+        """Whether a token is sampled after every computed one: each request decodes or checks guesses, no prompts."""
         return self.is_decode or bool(self.samples.all() and (self.counts == 1 + self.num_guesses).all())
 
     def drawn_for(self, scheduled: Sequence[ScheduledRequest]) -> Sequence[ScheduledRequest]:
-        """The one of the scheduled requests that each draw is for."""
+        """The scheduled request of each draw."""
         return scheduled if self.is_decode else [scheduled[owner] for owner in self.draw_owners.tolist()]
 
     def by_token(self) -> StepShape:
-        """The same as decodes, one for each token: its key is written before any attends, so it sees those before. They
-        sample where a token is drawn."""
+        """The same step with every token as a decode of its own, as graphs want it. A layer writes the keys of all
+        tokens before any of them attends, so each still sees the ones before it."""
         owners, samples = self.token_owners, np.zeros(len(self.token_owners), np.bool_)
         samples[self.draw_indices] = True
         ones, none = np.ones(len(owners), np.int32), ((),) * len(owners)
@@ -67,17 +68,17 @@ class StepShape:
 
     @cached_property
     def query_start(self) -> Int32Array:
-        """Where among the step's tokens each request's begin, and where the last one's end."""
+        """[requests + 1]: the index of each request's first token among the step's tokens, and the end of the last."""
         return np.concatenate((np.zeros(1, np.int32), self.counts.cumsum(dtype=np.int32)))
 
     @cached_property
     def token_owners(self) -> npt.NDArray[np.int64]:
-        """Which of the scheduled requests each token is of."""
+        """[tokens]: the index of the scheduled request that each token belongs to."""
         return np.arange(len(self.counts)).repeat(self.counts)
 
     @property
     def token_positions(self) -> Int32Array:
-        """Where in its sequence each token stands, at the latest."""
+        """[tokens]: each token's position in its sequence, if all guesses in flight are right."""
         first = (self.starts - self.query_start[:-1])[self.token_owners]
         return first + np.arange(self.query_start[-1], dtype=np.int32)
 
@@ -89,41 +90,41 @@ class StepShape:
 
     @cached_property
     def draw_owners(self) -> npt.NDArray[np.int64]:
-        """Which of the scheduled requests each draw is for: one after its last real token and one after each guess."""
+        """[draws]: the index of the scheduled request that each draw is for."""
         owners = np.flatnonzero(self.samples)
         return owners.repeat(1 + self.num_guesses[owners]) if self.has_guesses else owners
 
     @cached_property
     def draw_offsets(self) -> Int32Array:
-        """The how manieth draw of its request each is."""
+        """[draws]: 0 for the draw after a request's last known token, then 1, 2 ... after its guesses."""
         if not self.has_guesses:
             return np.zeros(len(self.draw_owners), np.int32)
         return np.concatenate([np.arange(1 + n, dtype=np.int32) for n in self.num_guesses[self.samples]])
 
     @property
     def draw_indices(self) -> npt.NDArray[np.int64]:
-        """Behind which of the step's tokens each is drawn."""
+        """[draws]: the index, among the step's tokens, of the token that each draw follows."""
         return (self.query_start[1:] - 1 - self.num_guesses)[self.draw_owners] + self.draw_offsets.astype(np.int64)
 
     @property
     def draw_follows(self) -> npt.NDArray[np.int64]:
-        """The guess that each draw comes after; -1 where that is a real token."""
-        return np.roll(self.draw_guesses, 1)  # of each request, the last one's own is -1
+        """[draws]: the guess that each draw follows; -1 where it follows a known token."""
+        return np.roll(self.draw_guesses, 1)  # each request's last entry is -1, which becomes the next one's first
 
     @property
     def draw_guesses(self) -> npt.NDArray[np.int64]:
-        """The guess at each drawn token; -1 where there is none."""
+        """[draws]: the guess that the drawn token is compared with; -1 for a request's last draw, which has none."""
         owners = np.flatnonzero(self.samples).tolist()
         return np.array([token for owner in owners for token in (*self.guesses[owner], -1)], np.int64)
 
     @property
     def draw_request_rows(self) -> npt.NDArray[np.int64]:
-        """The request row of each token that is drawn."""
+        """[draws]: the request row of each draw."""
         return self.request_rows[self.draw_owners].astype(np.int64)
 
     @property
     def draw_positions(self) -> npt.NDArray[np.int64]:
-        """Where in its sequence each drawn token will stand, at the latest."""
+        """[draws]: the position that the drawn token will have, if all guesses in flight are right."""
         ends = self.starts + self.counts - self.num_guesses
         return (ends[self.draw_owners] + self.draw_offsets).astype(np.int64)
 
@@ -136,15 +137,16 @@ class InputBatch:
     positions: Tensor
     paged: Batches
     draw_indices: Tensor
-    """Which of the step's token rows tokens are drawn from."""
+    """int64 [draws]: the step's tokens after which a token is sampled."""
     draw_request_rows: Tensor
-    """int32: the request row of each of them."""
+    """int32 [draws]: the request row of each draw."""
     draw_positions: Tensor
-    """int32: where in its sequence the drawn token will stand."""
+    """int32 [draws]: the position that the sampled token will have."""
 
 
 def lag_of(shape: StepShape, request_rows: RequestRows, uploader: Uploader) -> Tensor | None:
-    """int32 [requests], on the device: how many guesses were wrong that the host counts as right. None: none."""
+    """int32 [requests], on the device: how much earlier than `shape.starts` each request begins, because guesses in
+    flight were wrong. None where no request runs ahead."""
     if not shape.is_ahead:
         return None
     rows, starts, ahead = uploader.upload(shape.request_rows, shape.starts, np.array(shape.runs_ahead))
@@ -159,7 +161,7 @@ def build_batch(
     heads: HeadShape,
     lag: Tensor | None,
 ) -> InputBatch:
-    """Lays the scheduled requests' tokens one after the other."""
+    """The tensors of a step: the scheduled requests' tokens one after the other."""
     ends, draw_owners = shape.starts + shape.counts, shape.draw_owners
     work = kernels.attention_work(shape.counts, ends, shape.request_rows, heads)
     sent = uploader.upload(
@@ -196,7 +198,7 @@ def build_batch(
 
 
 def write_guesses(shape: StepShape, request_rows: RequestRows, uploader: Uploader, lag: Tensor | None) -> None:
-    """Puts the guesses behind the tokens they may follow: there they are computed from, and looked back at."""
+    """Writes the guesses into the request rows, after the known tokens, where decoder and penalties read them."""
     owners = np.arange(len(shape.counts)).repeat(shape.num_guesses)
     first = (shape.starts + shape.counts - shape.num_guesses).astype(np.int64)
     offsets = np.concatenate([np.arange(count) for count in shape.num_guesses])
@@ -212,13 +214,13 @@ def write_guesses(shape: StepShape, request_rows: RequestRows, uploader: Uploade
 def note_accepted(
     shape: StepShape, request_rows: RequestRows, drawn: Tensor, uploader: Uploader, lag: Tensor | None
 ) -> None:
-    """Notes in the request rows how far those that sample have really come: a guess counts if it is the token that was
-    drawn in its place, a token could be drawn behind it, and all guesses before it count. `drawn` int64 [2, draws]:
-    tokens and flags."""
+    """Sets `num_computed_tokens` of request rows that sample to their known tokens plus the guesses that were right.
+    A guess is right if it equals the token drawn in its place, all guesses before it are right, and a token could be
+    drawn after it. `drawn` int64 [2, draws]: tokens and flags."""
     owners = np.flatnonzero(shape.samples)
     counts = 1 + shape.num_guesses[owners]
     first = np.cumsum(counts) - counts
-    # By request and draw, the guess that the drawn token must be; -1 behind the last one.
+    # [requests, draws]: the guess that the drawn token must equal; -1 after a request's last guess.
     guesses = np.full((len(counts), int(counts.max())), -1, np.int64)
     for row, owner in enumerate(owners.tolist()):
         guesses[row, : counts[row] - 1] = shape.guesses[owner]

@@ -60,7 +60,7 @@ def pick_cache_dtype(name: str, dtype: torch.dtype, device: torch.device, stored
 
 
 def wake(device: torch.device) -> None:
-    """Makes a GPU ready for use, which takes a fraction of a second and none of Python's time."""
+    """Initialises a GPU, which takes a fraction of a second during which other Python threads can run."""
     if device.type == "cuda":
         torch.empty(1, device=device)
 
@@ -72,8 +72,8 @@ def describe(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def use_own_cores() -> None:
-    """One thread for each core this process really has: torch counts those it may run on, but not what a container's
-    share of their time amounts to. A number that the user has set stays."""
+    """Sets torch to one thread per core that this process really has: torch counts the cores it may run on, but not how
+    much of their time a container is granted. A number set by the user (OMP_NUM_THREADS) stays."""
     cores = granted_cores(Path("/"))
     if cores < torch.get_num_threads() and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores)
@@ -87,7 +87,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def return_freed_memory() -> None:
-    """Hands what was freed back to the operating system: allocators keep it for themselves otherwise."""
+    """Gives freed memory back to the operating system; without this, allocators keep it."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     gc_pauses.return_freed_memory()

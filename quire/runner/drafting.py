@@ -1,13 +1,13 @@
-"""A second decoder that drafts: what it would answer are guesses for the first.
+"""A draft model: a second decoder whose tokens are guesses for the main one.
 
-It runs after a step, a token at a time for all requests that want drafts, and draws as the first one does: with the
-same parameters and the same noise (seed and position), so that the two agree wherever their scores nearly do.
+It runs after a step, one token at a time for all requests that want drafts. It samples as the main decoder does, with
+the same parameters and the same noise (seed and position), so both choose the same token where their logits are close.
 
-It reads and writes the request rows and block tables of the first. With a cache of its own, that has the same blocks:
-whatever moves in one moves in the other. Without (the same model in fewer bits), it goes on from the keys and values of
-the first, which are better than its own would be; what it writes itself is overwritten when its drafts are checked.
+It uses the request rows and block tables of the main decoder. A draft model proper has a KV cache of its own, with the
+same block ids, and every block copy is made in both. The same model in fewer bits (`speculation="self"`) has none: it
+reads the main decoder's keys and values, and what it writes there is overwritten when its drafts are checked.
 
-Nothing here can change an answer: a draft from keys that are missing or wrong is a bad guess, no more.
+Nothing here can change an answer: a draft computed from missing or wrong keys is only a bad guess.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ class ModelDrafter:
         self._graphs = graphs
         self._uploader = Uploader(decoder.device)
         self._num_computed: Indices | None = None
-        """By request row, how many tokens have keys and values in its own cache."""
+        """By request row, how many tokens have keys and values in the drafter's own cache; None if it has no cache."""
         if has_own_cache:
             self._num_computed = np.zeros(len(request_rows.token_ids), np.int64)
 
     def apply(self, step: Step) -> None:
-        """Takes up what changed since the last step."""
+        """Takes over a step's block copies and admissions."""
         if self._num_computed is not None:
             self._cache.copy_blocks(step.copies)
             for admission in step.admitted:
                 self._num_computed[admission.row] = admission.num_cached_tokens + admission.num_host_tokens
 
     def follow(self, shape: StepShape, batch: InputBatch) -> None:
-        """Computes what the first decoder computes, if there are prompts in it: single tokens are made up for when
-        drafts are wanted behind them."""
+        """Fills the drafter's own cache from a step's batch, if that has prompt chunks. Single tokens are computed by
+        `_catch_up` when drafts are wanted after them."""
         if self._num_computed is not None and (shape.counts > 1 + shape.num_guesses).any():
             self._decoder(batch.token_ids, batch.positions, batch.paged, self._cache.layers)
             known = shape.starts + shape.counts - shape.num_guesses
@@ -66,13 +66,13 @@ class ModelDrafter:
     def draft(
         self, scheduled: Sequence[ScheduledRequest], tokens: Mapping[str, Sequence[int]], sampler: Sampler
     ) -> dict[str, tuple[int, ...]]:
-        """Drafts behind the `tokens` that a step drew, as many as each of the scheduled requests wants."""
+        """Drafts tokens after the `tokens` that a step sampled: `num_drafts` for each scheduled request."""
         wanted = [entry for entry in scheduled if entry.num_drafts and entry.request_id in tokens]
         if not wanted:
             return {}
         rows = np.array([entry.row for entry in wanted], np.int64)
         counts = np.array([entry.num_drafts for entry in wanted])
-        # Where the last token that was drawn stands; its keys and values are nowhere yet.
+        # The position of each request's last sampled token, which has no keys and values yet.
         ends = [e.start + e.num_tokens - len(e.guesses) + len(tokens[e.request_id]) - 1 for e in wanted]
         positions = np.array(ends, np.int64)
         self._catch_up(rows, positions)
@@ -89,7 +89,7 @@ class ModelDrafter:
             self._num_computed[rows] = positions + counts
         if self._graphs is not None:
             self._graphs.capture_next()
-        # Read at the end: no draft waits until the one before it has reached the host.
+        # All drafts are read from the request rows at the end, so that the device is waited for once.
         token_ids, offsets = self._request_rows.token_ids, np.minimum(np.arange(counts.max()), counts[:, None] - 1)
         row, place = self._uploader.upload(rows[:, None], positions[:, None] + 1 + offsets)
         drafts = zip(wanted, token_ids[row, place].tolist(), strict=True)
@@ -102,10 +102,10 @@ class ModelDrafter:
         self._cache.release()
 
     def _catch_up(self, rows: Indices, positions: Indices) -> None:
-        """Computes what its own cache has not got of the tokens before these positions."""
+        """Computes the tokens before these positions that the drafter's own cache lacks."""
         if self._num_computed is None:
             return
-        # What was drafted and not accepted does not count.
+        # Drafts that were not accepted left keys behind these positions: they don't count.
         begins = np.minimum(self._num_computed[rows], positions)
         missing = positions - begins
         if not missing.any():
@@ -116,10 +116,10 @@ class ModelDrafter:
         at, following = self._uploader.upload(row, place + 1)
         known = self._request_rows.token_ids[at, following]
         self._decode(_decodes(row, place))
-        self._request_rows.token_ids[at, following] = known  # a graph has drawn others there
+        self._request_rows.token_ids[at, following] = known  # a graph samples, and has overwritten these tokens
 
     def _decode(self, shape: StepShape) -> tuple[Tensor, bool]:
-        """Logits, and whether plain tokens have been drawn from them and stand in the request rows."""
+        """Logits, and whether tokens were already sampled from them, by temperature and seed, into the request rows."""
         decoded = self._graphs.run(shape) if self._graphs is not None else None
         if decoded is not None:
             return decoded.logits, True

@@ -1,11 +1,11 @@
 """Steps of few tokens as CUDA graphs: one launch for a whole step, from the request rows to the sampled tokens.
 
-To a graph every token is a decode of its own, be it a guess or part of a prompt. It has fixed memory and a fixed number
-of rows, so there is one for each of a series of sizes, and a step takes the next larger one; the rows it has too many
-are padding, which is written nowhere. A backend that has several kernels of attention chooses one by the list it makes
-of a step's work, so there is a graph for each size and kind of list. They share one pool of memory. The largest is
-captured first, so that the others live in its memory; then what a step would have taken; then the rest. That takes tens
-of milliseconds each: one is made after each of the first steps.
+A graph treats every token as a decode of its own, also a guess or a token of a prompt. It has fixed memory and a fixed
+number of rows. So there are graphs of a series of sizes; a step takes the smallest one that is large enough, and the
+rows it does not need are padding, whose results are not stored. A backend with several attention kernels picks one by
+the kind of work list it made for the step (`Kernels.attention_work`), so there is a graph for each size and kind of
+list. All share one memory pool. The largest is captured first, so that the others fit into its memory; then the one
+that the last step lacked; then the rest. A capture takes tens of milliseconds, so only one is made after each step.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from quire.runner.request_rows import RequestRows
 from quire.sampling.upload import Uploader
 
 _MAX_WORK = 4096
-"""Items of attention in one graph; a step with more (many very long sequences) is computed without."""
+"""Items of the attention work list in one graph; a step with more (many long sequences) is computed without a graph."""
 _MAX_PROMPT_KEYS = 1 << 17
-"""That the tokens of a step's prompts read, each for itself. Where they are more, a kernel that reads them for many
-tokens at once is taken to be quicker, although every kernel is launched by itself then (an estimate)."""
+"""In a graph every prompt token reads the keys before it by itself. With more reads than this in a step, the prompt
+kernel, which reads a key once for many tokens, should be quicker even without a graph (an estimate)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,13 @@ class DecodeOutput:
     """What a decode step left on the device."""
 
     sampled: Tensor
-    """int64 [2, rows]: token ids, which are in the request rows already, and flags (see `sample_rows`); on the CPU only
-    until the next step."""
+    """int64 [2, rows]: token ids and flags (see `sample_rows`); on the CPU the next step overwrites it."""
     logits: Tensor
-    """[rows, vocab] in the model's dtype, untouched by sampling; valid until the next step."""
+    """[rows, vocab] in the model's dtype, not changed by sampling; the next step overwrites it."""
 
 
 class DecodeGraphs:
-    """Captures and replays them."""
+    """Captures and replays the CUDA graphs."""
 
     takes_prompts = True
 
@@ -59,15 +58,15 @@ class DecodeGraphs:
         self._max_context_len = rows.token_ids.shape[1] - 1
         self._sizes = graph_sizes(most_tokens)
         self._most_work: dict[tuple[int, str], int] = {}
-        """Of each size and kind of list: how many items it has room for."""
+        """By graph (size, kind of work list): how many items its work list has room for."""
         for size, before in zip(self._sizes, [0, *self._sizes], strict=False):
             lists = self._kernels.decode_lists(before + 1, size, self._max_context_len, spec.heads)
             self._most_work |= {(size, name): max(min(_MAX_WORK, most), 512) for name, most in lists.items()}
         self._to_capture = list(self._most_work)
-        """The largest is last and captured first."""
+        """Graphs not captured yet. The largest is last and captured first."""
         self._wanted = self._to_capture[-1]
-        """What a step would have taken: captured next."""
-        self._largest = largest = -(-self._sizes[-1] // 16) * 16  # parts of the inputs begin at multiples of 16 numbers
+        """The graph that the last step lacked: captured next."""
+        self._largest = largest = -(-self._sizes[-1] // 16) * 16  # each part of the inputs begins at a multiple of 16
         self._graphs: dict[tuple[int, str], torch.cuda.CUDAGraph] = {}
         self._inputs = torch.zeros(3 * largest + 8 * (1 + _MAX_WORK), dtype=torch.int32, device=device)
         self._sampled = torch.zeros(2, largest, dtype=torch.int64, device=device)
@@ -76,8 +75,8 @@ class DecodeGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def run(self, shape: StepShape, lag: Tensor | None = None) -> DecodeOutput | None:
-        """Computes a step of single tokens, whose rows begin `lag` earlier, if there is a graph for it. What is drawn
-        behind those that don't sample is noise."""
+        """Computes a step of decodes, whose positions are `lag` less than `shape` says, if there is a graph for it. The
+        tokens in the output for rows that don't sample mean nothing."""
         count, are_drawn = len(shape.request_rows), shape.samples
         if count > self._sizes[-1] or shape.starts[~are_drawn].sum() > _MAX_PROMPT_KEYS:
             return None
@@ -92,7 +91,7 @@ class DecodeGraphs:
             self._inputs,
             self._padded(shape.request_rows, -1),
             self._padded(shape.starts, 0),
-            # Behind the longest sequence is a place for what nobody reads.
+            # Rows that don't sample write their token to the last column of the request rows, which is never read.
             self._padded(np.where(are_drawn, shape.starts + 1, self._max_context_len), 0),
             work,
         )
@@ -108,8 +107,8 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Computes the largest and the smallest step with nothing but padding, so that most kernels are compiled and
-        loaded: there are others for small batches."""
+        """Computes the largest and the smallest step with padding only, so that most kernels are compiled and loaded
+        (small batches have kernels of their own)."""
         self._inputs.zero_()
         self._inputs[: self._largest] = -1
 
@@ -123,7 +122,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture_next(self) -> None:
-        """Captures a graph that is missing, if one is. The device is not waited for and goes on computing."""
+        """Captures one of the missing graphs, if any, while the device goes on computing."""
         if not self._to_capture:
             return
         is_wanted = bool(self._graphs) and self._wanted in self._to_capture
@@ -131,7 +130,7 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         gc_was_on = gc.isenabled()
-        gc.disable()  # memory freed by a collection in the middle would be freed within the capture
+        gc.disable()  # a garbage collection during the capture would record its freeing of memory in the graph
         try:
             with torch.cuda.stream(self._stream):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -149,13 +148,13 @@ class DecodeGraphs:
             self._kernels,
             rows,
             positions,
-            query_start=rows,  # this and the next: in `work` already
+            query_start=rows,  # this and the next two are not read: `work` has the same
             context_lens=positions,
             table_rows=rows,
             max_context_len=self._max_context_len,
             work={name: work},
         )
-        if not has_inputs:  # kernels are compiled and not run: nobody has written these
+        if not has_inputs:  # kernels are compiled and not run, so these tensors were not written
             token_ids, places = torch.zeros_like(token_ids), torch.zeros_like(places)
         hidden = self._decoder(token_ids, places, paged, self._caches)
         logits = self._decoder.logits(hidden, out=self._logits[:size])
@@ -168,7 +167,7 @@ class DecodeGraphs:
 
 
 def graph_sizes(most: int) -> list[int]:
-    """Close together where a row more costs most: experts of padding rows are read for nothing."""
+    """Rows of the graphs: close together at small batches, where padding costs most (it makes experts be read)."""
     sizes = [*range(1, 8), *range(8, 16, 2), *range(16, 32, 4), *range(32, 64, 8), *range(64, 256, 16)]
     sizes += range(256, most, 64)
     return [size for size in sizes if size < most] + [most]

@@ -14,19 +14,20 @@ from quire.step import BlockCopy
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    """The layers in groups of one size: a block holds keys and values of one group, whichever that is. Layers with a
-    window are in groups of their own, the last ones, so that what has left it can be given back."""
+    """The layers in groups of equal size: a block holds keys and values of one group, any block of any group. Layers
+    with a sliding window have groups of their own, the last ones, so that blocks before the window can be freed."""
 
     size: int
     members: tuple[tuple[int, ...], ...]
-    """By group, its layers; the last ones of a kind may be fewer."""
+    """By group, its layers; the last group with a window, and the last without, may have fewer than `size`."""
     num_windowed: int = 0
     window: int = 0
-    """How far back these read, in tokens."""
+    """How far back layers with a window read, in tokens."""
 
     @classmethod
     def of(cls, spec: ModelSpec, keys_at_once: int = 1, longest: int | None = None) -> LayerGroups:
-        """Few groups, at most eight, with few empty places; one, if no window is shorter than the `longest` text."""
+        """At most eight groups, of the size that leaves the fewest places empty; one group if no window is shorter than
+        the `longest` sequence. `keys_at_once` is that of the kernels: how coarsely they round a window's begin."""
         windows = [layer.attention.sliding_window or 0 for layer in spec.layers]
         kinds = [[i for i, window in enumerate(windows) if bool(window) is has_one] for has_one in (False, True)]
         if not 0 < max(windows) < (longest or spec.max_position):
@@ -39,20 +40,18 @@ class LayerGroups:
 
 
 def bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype, groups: LayerGroups | None = None) -> int:
-    """What `block_size` tokens cost: keys and values in every layer, and the scales of int8 ones; a block of each group
-    of layers."""
+    """What `block_size` tokens take: a block of each group, with keys and values of all layers (and int8's scales)."""
     heads, groups = spec.heads, groups or LayerGroups.of(spec)
     per_head = heads.head_dim * dtype.itemsize + (torch.float32.itemsize if dtype == torch.int8 else 0)
     return 2 * groups.size * len(groups.members) * heads.num_kv_heads * per_head * block_size
 
 
 class KVCache:
-    """[layers, 2, num_blocks, kv_heads, block_size, head_dim] for the layers of one group, and for the tier [slots,
-    layers, 2, ...]: a block on the host lies in one piece, so that it travels in one copy, from pinned memory and
-    without anybody waiting. A cache of int8 has tensors of scales besides, without the last dimension.
+    """On the device [layers of a group, 2, num_blocks, kv_heads, block_size, head_dim]; on the host tier [slots,
+    layers, 2, ...], where a block is contiguous and pinned, so that it is one asynchronous copy. An int8 cache has a
+    second tensor of scales, without the last dimension.
 
-    Memory is asked for but not touched here, so an operating system that commits pages on first use gives
-    a large cache for free until it is needed.
+    The memory is not written here: where pages are committed on first use, a large cache costs nothing until then.
     """
 
     def __init__(

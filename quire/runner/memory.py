@@ -21,11 +21,11 @@ class CachePlan:
     """The cache that fits."""
 
     num_blocks: int
-    """Block 0, which is nobody's, included."""
+    """Block 0, the target of padding, included."""
     num_host_blocks: int
     block_size: int
     bytes_per_block: int
-    """Of blocks for the same tokens, one for each group of layers."""
+    """What `block_size` tokens take: one block of each group of layers."""
     groups: LayerGroups
     dtype: torch.dtype
     """Of keys and values."""
@@ -35,7 +35,7 @@ class CachePlan:
 
     @property
     def num_tokens(self) -> int:
-        """That fit where nothing has left a window."""
+        """How many tokens fit, if no block is freed for lying before a sliding window."""
         return (self.num_blocks - 1) // len(self.groups.members) * self.block_size
 
     @property
@@ -43,7 +43,7 @@ class CachePlan:
         return self.num_blocks * self.bytes_per_block // len(self.groups.members)
 
     def blocks_at(self, num_tokens: int) -> int:
-        """How many blocks a request of that length needs for its next token."""
+        """How many blocks a request of that length holds when it computes its next token."""
         groups, size = self.groups, self.block_size
         windowed = -(-min(num_tokens, groups.window + size) // size) * groups.num_windowed
         return windowed + -(-num_tokens // size) * (len(groups.members) - groups.num_windowed)
@@ -64,7 +64,7 @@ class CachePlan:
 
 
 def check_weights_fit(plan: WeightPlan, free: int) -> int:
-    """What the weights will take, before a byte of them is loaded."""
+    """The bytes that the weights will take; raises CapacityError if they don't fit. Called before they are loaded."""
     needed = plan.nbytes
     if needed > free:
         raise CapacityError(
@@ -77,19 +77,19 @@ def check_weights_fit(plan: WeightPlan, free: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What is taken before the cache is: measured on a GPU, where memory that is missing later is a failed step.
-    On a CPU activations are small beside what a default cache leaves free, and are not counted."""
+    """Bytes that are taken before the cache gets the rest. Measured on a GPU, where a step fails if memory is missing.
+    On a CPU activations are small compared with what a default cache leaves free, and are not counted."""
 
     weights: int
     activations: int = 0
     """At the largest step."""
     draft_block: int = 0
-    """What a block takes in the cache of a draft model."""
+    """Bytes per block in the cache of a draft model."""
     graphs: int = 0
-    """One pool for all of them: the activations of the largest."""
+    """The pool that all CUDA graphs share: the activations of the largest one."""
 
     def table(self, free: int) -> str:
-        """Who takes what, for people; `free` is what is left when the weights are there."""
+        """What takes how much, as text; `free` is what is left when the weights are loaded."""
         entries = (
             ("weights", self.weights),
             ("activations", self.activations),
@@ -101,7 +101,7 @@ class Needs:
 
 @torch.inference_mode()
 def measure_needs(decoder: Decoder, limits: Limits, block_size: int) -> Needs:
-    """Computes the largest step there can be and looks at the peak. Compiles the kernels on the way."""
+    """Computes the largest possible step on a GPU and reads the peak of memory; this also compiles the kernels."""
     weights, device = decoder.nbytes, decoder.device
     if device.type != "cuda":
         return Needs(weights=weights)
@@ -125,7 +125,7 @@ def measure_needs(decoder: Decoder, limits: Limits, block_size: int) -> Needs:
 
 
 def _peak_of_step(decoder: Decoder, num_tokens: int, num_scored: int, block_size: int) -> int:
-    """Memory above what was taken before, for a step of sequences of full length, in a cache of one block."""
+    """The peak of memory that a step of sequences of full length adds; its cache has a single block."""
     device, spec = decoder.device, decoder.spec
     cache = KVCache(spec, 1, 0, block_size, decoder.dtype, device)
     longest = min(num_tokens, decoder.max_position)
@@ -159,8 +159,8 @@ def plan_cache(
     needs: Needs,
     groups: LayerGroups,
 ) -> CachePlan:
-    """For keys and values of a dtype. `free` is what is left once the weights are loaded, what else they `need` not yet
-    taken off."""
+    """How many blocks fit, for keys and values of a dtype. `free` is what is left once the weights are loaded; what
+    activations and graphs need is subtracted here."""
     table = needs.table(free)
     free = max(free - needs.activations - needs.graphs, 0)
     if config.max_model_len is not None and config.max_model_len > spec.max_position:
@@ -177,9 +177,8 @@ def plan_cache(
         )
     affordable = budget // block_bytes - 1
     longest = config.max_model_len or spec.max_position
-    needed = -(-longest // config.block_size)
-    if affordable < (needed if config.max_model_len is not None else 1):
-        needed = needed if config.max_model_len is not None else 1
+    needed = 1 if config.max_model_len is None else -(-longest // config.block_size)
+    if affordable < needed:
         raise CapacityError(
             f"one request of {needed * config.block_size:,} tokens does not fit: {needed + 1:,} blocks of "
             f"{config.block_size} tokens x {format_bytes(block_bytes)} = {format_bytes((needed + 1) * block_bytes)}, "
@@ -187,7 +186,7 @@ def plan_cache(
             "Raise kv_cache_memory or lower max_model_len."
         )
     longest = min(longest, affordable * config.block_size)
-    # More than every row at full length could never be used.
+    # More blocks than all rows need at full length would never be used.
     useful, count = limits.max_num_seqs * -(-longest // config.block_size), len(groups.members)
     return CachePlan(
         num_blocks=1 + count * min(affordable, useful),

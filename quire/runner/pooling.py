@@ -1,8 +1,7 @@
 """Hidden states pooled into one vector per prompt: embeddings.
 
-A prompt may be computed in chunks of any size, so the sum of its hidden states is kept between steps. It is kept in
-whole numbers (fixed point), whose sum is the same in any order and any grouping: the same bits however the
-prompt was cut, as exactness wants it.
+A prompt may be computed in chunks of any size, so the sum of its hidden states is kept between steps. It is kept as
+integers (fixed point), whose sum does not depend on the order: the bits are the same with any chunks.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from quire.runner.step_outputs import StepOutputs
 from quire.step import Admission, Pooling, ScheduledRequest
 
 _SCALE = 2.0**28
-"""Steps per unit: finer than float32 is for numbers around 1, which is where final norms put hidden states."""
+"""Fixed-point steps per unit: finer than float32 near 1, which is the size of hidden states after a final norm."""
 _LARGEST = 2.0**14
-"""Up to this, two million tokens can be added up in 63 bits."""
+"""The largest magnitude of a hidden state: two million tokens of this size can be added up in 63 bits."""
 _ROWS_AT_ONCE = 256
 _NOT_NUMBERS = "the model's hidden states are not numbers, or too large to add up"
 
 
 class _Pool:
-    """One prompt, as far as it has been computed; on the device."""
+    """The pooled hidden states of the computed part of one prompt; on the device."""
 
     def __init__(self, kind: Pooling, num_prompt_tokens: int, device: torch.device) -> None:
         self.kind = kind
@@ -32,7 +31,7 @@ class _Pool:
         self.total = torch.zeros((), dtype=torch.int64, device=device)
         """For "mean" the sum, int64 [hidden], for "last" the last hidden state."""
         self.is_sound = torch.ones((), dtype=torch.bool, device=device)
-        """Whether all were numbers that could be added up."""
+        """Whether all hidden states were numbers below `_LARGEST`."""
 
     def take(self, hidden: Tensor) -> None:
         """The hidden states of the next tokens."""
@@ -53,7 +52,7 @@ class PoolingRows:
         self._pools: dict[int, _Pool] = {}
 
     def admit(self, admission: Admission) -> None:
-        """A request row begins anew, after a preemption too: then all of it is computed again."""
+        """A request row gets a new request, or one that was preempted and is computed again from its beginning."""
         self._pools.pop(admission.row, None)
         if admission.pooling is not None:
             self._pools[admission.row] = _Pool(admission.pooling, admission.num_prompt_tokens, self._device)

@@ -1,7 +1,7 @@
 """Decode steps on the CPU as recorded calls: what CUDA graphs are on a GPU.
 
-A recording has fixed memory and a fixed number of rows; one is made when a step has that many rows for the first time.
-It makes the calls that the decoder made then, so its bits are those of a step without.
+A recording has fixed memory and a fixed number of rows; it is made by the first step with that many rows. Replaying it
+makes the same calls as the decoder made then, so the bits are those of a step without a recording.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from quire.runner.graphs import DecodeOutput
 from quire.runner.request_rows import RequestRows
 
 _MOST_ROWS = 128
-"""Of a step that checks guesses: with more, Python takes no time to speak of."""
+"""A recording has at most this many rows (or all request rows): in larger steps Python's time does not matter."""
 
 
 class _Recording(NamedTuple):
     inputs: Int32Array
-    """[6, rows + 1]: of each token its request row, position and length; then of each run of tokens of one request
-    where its queries begin, its length and its request row. There are as many runs as tokens, the last ones empty."""
+    """[6, rows + 1]. For each token: request row, position, position + 1. Then for each run of consecutive tokens of a
+    request: index of its first token, context length, request row. There are as many runs as tokens, some empty."""
     output: DecodeOutput
     replay: Callable[[], None]
 
 
 class RecordedSteps:
-    """Records and replays them."""
+    """Records decode steps and replays them."""
 
     takes_prompts = False
-    """All their tokens would be scored: more work than what Python takes, by estimate."""
+    """A recording computes logits for every token: for prompts more work than it saves in Python (an estimate)."""
 
     def __init__(self, decoder: Decoder, caches: list[LayerCache], rows: RequestRows) -> None:
         assert decoder.kernels.record is not None
@@ -49,13 +49,13 @@ class RecordedSteps:
 
     @staticmethod
     def fit(decoder: Decoder) -> bool:
-        """Whether all that the decoder computes are calls that can be recorded: experts are chosen in Python."""
+        """Whether all that the decoder computes can be recorded: not a mixture of experts, which Python chooses."""
         is_plain = all(isinstance(layer.mlp, MlpSpec) for layer in decoder.spec.layers)
         keeps_dtype = decoder.dtype == torch.float32 or decoder.embedding.parts[0].tensors[0].dtype == decoder.dtype
         return decoder.kernels.record is not None and is_plain and keeps_dtype
 
     def run(self, shape: StepShape, lag: Tensor | None = None) -> DecodeOutput | None:
-        """Computes a decode step, whose rows begin `lag` earlier; None where it takes too much memory to keep."""
+        """Computes a step of decodes, whose positions are `lag` less than in `shape`; None if it is too large."""
         count = len(shape.request_rows)
         if count > self._most_rows:
             return None
@@ -71,7 +71,7 @@ class RecordedSteps:
         return None if recording is None else recording.output
 
     def capture_next(self) -> None:
-        """Nothing is made in advance."""
+        """Recordings are made by the steps themselves, never in advance."""
 
     def _fill(self, inputs: Int32Array, shape: StepShape, lag: Tensor | None) -> None:
         starts = shape.starts if lag is None else shape.starts - lag.numpy()
@@ -81,8 +81,8 @@ class RecordedSteps:
         if len(rows) == 1:
             inputs[4:, 0] = inputs[2, 0], rows[0]
             return
-        # Tokens that follow each other, as guesses do, attend together: keys are read once for all of them. A few runs
-        # are cut into an even number of parts, so that there is work for all threads.
+        # Consecutive tokens of a request (guesses) attend as one run, so that their keys are read once. If there are
+        # only a few runs, each is divided into an even number of parts, so that there is work for all threads.
         is_last = np.append((rows[1:] != rows[:-1]) | (starts[1:] != starts[:-1] + 1), True)
         num_runs = int(np.count_nonzero(is_last))
         size = len(rows) if num_runs > 4 else -(-len(rows) // (2 * num_runs * -(-len(rows) // (16 * num_runs))))
@@ -91,14 +91,14 @@ class RecordedSteps:
         inputs[4:, : len(ends)], inputs[4:, len(ends) :] = (starts[ends - 1] + 1, rows[ends - 1]), 0
 
     def _make(self, inputs: Tensor, count: int) -> _Recording | None:
-        """Records a step, which computes it."""
+        """Records a step while computing it; None where that takes too much memory."""
         rows, positions, lengths, _, run_lengths, run_rows = inputs[:, :count].unbind()
         found: list[DecodeOutput] = []
-        of, drawn = self._rows, (rows.long(), lengths.long())
-        guesses = of.token_ids[drawn]
+        request_rows, drawn = self._rows, (rows.long(), lengths.long())
+        guesses = request_rows.token_ids[drawn]
 
         def compute() -> None:
-            token_ids, places, paged = of.inputs(
+            token_ids, places, paged = request_rows.inputs(
                 self._decoder.kernels,
                 rows,
                 positions,
@@ -109,10 +109,11 @@ class RecordedSteps:
             )
             hidden = self._decoder(token_ids, places, paged, self._caches)
             logits = self._decoder.logits(hidden)
-            found.append(DecodeOutput(of.draw(self._decoder.kernels, logits, rows, lengths), logits))
+            sampled = request_rows.draw(self._decoder.kernels, logits, rows, lengths)
+            found.append(DecodeOutput(sampled, logits))
 
         replay = self._record(compute)
         if replay is None:
-            of.token_ids[drawn] = guesses  # for whoever computes the step instead
+            request_rows.token_ids[drawn] = guesses  # sampling has overwritten them; the step is computed again
             return None
         return _Recording(inputs.numpy(), found[-1], replay)

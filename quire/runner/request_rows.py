@@ -17,9 +17,8 @@ from quire.step import Admission, Step
 class RequestRows:
     """The permanent place of every running request on the device, from its admission until it finishes or is preempted.
 
-    Token values live on the device: a step gathers its inputs from here, and the tokens it samples are
-    written back here, so the next step does not need to know them on the CPU. A step changes the rows by what
-    is new in it only.
+    Token values live on the device: a step gathers its inputs from here and writes the tokens it samples back here, so
+    the next step can be submitted before they reach the CPU. The host only sends admitted requests and new blocks.
     """
 
     def __init__(
@@ -29,16 +28,16 @@ class RequestRows:
         self.block_size = block_size
         self.token_ids = torch.zeros(max_num_seqs, max_model_len + 1, dtype=torch.int64, device=device)
         self.block_tables = torch.zeros(num_groups, max_num_seqs, max_blocks, dtype=torch.int32, device=device)
-        """By group of layers; a step has the blocks of all groups for the same tokens one after the other."""
+        """One table per group of layers; a `Step` lists the groups' blocks for the same tokens side by side."""
         self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.temperatures = torch.zeros(max_num_seqs, dtype=torch.float32, device=device)
         self.num_computed_tokens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
-        """Where a request really stands after a step that checked guesses of it; kept for those alone."""
+        """How many tokens a request has computed, wrong guesses not counted; set by steps that check guesses only."""
         self._uploader = Uploader(device)
         self._num_blocks = [0] * max_num_seqs
 
     def apply(self, step: Step) -> None:
-        """Takes up who was admitted and which blocks were gained."""
+        """Writes a step's newly admitted requests and new blocks into the rows."""
         table_index: list[int] = []
         table_values: list[int] = []
         groups, num_rows, width = self.block_tables.shape
@@ -65,8 +64,8 @@ class RequestRows:
     def inputs(
         self, kernels: Kernels, token_rows: Tensor, positions: Tensor, **sequences: Any
     ) -> tuple[Tensor, Tensor, Batches]:
-        """Tokens and their places, of some positions in request rows, and the batch for each group of layers; the other
-        fields of these are `sequences`."""
+        """The token ids at some positions of request rows, the positions, and a `PagedBatch` for each group of layers;
+        `sequences` are its fields besides block tables and slots."""
         found = [
             kernels.gather_inputs(token_rows, positions, self.token_ids, tables, self.block_size)
             for tables in self.block_tables
@@ -78,7 +77,7 @@ class RequestRows:
     def draw(
         self, kernels: Kernels, logits: Tensor, request_rows: Tensor, positions: Tensor, out: Tensor | None = None
     ) -> Tensor:
-        """Draws tokens by temperature and seed alone, into their places: see `Kernels.sample_rows`."""
+        """Samples by temperature and seed only, and writes the tokens into the rows: see `Kernels.sample_rows`."""
         assert kernels.sample_rows is not None
         return kernels.sample_rows(logits, request_rows, self.seeds, self.temperatures, positions, self.token_ids, out)
 

@@ -1,4 +1,4 @@
-"""Computes steps, one after the other, and knows nothing of queues, blocks' owners or why.
+"""Computes steps, one after the other, and knows nothing of queues or of which blocks are free.
 
 `submit` sends a step off and returns; nothing in it waits for the device. The tokens a step samples are written to
 the request rows on the device, where the next step finds them, and travel to the host on a stream of their own.
@@ -27,13 +27,13 @@ from quire.runner.recorded import RecordedSteps
 from quire.runner.request_rows import RequestRows
 from quire.runner.step_outputs import PendingStep, StepOutputs
 from quire.sampling.draws import Draws, Indices
-from quire.sampling.logprobs import Logprobs, score_prompt_on_device
+from quire.sampling.logprobs import Logprobs
 from quire.sampling.sampler import UNDEFINED, SampledTokens, Sampler
 from quire.sampling.upload import Uploader
 from quire.step import ScheduledRequest, Step
 
 LogitsObserver = Callable[[Sequence[ScheduledRequest], Indices, Tensor], None]
-"""Sees for each draw its request, its position and its logits before anything is masked; for tests and tools."""
+"""Called with the request, the position and the unmasked logits of each sampled token; for tests and tools."""
 
 
 class Runner:
@@ -41,7 +41,7 @@ class Runner:
 
     broken: str | None = None
     broken_fd: int | None = None
-    """Why it can compute nothing more, and what becomes readable then: one of several ranks may come to that."""
+    """Why it can compute nothing more, and a file that becomes readable then; set by `quire.parallel` only."""
 
     def __init__(
         self,
@@ -53,9 +53,9 @@ class Runner:
         drafter: ModelDrafter | None = None,
         rejects: bool = False,
     ) -> None:
-        """The `constrainer` is needed for requests with structured output only. The `graphs` make steps quicker in
-        which nobody asks for more than a temperature. A `drafter` makes guesses, for which steps wait for tokens.
-        `rejects`: guesses are accepted by chance, which keeps probabilities but not answers."""
+        """The `constrainer` is needed for structured output only. `graphs` compute small steps in one launch. With a
+        `drafter`, `submit` waits for the step's tokens, to draft after them. `rejects`: guesses are accepted by
+        rejection sampling, which keeps the tokens' probabilities but not the same answers."""
         spec, kernels = decoder.spec, decoder.kernels
         max_num_seqs, device = len(request_rows.token_ids), request_rows.token_ids.device
         self._decoder = decoder
@@ -76,7 +76,7 @@ class Runner:
 
     @torch.inference_mode()
     def submit(self, step: Step) -> PendingStep:
-        """Sends the step off. On the CPU it is done when this returns."""
+        """Starts the step. On the CPU it is done when this returns."""
         self._apply(step)
         outputs = StepOutputs(step.step_id)
         if step.scheduled:
@@ -86,13 +86,13 @@ class Runner:
         if self._graphs is not None and step.scheduled:
             self._graphs.capture_next()
         if self._drafter is not None and any(entry.num_drafts for entry in step.scheduled):
-            # Grammars tell what must follow themselves.
+            # A request with a grammar gets its drafts from the grammar (see `StepOutputs._advance`).
             free = [entry for entry in step.scheduled if not self._grammars.constrains(entry.row)]
             pending.add_drafts(self._drafter.draft(free, pending.result().tokens, self._sampler))
         return pending
 
     def release(self) -> None:
-        """Lets go of weights and cache, whoever else still holds this runner."""
+        """Frees weights and cache, even if this object lives on."""
         self._graphs = None
         if self._drafter is not None:
             self._drafter.release()
@@ -102,7 +102,7 @@ class Runner:
         return_freed_memory()
 
     def _apply(self, step: Step) -> None:
-        """Takes up what changed since the last step: blocks that moved, who left, who came, who grew."""
+        """Brings the device state up to date: copied blocks, finished and admitted requests, new blocks."""
         self._kv_cache.copy_blocks(step.copies)
         if self._drafter is not None:
             self._drafter.apply(step)
@@ -114,7 +114,7 @@ class Runner:
         self._request_rows.apply(step)
 
     def _compute(self, step: Step, outputs: StepOutputs) -> None:
-        """Runs the model, draws tokens from its logits, and whatever else is wanted of its hidden states."""
+        """Runs the model and samples; also scores prompts and pools hidden states for the requests that ask for it."""
         shape = StepShape.of(step)
         lag = lag_of(shape, self._request_rows, self._uploader)
         if shape.has_guesses:
@@ -125,16 +125,16 @@ class Runner:
         if draws is not None:
             self._grammars.start(draws.request_rows)  # masks are computed while the model runs
         sampled: SampledTokens | None = None
-        if decoded is not None and draws is None:
+        if decoded is not None and draws is None:  # a graph has computed the step and sampled
             if drawn_for:
                 sampled = SampledTokens(decoded.sampled)
                 outputs.add_tokens(drawn_for, sampled)
-        elif decoded is not None and draws is not None:
+        elif decoded is not None and draws is not None:  # its logits are used, its tokens are not
             if shape.has_guesses:
-                # The graph has drawn tokens of its own in their places, which are histories of the draws behind them.
+                # The graph has sampled plain tokens over the guesses, which are the history of the draws after them.
                 write_guesses(shape, self._request_rows, self._uploader, lag)
             sampled = self._sample(outputs, drawn_for, shape, draws, decoded.logits.float())
-        else:
+        else:  # there is no graph for this step
             batch = build_batch(shape, self._request_rows, kernels, self._uploader, self._decoder.spec.heads, lag)
             hidden = self._decoder(batch.token_ids, batch.positions, batch.paged, self._kv_cache.layers)
             if drawn_for:
@@ -149,8 +149,7 @@ class Runner:
                 self._drafter.follow(shape, batch)
             for part in self._logprobs.prompt_parts(step.scheduled):
                 tokens = self._request_rows.token_ids
-                scores = score_prompt_on_device(part, hidden, self._decoder.logits, tokens, kernels)
-                outputs.add_prompt_scores(part, scores)
+                outputs.add_prompt_scores(part, part.score(hidden, self._decoder.logits, tokens, kernels))
             self._pooling.add(outputs, step.scheduled, hidden)
         if sampled is not None and (shape.has_guesses or shape.is_ahead):
             note_accepted(shape, self._request_rows, sampled.tensor, self._uploader, lag)
@@ -158,25 +157,24 @@ class Runner:
     def _special_draws(
         self, shape: StepShape, drawn_for: Sequence[ScheduledRequest], lag: Tensor | None
     ) -> Draws | None:
-        """What the sampler has to know of a step's draws; None where tokens drawn by temperature and seed alone, by the
-        kernels in one go, are all that is wanted."""
+        """The step's draws for the `Sampler`; None if `Kernels.sample_rows` (temperature and seed only) is enough."""
         is_watched = self.observe_logits is not None or (self._rejects and shape.has_guesses)
         may_be_plain = not is_watched and self._decoder.kernels.sample_rows is not None
         rows = [entry.row for entry in drawn_for]
         if may_be_plain and self._sampler.asks_nothing(rows) and not self._logprobs.are_wanted(rows):
-            return None  # at whatever positions, which need not be known
+            return None  # whatever the positions are, which for requests that run ahead are not known here
         draws = self._sampler.draws(shape.draw_request_rows, shape.draw_positions, self._request_rows.token_ids)
         if self._rejects and shape.has_guesses:
             draws = replace(draws, guesses=shape.draw_guesses)
         if lag is not None:
-            # The sampler must know the positions: on a GPU this alone waits for the step before.
+            # The sampler needs the positions on the host: here, and only here, a GPU's step before is waited for.
             draws = replace(draws, positions=draws.positions - lag.cpu().numpy()[shape.draw_owners])
         is_plain = may_be_plain and self._sampler.is_plain(draws) and not self._logprobs.are_wanted(rows)
         return None if is_plain else draws
 
     def _run_graph(self, shape: StepShape, lag: Tensor | None) -> DecodeOutput | None:
-        """Computes a step of few tokens in one launch, where that can be done. Graphs keep no hidden states, and a
-        draft model needs the batches of prompts."""
+        """Computes a small step with a graph, if there is one for it. Not where hidden states are needed, which graphs
+        don't return, nor for prompts beside a draft model, which needs their batch."""
         graphs, is_drawn = self._graphs, shape.is_drawn_everywhere
         needs_hidden = self._logprobs.scores_prompts or self._pooling.has_rows
         if graphs is None or needs_hidden or not (is_drawn or (graphs.takes_prompts and self._drafter is None)):
@@ -197,7 +195,7 @@ class Runner:
         draws: Draws,
         logits: Tensor,
     ) -> SampledTokens:
-        """Draws tokens from float32 logits with all that requests ask for, and scores them for those who want that."""
+        """Samples from float32 logits with all the requests' parameters, and computes the logprobs they ask for."""
         if self.observe_logits is not None:
             self.observe_logits(drawn_for, draws.positions, logits)
         scored = self._logprobs.keep(logits, draws)
@@ -208,7 +206,7 @@ class Runner:
             draws = replace(draws, masks=masks.words, only_ends=masks.only_ends)
         sampled = self._sampler.sample(logits, draws)
         self._request_rows.write_tokens(draws.request_rows, draws.positions, sampled.token_ids)
-        if undefined:  # as if it had failed, for who counts what was accepted
+        if undefined:  # for `note_accepted`: the guess before such a draw counts as wrong
             (index,) = self._uploader.upload(np.array(undefined))
             sampled.tensor[1].index_fill_(0, index, UNDEFINED)
         advance = None if masks is None else partial(self._grammars.advance, masks)

@@ -1,4 +1,4 @@
-"""What a step will have found: tensors that are still being computed, their way to the host, and how to read them."""
+"""The results of a step: tensors that are still being computed, their copy to the host, and how to read them there."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from quire.constrain.masks import Advanced
-from quire.sampling.logprobs import PromptPart, ScoredDraws, ScoreTensors, read_scores
+from quire.sampling.logprobs import PromptPart, ScoredDraws, read_scores
 from quire.sampling.sampler import NOT_NUMBERS, SampledTokens
 from quire.step import PromptScores, ScheduledRequest, StepResult, TokenScore
 
 Reader = Callable[[Sequence[Tensor]], None]
 GrammarAdvance = Callable[[Sequence[int], Sequence[int], Sequence[bool]], Advanced]
-"""Takes which of the draws count, their tokens, and behind which of these it is asked what must follow."""
+"""Takes the indices of the draws that count, their tokens, and for each whether forced tokens after it are wanted."""
 
 
 class StepOutputs:
-    """Collects a step's results. Whoever computes something adds its tensors together with a function that notes
-    what they say; the functions are called in the order they were added, with the tensors on the host."""
+    """Collects a step's results. Each kind of result is added as device tensors with a function that reads them; the
+    functions are called in the order of adding, with copies of their tensors on the host."""
 
     def __init__(self, step_id: int) -> None:
         self._step_id = step_id
@@ -46,8 +46,9 @@ class StepOutputs:
         undefined: Collection[int] = (),
         advance_grammars: GrammarAdvance | None = None,
     ) -> None:
-        """The tokens of a step's draws; for each draw the request it is for: several of one follow each other.
-        `undefined` ones come to nothing, and so does one that failed behind a guess: it is drawn again, and first."""
+        """The sampled tokens; `drawn_for` has each draw's request. A draw after guesses counts if all of them are
+        right. If it is `undefined` (its grammar allows nothing after the guess) or fails, it is dropped: the next step
+        draws it again, as its first draw."""
 
         def read(tensors: Sequence[Tensor]) -> None:
             tokens, flags = tensors[0].tolist()
@@ -59,7 +60,7 @@ class StepOutputs:
                 if offset:
                     before = self.tokens[entry.request_id]
                     if len(before) < offset or before[-1] != entry.guesses[offset - 1]:
-                        continue  # it was drawn after a guess that is wrong
+                        continue  # it was drawn after a wrong guess
                     if index in undefined or index in failures:
                         continue
                     self.tokens[entry.request_id] = (*before, token)
@@ -80,8 +81,8 @@ class StepOutputs:
         taken: Sequence[int],
         advance_grammars: GrammarAdvance,
     ) -> None:
-        """Tells the grammars what was drawn, and notes what they say to it."""
-        # What must follow is wanted behind a request's last token.
+        """Advances the grammars by the sampled tokens; notes errors, ends, and forced tokens (as drafts)."""
+        # Forced tokens are wanted after a request's last token only.
         is_last = [i + 1 == len(taken) or drawn_for[taken[i + 1]] is not drawn_for[one] for i, one in enumerate(taken)]
         asks = [last and drawn_for[one].num_drafts > 0 for last, one in zip(is_last, taken, strict=True)]
         advanced = advance_grammars(taken, [tokens[one] for one in taken], asks)
@@ -94,20 +95,20 @@ class StepOutputs:
             if advanced.forced.get(entry.row):
                 self.drafts[entry.request_id] = tuple(advanced.forced[entry.row][: entry.num_drafts])
 
-    def add_scores(self, drawn_for: Sequence[ScheduledRequest], draws: ScoredDraws, scores: ScoreTensors) -> None:
-        """The scores of some of the tokens, in the order of the draws."""
+    def add_scores(self, drawn_for: Sequence[ScheduledRequest], draws: ScoredDraws, scores: list[Tensor]) -> None:
+        """The logprobs of some of the sampled tokens, in the order of the draws."""
         request_ids, num_top = [drawn_for[index].request_id for index in draws.which], draws.num_top
 
         def read(tensors: Sequence[Tensor]) -> None:
-            found = read_scores(ScoreTensors(*tensors), num_top)
+            found = read_scores(tensors, num_top)
             for request_id, score in zip(request_ids, found, strict=True):
                 self.scores[request_id] = (*self.scores.get(request_id, ()), score)
 
         self.add(scores, read)
 
-    def add_prompt_scores(self, part: PromptPart, scores: ScoreTensors) -> None:
+    def add_prompt_scores(self, part: PromptPart, scores: list[Tensor]) -> None:
         def read(tensors: Sequence[Tensor]) -> None:
-            found = read_scores(ScoreTensors(*tensors), [part.num_top] * len(tensors[0]))
+            found = read_scores(tensors, [part.num_top] * len(tensors[0]))
             if any(math.isnan(score.logprob) for score in found):
                 self.errors[part.request_id] = NOT_NUMBERS
             else:
@@ -121,7 +122,7 @@ class StepOutputs:
         for count, read in self._readers:
             read(tensors[begin : begin + count])
             begin += count
-        self._readers.clear()  # they know this object; without them it is freed, tensors and all, once it is let go
+        self._readers.clear()  # they refer to this object: without this cycle its tensors are freed at once
         for request_id, scores in self.scores.items():
             self.scores[request_id] = scores[: len(self.tokens.get(request_id, ()))]
         for request_id in self.errors:
@@ -134,13 +135,13 @@ class StepOutputs:
 
 
 class PendingStep:
-    """A step that was sent off: its results come back by themselves, and are read when somebody asks."""
+    """A submitted step: its results are copied to the host in the background, and read when `result` is called."""
 
     def __init__(self, outputs: StepOutputs, stream: torch.cuda.Stream | None) -> None:
-        """Brings the tensors to the host on a `stream` of its own, so that the next step's work need not wait for it.
-        None: they are there."""
+        """Copies the tensors to the host on a `stream` of its own, so that the next step need not wait for the copy.
+        None on a CPU, where they are read at once."""
         self._outputs: StepOutputs | None = outputs
-        """Holds the device's memory while it is being copied from."""
+        """Keeps the device tensors alive while they are copied."""
         self._result: StepResult | None = None
         self._host = outputs.tensors
         self._arrived: torch.cuda.Event | None = None
@@ -158,11 +159,11 @@ class PendingStep:
 
     @property
     def is_read(self) -> bool:
-        """Whether somebody has waited for it already."""
+        """Whether `result` was called already."""
         return self._result is not None
 
     def add_drafts(self, drafts: Mapping[str, tuple[int, ...]]) -> None:
-        """What was drafted behind its tokens, once they have been read."""
+        """Adds tokens drafted after the step's own, once its result was read."""
         assert self._result is not None
         self._result = replace(self._result, drafts={**drafts, **self._result.drafts})
 

@@ -39,11 +39,11 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A second decoder that makes guesses for the first."""
+    """A second decoder that makes guesses for the main one."""
 
     decoder: Decoder
     has_own_cache: bool
-    """False for the same model in fewer bits: it goes on from the keys and values of the first."""
+    """False for the same model in fewer bits, which reads the main decoder's keys and values."""
     description: str
 
 
@@ -55,7 +55,7 @@ def choose_weights(files: ModelFiles, config: EngineConfig, device: torch.device
 
 
 def expected_plan(weights: WeightPlan, config: EngineConfig) -> CachePlan:
-    """Says what can't work before the weights are read; the real plan is made when they are there."""
+    """An estimate before the weights are read, to raise errors early; the real plan is made when they are loaded."""
     free = free_memory(weights.device)
     needs = Needs(weights=check_weights_fit(weights, free))
     limits = config.limits(weights.device.type)
@@ -73,8 +73,8 @@ def start_worker(
     draft: Draft | None = None,
     agree: Callable[[CachePlan], CachePlan] | None = None,
 ) -> Worker:
-    """A worker around a decoder whose weights are in place; what memory is left becomes the cache. `formats` says which
-    ones the weights are in. Workers that compute the same steps `agree` on how much all of them can hold."""
+    """A worker around a decoder whose weights are loaded; memory that is left becomes the cache. `formats` names the
+    weights' formats for the start-up message. With tensor parallelism, `agree` returns the plan that fits all ranks."""
     spec, dtype, device, kernels = decoder.spec, decoder.dtype, decoder.device, decoder.kernels
     limits = config.limits(device.type)
     needs = measure_needs(decoder, limits, config.block_size)
@@ -83,7 +83,7 @@ def start_worker(
         needs = replace(needs, weights=needs.weights + draft.decoder.nbytes)
         if draft.has_own_cache:
             needs = replace(needs, draft_block=bytes_per_block(draft.decoder.spec, config.block_size, cache_dtype))
-    # A second decoder has the same blocks, and its own windows: then none is given back.
+    # A draft model uses the same block tables and may have other windows: then no block is freed by a window.
     groups = LayerGroups.of(spec, kernels.keys_at_once, config.max_model_len if draft is None else 1)
     plan = plan_cache(spec, config, limits, cache_dtype, free_memory(device), needs, groups)
     plan = plan if agree is None else agree(plan)

@@ -1,4 +1,4 @@
-"""What a step draws: tokens at positions of request rows."""
+"""The draws of a step: which tokens are sampled, for which request rows and at which positions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.sampling_params import SamplingParams
 Indices = npt.NDArray[np.int64]
 
 GREEDY_BELOW = 1e-5
-"""Temperatures under this are 0: what they would change is below the logits' own precision."""
+"""Temperatures under this count as 0 (greedy): the difference is below the precision of the logits."""
 
 
 def effective_temperature(params: SamplingParams) -> float:
@@ -22,29 +22,27 @@ def effective_temperature(params: SamplingParams) -> float:
 
 @dataclass(frozen=True)
 class Draws:
-    """The tokens to draw, one entry each, a row of logits belonging to it. A request row may stand here several times,
-    at several positions."""
+    """The tokens to sample, one for each row of logits. Where guesses are checked, a request row has several."""
 
     request_rows: Indices
     positions: Indices
-    """Where in its sequence each drawn token will stand: the number of tokens before it."""
+    """The position that each sampled token will have in its sequence: the number of tokens before it."""
     seeds: npt.NDArray[np.uint64]
     temperatures: npt.NDArray[np.float32]
     prompt_lengths: Indices
     token_ids: Tensor
-    """int64 [request rows, longest]: everybody's tokens. The history of a draw is what is before its position."""
+    """int64 [request rows, longest]: the tokens of all requests. A draw's history is its row up to its position."""
     masks: Tensor | None = None
-    """int32 [draws, words of 32 bits]: tokens that grammars allow, lowest bit first. They count for the requests that
-    asked for structured output."""
+    """int32 [draws, words of 32 bits]: the tokens that grammars allow, lowest bit first, for structured output."""
     only_ends: npt.NDArray[np.bool_] | None = None
-    """bool [draws]: its grammar leaves nothing but an end, which may come however short the answer is."""
+    """bool [draws]: the grammar allows only an end token, which then overrides `min_tokens`."""
 
     guesses: Indices | None = None
-    """int64 [draws]: with acceptance by rejection, the token that was guessed there; -1 where none was."""
+    """int64 [draws], with acceptance by rejection: the token guessed at this position; -1 where none was."""
 
     def __len__(self) -> int:
         return len(self.request_rows)
 
     def histories(self, request_rows: Tensor, longest: int) -> Tensor:
-        """The tokens of some request rows, [rows, longest]; what is past a history's end is anything."""
+        """The first `longest` tokens of some request rows, [rows, longest]; after a history's end they mean nothing."""
         return self.token_ids[:, :longest].index_select(0, request_rows)

@@ -1,20 +1,20 @@
-"""Which of the tokens a draw can choose it chooses from."""
+"""Top-k, top-p and the other filters: which tokens are left to sample from."""
 
 from __future__ import annotations
 
 import numpy as np
 from torch import Tensor
 
+from quire.kernels.noise import chances
 from quire.kernels.ops import FILTERS
 from quire.sampling.draws import Draws, Indices, effective_temperature
 from quire.sampling.feature import NEUTRAL, Feature
-from quire.sampling.noise import chances
 from quire.step import Admission
 
 
 class Filters(Feature):
-    """Divides by the temperature, then applies the filters in the order of `quire.kernels.ops.FILTERS`, each over what
-    the one before left. Greedy requests have no use for them."""
+    """Divides by the temperature, then applies the filters in the order of `quire.kernels.ops.FILTERS`, each to the
+    tokens that the one before left. Not for greedy requests, for which they change nothing."""
 
     switches = ("top_n_sigma", "top_k", "top_p", "min_p", "typical_p", "xtc_probability")
     settings = ("xtc_threshold",)

@@ -1,14 +1,13 @@
 """Log-probabilities of tokens, from the logits as the model gave them: before masks, penalties and temperature.
 
-Each row is computed by itself, so the numbers of a token are the same bits in any company. Only rows that
-ask are scored, and a long prompt a few rows at a time: its logits are never all in memory.
+Each row is computed by itself, so a token's logprob has the same bits in any batch. Only rows that ask for it are
+scored, and a long prompt a few rows at a time, so that its logits are never all in memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,29 +23,38 @@ ROWS_AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """The token rows of a step that predict prompt positions somebody wants scored."""
+    """Consecutive tokens of a step, of one request's prompt, whose next positions are to be scored."""
 
     request_id: str
     indices: slice
-    """Among the step's token rows."""
+    """Which of the step's tokens."""
     request_row: int
     start: int
-    """The first position predicted; they follow each other."""
+    """The first position that is scored: the one after the first of these tokens."""
     num_top: int
+
+    def score(
+        self, hidden: Tensor, head: Callable[[Tensor], Tensor], token_ids: Tensor, kernels: Kernels
+    ) -> list[Tensor]:
+        """The scores of these positions, as `score_rows` returns them. `hidden` are the states of the step's tokens,
+        `head` makes logits of them, `token_ids` [request rows, length] are all requests' tokens."""
+        rows = hidden[self.indices]
+        targets = token_ids[self.request_row, self.start : self.start + len(rows)]
+        return score_rows(rows, head, targets, self.num_top, kernels)
 
 
 class Logprobs:
-    """What each request row wants scored: the tokens it draws, its prompt."""
+    """Which request rows want logprobs of the tokens they sample, and which of their prompt."""
 
     fields = ("logprobs", "prompt_logprobs")
     """Of SamplingParams."""
 
     def __init__(self, device: torch.device) -> None:
         self._num_top: dict[int, int] = {}
-        """By request row, for those that want their tokens scored."""
+        """By request row that wants logprobs of its answer: how many of the most likely tokens."""
         self._uploader = Uploader(device)
         self._prompts: dict[int, Admission] = {}
-        """By request row, for those whose prompt is not wholly scored."""
+        """By request row that wants logprobs of its prompt, until all of it is scored."""
 
     def admit(self, admission: Admission) -> None:
         self._num_top.pop(admission.row, None)
@@ -58,15 +66,15 @@ class Logprobs:
 
     @property
     def scores_prompts(self) -> bool:
-        """Whether somebody's prompt is not wholly scored."""
+        """Whether some prompt is still to be scored."""
         return bool(self._prompts)
 
     def are_wanted(self, request_rows: Sequence[int]) -> bool:
-        """Whether tokens drawn for one of these are to be scored."""
+        """Whether one of these rows wants logprobs of the tokens it samples."""
         return not self._num_top.keys().isdisjoint(request_rows)
 
     def keep(self, logits: Tensor, draws: Draws) -> ScoredDraws | None:
-        """What is needed to score the tokens that will be drawn, where somebody wants that."""
+        """Keeps the logits of the draws that want logprobs, before sampling changes them; None if there are none."""
         rows = draws.request_rows.tolist()
         which = [index for index, row in enumerate(rows) if row in self._num_top]
         if not which:
@@ -75,7 +83,7 @@ class Logprobs:
         return ScoredDraws(which, [self._num_top[rows[one]] for one in which], index, logits[index])
 
     def prompt_parts(self, scheduled: Sequence[ScheduledRequest]) -> Iterator[PromptPart]:
-        """The parts of a step that score prompts; requests whose prompt ends here are done with that."""
+        """The step's tokens that score prompts, by request; a request whose prompt ends in this step is done then."""
         if not self._prompts:
             return
         offset = 0
@@ -85,7 +93,7 @@ class Logprobs:
                 assert admission.score_prompt_from is not None
                 assert admission.params.prompt_logprobs is not None
                 end = entry.start + entry.num_tokens
-                # The token at position p - 1 predicts the one at p; the prompt's last one predicts the answer.
+                # The token at position p - 1 predicts the one at p; the prompt's last token predicts the answer.
                 first = max(entry.start, admission.score_prompt_from - 1)
                 last = min(end, admission.num_prompt_tokens - 1)
                 if first < last:
@@ -97,68 +105,37 @@ class Logprobs:
             offset += entry.num_tokens
 
 
-class ScoreTensors(NamedTuple):
-    """The scores of some tokens as tensors: on the device, or copies on the host."""
-
-    token_ids: Tensor
-    """int64 [rows]."""
-    logprobs: Tensor
-    """float32 [rows]; NaN where the model's scores are not numbers."""
-    ranks: Tensor
-    """int64 [rows]."""
-    top_ids: Tensor
-    """int64 [rows, most]: as many as the row that wants most."""
-    top_logprobs: Tensor
-    """float32 [rows, most]."""
-
-
 @dataclass(frozen=True, slots=True)
 class ScoredDraws:
-    """The draws whose tokens will be scored. Drawing changes the logits, so those of the model are kept here."""
+    """The draws that want logprobs, with a copy of the model's logits, which sampling changes."""
 
     which: list[int]
-    """Among the step's draws."""
+    """Indices of these draws among all of the step's."""
     num_top: list[int]
     index: Tensor
     """`which`, on the device."""
     logits: Tensor
 
-    def score(self, token_ids: Tensor, kernels: Kernels) -> ScoreTensors:
-        """The scores of these of the step's drawn tokens."""
-        return score_on_device(self.logits, token_ids[self.index], self.num_top, kernels)
+    def score(self, token_ids: Tensor, kernels: Kernels) -> list[Tensor]:
+        """The scores of these draws' tokens, as `score_rows` returns them; `token_ids` are those of all draws."""
+        return score_rows(self.logits, lambda logits: logits, token_ids[self.index], max(self.num_top), kernels)
 
 
-def score_on_device(logits: Tensor, token_ids: Tensor, num_top: Sequence[int], kernels: Kernels) -> ScoreTensors:
-    """Scores int64 token_ids [rows] under float32 logits [rows, vocab], with the most likely tokens of each row,
-    as many as it wants (or as there are). Waits for nothing on a GPU with kernels of its own."""
-    most = min(max(num_top), logits.shape[1])
+def score_rows(
+    rows: Tensor, head: Callable[[Tensor], Tensor], token_ids: Tensor, num_top: int, kernels: Kernels
+) -> list[Tensor]:
+    """Scores int64 token_ids [rows] by the logits `head(rows)`, some rows at a time, with each row's `num_top` most
+    likely tokens (or as many as there are). Returns copies of the ids, then the fields of `TokenScores`."""
     parts: list[tuple[Tensor, ...]] = []
-    for begin in range(0, len(logits), ROWS_AT_ONCE):
-        part = slice(begin, begin + ROWS_AT_ONCE)
-        parts.append((token_ids[part], *kernels.score_tokens(logits[part], token_ids[part], most)))
-    return _joined(parts)
-
-
-def score_prompt_on_device(
-    part: PromptPart, hidden: Tensor, head: Callable[[Tensor], Tensor], token_ids: Tensor, kernels: Kernels
-) -> ScoreTensors:
-    """The scores of one request's prompt positions.
-
-    `hidden` are the step's token rows, `token_ids` [request rows, length] everybody's tokens; `head` gives logits, in
-    any dtype.
-    """
-    rows = hidden[part.indices]
-    parts: list[ScoreTensors] = []
     for begin in range(0, len(rows), ROWS_AT_ONCE):
+        own = token_ids[begin : begin + ROWS_AT_ONCE]
         logits = head(rows[begin : begin + ROWS_AT_ONCE]).float()
-        position = part.start + begin
-        targets = token_ids[part.request_row, position : position + len(logits)]
-        parts.append(score_on_device(logits, targets, [part.num_top], kernels))
-    return _joined(parts)
+        parts.append((own, *kernels.score_tokens(logits, own, min(num_top, logits.shape[1]))))
+    return [torch.cat(column) for column in zip(*parts, strict=True)]
 
 
-def read_scores(scores: ScoreTensors, num_top: Sequence[int]) -> list[TokenScore]:
-    """What copies on the host say; `num_top` as it was when they were scored."""
+def read_scores(scores: Sequence[Tensor], num_top: Sequence[int]) -> list[TokenScore]:
+    """What `score_rows` returned, copied to the host, as Python values; row i has `num_top[i]` most likely tokens."""
     token_ids, logprobs, ranks, top_ids, top_logprobs = (tensor.tolist() for tensor in scores)
     return [
         TokenScore(token_id, logprob, rank, tuple(zip(ids[:wanted], likely[:wanted], strict=True)))
@@ -166,8 +143,3 @@ def read_scores(scores: ScoreTensors, num_top: Sequence[int]) -> list[TokenScore
             token_ids, logprobs, ranks, top_ids, top_logprobs, num_top, strict=True
         )
     ]
-
-
-def _joined(parts: Sequence[Sequence[Tensor]]) -> ScoreTensors:
-    """New tensors even of a single part: the tokens of a request row may be others by the time they are read."""
-    return ScoreTensors(*(torch.cat(column) for column in zip(*parts, strict=True)))

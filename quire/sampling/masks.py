@@ -1,4 +1,4 @@
-"""Tokens a draw can't choose: their logits become minus infinity."""
+"""Masks: tokens that must not be sampled get a logit of minus infinity."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NEVER = float("-inf")
 
 
 class GrammarMask(Feature):
-    """Only what the grammar of `structured` allows; the step brings the masks along."""
+    """Allows only what the grammar of `structured` allows; `draws.masks` has the bits."""
 
     switches = ("structured",)
 
@@ -26,7 +26,7 @@ class GrammarMask(Feature):
         are_all = len(which) == len(draws)
         (index,) = self.upload(which)
         chosen = draws.masks if are_all else draws.masks[index]
-        # Eight flags at once: a byte of the mask looks up the eight bytes that are its bits.
+        # Bits to bools, eight at a time: each byte of the mask is looked up as the int64 whose bytes are its bits.
         allowed = self._bits_of_bytes[chosen.contiguous().view(torch.uint8).int()].view(torch.bool)
         allowed = allowed[:, : logits.shape[1]]
         if are_all:
@@ -42,7 +42,7 @@ class GrammarMask(Feature):
 
 
 class AllowedTokens(Feature):
-    """Only `allowed_token_ids`."""
+    """Allows only `allowed_token_ids`."""
 
     switches = ("allowed_token_ids",)
 
@@ -57,7 +57,7 @@ class AllowedTokens(Feature):
 
 
 class BannedTokens(Feature):
-    """No end token before `min_tokens`, and no bad word of one token: one write for all draws."""
+    """Forbids end tokens before `min_tokens`, and bad words of one token."""
 
     switches = ("min_tokens",)
     settings = ("ignore_eos", "stop_token_ids")
@@ -66,10 +66,10 @@ class BannedTokens(Feature):
         return super().is_asked(admission) or any(len(word) == 1 for word in admission.resolved.bad_word_ids)
 
     def prepare(self, admission: Admission) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Its end tokens, and what is banned always."""
+        """The request's end tokens, and the tokens that are always forbidden."""
         ends = admission.params.end_token_ids(admission.eos_token_ids)
         words = (word[0] for word in admission.resolved.bad_word_ids if len(word) == 1)
-        # An end token may lie outside a model's vocabulary: tokenizers know more tokens than some models.
+        # An end token may be outside the model's vocabulary: some tokenizers have more tokens than the model.
         return tuple(one for one in ends if one < self.vocab_size), tuple(words)
 
     def active(self, draws: Draws, which: Indices) -> Indices:
@@ -97,7 +97,7 @@ class BannedTokens(Feature):
 
 
 class BadWords(Feature):
-    """Not the last token of a bad word where the answer ends with the tokens before it."""
+    """Forbids the last token of a bad word where the answer ends with the word's other tokens."""
 
     switches = ("bad_words",)
 
@@ -105,7 +105,7 @@ class BadWords(Feature):
         return any(len(word) > 1 for word in admission.resolved.bad_word_ids)
 
     def prepare(self, admission: Admission) -> tuple[Tensor, Tensor]:
-        """int64 [words, longest]: words without their last token, flush right, -1 before them; [words]: their last."""
+        """int64 [words, longest]: words without their last token, padded with -1 on the left; [words]: last tokens."""
         words = [word for word in admission.resolved.bad_word_ids if len(word) > 1]
         longest = max(map(len, words)) - 1
         starts = [(-1,) * (longest + 1 - len(word)) + word[:-1] for word in words]
@@ -118,7 +118,7 @@ class BadWords(Feature):
         longest = max(start.shape[1] for start in starts)
         pad = torch.nn.functional.pad
         wanted = torch.cat([pad(start, (longest - start.shape[1], 0), value=-1) for start in starts])
-        # The last `longest` tokens of the owner's answer; -2, which no word holds, before its beginning.
+        # The last `longest` tokens of the answer; -2, which is in no word, where the answer is shorter.
         position, answer_length, row, first = self.upload(
             draws.positions[owner, None],
             (draws.positions - draws.prompt_lengths)[owner, None],
@@ -133,7 +133,7 @@ class BadWords(Feature):
 
 
 class NoRepeatNgram(Feature):
-    """Not the last token of an n-gram of the history whose other tokens are the history's last."""
+    """Forbids a token that would complete an n-gram which is in the history already."""
 
     switches = ("no_repeat_ngram_size",)
 
@@ -145,7 +145,7 @@ class NoRepeatNgram(Feature):
         sizes, lengths = self.of("no_repeat_ngram_size", draws, which), draws.positions[which]
         row, size, length, first = self.upload(draws.request_rows[which], sizes[:, None], lengths, which[:, None])
         history = draws.histories(row, int(lengths.max()))
-        # How many tokens before each one are the history's last: they and it are an n-gram if those are n - 1.
+        # For each token of the history, how many before it equal the history's last ones: n - 1 forbid this token.
         before = torch.zeros_like(history, dtype=torch.int32)
         before[:, 1:] = self.kernels.match_lengths(history, length, None, int(sizes.max()) - 1)[:, :-1]
         inside = torch.arange(history.shape[1], device=history.device) < length.unsqueeze(1)
@@ -153,7 +153,8 @@ class NoRepeatNgram(Feature):
 
 
 def _ban_where_(logits: Tensor, where: Tensor, matches: Tensor) -> None:
-    """By a minimum, so that the device is not asked how many matches there are and their order is nothing."""
+    """Sets the logits at the indices `where` to minus infinity if they match. By a minimum, so that the number of
+    matches need not be known on the host and the order of writing does not matter."""
     lowest = torch.full(matches.shape, float("inf"), dtype=logits.dtype, device=logits.device)
     lowest.masked_fill_(matches, _NEVER)
     logits.view(-1).scatter_reduce_(0, where.flatten(), lowest.flatten(), "amin")

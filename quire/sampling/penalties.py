@@ -1,7 +1,7 @@
 """Biases and penalties: changes to the logits of a few tokens, those a request names or has used before.
 
-Nothing here goes over the vocabulary. A token that stands several times in a history is written several times, always
-with the same value computed from the logit before, so the order of writing does not matter.
+Only these tokens' logits are touched, not the whole vocabulary. A token that occurs several times in a history is
+written several times with the same value, computed from its logit before, so the order of writing does not matter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.step import Admission
 
 DRY_LONGEST = 64
 """A repetition is measured up to this many tokens beyond the allowed length."""
-_MOST = 1e30  # a penalty stays a number
+_MOST = 1e30  # the largest penalty, so that it stays finite
 
 
 class LogitBias(Feature):
@@ -40,8 +40,8 @@ class LogitBias(Feature):
 
 class _HistoryPenalty(Feature):
     def flat_tokens(self, logits: Tensor, draws: Draws, which: Indices, start: Indices) -> tuple[Tensor, Tensor]:
-        """Where in the flattened logits the tokens of histories from `start` on lie, and which of these are: past a
-        history's end stands its first one again."""
+        """Indices into the flattened logits of each history's tokens from `start` on, [draws, longest], and which of
+        them are inside the history: shorter histories are filled up with their first token."""
         lengths = draws.positions[which] - start
         row, begin, length, first = self.upload(
             draws.request_rows[which, None], start[:, None], lengths[:, None], which[:, None] * self.vocab_size
@@ -78,7 +78,7 @@ class AnswerPenalties(_HistoryPenalty):
         before = logits.view(-1)[where]
         counts = torch.ones_like(before)
         if (by_count != 0).any():
-            # How often each entry's token is in its row: counted on a table that is all zeros but for these tokens.
+            # How often each token occurs in its history: counted in a table of the logits' size.
             table = torch.zeros(logits.numel(), dtype=torch.int32, device=logits.device)
             table.scatter_add_(0, where.flatten(), inside.flatten().int())
             counts = table[where].float()
@@ -86,17 +86,17 @@ class AnswerPenalties(_HistoryPenalty):
 
 
 class Dry(Feature):
-    """DRY: a token that would make a repetition longer pays for the length it has.
+    """DRY: penalises a token that would make a repetition longer, by the repetition's length so far.
 
-    A place i in the history repeats n tokens if the n tokens up to i are the last n of all; the token after
-    i would make it n + 1. The longest such n counts for each token.
+    Position i of the history repeats n tokens if the n tokens up to i equal the last n of the history; the token after
+    i would make that n + 1. For each token the longest such n counts.
     """
 
     switches = ("dry_multiplier",)
     settings = ("dry_base", "dry_allowed_length", "dry_sequence_breakers")
 
     def prepare(self, admission: Admission) -> Tensor:
-        """bool [vocab]: tokens no repetition extends over. Requests with the same breakers share it."""
+        """bool [vocab]: tokens at which a repetition ends. Requests with the same breakers share the table."""
         return _breaker_table(admission.resolved.dry_breaker_ids, self.vocab_size, self.upload)
 
     def active(self, draws: Draws, which: Indices) -> Indices:
@@ -121,14 +121,15 @@ class Dry(Feature):
         longest = int(limits.max()) + DRY_LONGEST
         repeated = self.kernels.match_lengths(history, length, breaks, longest)[:, :-1].flatten()
         following = history[:, 1:]
-        # By place: the repetition's length, the token after it in the tables below and in the logits, whose it is.
+        # For each position: the repetition's length, the index of the token after it in `by_token` and in the logits,
+        # whether that token is a breaker, and the draw.
         by_place = [repeated, (own + following).flatten(), (first + following).flatten(), breaks[:, 1:].flatten()]
         by_place.append(torch.arange(len(which), device=logits.device).unsqueeze(1).expand_as(following).flatten())
-        if logits.device.type == "cpu":  # where there is nobody to wait for: only places that count
+        if logits.device.type == "cpu":  # keep only the positions that matter; on a GPU this would wait for the device
             some = (repeated >= int(limits.min())).nonzero()[:, 0]
             by_place = [values[some] for values in by_place]
         repeated, cell, where, is_break, at = by_place
-        # By token, of all places it stands at. What stands past the end of a history matches nothing: it adds nothing.
+        # For each token the longest repetition before it. Positions after a history's end have length 0.
         by_token = torch.zeros(len(which) * self.vocab_size, dtype=torch.int32, device=logits.device)
         by_token.scatter_reduce_(0, cell, repeated, "amax")
         excess = by_token[cell] - allowed[at, 0]
@@ -137,7 +138,7 @@ class Dry(Feature):
         logits.view(-1)[where] = logits.view(-1)[where] - penalty
 
     def _penalties(self, draws: Draws, which: Indices) -> npt.NDArray[np.float32]:
-        """multiplier * base**excess as [draws, excess], by multiplying: powers in float32 differ between libraries."""
+        """[draws, excess]: multiplier * base**excess, by repeated multiplication, as pow differs between libraries."""
         bases = self.of("dry_base", draws, which)
         factors = np.repeat(bases[:, None].astype(np.float64), DRY_LONGEST + 1, axis=1)
         factors[:, 0] = self.of("dry_multiplier", draws, which)

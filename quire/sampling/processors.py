@@ -12,10 +12,10 @@ from quire.step import Admission
 
 
 class LogitsProcessors(Feature):
-    """Runs `logits_processors`, a call for each draw. What they do is theirs: they may wait for the device.
+    """Calls `logits_processors`, once for each draw. A user's function may do anything, also wait for the device.
 
-    One that raises, or gives no logits, is that draw's failure; whether all are numbers below infinity stays on the
-    device. Logits that are no good are not taken.
+    If one raises or does not return logits, that draw fails. Whether it returned NaN or infinity is found on the
+    device; such logits are not used.
     """
 
     switches = ("logits_processors",)
@@ -40,7 +40,7 @@ class LogitsProcessors(Feature):
             is_bad = failures[row] = ~(scores < float("inf")).all()
             if logits.device.type == "cuda":
                 scores = torch.where(is_bad, logits[row], scores)
-            elif is_bad:  # where there is nobody to wait for, looking is cheaper
+            elif is_bad:  # on a CPU the value is there, and reading it is cheaper
                 continue
             logits[row] = scores
         return failures

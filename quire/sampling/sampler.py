@@ -1,11 +1,10 @@
-"""From logits to token ids: argmax(logits / temperature + Gumbel(seed, position)) over what the features leave.
+"""From logits to token ids: argmax(logits / temperature + Gumbel(seed, position)) over the tokens the features leave.
 
-Masks come first and nothing after them makes a finite score of minus infinity, so what is forbidden stays
-forbidden whatever is added to it. Rows never meet: each is computed from its own logits, history and
-parameters. A feature costs something only in the rows that ask for it.
+Masks come first, and nothing after them makes a finite score of minus infinity, so a forbidden token stays forbidden.
+Each row is computed from its own logits, history and parameters. Rows that don't ask for a feature don't pay for it.
 
-On a GPU nothing here waits for the device: which rows ask for what is known on the host, everything else stays
-tensors. (`logits_processors` are the exception: what they do is theirs.)
+On a GPU nothing here waits for the device: which rows ask for what is known on the host, everything else stays in
+tensors. (The exception are `logits_processors`, which are the user's code.)
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ import torch
 from torch import Tensor
 
 from quire.errors import NO_TOKEN_LEFT
+from quire.kernels.noise import ACCEPTS, REDRAWS, chances, noise_keys
 from quire.kernels.ops import HAS_NAN, NOTHING_LEFT, Kernels
 from quire.sampling.draws import Draws, Indices, effective_temperature
 from quire.sampling.feature import Feature
 from quire.sampling.filters import Filters
 from quire.sampling.masks import AllowedTokens, BadWords, BannedTokens, GrammarMask, NoRepeatNgram
-from quire.sampling.noise import ACCEPTS, REDRAWS, chances, noise_keys
 from quire.sampling.penalties import AnswerPenalties, Dry, LogitBias, RepetitionPenalty
 from quire.sampling.processors import LogitsProcessors
 from quire.sampling.upload import Uploader
@@ -43,17 +42,17 @@ FEATURES: tuple[type[Feature], ...] = (
     LogitsProcessors,
     Filters,
 )
-"""Everything that can happen to logits before a token is drawn from them, in the order in which it happens. A draw for
-which none of these is active is plain: nothing but its temperature, seed and position count."""
+"""All that can change logits before a token is sampled, in this order. A draw for which none of these is active is
+plain: only its temperature, seed and position matter."""
 
 BAD_PROCESSOR = 4
 """A flag beside those of the kernels: a logits processor returned NaN or infinity."""
 
 UNDEFINED = 8
-"""Another: the draw follows a guess after which nothing can be drawn; it is no failure."""
+"""Another flag: the grammar allows nothing after the guess that this draw follows. The draw is dropped; no error."""
 
 NOT_NUMBERS = "the model's scores are not numbers (NaN); quire inspect MODEL --trace TEXT says where that begins"
-_MESSAGES = {  # the weightiest first
+_MESSAGES = {  # the most important first
     HAS_NAN: NOT_NUMBERS,
     BAD_PROCESSOR: "a logits processor failed: the logits hold NaN or infinity",
     NOTHING_LEFT: NO_TOKEN_LEFT,
@@ -62,31 +61,31 @@ _MESSAGES = {  # the weightiest first
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """One token per draw, and which draws have none."""
+    """One token per draw, and the draws that failed."""
 
     tensor: Tensor
-    """int64 [2, draws]: token ids (anything for a draw that failed), and flags: 0, or the sum of HAS_NAN, NOTHING_LEFT,
-    BAD_PROCESSOR and UNDEFINED."""
+    """int64 [2, draws]: token ids (meaningless for a draw that failed), and flags: 0, or a sum of HAS_NAN,
+    NOTHING_LEFT, BAD_PROCESSOR and UNDEFINED."""
     errors: dict[int, str] = field(default_factory=dict)
-    """What went wrong in a request's own functions, by index."""
+    """By draw, what went wrong in a request's logits processors."""
 
     @property
     def token_ids(self) -> Tensor:
         return self.tensor[0]
 
     def failures(self, on_host: Sequence[int] | None = None) -> dict[int, str]:
-        """Why draws failed, by index, from the flags if they are on the host. Else it waits for the device."""
+        """By draw, why it failed. `on_host` are the flags if they were copied; else this waits for the device."""
         found = dict(self.errors)
         for index, flags in enumerate(self.tensor[1].tolist() if on_host is None else on_host):
             if flags and not flags & UNDEFINED:
                 weightiest = next(flag for flag in _MESSAGES if flags & flag)
-                if weightiest == HAS_NAN or index not in found:  # a function's own error says more than other flags
+                if weightiest == HAS_NAN or index not in found:  # a processor's error says more than the other flags
                     found[index] = _MESSAGES[weightiest]
         return found
 
 
 class Sampler:
-    """Draws tokens for requests, whose parameters it takes over at their admission."""
+    """Samples tokens for requests, whose parameters it keeps from their admission on."""
 
     fields = ("temperature", "seed")
     """The fields of SamplingParams that count for every draw; the others belong to the features."""
@@ -97,13 +96,13 @@ class Sampler:
         self._upload = uploader.upload
         self._features = [feature(max_num_seqs, vocab_size, kernels, uploader) for feature in FEATURES]
         self._asked: dict[int, int] = {}
-        """By request row, a bit for each feature it asks for; not those that ask for none."""
+        """By request row that asks for any feature: a bit for each feature it asks for."""
         self._seeds = np.zeros(max_num_seqs, np.uint64)
         self._temperatures = np.zeros(max_num_seqs, np.float32)
         self._prompt_lengths = np.zeros(max_num_seqs, np.int64)
 
     def admit(self, admission: Admission) -> None:
-        """A request row begins anew."""
+        """Takes over the parameters of a request that gets a row."""
         row = admission.row
         self._asked.pop(row, None)
         if asked := sum(feature.admit(admission) << i for i, feature in enumerate(self._features)):
@@ -132,11 +131,11 @@ class Sampler:
         return next(self._active(draws), None) is None
 
     def sample(self, logits: Tensor, draws: Draws) -> SampledTokens:
-        """Tokens for float32 logits [draws, vocab] in one piece, which are changed on the way."""
+        """Samples from contiguous float32 logits [draws, vocab], which are changed in place."""
         active = list(self._active(draws))
         if not active:
             return SampledTokens(torch.stack(self._choose(logits, draws, draws.temperatures)))
-        # Looked for before anything hides it: what is masked is a number again.
+        # Looked for before the features run: a mask would replace NaN by minus infinity.
         broken = logits.sum(-1).isnan()
         temperatures = draws.temperatures.copy()
         failures: dict[int, str | Tensor] = {}
@@ -175,9 +174,9 @@ class Sampler:
     def _accept_by_chance_(
         self, logits: Tensor, draws: Draws, which: Indices, temperatures: npt.NDArray[np.float32]
     ) -> None:
-        """The rule of speculative sampling for a guess that was certain: it is taken with its own probability, else a
-        token is drawn from all others. Both leave each token the probability it has. Chance and noise are others than
-        those that a draft model draws with."""
+        """Rejection sampling of guesses, each of which its drafter proposed with probability 1: a guess is accepted
+        with the probability p that the model gives it, else a token is sampled from all others. So every token keeps
+        its probability. The random numbers are independent of those that a draft model samples with."""
         assert draws.guesses is not None
         accepts = chances(draws.seeds[which] ^ ACCEPTS, draws.positions[which])
         row, guess, divisor, chance = self._upload(which, draws.guesses[which], temperatures[which, None], accepts)

@@ -1,7 +1,7 @@
-"""The way of small arrays to the device, without waiting for it.
+"""Copies small arrays to the device without waiting for it.
 
-A copy from ordinary memory makes the host wait until the device has done everything before it. So on a GPU the arrays
-are put into pinned memory first, and from there several of them travel as one.
+A copy from ordinary memory makes the host wait until the device has done all earlier work. So on a GPU several arrays
+are put into one pinned buffer, which is then copied asynchronously.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torch import Tensor
 Array = npt.NDArray[Any]
 
 _ALIGNMENT = 16
-"""Bytes; kernels are compiled anew for arrays that begin elsewhere."""
+"""Each array begins at a multiple of this many bytes: Triton compiles a kernel anew for another alignment."""
 _SMALLEST, _LARGEST = 2**14, 2**20
-"""Bytes of the buffers that are kept. What needs more gets memory that torch lends and takes back."""
+"""Sizes in bytes of the buffers that are kept for reuse. A larger upload gets a buffer from torch's allocator."""
 
 
 class Uploader:
-    """Owns pinned buffers and uses them in turn. One whose copy is not done yet is left alone and another one taken, so
-    there are soon as many as copies are ever under way, and nobody waits. Used by one thread."""
+    """Owns pinned buffers and uses them in turn. If the copy from the next one is not done yet, another buffer is made,
+    so that nothing ever waits. Used by one thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: deque[_PinnedBuffer] = deque()
-        """The one that was used longest ago is first."""
+        """The least recently used one is first."""
 
     def upload(self, *arrays: Array) -> list[Tensor]:
-        """The arrays on the device. On the CPU they may share their memory."""
+        """The arrays as tensors on the device. On the CPU they may share the arrays' memory."""
         if self._device.type != "cuda":
             return [_as_tensor(values) for values in arrays]
         begins = _begins(arrays)
@@ -50,7 +50,7 @@ class Uploader:
         return tensors
 
     def upload_into(self, target: Tensor, *arrays: Array) -> None:
-        """Puts the arrays into one tensor in a single piece on a GPU, each from the next multiple of 16 bytes on."""
+        """Writes the arrays into one contiguous tensor on a GPU, each at the next multiple of 16 bytes."""
         begins = _begins(arrays)
         self._copy(arrays, begins, target.view(torch.uint8)[: begins[-1]])
 
@@ -92,7 +92,7 @@ def _begins(arrays: Sequence[Array]) -> list[int]:
 
 
 def _as_tensor(values: Array) -> Tensor:
-    # A field of a single record counts as being in one piece, whatever its strides are; torch wants whole elements.
+    # numpy calls a one-element field of a record contiguous whatever its strides are; torch wants whole elements.
     if not values.flags.c_contiguous or any(stride % values.itemsize for stride in values.strides):
         values = values.copy()
     return torch.from_numpy(values)

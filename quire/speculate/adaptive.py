@@ -1,7 +1,6 @@
-"""How many guesses are worth checking: as many as are right often enough for what a further token costs a step.
+"""How many guesses are worth checking: a guess must be right often enough to pay for the time it adds to a step.
 
-Everything here follows the clock and so differs from run to run. It decides how many tokens a step checks, never which
-tokens come out of it.
+This depends on measured times and so differs from run to run. It decides how many guesses are checked, nothing else.
 """
 
 from __future__ import annotations
@@ -11,46 +10,46 @@ from functools import lru_cache
 from quire.step import StepLogEntry
 
 _FORGET = 0.98
-"""Of the weight of a step when the next one comes."""
+"""Each step counts this much of the next one, in sums over the last steps."""
 _FIRST_SHARE = 0.1
-"""A further token's cost as a part of a whole step's, until it was measured."""
+"""What one more token is assumed to add to a step's time, as a part of it, until it was measured."""
 _CERTAINTY = 0.3
-"""Of that: as that of steps whose numbers of tokens have this variance."""
+"""Weight of that assumption: as much as measured steps whose numbers of tokens have this variance."""
 _MARGIN = 1.02
-"""A guess must gain so many times what it costs: neither is known well."""
+"""A guess must gain this many times what it costs, as both are estimates."""
 _OUTLIER = 1.5
-"""A step that takes so many times as long as expected met something else, too: it counts as so long."""
+"""A step that took longer than this many times the expected time was disturbed: it counts as this long."""
 _TRIALS = 0.005
-"""Of all time, at most, for guesses that find out whether it has become worthwhile to guess."""
+"""At most this part of the time goes to single guesses that test whether guessing has become worthwhile."""
 _MOST_RECORDED = 128
-"""Steps of so many tokens may take longer when the first of a size comes."""
+"""Up to this many tokens, the first step of a size may take longer, since it is recorded."""
 _NUMBERS = (0, 1, 2, 3, 4, 6, 8, 11, 15, 23, 31)
-"""Of guesses for a request and step; few, since a step of every new size takes longer once."""
+"""The numbers of guesses that a request may have in a step; only a few, since the first step of a new size is slow."""
 MAX_GUESSES = _NUMBERS[-1]
 _MOST_CERTAIN = 0.998
-"""No more is believed of guesses that were all right: a copy ends somewhere."""
+"""The highest chance assumed for a guess, even if all were right: a repetition ends at some point."""
 
 
 class StepCosts:
-    """What a step costs by the number of its tokens: a line through the last few dozen steps of answers."""
+    """A step's time by its number of tokens: a straight line through the last few dozen steps without prompts."""
 
     def __init__(self) -> None:
         self._sums = [0.0] * 5
-        """Of the last steps: how many, their tokens and seconds, the squares of the first, the products of both."""
+        """Over the last steps, older ones counting less: 1, tokens, seconds, tokens squared, tokens * seconds."""
         self._last_end = float("-inf")
         self._seen: set[float] = set()
-        """Numbers of tokens that steps have had."""
+        """Numbers of tokens that steps have had so far."""
         self.share = _FIRST_SHARE
-        """What a guess for each request adds to the time of a step without guesses, as a part of that."""
+        """What one guess for each request adds to the time of a step without guesses, as a part of that time."""
         self.num_requests = 1
-        """In the last step."""
+        """Of the last step."""
         self.seconds = 0.01
-        """That the last steps took, in the mean."""
+        """The mean time of the last steps."""
         self._share = _FIRST_SHARE
-        """A token's part of a step's time as last known, for when steps have long been alike."""
+        """The tokens' part of a step's time as last measured, used when the last steps all had the same size."""
 
     def observe(self, entry: StepLogEntry) -> None:
-        """A step that is over; those with prompts in them say little about guesses."""
+        """Takes in the time of a step that is over. Steps with prompts are left out: they say little about guesses."""
         step, result = entry.step, entry.result
         begin, self._last_end = max(step.now, self._last_end), entry.committed
         if result is None or not step.scheduled or step.admitted:
@@ -61,7 +60,7 @@ class StepCosts:
         tokens = float(step.num_decodes + sum(one.num_tokens for one in others))
         seconds = entry.committed - begin
         if tokens <= _MOST_RECORDED and tokens not in self._seen:
-            self._seen.add(tokens)  # it was recorded, which takes longer than computing it
+            self._seen.add(tokens)  # this step was recorded, which takes longer than computing it
             return
         if self._sums[0] > 4:
             base, slope, _ = self._line()
@@ -71,16 +70,16 @@ class StepCosts:
         base, slope, variance = self._line()
         share = slope * tokens / max(base + slope * tokens, 1e-9)
         self._share += 0.2 * (share - self._share) * variance / (variance + _CERTAINTY)
-        self._share += 0.001 * (_FIRST_SHARE - self._share)  # what was measured long ago may be otherwise by now
+        self._share += 0.001 * (_FIRST_SHARE - self._share)  # an old measurement slowly loses its weight
         self.num_requests, self.seconds = len(step.scheduled), self._sums[2] / self._sums[0]
         share = _MARGIN * slope * self.num_requests / max(base + slope * self.num_requests, 1e-9)
-        self.share = round(share, 3)  # so that few are looked at
+        self.share = round(share, 3)  # few different values, for the cache of `best_number`
 
     def _line(self) -> tuple[float, float, float]:
-        """A step's cost without tokens, that of each, and the variance of the numbers of tokens behind that."""
+        """The line: a step's time without tokens, the time of a token, and the variance of the numbers of tokens."""
         mean, seconds, squares, products = (one / self._sums[0] for one in self._sums[1:])
         variance = squares - mean * mean
-        # As if a little had been measured before: times are noisy, and often all steps are alike.
+        # The assumed share counts as a few measurements: times are noisy, and often all steps have one size.
         slope = products - mean * seconds + _CERTAINTY * self._share * seconds / mean
         slope = min(max(slope / (variance + _CERTAINTY), 0.0), seconds / mean)
         return seconds - slope * mean, slope, variance
@@ -88,8 +87,8 @@ class StepCosts:
 
 @lru_cache(10_000)
 def best_number(chance: float, share: float) -> int:
-    """How many guesses bring the most tokens a second, if each is right with this chance once those before it are, and
-    adds this share to a step's time: where (1 + chance + chance ** 2 ...) / (1 + share * number) is largest."""
+    """How many guesses give the most tokens per second, if a guess is right with this chance once all before it are,
+    and adds this share to a step's time: where (1 + chance + chance ** 2 ...) / (1 + share * number) is largest."""
     best, most = 0, 1.0
     for number in _NUMBERS[1:]:
         speed = (1 - chance ** (number + 1)) / (1 - chance) / (1 + share * number)
@@ -107,12 +106,13 @@ class Acceptance:
     def __init__(self, chance: float = 0.7) -> None:
         self._right, self._tried = chance, 1.0  # as if one had been tried
         self.chance = chance
-        """Of the next guess to be right."""
+        """That the next guess is right."""
         self.num_right = self.num_wrong = 0
-        """All guesses so far that were right, and that were the first wrong one of a step."""
+        """All guesses so far that were right, and all steps that had a wrong one."""
         self._wait = 2
-        """Once nothing is worth it: so many chances are let go before one guess is tried again."""
+        """While guesses are not worthwhile: how many steps go without, before a single guess is tried again."""
         self._skip = 0
+        """How many of these steps are over."""
 
     def learn(self, num_right: int, num_wrong: int) -> None:
         right, wrong = num_right - self.num_right, num_wrong - self.num_wrong
@@ -120,12 +120,12 @@ class Acceptance:
         self._right = self._right * 0.8 + right
         self._tried = self._tried * 0.8 + right + wrong
         before, chance = self.chance, min(self._right / self._tried, _MOST_CERTAIN)
-        self.chance = round(chance, 2 if chance < 0.98 else 3)  # so that few are looked at
-        if self.chance > before + 0.1:  # that was news: the next trial comes sooner
+        self.chance = round(chance, 2 if chance < 0.98 else 3)  # few different values, for the cache of `best_number`
+        if self.chance > before + 0.1:  # guesses have become better: try again sooner
             self._wait = max(self._wait // 4, 2)
 
     def count(self, costs: StepCosts, most: int) -> int:
-        """How many guesses to check, if there are some."""
+        """How many guesses the next step should check."""
         number = best_number(self.chance, costs.share)
         if number:
             self._wait = 2
@@ -137,7 +137,7 @@ class Acceptance:
         return min(most, 1)
 
     def rest(self, most: int) -> int:
-        """After none: how many times, at most so many, there will be none again, which need not be asked for."""
+        """After `count` gave 0: for how many steps (`most` at most) it would give 0 again, so that it isn't called."""
         times = min(self._wait - self._skip, most)
         self._skip += times
         return times

@@ -1,4 +1,4 @@
-"""Guesses from the text itself: what followed the last time the same tokens stood there."""
+"""Guesses from the text itself: the tokens that followed when the last tokens occurred before."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 _SIZE = 3
-"""A place is found by so many tokens in a row."""
+"""An earlier occurrence is found by this many tokens in a row."""
 _SCANNED = 1024
-"""So many tokens are searched as they are, which takes less time than to index them."""
+"""The last tokens, up to this many, are not indexed but searched byte by byte, which takes less time."""
 _MAX_PLACES = 6
-"""So many of the latest places are compared."""
+"""Only this many earlier occurrences, the latest ones, are compared."""
 _LONGEST = 24
-"""A repetition as long as this is as good as any longer one."""
+"""Repetitions are compared up to this length."""
 _RESUMES = 6
-"""After so many tokens of a repetition it is expected to go on behind one that differs: a copy with changes."""
+"""After a repetition of more tokens than this, one token that differs does not end it: a copy with small changes."""
 _LOST = 32
-"""After fewer, only if it has gone on, no more than so many tokens later. From then on one is enough."""
+"""A shorter one goes on only if, within this many tokens, three match again. From then on one is enough."""
 _as_bytes = struct.Struct(f"={_SIZE}I").pack
 
 
 class NgramIndex:
-    """Where in a growing sequence each three tokens in a row occurred, the latest places first. Nothing is done for a
-    token until somebody searches, and then little: a search takes a few microseconds, however long the sequence is."""
+    """Finds where three tokens in a row occurred in a growing sequence, the latest place first. Tokens are indexed only
+    when there is a search, which takes a few microseconds however long the sequence is."""
 
     __slots__ = ("_before", "_end", "_latest", "_length", "_place", "_recent", "_resumes", "_run")
 
     def __init__(self, length: int = 0) -> None:
-        """With a `length`: places are looked for in so many tokens only, which are expected to come once more."""
+        """With a `length`, only the first `length` tokens are searched, and their repetition is expected first."""
         self._end = length or sys.maxsize
         self._latest: dict[tuple[int, ...], int] = {}
-        """By tokens: where the last of them stands."""
+        """By three tokens: the position of the last one, at their latest indexed occurrence."""
         self._before = [-1] * (_SIZE - 1)
-        """For every indexed token, where the one before with the same tokens up to it stands; -1: nowhere."""
+        """For every indexed position: where the same three tokens ended before; -1: nowhere."""
         self._recent = bytearray()
-        """The tokens after these, four bytes each, and two before them, as far as there was a search."""
+        """The tokens after the indexed ones (and two before them), four bytes each, up to the last search."""
         self._place, self._length, self._run, self._resumes = 0 if length else -1, length, 0, _RESUMES
-        """The last place that was found, how long the sequence was then, how many tokens before were the same, and how
-        many must be for it to go on behind a change."""
+        """The position after the repetition found last (the next guess), the sequence's length then, the length of that
+        repetition, and how long one must be to go on after a change."""
 
     def follow(self, token_ids: Sequence[int]) -> int:
-        """Further behind the place that was found last, if what has come since is what stands there; else -1."""
+        """The position of the next guess, if the tokens since the last one are those expected there; else -1."""
         place, length, run = self._place, self._length, self._run
         num_new = len(token_ids) - length
         if place < 0 or num_new > _LOST:
@@ -61,7 +61,7 @@ class NgramIndex:
         return end
 
     def extend(self, token_ids: Sequence[int], most: int) -> bool:
-        """Indexes at most so many tokens, if there are too many to be searched as they are; whether all is ready."""
+        """Indexes up to `most` tokens, if more than _SCANNED are not indexed; whether a search can be made now."""
         begin, last = len(self._before), min(len(token_ids) - 1, self._end)
         if last - begin <= _SCANNED:
             return True
@@ -75,13 +75,13 @@ class NgramIndex:
         return last - end <= _SCANNED
 
     def find(self, token_ids: Sequence[int]) -> int:
-        """Behind the place where the sequence's last tokens occurred before, with as many as possible of those before
-        them, the latest if there are several. -1 if there is none."""
+        """The position after the longest earlier occurrence of the sequence's last tokens, the latest of equally long
+        ones; -1 if there is none."""
         last = len(token_ids) - 1
         best, longest = -1, _SIZE - 1
         tail = token_ids[last - longest :]
         for place in islice(self._places(token_ids), _MAX_PLACES):
-            # Only a place where one token more is the same can be better than the best so far.
+            # Better than the best so far only if one token more matches.
             if place >= longest and token_ids[place - longest : place + 1] == tail:
                 length = longest + 1
                 while length < _LONGEST and length <= place and token_ids[place - length] == token_ids[last - length]:
@@ -95,7 +95,7 @@ class NgramIndex:
         return best
 
     def _places(self, token_ids: Sequence[int]) -> Iterator[int]:
-        """Where the last of the same three tokens stands as at the sequence's end, the latest first."""
+        """The positions where the sequence's last three tokens ended before, the latest first."""
         recent, indexed, tokens = self._recent, len(self._before), token_ids[-_SIZE:]
         if len(tokens) < _SIZE:
             return
@@ -114,7 +114,7 @@ class NgramIndex:
 
 
 def continuation(token_ids: Sequence[int], begin: int, count: int) -> Sequence[int]:
-    """What follows from a place on; at the sequence's end it goes on from that place, as in a text that repeats."""
+    """The `count` tokens from `begin` on; at the sequence's end they start over at `begin`, as in a loop."""
     found = token_ids[begin : begin + count]
     if len(found) < count:
         found = (list(found) * (1 + count // len(found)))[:count]

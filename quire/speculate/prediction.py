@@ -1,4 +1,4 @@
-"""Guesses from the client's own idea of the answer (`prediction`)."""
+"""Guesses from the answer that the client expects (`prediction`)."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from quire.speculate.ngram import NgramIndex
 
 
 class PredictedAnswer:
-    """A prediction, and how far the answer has followed it: a text that the answer, behind it, repeats from its
-    beginning, and wherever it comes back to it."""
+    """The predicted answer with the real answer appended: a text that repeats its own beginning, so that an
+    `NgramIndex` finds how far the answer follows the prediction, and where it returns to it."""
 
     def __init__(self, token_ids: tuple[int, ...]) -> None:
         self._size = len(token_ids)
         self._token_ids = list(token_ids)
-        """With the answer behind it."""
+        """The prediction and the answer so far."""
         self._index = NgramIndex(self._size)
 
     def guess(self, answer: Sequence[int], count: int) -> Sequence[int]:
-        """So many tokens of the prediction, or those that are left, if the answer follows it. `answer` is what has come
-        so far; it only grows."""
+        """The next `count` tokens of the prediction, or those left, if `answer`, all of it so far, follows it."""
         tokens = self._token_ids
         tokens += answer[len(tokens) - self._size :]
         place = self._index.follow(tokens)

@@ -1,8 +1,8 @@
-"""The engine's source of guesses: what the scheduler asks for each request that is about to draw a token.
+"""The engine's source of guesses: the scheduler asks it for each request that is about to sample a token.
 
-Guesses come from, in this order: the client's prediction, what the runner has found (a draft model, a grammar that
-leaves no choice), and the text itself (n-grams). Whether a guess is right is decided by the runner, which draws every
-token as ever; so an answer never depends on anything here.
+Guesses come from, in this order: the client's prediction, the runner's drafts (a draft model, or the only text that a
+grammar allows), and the text itself (n-grams). The runner samples every token as it would without guesses and keeps
+those that equal it, so no answer depends on anything here.
 """
 
 from __future__ import annotations
@@ -17,25 +17,24 @@ from quire.speculate.prediction import PredictedAnswer
 from quire.step import StepLogEntry
 
 _SEARCHES = 24
-"""About so many searches in vain a step are made, and no more than one in a millisecond: with many requests or short
-steps they add up."""
+"""About this many failed n-gram searches are made per step, and at most one per millisecond of its time."""
 _LONGEST_PAUSE = 64
-"""In steps, after searches in vain: what begins to repeat itself is noticed after that."""
+"""The most steps without a search after failed ones: a text that begins to repeat itself is noticed then."""
 _LONGEST_REST = 16
-"""In steps, where guesses don't pay: other requests may end meanwhile, and then they do."""
+"""The most steps without guesses where they don't pay: when other requests end they may."""
 _MAX_INDEXED = 8192
-"""Tokens that are taken into an index at once: a long prompt is spread over the steps that compute it."""
+"""The most tokens that one search indexes: the work for a long prompt is spread over several steps."""
 
 
 class DraftedRequest(Protocol):
-    """What is to be known of a request; the engine's own has it all."""
+    """What is read of a request, or kept in it; `quire.engine.request.Request` has all of it."""
 
     token_ids: list[int]
     num_placeholders: int
     draft_state: Any
-    """Kept here between calls."""
+    """A `_DraftState`, kept between calls."""
     guess_pause: int
-    """For so many steps `guess` is not called again; -1: ever."""
+    """For how many steps `guess` is not called; -1: never again."""
 
     params: SamplingParams
     resolved: ResolvedTokens
@@ -53,9 +52,9 @@ class _DraftState:
 
     def __init__(self, prediction: tuple[int, ...], chance: float, num_missed: int, asks_runner: bool) -> None:
         self.asks_runner = asks_runner
-        """Whether there may be guesses at any time, wherever else nothing is found: then there is no pause."""
+        """Whether the runner may have drafts at any step: then `guess` is called at every step, without pauses."""
         self.num_missed = num_missed
-        """Searches in vain one after the other."""
+        """How many searches in a row have failed."""
         self.acceptance = Acceptance(chance)
         self.index = NgramIndex()
         self.prediction = PredictedAnswer(prediction) if prediction else None
@@ -67,35 +66,35 @@ class Speculator:
     def __init__(
         self, vocab_size: int, ngrams: bool = False, runner_drafts: bool = False, adaptive: bool = True
     ) -> None:
-        """`ngrams`: look for repetitions; `runner_drafts`: the runner is asked for drafts; without both only the
-        predictions of clients count. Not `adaptive`: all guesses there can be, whatever comes of them."""
+        """`ngrams`: look for repetitions in the text; `runner_drafts`: ask the runner for drafts. Without both, only
+        clients' predictions are used. Without `adaptive`, always as many guesses as possible, right or wrong."""
         self._vocab_size = vocab_size
         self._ngrams = ngrams
         self._runner_drafts = runner_drafts
         self._adaptive = adaptive
         self._costs = StepCosts()
         self._chance = 0.7
-        """Of guesses to be right, over all requests: what is expected of a new one."""
+        """How often guesses are right, over all requests: the first estimate for a new one."""
         self._num_missed = 0.0
-        """Searches in vain one after the other, likewise."""
+        """How many searches in a row fail, over all requests: the first value for a new one."""
         self._longest_pause = 0
-        """After those, in steps."""
+        """The most steps without a search after failed ones."""
 
     def observe(self, entry: StepLogEntry) -> None:
-        """Listens to the steps, to know what they cost."""
+        """Takes in the time of a step that is over."""
         costs = self._costs
         costs.observe(entry)
         searches = max(min(_SEARCHES, 1e3 * costs.seconds), 0.01)
         self._longest_pause = min(int(costs.num_requests / searches), _LONGEST_PAUSE)
 
     def guess(self, request: DraftedRequest, most: int) -> Sequence[int]:
-        """At most so many tokens that may follow all of a request's tokens, those in flight included but for the one
-        that is about to be drawn; as if those had all come as guessed."""
+        """At most `most` guesses for the step being scheduled, to follow the request's tokens and those that steps in
+        flight sample, on the assumption that these turn out as guessed."""
         state = request.draft_state or self._state(request)
         if state is None:
             return ()
         token_ids, ahead = request.token_ids, request.num_placeholders - 1
-        drafted = len(request.drafts) - ahead  # as many as were worth it
+        drafted = len(request.drafts) - ahead  # as many as `num_drafts` found worthwhile
         most = min(most, drafted) if drafted > 0 else self._count(request, state, most)
         if not most:
             if not state.asks_runner:
@@ -104,7 +103,7 @@ class Speculator:
         found: Sequence[int] = ()
         if state.prediction is not None:
             found = state.prediction.guess(token_ids[request.num_prompt_tokens :], ahead + most)
-            if found and max(found) >= self._vocab_size:  # tokenizers know more tokens than some models
+            if found and max(found) >= self._vocab_size:  # some tokenizers have more tokens than the model
                 found = ()
         if len(found) <= ahead:
             found = request.drafts
@@ -120,15 +119,15 @@ class Speculator:
         return found[ahead : ahead + most]
 
     def num_drafts(self, request: DraftedRequest) -> int:
-        """How many tokens the runner should draft behind those that the step about to be made draws."""
+        """How many tokens the runner should draft after those that the step being scheduled samples."""
         state = request.draft_state or self._state(request)
         return self._count(request, state, MAX_GUESSES) if state is not None and state.asks_runner else 0
 
     def _state(self, request: DraftedRequest) -> _DraftState | None:
-        """None where there can be no guesses for a request at all."""
+        """Makes a request's state; None where it can't have guesses at all."""
         prediction, params = request.resolved.prediction_ids, request.params
         has_source = self._ngrams or self._runner_drafts or prediction
-        # A request's own functions are called once for every token of the answer, and for no other.
+        # Logits processors must be called exactly once per token of the answer, not for guesses.
         if not has_source or not params.speculation or params.logits_processors:
             request.guess_pause = -1
             return None
@@ -137,7 +136,7 @@ class Speculator:
         return state
 
     def _search(self, request: DraftedRequest, state: _DraftState) -> int:
-        """Where the text goes on as it has before, -1 if nowhere; then there is none for a while, longer each time."""
+        """The position of the next guess by an n-gram search. -1 if it fails, and then a pause, longer each time."""
         if not state.index.extend(request.token_ids, _MAX_INDEXED):
             return -1
         place = state.index.find(request.token_ids)

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu.kernels import CpuKernels
-from quire.kernels.noise import gumbel_noise
+from quire.kernels.noise import gumbel_noise, noise_keys
 from quire.kernels.ops import HAS_NAN, NOTHING_LEFT
-from quire.sampling.noise import noise_keys
 from tests.kernels.cpu_support import REFERENCE, random
 
 VOCABULARIES = [1, 7, 16, 17, 8191, 8193, 49152, 151936]

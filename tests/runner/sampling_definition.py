@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 
-from quire.sampling.noise import chances
+from quire.kernels.noise import chances
 from tests.runner.sampling_support import Job
 
 NEVER = -math.inf

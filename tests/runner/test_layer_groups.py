@@ -9,7 +9,6 @@ import torch
 
 from bench.shapes import spec_of
 from quire.config import EngineConfig
-from quire.models.config_parts import with_window
 from quire.models.spec import ModelSpec
 from quire.runner.kv_cache import KVCache, LayerGroups, bytes_per_block
 from quire.runner.memory import Needs, plan_cache
@@ -41,7 +40,8 @@ def test_one_group_where_no_window_is_ever_left() -> None:
     spec = spec_of("gpt-oss-20b")
     assert len(LayerGroups.of(spec, 1, longest=128).members) == 1
     assert len(LayerGroups.of(spec, 1, longest=129).members) == 2
-    everywhere = with_window(spec_of("qwen3-0.6b"), 4096)
+    plain = spec_of("qwen3-0.6b")
+    everywhere = plain.with_layers(attention=replace(plain.layers[0].attention, sliding_window=4096))
     assert LayerGroups.of(everywhere) == LayerGroups(28, (tuple(range(28)),), 1, 4096)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.reference import ReferenceKernels
-from quire.sampling.logprobs import PromptPart, ScoreTensors, read_scores, score_on_device, score_prompt_on_device
+from quire.sampling.logprobs import PromptPart, read_scores, score_rows
 from quire.sampling.masks import AllowedTokens, BadWords
 from quire.sampling.penalties import LogitBias
 from quire.sampling.sampler import SampledTokens, Sampler
@@ -126,13 +126,13 @@ def test_scores() -> None:
     part = PromptPart("a", slice(2, 90), 1, 3, 5)
     rows = torch.zeros(2, 100, dtype=torch.int64, device=DEVICE)
 
-    def score() -> ScoreTensors:
-        score_prompt_on_device(part, logits, lambda hidden: hidden, rows, kernels)
-        return score_on_device(logits, tokens, num_top, kernels)
+    def score() -> list[Tensor]:
+        part.score(logits, lambda hidden: hidden, rows, kernels)
+        return score_rows(logits, lambda hidden: hidden, tokens, max(num_top), kernels)
 
     twice_without_waiting(score)
-    got = read_scores(ScoreTensors(*(tensor.cpu() for tensor in score())), num_top)
-    scored = score_on_device(logits.cpu(), tokens.cpu(), num_top, ReferenceKernels())
+    got = read_scores([tensor.cpu() for tensor in score()], num_top)
+    scored = score_rows(logits.cpu(), lambda hidden: hidden, tokens.cpu(), max(num_top), ReferenceKernels())
     for mine, expected in zip(got, read_scores(scored, num_top), strict=True):
         assert (mine.token_id, mine.rank) == (expected.token_id, expected.rank)
         assert [token_id for token_id, _ in mine.top] == [token_id for token_id, _ in expected.top]

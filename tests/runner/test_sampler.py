@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels.filters import sum_rows
-from quire.kernels.noise import gumbel_noise
+from quire.kernels.noise import chances, gumbel_noise, noise_keys
 from quire.kernels.reference import ReferenceKernels
-from quire.sampling.noise import chances, noise_keys
 from quire.sampling.sampler import NOT_NUMBERS, SampledTokens
 from quire.sampling_params import ResolvedTokens, SamplingParams, StructuredOutput
 from tests.runner.sampling_definition import before_temperature, kept, probabilities

@@ -31,6 +31,6 @@ def load_library(architecture: str = "native") -> ctypes.CDLL:
 
 
 def machine_flag(architecture: str) -> str:
-    """For ARM, clang spells "native" in its own way, which gcc knows too."""
+    """The compiler's flag for an architecture; on ARM "native" is -mcpu for clang, and gcc knows that too."""
     is_arm = architecture == "native" and platform.machine() == "aarch64"
     return "-mcpu=native" if is_arm else f"-march={architecture}"

@@ -1,8 +1,8 @@
 """CpuKernels: the kernel contract on C++ code, for float32 and bfloat16.
 
-Everything here only checks shapes and hands over addresses; what is computed, and in which order, is in the
-`.cpp` files beside this one. Calls are many and short (about a dozen per layer and step), so the functions
-are looked up once and get their arguments as one packed string: handing over a dozen one by one takes longer.
+The methods here only check shapes and pass addresses on; what is computed, and in which order, is in the `.cpp`
+files beside this one. There are many short calls (about a dozen per layer and step), so functions are looked up once
+and get their arguments as one packed struct, which takes less time than a dozen ctypes arguments.
 """
 
 from __future__ import annotations
@@ -28,16 +28,14 @@ _KEY_RUN = 16
 _LOG2_E = math.log2(math.e)
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _CACHES = {None: "", torch.int8: "_int8", torch.float8_e4m3fn: "_fp8"}
-"""Keys and values are numbers of the model's dtype, or these."""
+"""Suffixes of the attention functions: None is a cache in the model's dtype."""
 _PACKED = {dtype: Format(f"cpu_packed_{name}", 1, dtype.itemsize) for dtype, name in _DTYPES.items()}
-"""As many numbers as in a plain matrix, in the order in which `linear` reads them."""
+"""Formats of packed plain matrices: the same numbers in the order in which `linear` reads them."""
 _QUANTIZED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "INT8", "MXFP4")
-"""Formats that products take as they are, in the order of `with_format` in quantized.h."""
+"""Formats that matrix products take without expanding them, in the order of `with_format` in quantized.h."""
 _PACKED_BLOCKS = {name: Format(f"cpu_packed_{name}", 1, 0) for name in _QUANTIZED}
 _FORMAT_NUMBERS = {format: number for number, format in enumerate(_PACKED_BLOCKS.values())}
 _ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.CLAMPED_SWIGLU: 2}
-_UNIT = 32
-"""Products with quantised weights walk K in steps of so many numbers."""
 
 _part = Struct("Pqq").pack
 
@@ -49,7 +47,7 @@ class PackedWeight(Weight):
 
     @cached_property
     def quantized_parts(self) -> ctypes.Array[ctypes.c_char] | None:
-        """The parts' addresses, outputs and formats, as `linear` wants them; None where some are not quantised."""
+        """Address, outputs and format of each part, for `linear_quantized`; None if a part is not quantised."""
         numbers = [_FORMAT_NUMBERS.get(part.format) for part in self.parts]
         if None in numbers:
             return None
@@ -65,8 +63,7 @@ class CpuKernels(ReferenceKernels):
     name = "cpu"
 
     def __init__(self, architecture: str = "native", use_amx: bool = True) -> None:
-        """Compiles or loads the kernels. Without `use_amx` bfloat16 runs on vector instructions everywhere,
-        as it does on CPUs that have no AMX."""
+        """Compiles or loads the kernels. Without `use_amx`, bfloat16 runs as on CPUs that have no AMX."""
         library = load_library(architecture)
         library.quire_has_amx.argtypes, library.quire_has_amx.restype = [], ctypes.c_int
         self.has_amx = use_amx and bool(library.quire_has_amx())
@@ -97,7 +94,7 @@ class CpuKernels(ReferenceKernels):
             self._linear[torch.bfloat16] = calls.function("quire_linear_amx", "PqPPPqqqqi")
 
     def keys_by_dimension(self, cache_dtype: torch.dtype, block_size: int) -> bool:
-        """Vector instructions take a key per lane. Tiles turn keys over by themselves, and so does what copies FP8."""
+        """For vector instructions, with one key per lane. AMX kernels, and those for FP8, transpose keys themselves."""
         is_turned = cache_dtype == torch.float8_e4m3fn or (self.has_amx and cache_dtype == torch.bfloat16)
         return block_size % _KEY_RUN == 0 and not is_turned
 
@@ -105,7 +102,7 @@ class CpuKernels(ReferenceKernels):
         return format.name in _QUANTIZED
 
     def pack(self, weight: Weight) -> Weight:
-        """Plain numbers and quantised blocks into the layouts of `linear`; parts in other formats stay."""
+        """Plain numbers and formats of `_QUANTIZED` get the layouts of `linear`; parts in other formats stay."""
         return PackedWeight(weight.shape, tuple(self._packed(part) for part in weight.parts))
 
     def _packed(self, part: Part) -> Part:
@@ -352,6 +349,6 @@ def _kind(cache: LayerCache) -> torch.dtype | None:
 
 
 def _with_whole_rows(x: Tensor) -> Tensor:
-    """x itself where each row [of heads] lies in one piece, as a slice of a packed projection does."""
+    """x, or a copy if a row is not contiguous; rows may be apart from each other, as in a slice of a projection."""
     inner = x.stride()[1:]
     return x if inner == (1,) or inner == (x.shape[-1], 1) else x.contiguous()

@@ -1,8 +1,8 @@
-"""The C++ calls of a step, recorded once and made again without Python.
+"""The C++ calls of a step, recorded once and repeated without Python.
 
-With one request a layer's products take about as long as the dozen Python calls around them. All calls go to plain
-functions with their arguments in memory, so a list of them is a program: `Calls.record` notes them while they are made
-for the first time, and what it returns makes them again, on the same addresses. Only the numbers behind those change.
+With one request, a layer's matrix products take about as long as the dozen Python calls around them. Every call is a
+plain C function with its arguments in memory, so a list of calls is a program. `Calls.record` notes the calls while
+they are made for the first time; the function it returns repeats them, on the same addresses with new numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from quire.errors import DeviceError
 
 _MAX_BYTES = 192 * 2**20
-"""Intermediate results of one recording; a step with more computes so long that Python doesn't matter."""
+"""The most bytes of intermediate results of a recording; in a larger step the time of Python does not matter."""
 _ALIGNMENT = 64
 _call = Struct("PP").pack
 Function = Callable[..., None]
@@ -32,14 +32,14 @@ class Calls:
         self._replay = self.function("quire_replay", "Pq")
         self._recorded: list[tuple[int, bytes]] | None = None
         self._num_bytes = 0
-        """That `empty` has given out since recording began."""
+        """Bytes that `empty` has given out since the recording began."""
         self._memory: dict[torch.dtype, Tensor] = {}
-        """One block, as each dtype. Recordings are never made again at the same time, so all share it; what none needs
-        is never touched, and so takes no memory."""
+        """One block of memory, viewed as each dtype. Only one recording is replayed at a time, so all share it; pages
+        that none uses are never touched, and so take no memory."""
 
     def function(self, symbol: str, fields: str) -> Function:
-        """Takes the fields of the function's struct in C++: P pointer, q int64, f float, i int. A tensor stands for the
-        address of its numbers, None for none."""
+        """A C++ function as a Python one. `fields` are those of the function's argument struct: P pointer, q int64, f
+        float, i int. Pointers are passed as tensors, None for a null pointer."""
         pack = Struct(fields).pack
         try:
             function = self._library[symbol]
@@ -60,7 +60,7 @@ class Calls:
         return call
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Memory for a result: new, or a part of the recording's."""
+        """Memory for a result: new, or while recording a part of the recordings' memory."""
         if self._recorded is None:
             return torch.empty(shape, dtype=dtype)
         size = math.prod(shape) * dtype.itemsize
@@ -73,7 +73,7 @@ class Calls:
         return self._memory[dtype].as_strided(shape, strides, begin // dtype.itemsize)
 
     def record(self, compute: Callable[[], None]) -> Callable[[], None] | None:
-        """Computes, and returns what makes the same calls again; None where too much memory would be needed."""
+        """Runs `compute` and returns a function that repeats its calls; None if that takes too much memory."""
         if not self._memory:
             self._memory[torch.uint8] = torch.empty(_MAX_BYTES, dtype=torch.uint8)
         calls: list[tuple[int, bytes]] = []

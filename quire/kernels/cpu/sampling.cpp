@@ -175,7 +175,7 @@ inline uint64_t mix64(uint64_t value) {
 }
 
 // The same with everything that stands in the request rows, where the tokens are written too. Keys are those of
-// quire/sampling/noise.py. A row without a request has no token.
+// quire/kernels/noise.py. A row without a request has no token.
 template <class T>
 struct SampleRows {
   const T* logits;

@@ -1,18 +1,18 @@
 """Attention over the paged cache: one tile body for one query or a thousand.
 
-Keys are walked in tiles of KEY_TILE (or fewer on a device where they don't fit), and tiles are grouped into splits of
-SPLIT. Within a split the softmax runs along from tile to tile; the splits' results are merged in order. Neither depends
-on the batch, so a query's bits don't depend on how many queries are computed with it or on which program computes which
-split:
+A sequence's keys are read in tiles of KEY_TILE (fewer on a device where these don't fit), and tiles form splits of
+SPLIT keys. Within a split the softmax is updated tile by tile (online softmax); the splits' results are then merged in
+order. Neither size depends on the batch, so a query's bits depend neither on how many queries are computed with it nor
+on which program computes which split:
 
-- `_decode_kernel` gives the splits of a sequence with one query, or hardly more, to one program or several; the last
-  one to finish merges them. It walks a list of (sequence, splits) pairs, so its grid does not depend on the lengths.
+- `_decode_kernel` is for sequences with one query or a few. Their splits go to one program or several, of which the
+  last to finish merges the results. It walks a list of (sequence, splits) items, so its grid fits any lengths.
 - `_prefill_kernel` gives each tile of queries to one program, which walks all splits one after the other.
 
-The two use different tensor-core instructions (mma for 16 rows, wgmma for 64), which add in the same order. What
-a reduction over a tile's layout would make of a sum is not the same for both, so the sum of the softmax's weights
-is a product with ones. Query heads that share a key head are rows of one tile: row r of a sequence is query
-r // group, head r % group.
+The two use different tensor-core instructions (mma for 16 rows, wgmma for 64), which add in the same order. A reduction
+over a tile would add in an order that depends on its layout, which differs between them; so the softmax's weights are
+summed by a matrix product with ones. Query heads that share a key head are rows of one tile: row r of a sequence is
+query r // group, head r % group.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from quire.kernels.triton.shapes import next_power_of_2
 _ONES = 16
 _STAGES = 2
 _TILES = (64, 64), (32, 64), (32, 32), (16, 32)
-"""Keys of a tile and rows of a prompt's program, as much of them as fits into shared memory."""
+"""(keys of a tile, query rows of a prompt's program): the first of these that fits into shared memory is used."""
 _SCRATCH = 20 << 10
-"""Bytes of shared memory that the compiler takes beside the tiles, at most."""
+"""The most bytes of shared memory that the compiler uses besides the tiles."""
 _DECODE_REGISTERS = 128
-"""Per thread, for four programs on a multiprocessor at once."""
+"""Registers per thread, so that four programs fit on a multiprocessor."""
 
 
 @triton.jit
@@ -57,8 +57,8 @@ def _load_queries(
     query, keys, first_row, rows, num_queries, kv_head, num_heads,
     GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Rows of (query, head of the group) pairs, [rows, D_PAD], zeros past the sequence's last; in float16 where
-    keys have 8 bits, which become that in one instruction."""
+    """Rows of (query, head of the group) pairs, [rows, D_PAD], with zeros after the sequence's last query; in float16
+    where keys are FP8, which are converted to float16 in one instruction."""
     column = tl.arange(0, D_PAD)
     place = (first_row + rows // GROUP).to(tl.int64) * num_heads + kv_head * GROUP + rows % GROUP
     mask = (rows < num_queries * GROUP)[:, None] & (column < D)[None, :]
@@ -92,7 +92,7 @@ def _store_output(
 
 @triton.jit
 def read_entry(entry):
-    """One item of work, past the first-level cache, which may hold an earlier step's."""
+    """Reads one item of work, not through the L1 cache, which may hold an earlier step's."""
     numbers = ()
     for i in tl.static_range(7):
         numbers = numbers + (tl.load(entry + i, cache_modifier=".cg"),)  # type: ignore  # noqa: RUF005
@@ -108,17 +108,17 @@ def _decode_kernel(
     SINKS: tl.constexpr, SCALED: tl.constexpr, ONES: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """`work` int32 [1 + items, 8] begins with the number of items; then for each: where the partial results of its
-    sequence begin, first split, first row, number of queries, context length, row of the block table, split after
-    the last, how many of the keys are written by this step. An item is some splits of a sequence, or all of them, which
-    are then merged here. There are at least as many entries as programs, so that the first one can be read before the
-    number of items is known."""
+    """`work` is int32 [1 + items, 8]; its first entry has the number of items. An item is some splits of a sequence, or
+    all of them, which are then merged here without going through memory. Its fields: index of the sequence's partial
+    results, first split, first row, number of queries, context length, row of the block table, end of the splits, and
+    how many of the keys this step writes. There are at least as many entries as programs, so that each program can read
+    one before it knows the number of items."""
     rows = tl.arange(0, ROWS)
     column = tl.arange(0, D_PAD)
     item = tl.program_id(0)
     if PDL:
         cuda.gdc_launch_dependents()
-    # The lists were complete before any kernel of this step began, so they need not wait for the kernel before.
+    # The lists were written before the step's first kernel, so they can be read before the last kernel has finished.
     count = tl.load(work, cache_modifier=".cg") * num_kv_heads
     entry = work + (1 + item // num_kv_heads) * 8
     partial, first_split, first_row, num_queries, context_len, table_row, end_split = read_entry(entry)
@@ -127,7 +127,7 @@ def _decode_kernel(
     while item < count:
         kv_head = item % num_kv_heads
         item += tl.num_programs(0)
-        # The next entry is read now, so that it is there when this item is done; past the last, this one again.
+        # The next entry is loaded ahead, to be there when this item is done (after the last one, the same again).
         following = work + (1 + tl.minimum(item, count - 1) // num_kv_heads) * 8
         next_entry = read_entry(following)
         table = block_tables + table_row.to(tl.int64) * table_stride
@@ -146,7 +146,7 @@ def _decode_kernel(
         first_slot = partial * num_kv_heads + kv_head
         used = (rows < num_queries * GROUP)[:, None]
         split_highest, split_total, split_output = highest, total, output
-        # One loop over the tiles of all splits, so that loads run ahead over their borders too.
+        # One loop over the tiles of all splits, so that loads are pipelined across the splits' borders too.
         for tile in tl.range(first_tile, last_tile, num_stages=STAGES):
             split_highest, split_total, split_output = attend_tile(
                 q, split_highest, split_total, split_output, tile * KEYS, context_len, position, keys, values,
@@ -173,12 +173,12 @@ def _decode_kernel(
                 value_scale, GROUP, D, D_PAD, SINKS, SCALED,
             )  # fmt: skip
         else:
-            tl.debug_barrier()  # all threads' stores come before the count, which makes them visible
+            tl.debug_barrier()  # all threads' stores must come before the atomic count, which makes them visible
             done = end_split - first_split
             before = tl.atomic_add(arrived + first_slot, done, sem="acq_rel", scope="gpu")
             if before + done == num_splits:
                 first_visible = 0
-                if WINDOW:  # what nobody sees was not stored
+                if WINDOW:  # splits before the window were not computed
                     first_visible = tl.maximum(context_len - num_queries - window + 1, 0) // (KEYS * TILES)
                 for first in range(0, num_queries * GROUP, MERGED_ROWS):
                     some = first + tl.arange(0, MERGED_ROWS)
@@ -205,8 +205,8 @@ def _prefill_kernel(
     CAP: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, ONES: tl.constexpr, STAGES: tl.constexpr,
     WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Items of `work` int32 [items, 8]: first of the tile's (query, head) rows, -, first row, number of queries,
-    context length, row of the block table. A program takes ROWS of a tile's rows."""
+    """Fields of an item of `work` int32 [items, 8]: first of the tile's (query, head) rows, unused, first row, number
+    of queries, context length, row of the block table. A program computes ROWS of a tile's PROMPT_ROWS rows."""
     begin(PDL)
     kv_head = tl.program_id(1)
     entry = work + tl.program_id(0) // PARTS * 8
@@ -223,7 +223,7 @@ def _prefill_kernel(
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS, ONES), tl.float32)
     output = tl.zeros((ROWS, D_PAD), tl.float32)
-    # Keys after the tile's last query are invisible to all of it.
+    # No query of the tile sees keys after its last query.
     last_position = tl.minimum(context_len - num_queries + (first + ROWS - 1) // GROUP, context_len - 1)
     num_tiles = last_position // KEYS + 1
     first_tile = 0
@@ -252,7 +252,7 @@ def prefill_attention(
     query: Tensor, out: Tensor, cache: LayerCache, block_tables: Tensor, work: Tensor, spec: AttentionSpec,
     sinks: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Attention of a list `prefill`: writes its rows of `out`."""
+    """Attention of the items of a list `prefill`: writes their rows of `out`."""
     if not len(work):
         return
     cache = _pairs(cache)
@@ -270,7 +270,7 @@ def decode_attention(
     query: Tensor, out: Tensor, cache: LayerCache, block_tables: Tensor, work: Tensor, num_partials: int,
     spec: AttentionSpec, sinks: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Attention of a list `decode` or `small`: writes its rows of `out`."""
+    """Attention of the items of a list `decode` or `small`: writes their rows of `out`."""
     if len(work) < 2:
         return
     num_kv_heads = cache.keys.shape[1]
@@ -286,7 +286,7 @@ def decode_attention(
 
 
 def _pairs(cache: LayerCache) -> LayerCache:
-    """A cache of 8 bits as the kernels read it: two numbers at a time."""
+    """An FP8 cache viewed as int16: the kernels read two numbers at a time."""
     if cache.keys.dtype != torch.float8_e4m3fn:
         return cache
     return replace(cache, keys=cache.keys.view(torch.int16), values=cache.values.view(torch.int16))
@@ -295,14 +295,14 @@ def _pairs(cache: LayerCache) -> LayerCache:
 def _arguments(
     query: Tensor, cache: LayerCache, block_tables: Tensor, spec: AttentionSpec, sinks: Tensor | None
 ) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """Numbers and constants both kernels take, in their order; the rows of a program go before the fifth constant."""
+    """Arguments and constants of both kernels, in their order; a program's rows go before the fifth constant."""
     _, num_heads, head_dim = query.shape
     strides = block_tables.stride(0), cache.keys.stride(0), cache.keys.stride(1)
-    wide = cache.keys.numel() >= 1 << 31  # numbers of 32 bits take half the registers
+    wide = cache.keys.numel() >= 1 << 31  # 64-bit offsets only where needed: they take twice the registers
     window = spec.sliding_window is not None
     d_pad = max(32 if cache.keys.dtype == torch.int16 else 16, next_power_of_2(head_dim))
     keys, _ = _tiles(query.device, d_pad * query.itemsize)
-    log2e = math.log2(math.e)  # scores have it in them: weights are powers of two
+    log2e = math.log2(math.e)  # part of the scale, as the kernels compute weights with exp2
     key_scale, value_scale = cache.fp8_scales
     scales = spec.scale * key_scale * log2e, value_scale
     return (*strides, *scales, spec.sliding_window or 0, spec.soft_cap * log2e or 1.0, num_heads), (
@@ -328,7 +328,7 @@ def _tiles(device: torch.device, row_bytes: int) -> tuple[int, int]:
 
 @cache
 def most_programs(device: torch.device) -> int:
-    """As many as run at once; each takes further items when it is done with one."""
+    """How many programs run at once; each takes further items when it is done with one."""
     return PROGRAMS * num_multiprocessors(device)
 
 

@@ -1,7 +1,7 @@
-"""The results of a sequence's splits: merged in order, where one program has them all, or from memory by the last one.
+"""Merges the results of a sequence's splits: in registers, or from memory by the program that finishes last.
 
-A split's result is a maximum, a total and an output per row. Whoever merges them folds the same numbers in the same
-order, so it does not matter which programs computed them.
+A split's result is, per row, the maximum score, the sum of weights and the output. They are merged in the order of the
+splits, so it does not matter which programs computed them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 from quire.kernels.triton.attention_work import DECODE_ROWS, MAX_PARTIALS
 
 MERGED_ROWS = tl.constexpr(4)
-"""Rows that are merged from memory at a time: few, so that the results of many splits are asked for at once."""
+"""Rows that are merged from memory at a time: few, so that registers hold the results of many splits."""
 MERGED_AT_ONCE = tl.constexpr(16)
-"""Splits whose results are asked for before the first of them is merged."""
+"""Splits whose results are loaded before the first of them is merged."""
 
 
 @triton.jit
 def merge(highest, total, output, split_highest, split_total, split_output):
-    """Adds a split's result to those of the splits before it. Into nothing, and of nothing, it changes no bit."""
+    """Adds a split's result to those of the splits before it. Merging with an empty result changes no bit."""
     new_highest = tl.maximum(highest, split_highest)
     reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
     old = tl.exp2(highest - reference)
@@ -38,7 +38,7 @@ def store_split(
     partial_output, partial_state, slot, highest, total, output, rows, used,
     ROWS: tl.constexpr, D_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Leaves the result of a split for whoever merges it; `used` [rows, 1] says which rows there are."""
+    """Stores the result of a split for a later merge; `used` [rows, 1] says which rows have a query."""
     column = tl.arange(0, D_PAD)
     slot = slot.to(tl.int64)
     state = partial_state + slot * 2 * ROWS + rows
@@ -52,8 +52,8 @@ def merge_stored(
     partial_output, partial_state, first_slot, slot_stride, first_split, num_splits, rows, column, used,
     highest, total, output, ROWS: tl.constexpr, D_PAD: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Folds the stored results of splits `first_split` to `num_splits` into (highest [rows], total [rows, 1], output
-    [rows, columns]); all tensors have layouts that fit those."""
+    """Merges stored splits `first_split` to `num_splits` into highest [rows], total [rows, 1], output [rows,
+    columns]."""
     slot = first_slot.to(tl.int64)
     states = partial_state + slot * 2 * ROWS + rows
     outputs = partial_output + (slot * ROWS + rows[:, None]) * D_PAD + column[None, :]
@@ -81,5 +81,5 @@ def partial_results(query: Tensor, num_kv_heads: int, num_partials: int, d_pad: 
 
 @cache
 def counters(device: torch.device, num_kv_heads: int) -> Tensor:
-    """How many splits of a sequence and key head are done: zero between launches, whoever merges resets it."""
+    """Counts the finished splits of each sequence and key head; the program that merges resets its count to zero."""
     return torch.zeros(MAX_PARTIALS * num_kv_heads, dtype=torch.int32, device=device)

@@ -1,7 +1,7 @@
-"""What attention does with one tile of keys and values, from a cache of 16 or 32 bits or of FP8.
+"""Attention over one tile of keys and values, from a cache of 16 or 32 bits or of FP8.
 
-Of FP8 two numbers are read at a time, as one of 16 bits, and become float16, which holds them all. A tile has first the
-even numbers of a head, then the odd ones; queries and results have that order while tiles are added up.
+FP8 numbers are read two at a time, as an int16, and converted to float16, which is exact. A tile then has first the
+even numbers of a head and then the odd ones; queries and outputs have the same order until the result is stored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TO_FLOAT16 = tl.constexpr(
 
 @triton.jit
 def _read_tile(source, place, exists, D: tl.constexpr, D_PAD: tl.constexpr):
-    """Keys or values. What lies past the sequence's end is nobody's and may be NaN: it is not read."""
+    """Loads keys or values. After the sequence's end the cache may hold NaN: zeros are used instead."""
     column = tl.arange(0, D_PAD)
     mask = exists[:, None] & (column < D)[None, :]
     return tl.load(source + place[:, None] + column[None, :], mask=mask, other=0)
@@ -27,8 +27,8 @@ def _read_tile(source, place, exists, D: tl.constexpr, D_PAD: tl.constexpr):
 
 @triton.jit
 def _numbers(pairs):
-    """The even and the odd numbers of pairs, in float16. Threads that multiply make them in their registers, where they
-    would have numbers of 16 bits, so that products add in the same order."""
+    """The even and the odd numbers of pairs, in float16. Each thread converts in its own registers, where it would have
+    16-bit numbers otherwise, so that products add in the same order."""
     return tl.inline_asm_elementwise(_TO_FLOAT16, "=r,=r,r", [pairs], (tl.float16, tl.float16), True, 2)
 
 
@@ -68,9 +68,9 @@ def attend_tile(
         visible = visible & (key[None, :] > position[:, None] - window)
     scores = tl.where(visible, scores, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(scores, 1) * scale)
-    # Where nothing is visible yet the maximum is -inf, and -inf - -inf would be NaN.
+    # Where no key is visible yet the maximum is -inf, and -inf - -inf would be NaN.
     reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-    # Scaled and reduced with one rounding, as in the other kernels.
+    # score * scale - maximum with a single rounding, as in the other attention kernels.
     weights = tl.exp2(tl.fma(scores, scale, -reference[:, None])).to(query.dtype)
     decay = tl.exp2(highest - reference)
     v = _read_tile(values, place, exists, D // WIDTH, D_PAD // WIDTH)

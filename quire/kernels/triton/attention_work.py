@@ -1,4 +1,4 @@
-"""How the attention of a step is shared out between programs: lists made on the host, where the lengths are known."""
+"""Divides the attention of a step into items of work for programs: lists made on the host, which knows the lengths."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from torch import Tensor
 from quire.kernels.ops import HeadShape, Int32Array
 
 KEY_TILE = 64
-"""Keys of a tile, where so many fit."""
+"""Keys of a tile (fewer where shared memory is too small)."""
 SPLIT = 512
-"""Keys whose results are merged in order: what makes an item of work where a sequence is divided."""
+"""Keys of a split: the smallest part of a sequence that a program of its own may compute."""
 DECODE_ROWS = 16
-"""Sequences with at most so many (query, head) rows per key head are attended split by split."""
+"""Sequences with at most this many (query, head) rows per key head go to the list `decode`."""
 PROMPT_ROWS = 128
-"""(query, head) rows of one tile of the others."""
+"""(query, head) rows of one item of the list `prefill`, for sequences with more rows."""
 MAX_PARTIALS = 1 << 16
-"""Splits that wait to be merged in one step, at most."""
+"""The most splits of a step that wait to be merged."""
 PROGRAMS = 4
-"""Of the kernel for decode steps, that run on a multiprocessor at once."""
+"""Programs of the decode kernel that run on a multiprocessor at once."""
 _ENTRY = 8
-"""Numbers per item of work."""
+"""Numbers per item of work; `_decode_kernel` and `_prefill_kernel` in attention.py list them."""
 
 
 def attention_work(
     query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array, shape: HeadShape, num_multiprocessors: int
 ) -> dict[str, Int32Array]:
-    """The lists the kernels walk: `decode` for sequences with up to DECODE_ROWS rows, `prefill` for the others. Where
-    there is nothing but single queries and a multiprocessor for every split, the list of them is called `small`."""
+    """The lists that the kernels walk: `decode` for sequences with up to DECODE_ROWS rows, `prefill` for the others. If
+    all are single queries and there is a multiprocessor for every split, the list is called `small`, not `decode`."""
     first_rows = np.zeros_like(query_lens)
     np.cumsum(query_lens[:-1], out=first_rows[1:])
     group = shape.num_heads // shape.num_kv_heads
@@ -52,7 +52,7 @@ def attention_work(
 def decode_lists(
     fewest: int, most: int, max_context_len: int, shape: HeadShape, num_multiprocessors: int
 ) -> dict[str, int]:
-    """The lists that steps of `fewest` to `most` single queries may have, and how many items each has at most."""
+    """The lists that steps of `fewest` to `most` single queries may have, and the most items of each."""
     lists = {}
     if fewest * shape.num_kv_heads <= num_multiprocessors:
         lists["small"] = num_multiprocessors // shape.num_kv_heads
@@ -72,13 +72,13 @@ def _decode_work(
 
 
 def _best_run(splits: Int32Array, num_kv_heads: int, num_programs: int) -> int:
-    """How many splits of a sequence a program should take at a time, so that all are done soonest. Counted in the time
-    of a split, as measured on an H200 (docs/performance.md, attempt 20): an item costs 0.15 more than its splits, a
-    sequence that is divided costs 0.3 to merge, and the last items of several rounds leave a quarter of one idle."""
+    """How many splits of a sequence an item should have, for the step to be done soonest. The costs, in units of one
+    split's time, were measured on an H200 (docs/performance.md, attempt 20): 0.15 for each item, 0.3 to merge a divided
+    sequence, and, if there are more items than programs, a quarter of an item for programs that idle at the end."""
     longest = int(splits.max())
     if longest == 1:
         return 1
-    runs = np.unique(-(-longest // np.arange(1, longest + 1)))  # all that divide the longest evenly, about
+    runs = np.unique(-(-longest // np.arange(1, longest + 1)))  # sizes that divide the longest sequence about evenly
     rounds = (-(-splits // runs[:, None])).sum(1) * num_kv_heads / num_programs
     share = int(splits.sum()) * num_kv_heads / num_programs
     costs = np.where(rounds <= 1, runs, share + 0.25 * runs) + 0.15 * rounds + 0.3 * (runs < longest)
@@ -88,10 +88,10 @@ def _best_run(splits: Int32Array, num_kv_heads: int, num_programs: int) -> int:
 def divided(
     first_rows: Int32Array, query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array, runs: Int32Array
 ) -> Int32Array:
-    """The list of a division: each sequence goes to programs `runs` splits at a time, the last one perhaps fewer."""
+    """The list `decode`: each sequence is divided into items of `runs` splits, the last one perhaps with fewer."""
     splits = -(-context_lens // SPLIT)
     runs = np.minimum(runs, splits)
-    # Where guesses are checked as so many single queries, a step writes more keys of a sequence than its last one.
+    # Where guesses are checked as single queries, a step writes several keys of a sequence, not just the last one.
     first_new = np.full(1 + table_rows.max(initial=0), np.iinfo(np.int32).max, np.int32)
     np.minimum.at(first_new, table_rows, context_lens - query_lens)
     pieces = -(-splits // runs)
@@ -99,7 +99,7 @@ def divided(
     first_split = (np.arange(len(owner)) - (np.cumsum(pieces) - pieces)[owner]) * runs[owner]
     end_split = np.minimum(first_split + runs[owner], splits[owner])
     lengths = np.minimum(end_split * SPLIT, context_lens[owner]) - first_split * SPLIT
-    order = np.argsort(-lengths, kind="stable")  # long ones first: the last to start should be short
+    order = np.argsort(-lengths, kind="stable")  # long items first, so that those started last are short
     owner, first_split, end_split = owner[order], first_split[order], end_split[order]
     partials = np.where(pieces > 1, splits, 0)
     num_partials = int(partials.sum())
@@ -135,7 +135,7 @@ def _prefill_work(
 
 
 def shorten_attention_work_(work: Mapping[str, Tensor], lag: Tensor) -> None:
-    """Sequences are shorter than the lists were made for, by lag [tables]. Nothing here waits for the device."""
+    """`Kernels.shorten_attention_work_`, without waiting for the device."""
     prefill, decode = work.get("prefill"), work.get("decode", work.get("small"))
     if prefill is not None:
         prefill[:, 4] -= lag[prefill[:, 5].long()]
@@ -144,7 +144,7 @@ def shorten_attention_work_(work: Mapping[str, Tensor], lag: Tensor) -> None:
         items[:, 4] -= lag[items[:, 5].long()]
         num_splits = (items[:, 4] + SPLIT - 1) // SPLIT
         items[:, 6] = torch.minimum(items[:, 6], num_splits)
-        # Splits that begin past the end are no work: they go behind the others, and the count leaves them out.
+        # Items that now begin after their sequence's end are moved to the end of the list and not counted.
         exists = (torch.arange(len(items), device=items.device) < decode[0, 0]) & (items[:, 1] < num_splits)
         decode[1:] = items[(~exists).int().argsort(stable=True)]
         decode[0, 0] = exists.sum()

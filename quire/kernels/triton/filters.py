@@ -1,18 +1,17 @@
-"""Filters without sorting and without asking the host: each row's limits are found on the device.
+"""Filters without sorting and without waiting for the host: each row's limits are found on the device.
 
-Every filter keeps a range of scores (that of `typical_p`, a range of distances, is one too), so a row's filters
-together are two numbers, found in four launches:
+Every filter keeps a range of scores (also `typical_p`, whose range of distances is one of scores), so all filters of a
+row together are two numbers, a lower and an upper limit. They are found in four launches:
 
-1.  scale: divides the row by its temperature, chunk by chunk, and notes each chunk's highest score
+1.  scale: divides the row by its temperature, chunk by chunk, and stores each chunk's highest score
 2.  survey: each chunk's count, mean and spread, and how many scores (and how much weight) lie within fixed distances
-    of the row's highest one
-3.  limits: one program a row. From the survey it knows a score above which all that matters lies. It collects those
-    (a few thousand at most; where there are more, it works on the whole row) and bisects on the bits of the limit,
-    moving each end on to the next score there is, so that it takes about as many rounds as the number of scores has
-    bits.
-4.  keep: excludes what is outside the limits, chunk by chunk
+    ("rings") of the row's highest one
+3.  limits: one program per row. The survey tells it a score above which all scores lie that can matter. It collects
+    these (a few thousand at most; if there are more, it works on the whole row) and finds each limit by bisection on
+    the bits of float numbers, where each end moves on to the next existing score: about log2(number of scores) rounds
+    4.  keep: sets scores outside the limits to minus infinity, chunk by chunk
 
-All sums are over chunks of fixed size and lists that the row alone determines, in layouts fixed by the vocabulary.
+All sums are over chunks of fixed size and over lists that depend on the row only: no bits depend on the batch.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from quire.kernels.triton.sampling import higher
 from quire.kernels.triton.shapes import ALIGNMENT, CHUNK, cdiv, next_power_of_2
 
 _CAPACITY = 4 * CHUNK
-"""The most scores that are collected."""
+"""The most scores of a row that are collected."""
 _NUM_LIMITS = tl.constexpr(7)
 _NUM_RINGS = tl.constexpr(8)
 _FIRST_RING = tl.constexpr(5)
 _NUM_FIGURES = tl.constexpr(5 + 2 * 8)
-"""What is noted of a chunk: its highest score; the count, sum and squared deviations (from the chunk's mean) of what
-is not excluded, and its weight; the counts within each ring, and the weights."""
+"""Figures stored per chunk: its highest score; of the scores above minus infinity the count, the sum, the squared
+deviations from the chunk's mean, and the weight; then counts within each ring, and weights within each ring."""
 _NEVER = tl.constexpr(float("-inf"))
 _FAINTEST = tl.constexpr(-80.0)
 _BY_COUNT = tl.constexpr(0)
@@ -100,14 +99,14 @@ def _survey_kernel(
 
 @triton.jit
 def _figure(figures, i, chunks, which, CHUNKS: tl.constexpr):
-    """One of the figures of all the row's chunks."""
+    """One figure of each of the row's chunks."""
     chunk = tl.arange(0, CHUNKS)
     return tl.load(figures + (i * chunks + chunk) * _NUM_FIGURES + which, mask=chunk < chunks, other=0.0)
 
 
 @triton.jit
 def _spread(figures, i, chunks, CHUNKS: tl.constexpr):
-    """The standard deviation of the row: that within the chunks, and that of the chunks' means."""
+    """The standard deviation of the row, from deviations within the chunks and of the chunks' means."""
     counts = _figure(figures, i, chunks, 1, CHUNKS)
     totals = _figure(figures, i, chunks, 2, CHUNKS)
     within = tl.sum(_figure(figures, i, chunks, 3, CHUNKS))
@@ -118,7 +117,7 @@ def _spread(figures, i, chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _key(value):
-    """Integers in the order of the floats they stand for."""
+    """An integer for each float, in the same order; `_value` is the inverse."""
     bits = value.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
 
@@ -131,7 +130,7 @@ def _value(key):
 
 @triton.jit
 def _load_kept(source, length, start, low, high, BLOCK: tl.constexpr):
-    """A block of scores, and which of them are within the limits found so far."""
+    """A block of scores, and which of them lie within the limits found so far."""
     place = start + tl.arange(0, BLOCK)
     score = tl.load(source + place, mask=place < length, other=_NEVER)
     return score, (score >= low) & (score <= high) & (score > _NEVER)
@@ -139,7 +138,7 @@ def _load_kept(source, length, start, low, high, BLOCK: tl.constexpr):
 
 @triton.jit
 def _weigh(source, length, low, high, highest, BLOCK: tl.constexpr):
-    """The weight of what is within the limits, and its mean distance from the highest score."""
+    """The total weight of the scores within the limits, and their weighted mean distance from the highest score."""
     weights = tl.zeros([BLOCK], tl.float32)
     moments = tl.zeros([BLOCK], tl.float32)
     for start in range(0, length, BLOCK):
@@ -156,8 +155,8 @@ def _weigh(source, length, low, high, highest, BLOCK: tl.constexpr):
 def _bisect(
     source, length, low, high, highest, mean, wanted, bottom, top, MODE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The highest value from which on those within the limits reach `wanted` by count or weight; `bottom` if they
-    never do. Values are scores, or negative distances from `mean`."""
+    """The highest value v such that the scores within the limits whose value is at least v reach `wanted`, by count or
+    by weight; `bottom` if they never do. A score's value is itself, or its negative distance from `mean`."""
     reached = _key(bottom)
     missed = _key(top) + 1
     while missed - reached > 1:
@@ -179,7 +178,7 @@ def _bisect(
                 weights += tl.where(counts, tl.exp(below), 0.0)
             above = tl.minimum(above, tl.where(counts, value, float("inf")))
             under = tl.maximum(under, tl.where(kept & (value < middle), value, _NEVER))
-        # Either end moves on to a value there is. Zeros of both signs are equal and not neighbours, hence the bounds.
+        # Each end moves on to the next existing value, within bounds: +0 and -0 are equal but have different keys.
         if tl.sum(weights) >= wanted:
             reached = tl.minimum(tl.maximum(_key(tl.min(above)), key), missed - 1)
         else:
@@ -189,7 +188,7 @@ def _bisect(
 
 @triton.jit
 def _collect(row, figures, collected, i, chunks, cut, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """Writes the row's scores from `cut` on one after the other; chunks without any are not read."""
+    """Writes the row's scores of at least `cut` one after the other; chunks without any are not read."""
     count = tl.zeros([], tl.int32)
     for chunk in range(0, chunks):
         if tl.load(figures + (i * chunks + chunk) * _NUM_FIGURES) >= cut:
@@ -199,13 +198,13 @@ def _collect(row, figures, collected, i, chunks, cut, VOCAB: tl.constexpr, BLOCK
             place = tl.cumsum(found.to(tl.int32), 0)
             tl.store(collected + count + place - 1, score, mask=found)
             count += tl.sum(found.to(tl.int32))
-    tl.debug_barrier()  # what one thread wrote, others read
+    tl.debug_barrier()  # other threads read what a thread has written
     return count
 
 
 @triton.jit
 def _innermost_ring(figures, i, chunks, highest, low, top_k, top_p, total, CHUNKS: tl.constexpr):
-    """The score above which all lies that the limits depend on, and how many scores do (far too many: not known)."""
+    """The score above which all scores lie that the limits depend on, and how many do (1e9: not known)."""
     cut = tl.full([], _NEVER, tl.float32)
     count = tl.full([], 1e9, tl.float32)
     for step in range(_NUM_RINGS):
@@ -213,7 +212,7 @@ def _innermost_ring(figures, i, chunks, highest, low, top_k, top_p, total, CHUNK
         inside = tl.sum(_figure(figures, i, chunks, _FIRST_RING + ring, CHUNKS))
         weight = tl.sum(_figure(figures, i, chunks, _FIRST_RING + _NUM_RINGS + ring, CHUNKS))
         reaches = highest - _ring(ring)
-        # With both, the first k decide alone; what they weigh is at most everything.
+        # With top_k and top_p the first k scores are enough for both: top_p keeps some of them.
         does = (reaches <= low) | ((top_k > 0) & (inside >= top_k)) | ((top_k == 0) & (weight >= top_p * total))
         cut = tl.where(does, reaches, cut)
         count = tl.where(does, inside, count)
@@ -234,7 +233,7 @@ def _limits_kernel(
     never = tl.full([], _NEVER, tl.float32)
     low, high = never, -never
     highest = _highest(figures, i, chunks, CHUNKS)
-    # Rows of nothing but minus infinity, with infinity or NaN are decided already.
+    # Rows that are all minus infinity, or have infinity or NaN, are not filtered.
     if (highest > _NEVER) & (highest < float("inf")):
         if tl.load(own + 1) > 0:
             low = highest - tl.load(own + 1) * _spread(figures, i, chunks, CHUNKS)
@@ -300,11 +299,10 @@ def _keep_kernel(logits, rows, found, stride, VOCAB: tl.constexpr, BLOCK: tl.con
 
 
 def filter_rows_(logits: Tensor, rows: Tensor, limits: Tensor) -> None:
-    """Divides some rows (int64 [n]) of float32 logits [rows, vocab] by their temperature and excludes what the filters
-    of float32 limits [n, FILTERS] exclude, as `quire.kernels.filters` defines it."""
+    """`Kernels.filter_rows_`, as `quire.kernels.filters` defines it."""
     if logits.stride(1) != 1 or logits.dtype != torch.float32 or limits.shape != (len(rows), _NUM_LIMITS.value):
         raise ValueError(f"There are no filters {tuple(limits.shape)} for {logits.dtype} rows of {logits.shape[1]}.")
-    if logits.data_ptr() % ALIGNMENT:  # else its sums would be taken in another order than those of aligned rows
+    if logits.data_ptr() % ALIGNMENT:  # sums over unaligned rows would be taken in another order
         aligned = logits.clone(memory_format=torch.contiguous_format)
         filter_rows_(aligned, rows, limits)
         logits.copy_(aligned)

@@ -1,8 +1,8 @@
-"""Which (row, expert) pairs are computed together: tiles of pairs that share an expert, found on the device.
+"""Groups (row, expert) pairs into tiles that share an expert, on the device.
 
-Pair `row * top_k + i` is the i-th expert of a row. Sorting is counting: how many pairs each expert has gives
-where its tiles begin, and a program for each expert goes through all pairs for its own. Integers only, so there
-is no order of additions to keep, and the result is the same every time.
+Pair `row * top_k + i` is the i-th expert of a row. This is a counting sort: the number of pairs of each expert tells
+where its tiles begin, and one program per expert goes through all pairs and lists its own. It computes with integers
+only, so the order of additions does not matter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quire.kernels.triton.launch import LAUNCH, USE_PDL, begin
 from quire.kernels.triton.shapes import cdiv, next_power_of_2
 
 _SMALL_CHUNK, _CHUNK, _LISTED_TILES = 512, 4096, 256
-"""So many a program looks at together. Where all pairs are one chunk, every program counts them for itself."""
+"""Pairs, or tiles, that a program handles at a time. If all pairs fit into one chunk, every program counts them."""
 
 SINGLE, GROUPED, IN_ORDER = (tl.constexpr(how) for how in range(3))
 
@@ -28,7 +28,7 @@ class Tiles:
     """The work list of the experts' products."""
 
     experts: Tensor
-    """int32 [bound]: whose tile it is, -1 past the last one."""
+    """int32 [bound]: the expert of each tile, -1 after the last tile."""
     counts: Tensor
     """int32 [bound]: how many pairs it has; read if GROUPED."""
     order: Tensor
@@ -38,7 +38,8 @@ class Tiles:
     """There are no more tiles than this."""
     width: int
     listed: int
-    """How a tile's pairs are found: each pair is a tile, `order` lists them, or they are rows in order."""
+    """How a tile's pairs are found: SINGLE (a pair is a tile), GROUPED (in `order`), IN_ORDER (`width` rows in
+    turn)."""
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -56,8 +57,7 @@ def _group_kernel(
     COUNTED: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, LISTED: tl.constexpr,
     WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Lists one expert's tiles and their pairs, after those of the experts before it. A last program lists what
-    is left up to `bound` as nobody's."""
+    """Lists an expert's tiles and their pairs, after those of the experts before; a last program marks unused tiles."""
     begin(PDL)
     own = tl.program_id(0)
     expert = tl.arange(0, BLOCK)
@@ -94,7 +94,7 @@ def group_pairs(expert_ids: Tensor, num_experts: int, rows: int, width: int) -> 
     pairs = expert_ids.shape[0]
     if rows == 1:
         return Tiles(expert_ids, expert_ids, expert_ids, pairs, pairs, width, SINGLE.value)
-    # Full tiles, and one more for each expert that has any.
+    # The most tiles there can be: full ones, and for each expert one that is not full.
     bound = min(pairs, pairs // width + min(num_experts, pairs))
     device = expert_ids.device
     experts, counts = (torch.empty(bound, dtype=torch.int32, device=device) for _ in range(2))

@@ -16,8 +16,8 @@ from quire.kernels.triton.rowwise import rms_norm
 from quire.kernels.triton.shapes import as_rows, cdiv, next_power_of_2, num_warps, row_stride
 
 _HEADS = 8
-"""Heads of one program: enough loads at once, and several programs even for a single row. One number for all models, as
-the order in which a norm adds up depends on it, and a rank that has some of the heads must find the same bits."""
+"""Heads per program: enough loads at once, and several programs even for a single row. One number for all models: the
+order in which a norm adds up depends on it, and a rank that has some of the heads must get the same bits."""
 
 
 @triton.jit
@@ -25,8 +25,8 @@ def _rotated(
     first, second, norm_first, norm_second, cos, sin, eps, offset,
     D: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, AFTER: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """Both halves of heads [heads, half], normed and rotated (in the other order if AFTER), rounded after each as the
-    single steps do."""
+    """Both halves of heads [heads, half], normed and rotated (the other way round if AFTER), rounded to the dtype after
+    each of the two, as separate kernels would do."""
     dtype: tl.constexpr = first.dtype
     first, second = first.to(tl.float32), second.to(tl.float32)
     if NORM and not AFTER:
@@ -136,7 +136,7 @@ def qkv_to_cache_(
         return query
     half = next_power_of_2(head_dim // 2)
     tiles = cdiv(num_heads, _HEADS) + 2 * cdiv(num_kv_heads, _HEADS)
-    # What the flags say is not there is not read.
+    # Where there is no rope or norm, any tensor is passed: the kernel does not read it.
     angles = qkv if cos_sin is None else cos_sin
     query_norm, key_norm, eps, offset, after = (angles, angles, 0.0, 0.0, False) if norms is None else norms
     _qkv_to_cache_kernel[(rows, tiles)](

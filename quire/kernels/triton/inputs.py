@@ -1,4 +1,4 @@
-"""A step's inputs, gathered from the rows on the device."""
+"""Gathers a step's inputs (token ids, positions, cache slots) from the request rows on the device."""
 
 from __future__ import annotations
 

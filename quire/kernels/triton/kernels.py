@@ -46,8 +46,7 @@ def forbid_split_sums() -> None:
 
 
 class TritonKernels(ReferenceKernels):
-    """Kernels for one GPU process and a model's dtype. What is not replaced here is the reference's: products in
-    float32."""
+    """Kernels for one GPU and a model's dtype; the rest, such as products in float32, is the reference's."""
 
     name = "triton"
     keys_at_once = SPLIT
@@ -88,7 +87,7 @@ class TritonKernels(ReferenceKernels):
         is_product = weight.is_dense and len(weight.shape) == 2  # experts have kernels of their own
         if is_product and weight.tensor.is_cuda and weight.tensor.dtype != torch.float32:
             self._check(weight.tensor)
-            are_exact(weight.device, weight.tensor.dtype)  # tried here, as it can't be while a graph is captured
+            are_exact(weight.device, weight.tensor.dtype)  # tested here, as this can't be done during a graph capture
         return weight
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -146,7 +145,7 @@ class TritonKernels(ReferenceKernels):
         self, name: str, work: Tensor, query: Tensor, out: Tensor, cache: LayerCache, batch: PagedBatch,
         spec: AttentionSpec, sinks: Tensor | None,
     ) -> None:  # fmt: skip
-        """Attention of one of a step's lists, by the quickest kernel for it; caps and sinks are known to one only."""
+        """Attention of one of a step's lists, by the quickest kernel; only attention.py knows soft caps and sinks."""
         has_others = are_exact(query.device, query.dtype) and not spec.soft_cap and sinks is None
         arguments = query, out, cache, batch.block_tables, work
         if name == "prefill":
@@ -179,8 +178,8 @@ def _own_product(x: Tensor, weight: Tensor, silu_mul: bool) -> Callable[..., Ten
 
 
 def _padded(x: Tensor) -> Tensor:
-    """x with at least SMALLEST_BATCH rows, in place where its memory has room: whatever they hold, no other row
-    sees them."""
+    """x with at least SMALLEST_BATCH rows, without a copy where its memory has room for them: the added rows may hold
+    anything, as they don't affect the others."""
     rows, size = x.shape
     if rows >= SMALLEST_BATCH:
         return x
@@ -190,7 +189,7 @@ def _padded(x: Tensor) -> Tensor:
 
 
 def rows_are_exact(weight: Tensor) -> bool:
-    """Tries it: rows of random numbers, in batches of several sizes, against our own kernel."""
+    """Tests whether cuBLAS gives random rows, in batches of several sizes, the bits of our own kernel."""
     generator = torch.Generator(device=weight.device).manual_seed(0)
     most = max(_CHECKED_ROWS) if weight.shape[0] < VOCABULARY_SIZE else 256  # the head scores few rows at a time
     x = torch.randn(most, weight.shape[1], device=weight.device, generator=generator).to(weight.dtype)

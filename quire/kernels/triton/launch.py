@@ -1,9 +1,8 @@
-"""How kernels follow each other: with programmatic dependent launch, the next kernel starts while this one ends.
+"""Programmatic dependent launch (PDL): a kernel starts while the one before it is still finishing.
 
-A kernel that is launched so may begin before the kernel before it has finished. It says at once that its own
-successor may start too, does what touches nothing but constants (fetching weights into the cache), and waits
-before it reads or writes anything else. Each kernel waits for the one before it to be complete, so the order
-of everything that is read and written is the order of the launches.
+Such a kernel first allows its own successor to start, then does work that only touches constants (loading weights into
+the cache), and waits for the kernel before it to be complete before it reads or writes anything else. So all reads and
+writes still happen in the order of the launches.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 """Whether kernels run in Triton's interpreter on the CPU (for tests)."""
 
 USE_PDL = not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
-"""Whether the GPU can: from Hopper on."""
+"""Whether the GPU supports PDL: from Hopper on."""
 
 
 def _has_gluon() -> bool:
@@ -34,11 +33,11 @@ def _has_gluon() -> bool:
 
 
 HAS_GLUON = _has_gluon()
-"""Whether this Triton has its lower level, in which some kernels for small batches are written."""
+"""Whether this Triton has Gluon, its lower level, in which some kernels are written."""
 
 ROUND_ALWAYS: dict[str, Any] = {} if INTERPRETED else {"enable_fp_fusion": False}
-"""For kernels that compute the same number in different code and must agree to the bit: the compiler may not merge a
-multiplication with an addition, which rounds once instead of twice, in the one and not in the other."""
+"""Launch options of kernels that compute the same number by different code and must agree to the bit: the compiler may
+not fuse a multiplication and an addition, which would round once instead of twice, in only one of them."""
 
 LAUNCH: dict[str, Any] = {"launch_pdl": True} if USE_PDL else {}
 """Keyword arguments of every launch."""

@@ -1,9 +1,9 @@
 """Matrix products with a weight, the same bits for any number of rows.
 
-The tensor cores add 16 products at a time to an accumulator, in the same way whichever instruction (mma or wgmma)
-and whichever tile is used: what decides the bits is the order in which the inner dimension is walked. Here it is
-walked from its beginning to its end with one accumulator, and cuBLAS does the same where it does not divide the
-inner dimension between programs, so the two can be mixed (`kernels.py` decides, after checking).
+The tensor cores add 16 products at a time to an accumulator, in the same way for any instruction (mma or wgmma) and
+any tile size: only the order of walking the inner dimension decides the bits. Here it is walked from beginning to end
+with one accumulator. cuBLAS does the same where it does not split the inner dimension between programs, so both can be
+used side by side (`kernels.py` checks this and decides).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from quire.kernels.triton.rowwise import silu
 from quire.kernels.triton.shapes import cdiv
 
 MEMORY_BOUND_ROWS = 32
-"""Up to here the time is that of reading the weights."""
+"""Up to this many rows the time is that of reading the weights."""
 MEDIUM_ROWS = 256
 SMALLEST_BATCH = 16
-"""Below this cuBLAS turns to other algorithms, which add in another order: fewer rows are padded, and outputs of our
-kernel have room for that."""
+"""With fewer rows cuBLAS uses other algorithms, which add in another order. So smaller batches are padded to this size,
+and outputs of our kernels have memory for the padding."""
 _SMALL_WEIGHT = 7 << 20
 _LARGE_WEIGHT = 16 << 20
 VOCABULARY_SIZE = 65536
-"""A weight with so many outputs is taken for the head: it is applied to the rows that sample only."""
+"""A weight with at least this many outputs is taken to be the head, which is applied to few rows: those that sample."""
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -37,8 +37,7 @@ def _linear_kernel(
     HAS_BIAS: tl.constexpr, SILU_MUL: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of BLOCK_N outputs of BLOCK_M rows. With SILU_MUL: silu(these outputs) * (those N further on).
-    EVEN: the tiles divide the weight, so that nothing of them is masked."""
+    """BLOCK_N outputs of BLOCK_M rows; with SILU_MUL silu(output[i]) * output[i + N]. EVEN: no tile needs a mask."""
     begin(PDL)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -96,13 +95,13 @@ def linear(
 
 
 def room_for(x: Tensor, size: int) -> Tensor:
-    """Memory for `size` outputs of each row of x, behind which there is room for the rows of a padded batch."""
+    """Memory for `size` outputs of each row of x, with room after them for the rows of a padded batch."""
     rows = x.shape[0]
     return torch.empty(max(rows, SMALLEST_BATCH), size, dtype=x.dtype, device=x.device)[:rows]
 
 
 class Tile(NamedTuple):
-    """How a product is cut up; bits don't depend on it."""
+    """The tile sizes of a matrix product; bits don't depend on them."""
 
     rows: int
     outputs: int
@@ -115,7 +114,7 @@ def tile_of(rows: int, weight: Tensor, silu_mul: bool) -> Tile:
     """The quickest of those tried on an H200 (docs/performance.md, attempt 11)."""
     size = weight.shape[0]
     if rows <= MEMORY_BOUND_ROWS:
-        # A large weight should be read once, with nothing beside it; a small one by many programs.
+        # A large weight should be read only once (all rows in one tile); a small one by many programs.
         is_large = weight.numel() >= _LARGE_WEIGHT
         block = next((block for block in (8, 16) if rows <= block), 32) if is_large else 16
         if size >= VOCABULARY_SIZE:
@@ -136,8 +135,8 @@ def tile_of(rows: int, weight: Tensor, silu_mul: bool) -> Tile:
 
 
 def is_quicker_than_cublas(rows: int, weight: Tensor) -> bool:
-    """Our kernel overlaps with its neighbours and cuBLAS doesn't; cuBLAS is quicker at long inner dimensions and at
-    much arithmetic. Measured on an H200 (docs/performance.md, attempts 7 and 11)."""
+    """Our kernel overlaps with the kernels before and after it (PDL), cuBLAS doesn't; cuBLAS is quicker with long inner
+    dimensions and many rows. Measured on an H200 (docs/performance.md, attempts 7 and 11)."""
     if rows <= MEMORY_BOUND_ROWS:
         return weight.shape[1] <= 4096
     return rows <= MEDIUM_ROWS and weight.numel() <= _SMALL_WEIGHT

@@ -1,8 +1,8 @@
 """Mixture of experts: route, group the (row, expert) pairs by expert, two grouped products, combine.
 
-Nothing is decided on the host: grids are upper bounds that the number of rows gives, and work lists lie on the
-device, so the whole can be captured in a CUDA graph. A pair's product doesn't depend on who shares its tile
-(`tile_product.py`), and a row adds its experts in ascending order.
+Nothing is decided on the host: grids are upper bounds for a number of rows, and work lists lie on the device, so all of
+it can be captured in a CUDA graph. A pair's product does not depend on the other pairs of its tile (`tile_product.py`),
+and a row adds its experts' outputs in ascending order of the experts.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def _route_kernel(
     rank = weight
     if BIAS:
         rank += tl.load(bias + expert, mask=exists, other=0.0).to(tl.float32)
-    # A number's bits, the lower ones turned over where it is negative, are in its order as integers (-0 is made 0), and
-    # a warp finds the highest integer in one instruction. NaN ranks highest, so that even such a row gets TOP_K
-    # different experts (and NaN for its output).
+    # The bits of a float, the lower 31 inverted where it is negative, are integers in the same order (-0 is made 0),
+    # and a warp finds the highest integer in one instruction. NaN ranks highest, so that a row with NaN still gets
+    # TOP_K different experts (and NaN as its output).
     bits = tl.where(rank == 0.0, 0.0, rank).to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     key = tl.where(rank == rank, key, 0x7FFFFFFF)
@@ -84,8 +84,7 @@ def _combine_kernel(
 def moe(
     x: Tensor, router_logits: Tensor, experts: ExpertWeights, spec: MoeSpec, between: Between | None = None
 ) -> Tensor:
-    """Each row of x [rows, hidden] through its top_k experts by router_logits [rows, experts] (in float32, the lowest
-    index first among equals), their outputs weighted and added in ascending order of the experts."""
+    """`Kernels.moe`."""
     gate_up, down, top_k = experts.gate_up, experts.down, spec.top_k
     source = as_rows(x)
     rows = source.shape[0]
@@ -123,8 +122,8 @@ def route(router_logits: Tensor, spec: MoeSpec, choice_bias: Tensor | None = Non
 
 
 def tile_width(pairs: int, num_experts: int, dtype: torch.dtype) -> int:
-    """How many pairs share a tile: few where weights must be read for a handful, many where products take time.
-    Bits don't depend on it."""
+    """How many pairs share a tile: few where each expert has few pairs and the time goes to reading weights, many where
+    it goes to the products. Bits don't depend on it."""
     each = pairs / num_experts
     if dtype == torch.float32 or each <= 8:
         return 16
@@ -134,7 +133,7 @@ def tile_width(pairs: int, num_experts: int, dtype: torch.dtype) -> int:
 def _expert_product(
     x: Tensor, weight: Weight, bias: Tensor | None, tiles: Tiles, spec: MoeSpec, is_gated: bool
 ) -> Tensor:
-    # Groups of 8 bits are as long as the inner block. Bits of plain weights don't depend on it.
+    # The inner block of 128 is the group size of FP8 weights with groups. Bits of plain weights don't depend on it.
     sizes = {16: (64, 5, 4), 32: (64, 4, 4), 64: (128, 4, 8), 128: (128, 3, 8)}
     block, stages, warps = sizes[tiles.width]
     inner, stages = (32, 2) if x.dtype == torch.float32 else (128, stages)

@@ -1,11 +1,11 @@
-"""Attention of prompts on Hopper: the numbers of `attention._prefill_kernel`, bit for bit, sooner.
+"""Attention of prompts on Hopper: the same bits as `attention._prefill_kernel`, in less time.
 
-A program has three parts that run side by side. One warp copies tiles of keys and values to shared memory, block by
-block of the paged cache, as far ahead as there is room. Two groups of four warps have 64 rows each and take turns by
-themselves: while one computes its softmax, the tensor core multiplies for the other. Each of them also starts the
-product of the next tile's keys before it turns to the softmax of this one. Programs stay, and walk the list of tiles.
+A program has three parts that run at the same time (warp specialisation). One warp copies tiles of keys and values to
+shared memory, block by block of the paged cache, as far ahead as there is room. Two groups of four warps compute 64
+rows each: while one group computes its softmax, the tensor core multiplies for the other. Each group also starts the
+product with the next tile's keys before it computes the softmax of this tile. A program takes several items of work.
 
-In Gluon, as Triton itself neither divides a program so nor leaves products running across the softmax.
+Written in Gluon, as Triton itself can neither divide a program this way nor keep products running during a softmax.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL
 _BLOCK_SIZES = (16, 32, 64)
 _STAGES = 2
 _COPIED = gl.constexpr(64)
-"""Numbers of a head that are copied at a time: what the swizzled layout of the tensor core has side by side."""
+"""Numbers of a head per copy: as many as the tensor core's swizzled layout has side by side."""
 _GROUP_ROWS = gl.constexpr(64)
 _ONES = gl.constexpr(8)
 _REGISTERS = 168
-"""Per thread when the program starts; the groups then take most of those of the warp that copies."""
+"""Registers per thread when the program starts; the computing groups then take most of the copying warp's."""
 
 
 def takes(query: Tensor, cache: LayerCache) -> bool:
@@ -57,7 +57,7 @@ def prompt_attention(
     query: Tensor, out: Tensor, cache: LayerCache, block_tables: Tensor, work: Tensor, spec: AttentionSpec,
     num_multiprocessors: int,
 ) -> None:  # fmt: skip
-    """Attention of the list `prefill`, for what `takes` takes; writes its rows of `out`."""
+    """Attention of the items of a list `prefill`, where `takes` says yes: writes their rows of `out`."""
     _, num_heads, head_dim = query.shape
     num_kv_heads, block_size = cache.keys.shape[1], cache.block_size
     dtype = gl.bfloat16 if query.dtype == torch.bfloat16 else gl.float16
@@ -77,7 +77,8 @@ def prompt_attention(
 
 @gluon.jit
 def _item(turn):
-    """Which item this program takes at its so manieth turn: items get shorter, so every other round goes backwards."""
+    """The item that this program takes in its turn number `turn`. Items get shorter along the list, so every second
+    round goes backwards, to give all programs about the same work."""
     programs = gl.num_programs(0)
     place = gl.program_id(0)
     return turn * programs + (place if turn % 2 == 0 else programs - 1 - place)
@@ -88,15 +89,15 @@ def _read_item(
     item, work, num_kv_heads, window,
     GROUP: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Key head, first of the (query, head) rows, first row of the batch, number of queries, context length, row of the
-    block table, first tile of keys and the one after the last."""
+    """Returns: key head, first of the (query, head) rows, first row of the batch, number of queries, context length,
+    row of the block table, first tile of keys, end of the tiles."""
     entry = work + item // num_kv_heads * 8
     first = gl.load(entry)
     first_row = gl.load(entry + 2)
     num_queries = gl.load(entry + 3)
     context_len = gl.load(entry + 4)
     table_row = gl.load(entry + 5)
-    # Keys after the last query are invisible to all of them.
+    # No query sees keys after the last query.
     last_position = gl.minimum(context_len - num_queries + (first + ROWS - 1) // GROUP, context_len - 1)
     first_tile = 0
     if WINDOW:
@@ -126,7 +127,7 @@ def _copy_tiles(
     GROUP: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
     WINDOW: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """What the copying warp does."""
+    """The program of the copying warp."""
     if PDL:
         cuda.gdc_wait()
     num_items = num_tiles * num_kv_heads
@@ -143,7 +144,7 @@ def _copy_tiles(
                 phase = copied // STAGES & 1
                 rows = ()
                 for i in gl.static_range(KEYS // BLOCK_SIZE):
-                    # Blocks after the sequence's end are block 0, which is nobody's.
+                    # After the sequence's end block 0 is read, which belongs to no request.
                     place = tile * (KEYS // BLOCK_SIZE) + i
                     block = gl.load(table + place, mask=place * BLOCK_SIZE < context_len, other=0)
                     rows = rows + ((block * num_kv_heads + kv_head) * BLOCK_SIZE,)  # type: ignore  # noqa: RUF005
@@ -156,7 +157,7 @@ def _copy_tiles(
 
 @gluon.jit
 def _clear_rows(tile, first, KEYS: gl.constexpr, D: gl.constexpr):
-    """Zeros from row `first` on: values after the sequence's end are nobody's and may be NaN."""
+    """Sets rows from `first` on to zero: values after the sequence's end may be NaN."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     for start in gl.static_range(0, KEYS, 16):
         part = tile.slice(start, 16)
@@ -164,7 +165,7 @@ def _clear_rows(tile, first, KEYS: gl.constexpr, D: gl.constexpr):
         found = part.load(layout)
         part.store(gl.where((row < first)[:, None], found, gl.zeros_like(found)))
     fence_async_shared()
-    tl.debug_barrier()  # here, or the compiler puts it where all tiles pass
+    tl.debug_barrier()  # explicit here, or the compiler adds one that all tiles go through
 
 
 @gluon.jit
@@ -172,7 +173,7 @@ def _softmax(
     scores, scale, before, first_key, position, first_position, window,
     KEYS: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """The weights of a tile, the maximum with it (`before`: without), and what earlier weights are to be scaled by."""
+    """The weights of a tile, the new maximum (`before`: without this tile), and the factor for earlier weights."""
     layout: gl.constexpr = scores.type.layout
     key = first_key + gl.arange(0, KEYS, gl.SliceLayout(0, layout))
     if first_key + KEYS > first_position + 1:
@@ -180,7 +181,7 @@ def _softmax(
     if WINDOW:
         scores = gl.where(key[None, :] > position[:, None] - window, scores, float("-inf"))
     highest = gl.maximum(before, gl.max(scores, 1) * scale)
-    # Where nothing is visible yet the maximum is -inf, and -inf - -inf would be NaN.
+    # Where no key is visible yet the maximum is -inf, and -inf - -inf would be NaN.
     reference = gl.where(highest == float("-inf"), 0.0, highest)
     return gl.exp2(gl.fma(scores, scale, -reference[:, None])), highest, gl.exp2(before - reference)
 
@@ -192,7 +193,7 @@ def _attend_rows(
     NUMBER: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
     TILES: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """What each group of four warps does; NUMBER says which of the tile's rows are its own."""
+    """The program of a group of four warps; NUMBER (0 or 1) says which half of the tile's rows it computes."""
     as_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     as_output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     as_total: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _ONES, 16])
@@ -240,8 +241,8 @@ def _attend_rows(
                 scores, scale, split_highest, first_tile * KEYS, position, first_position, window, KEYS, WINDOW
             )
             for tile in range(first_tile, end_tile):
-                # The values of this tile are added up while the softmax of the next one is computed. After the last
-                # there is no next: what lies there is multiplied all the same, and nobody looks at it.
+                # The values of this tile are multiplied while the softmax of the next tile is computed. After the last
+                # tile, old keys in shared memory are multiplied once more, and the result is not used.
                 has_next = tile + 1 < end_tile
                 ends_split = (tile + 1) % TILES == 0
                 next_stage = (num_seen + 1) % STAGES
@@ -258,7 +259,7 @@ def _attend_rows(
                 split_total = warpgroup_mma(left_of_ones, ones, split_total, is_async=True)
                 output = warpgroup_mma(left, value_tiles.index(stage), output, is_async=True)
                 scores = warpgroup_mma_wait(2, deps=(scores,))
-                if has_next:  # the compilers would put the softmax off until all products are done, but not out of here
+                if has_next:  # this branch keeps the compilers from moving the softmax after the end of all products
                     before = gl.where(ends_split, float("-inf"), split_highest)
                     weights, next_highest, decay = _softmax(
                         scores, scale, before, (tile + 1) * KEYS, position, first_position, window, KEYS, WINDOW
@@ -297,7 +298,7 @@ def _attend_rows(
 def _merge(
     highest, total, output, split_highest, split_total, split_output, as_total: gl.constexpr, as_output: gl.constexpr
 ):
-    """`attention_splits.merge`, for totals that lie elsewhere than outputs."""
+    """`attention_splits.merge`, for totals and outputs in different layouts."""
     split_highest = gl.convert_layout(split_highest, gl.SliceLayout(1, as_output))
     new_highest = gl.maximum(highest, split_highest)
     reference = gl.where(new_highest == float("-inf"), 0.0, new_highest)
@@ -312,13 +313,13 @@ def _merge(
 
 @gluon.jit(
     do_not_specialize=["num_tiles", "table_stride"]
-)  # or it is compiled anew for 1 of them, and for a multiple of 16
+)  # else it would be compiled again for a value of 1, and for multiples of 16
 def _prompt_kernel(
     query, out, keys, values, block_tables, work, num_tiles, table_stride, scale, window, num_heads, num_kv_heads,
     GROUP: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
     TILES: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """`work` is that of `attention._prefill_kernel`, with tiles of twice 64 rows."""
+    """`work` is the list that `attention._prefill_kernel` takes, with items of 2 * 64 rows."""
     dtype: gl.constexpr = query.dtype.element_ty
     as_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D], dtype)
     as_ones: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, _ONES], dtype)

@@ -1,8 +1,8 @@
-"""Products with weights in fewer bits than the model's dtype, by the quickest kernel for the format and the rows.
+"""Matrix products with quantised weights, by the quickest kernel for the format and the number of rows.
 
-FP8 and INT8 weights meet rows that are quantised on the way, each by itself. Weights of 4 bits and GGUF's formats
-become numbers of the model's dtype: within the product (`streamed_linear.py` where it can, else `tile_product.py`), or
-before it where there are many rows.
+With FP8 and INT8 weights, the rows of x are quantised to the same format, each row by itself. Weights of 4 bits and in
+GGUF's formats are expanded to the model's dtype: inside the product (`streamed_linear.py` where possible, else
+`tile_product.py`), or before it if there are many rows.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if HAS_GLUON:
 HAS_MINIMA = ("Q4_1", "Q4_K")
 INT4_NAMES = ("Q4_0", *HAS_MINIMA, "INT4", "INT4_G32", "INT4_G64", "INT4_G128")
 _NAMES = (*INT4_NAMES, "Q8_0", "Q6_K", "Q5_0", "Q5_1", "Q5_K", "Q3_K", "Q2_K", "MXFP4")
-"""Of what becomes plain numbers within the product."""
+"""Formats that are expanded inside the product."""
 _OWN_ROWS = 64
-"""Up to here our kernel is quicker than cuBLAS with FP8, as it overlaps with its neighbours."""
+"""Up to this many rows our FP8 kernel is quicker than cuBLAS, as it overlaps with the kernels around it (PDL)."""
 _TILED_ROWS = 128
-"""Up to here codes become numbers within the product, and gate and up are taken together."""
+"""Up to this many rows codes are expanded inside the product, and gate and up are computed together."""
 _CHECKED_ROWS = (16, 17, 64, 72, 96, 128, 255, 256, 1000)
 
 
 def computes(format: Format) -> bool:
-    """Whether this GPU computes with weights in a format as they are stored."""
+    """Whether this GPU computes with weights stored in a format, without expanding them at loading."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
     if format.codes == torch.float8_e4m3fn:
         return capability >= (9, 0)
@@ -46,8 +46,8 @@ def computes(format: Format) -> bool:
 
 
 def pack(weight: Weight, dtype: torch.dtype) -> Weight:
-    """A matrix or a stack of them with its parts in the layout of their kernel, or expanded where no kernel takes
-    their shape, or the parts of a stack differ."""
+    """A matrix, or a stack of them, with each part in the layout of its kernel. Expanded where no kernel takes the
+    shape, or a stack has parts in different formats."""
     parts = [_packed(part, dtype) for part, _ in weight.split()]
     if len(weight.shape) > 2 and len(parts) > 1:
         numbers = [part.format.expand(*part.tensors).view(*weight.shape[:1], part.rows, -1) for part in weight.parts]
@@ -70,7 +70,7 @@ def _packed(weight: Weight, dtype: torch.dtype) -> Weight:
 
 
 def _streamed(part: Part, out: int, inner: int, dtype: torch.dtype) -> Int4 | None:
-    """For `streamed_linear.py`, if it takes the shape: codes from 0 to 15, with zero points or minima."""
+    """The weight packed for `streamed_linear.py`, or None if that does not take the shape."""
     if part.format.has_zeros:
         codes, scales, zeros = pairs(part.tensors[0]), part.tensors[1].view(out, -1), part.tensors[2].view(out, -1)
         minima = None
@@ -84,15 +84,16 @@ def _streamed(part: Part, out: int, inner: int, dtype: torch.dtype) -> Int4 | No
 
 
 class QuantizedProducts:
-    """Remembers for which shapes other kernels give the same bits. `dense` is the product with plain numbers."""
+    """Products with quantised weights. Remembers for which shapes cuBLAS and the single-row kernel give the same bits
+    as ours. `dense` is the product with plain numbers."""
 
     def __init__(self, dense: Callable[[Tensor, Weight, Tensor | None, Tensor | None], Tensor]) -> None:
         self._dense = dense
         self._checked: dict[tuple[str, torch.Size], tuple[bool, bool]] = {}
 
     def check(self, weight: Weight, dtype: torch.dtype) -> None:
-        """Tries cuBLAS and the kernel for a single row; as this can't be done while a graph is captured, it is when
-        weights are loaded."""
+        """Tests cuBLAS and the single-row kernel for a weight's shape. Done when weights are loaded, as it can't be
+        done during a graph capture."""
         for part in weight.parts:
             if part.format.codes == torch.float8_e4m3fn and not part.format.group and len(weight.shape) == 2:
                 codes, scales = part.tensors
@@ -130,7 +131,7 @@ class QuantizedProducts:
         return tile_product(rounded, weight, bias, tiles, tile, x.dtype, 1, activation, row_scales, out)
 
     def fuses(self, rows: int, weight: Weight) -> bool:
-        """Whether `linear` can take gate and up together, and is the quicker for it."""
+        """Whether `linear` can compute gate and up together, and is quicker that way."""
         format = weight.format
         if format is None or format.has_zeros or format.codes is None:
             return False
@@ -138,7 +139,7 @@ class QuantizedProducts:
 
 
 def tile_of(rows: int, size: int, silu_mul: bool, group: int) -> Tile:
-    """The quickest of those tried on an H200; bits don't depend on it, but for the inner size of groups."""
+    """The quickest tile of those tried on an H200; with groups its inner size must be the group size."""
     if group:
         return Tile(16, 64, group, 5, 4) if rows <= 16 else Tile(min(128, next_power_of_2(rows)), 64, group, 4, 4)
     if rows <= 32:
@@ -149,14 +150,14 @@ def tile_of(rows: int, size: int, silu_mul: bool, group: int) -> Tile:
 
 
 def _scaled_mm(rounded: Tensor, row_scales: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    # With fast accumulation it adds as our kernel does: all of the inner dimension in the tensor cores' accumulator.
+    # use_fast_accum: it then adds as our kernel does, the whole inner dimension in the tensor cores' accumulator.
     return torch._scaled_mm(
         rounded, codes.t(), row_scales, scales.unsqueeze(0), out_dtype=torch.bfloat16, use_fast_accum=True
     )
 
 
 def _rows_are_exact(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> tuple[bool, bool]:
-    """Whether cuBLAS, and whether the kernel for a single row, give the bits of the kernel that takes all."""
+    """Whether cuBLAS, and whether the single-row kernel, give the same bits as `tile_product`."""
     size, inner = codes.shape
     generator = torch.Generator(device=codes.device).manual_seed(0)
     x = torch.randn(max(_CHECKED_ROWS), inner, device=codes.device, generator=generator).to(dtype)
@@ -171,5 +172,5 @@ def _rows_are_exact(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> tuple[
             torch.equal(_scaled_mm(rounded[:rows], row_scales[:rows], codes, scales), expected[:rows])
             for rows in _CHECKED_ROWS
         ), torch.equal(single, expected[:1])
-    except RuntimeError:  # where there is no such product
+    except RuntimeError:  # torch has no such product for this device or shape
         return False, torch.equal(single, expected[:1])

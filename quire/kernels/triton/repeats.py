@@ -1,4 +1,4 @@
-"""Where a row of tokens repeats its own end: each place counts back for itself, all places at once."""
+"""Where a row of tokens repeats its last tokens: each position counts backwards by itself, all positions at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _match_kernel(
     found = tl.zeros([BLOCK], tl.int32)
     back = tl.zeros([], tl.int32)
     while (back < most) & (tl.max(matches.to(tl.int32)) > 0):
-        # Some place before the last goes as far back, so the last does.
+        # last - back is not negative: some position before the last one still matches.
         wanted = tl.load(tokens + row + last - back)
         matches &= place >= back
         matches &= tl.load(tokens + row + place - back, mask=matches, other=-1) == wanted

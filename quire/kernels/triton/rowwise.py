@@ -1,7 +1,7 @@
-"""Operations on rows by themselves: norms, the gates of an MLP, rows of a table by token id.
+"""Operations on single rows: norms, the gates of an MLP, rows of the embedding.
 
-A program of a norm holds whole rows, so the mean of squares is one reduction whose order the row's size fixes. The
-others compute number by number: their bits depend on nothing but the numbers themselves.
+A program of a norm holds whole rows, so the mean of squares is one reduction, whose order depends on the row's size
+only. The other operations compute each number by itself.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from quire.kernels.triton.shapes import as_rows, cdiv, next_power_of_2, num_warp
 MAX_SIZE = 16384
 """The longest row of a norm that fits a program's registers."""
 _SHORT = 512
-"""Shorter rows share a program of a norm, until they are so many numbers together."""
+"""A norm's program takes several rows if they have at most this many numbers together."""
 _BLOCK = 1024
-"""Numbers of a row that one program of the others takes."""
+"""Numbers of a row per program, in all operations but norms."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -31,8 +31,8 @@ def _rms_norm_kernel(
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr,
     OFFSET: tl.constexpr, CENTER: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of BLOCK >= SIZE columns. CENTER: the mean is subtracted first. With that or an OFFSET to the weight,
-    nothing is rounded before the end."""
+    """ROWS rows of BLOCK >= SIZE columns. CENTER: the mean is subtracted first (LayerNorm). With CENTER or OFFSET (to
+    the weight) only the final result is rounded; else also the normed number before the product with the weight."""
     column = tl.arange(0, BLOCK)[None, :]
     scale = tl.load(weight + column, mask=column < SIZE, other=0.0)  # a constant: before the wait
     if BIAS:
@@ -63,8 +63,7 @@ def _rms_norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """x / sqrt(mean(x²) + eps) * (weight + offset) over the last dimension; without an offset it is rounded before the
-    product with the weight."""
+    """`Kernels.rms_norm`."""
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = as_rows(x)
     _launch(rows, rows, weight, eps, normed, normed, offset=offset)
@@ -72,7 +71,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual): the sum is rounded to the dtype first."""
+    """`Kernels.add_rms_norm`."""
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty_like(normed)
     _launch(as_rows(x), as_rows(residual), weight, eps, normed, total, add=True, offset=offset)
@@ -80,7 +79,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last dimension."""
+    """`Kernels.layer_norm`."""
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = as_rows(x)
     _launch(rows, rows, weight, eps, normed, normed, bias=bias, center=True)
@@ -107,7 +106,7 @@ def _launch(
 
 
 def launch_by_blocks(kernel: Any, rows: int, size: int, *arguments: Any, **options: Any) -> None:
-    """Launches a kernel whose programs have a part of a row each; the size of a part is its last constant but PDL."""
+    """Launches a kernel whose programs compute a part of a row; adds the last constants, a part's size and PDL."""
     if rows:
         block = min(_BLOCK, next_power_of_2(size))
         kernel[(rows, cdiv(size, block))](*arguments, block, USE_PDL, num_warps=num_warps(block), **options, **LAUNCH)
@@ -125,7 +124,7 @@ def silu(x):
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
-    """x times some sigmoid, in float32."""
+    """The activation of x in float32: x times a sigmoid."""
     if ACTIVATION == SILU:
         return silu(x)
     if ACTIVATION == GELU_TANH:  # (1 + tanh(y)) / 2 is the sigmoid of 2y
@@ -135,7 +134,7 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gated(gate, up, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
-    """activation(gate) * up of numbers that were rounded to the dtype, in float32; the result is not rounded yet."""
+    """activation(gate) * up in float32, of numbers already rounded to the dtype; the result is not rounded."""
     if ACTIVATION == CLAMPED_SWIGLU:
         gate = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
         up = tl.clamp(up, -7.0, 7.0, propagate_nan=tl.PropagateNan.ALL)
@@ -221,7 +220,7 @@ def _soft_cap_kernel(x, stride, cap, SIZE: tl.constexpr, BLOCK: tl.constexpr, PD
 
 
 def soft_cap_(x: Tensor, cap: float) -> None:
-    """Numbers of x [rows, size] become cap * tanh(x / cap)."""
+    """`Kernels.soft_cap_`."""
     rows, size = x.shape
     if x.stride(1) != 1:
         raise ValueError(f"Rows must lie in one piece: {x.stride()}.")
@@ -242,10 +241,9 @@ def _embedding_kernel(
 
 
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
-    """Rows of weight [vocab, hidden] in one piece, by int64 or int32 [rows].
+    """Rows of a contiguous weight [vocab, hidden], by int64 or int32 token_ids [rows].
 
-    An id that is not in the table gives a row of NaN: the request it belongs to fails where its token is
-    drawn (`HAS_NAN`), and nobody else does.
+    An id outside the table gives a row of NaN, so that only its own request fails, at sampling (`HAS_NAN`).
     """
     rows, size = token_ids.shape[0], weight.shape[1]
     out = torch.empty(rows, size, dtype=weight.dtype, device=weight.device)

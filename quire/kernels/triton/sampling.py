@@ -1,11 +1,11 @@
 """The choice of a token: argmax(logits / temperature + Gumbel noise), or the plain argmax at temperature 0.
 
-The noise is that of `quire/kernels/noise.py`: the same 32 random bits for every token; its two logarithms are
-the GPU's own and differ from the CPU's in the last places. The vocabulary goes in chunks of fixed size to
-many programs, and a second kernel folds what they found, so that one row is quick and many keep all busy.
+The noise is that of `quire/kernels/noise.py`: the same 32 random bits for every token; its two logarithms are the GPU's
+and differ from the CPU's in the last digits. The vocabulary is divided into chunks of fixed size, one per program, and
+a second kernel picks the best of the chunks' results, so that also a single row uses many programs.
 
-A number that is NaN makes the row's token 0 and sets HAS_NAN in its flags; a row without any score above
-minus infinity gives 0 and sets NOTHING_LEFT. So the host need not look at the logits again.
+If a row has NaN, its token is 0 and its flags have HAS_NAN; if all its scores are minus infinity, its token is 0 and
+its flags have NOTHING_LEFT. So the host need not look at the logits.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ def _mix64(value):
 
 @triton.jit
 def _log2(x):
-    """One instruction instead of thirty, good to 2^-22; the interpreter doesn't know it."""
+    """log2 in one instruction instead of thirty, exact to 2^-22; Triton's interpreter does not have it."""
     return libdevice.fast_log2f(x) if _COMPILED else tl.log2(x)
 
 
 @triton.jit
 def _gumbel(token_ids, first_key, second_key):
-    """Noise of uint32 token ids; -log(-log(1 - v)) for the uniform number v that their hash makes."""
+    """Gumbel noise of uint32 token ids: -log(-log(1 - v)), where v is a uniform number made by hashing id and keys."""
     bits = _mix32(_mix32((token_ids * 0x9E3779B1) ^ first_key) ^ second_key) >> 1
     v = (bits.to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10  # 2^-31
     v = tl.minimum(v, _LARGEST_BELOW_ONE)
-    # -log(1 - v): where v is small, and 1 - v would lose its digits, the first terms of its series.
+    # -log(1 - v): by the first terms of its series where v is small, as 1 - v would lose v's digits.
     series = 1 / 6 + v * (1 / 7)
     series = 1 / 5 + v * series
     series = 1 / 4 + v * series
@@ -67,13 +67,13 @@ def _gumbel(token_ids, first_key, second_key):
 
 @triton.jit
 def higher(a, b):
-    """The maximum, or NaN if either is; for other kernels' use too."""
+    """The maximum, or NaN if either is NaN; used by other kernels too."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _highest(scores):
-    """The maximum, or NaN if there is one. (The interpreter would take a second for the first way.)"""
+    """The maximum, or NaN if there is one. (In the interpreter `tl.reduce` would take a second.)"""
     if _COMPILED:
         found = tl.reduce(scores, 0, higher)
     else:
@@ -86,8 +86,8 @@ def _scan_kernel(
     logits, keys, temperatures, row_index, positions, best, best_ids, stride,
     OWNED: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Leaves the highest score of one chunk of one row (NaN if there is one) and the lowest id that has it. Where rows
-    are OWNED, keys are the seeds of requests' permanent rows: noise is made of them and the position."""
+    """Stores the highest score of one chunk of one row (NaN if there is one) and the lowest id that has it. If OWNED,
+    logits belong to request rows: `keys` are the seeds of all request rows, and noise is made of seed and position."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     own = tl.load(row_index + row).to(tl.int64) if OWNED else row
@@ -115,7 +115,7 @@ def _fold_kernel(
     best, best_ids, row_index, positions, token_ids, out, flags, chunks, token_stride,
     OWNED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Leaves the token and the flags of what the chunks found; the token in the request's row, too, if it is OWNED."""
+    """Stores a row's token and flags, from the results of its chunks; if OWNED, the token in its request row too."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     own = tl.load(row_index + row).to(tl.int64) if OWNED else row
@@ -140,7 +140,7 @@ def _keep_between_kernel(x, low, high, stride, SIZE: tl.constexpr, BLOCK: tl.con
     own = x + row * stride + column
     value = tl.load(own, mask=column < SIZE, other=0.0)
     excluded = (value < tl.load(low + row)) | (value > tl.load(high + row))
-    # All are written, not the excluded alone: those are nearly all, and whole vectors go faster.
+    # All numbers are written, not only the excluded ones, which are nearly all: whole vectors are faster.
     tl.store(own, tl.where(excluded, float("-inf"), value), mask=column < SIZE)
 
 
@@ -161,12 +161,12 @@ def sample_rows(
     token_ids: Tensor,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Draws the token of every row of logits [rows, vocab] as `gumbel_argmax` does and writes it to
+    """Samples a token for every row of logits [rows, vocab] as `gumbel_argmax` does, and writes it to
     `token_ids[row_index, positions]` (int64) and, with its flags, to `out` int64 [2, rows], which is returned.
 
-    `row_index` int32 [rows] says whose logits these are: seeds (int64 or uint64) and temperatures (float32) are
-    those of the permanent rows. `positions` int32 [rows] is where the token will stand; with the seed it makes the
-    noise keys, as `quire.sampling.noise.noise_keys` does. Where `row_index` is negative (padding) nothing is written.
+    `row_index` int32 [rows] is the request row of each row of logits; seeds (int64 or uint64) and temperatures
+    (float32) are by request row. `positions` int32 [rows] is the token's position; with the seed it makes the noise
+    keys, as `quire.kernels.noise.noise_keys` does. Where `row_index` is negative (padding) nothing is written.
     """
     if token_ids.stride(1) != 1:
         raise ValueError("A row's token ids must lie side by side.")
@@ -179,7 +179,7 @@ def _choose(
     logits: Tensor, keys: Tensor, temperatures: Tensor, row_index: Tensor, positions: Tensor, token_ids: Tensor,
     out: Tensor, flags: Tensor, owned: bool,
 ) -> None:  # fmt: skip
-    """Fills `out` and `flags`; of rows that are not owned, neither index, positions nor token ids are looked at."""
+    """Fills `out` and `flags`. Unless `owned`, `row_index`, `positions` and `token_ids` are not read."""
     logits = as_rows(logits)
     rows, vocab_size = logits.shape
     chunks = cdiv(vocab_size, CHUNK)

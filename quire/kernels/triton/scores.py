@@ -1,7 +1,7 @@
-"""How likely tokens are: log-probabilities, ranks and the likeliest tokens, each row by itself.
+"""Logprobs and ranks of tokens, and the most likely tokens, each row by itself.
 
-A program goes twice over its row, in chunks of fixed size: for the highest logit, then for the sum of the
-exponentials and the number of tokens that come before the scored one.
+A program reads its row twice, in chunks of fixed size: for the highest logit, then for the sum of exponentials and the
+number of tokens that rank before the scored one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _score_kernel(
         column = start + tl.arange(0, BLOCK)
         logit = tl.load(own + column, mask=column < VOCAB, other=_NEVER)
         sums += tl.exp(logit - highest)
-        # What only fills up the last chunk has no lower id and is not above anything.
+        # The filling of the last chunk (-inf) is never counted: it is above no logit and its ids are the highest.
         before += ((logit > chosen) | ((logit == chosen) & (column < token_id))).to(tl.int32)
     log_sum = tl.log(tl.sum(sums))
     tl.store(totals + 2 * row, highest)
@@ -65,8 +65,8 @@ def score_tokens(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenScores
 
 
 def likeliest(logits: Tensor, count: int) -> Tensor:
-    """The ids of each row's highest logits, the highest first and the lower id first among equals: by the order of
-    integers that hold both, so that there are no ties to look for."""
+    """The ids of each row's highest logits, the highest first and the lower id first among equals. Logit and id are
+    combined into one integer, so that there are no ties."""
     vocab_size = logits.shape[1]
     if not count:
         return torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)

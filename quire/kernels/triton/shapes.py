@@ -1,8 +1,8 @@
-"""How launch functions see their arguments: as rows that begin at multiples of 16 bytes.
+"""Helpers of launch functions: tensors as rows whose memory begins at a multiple of 16 bytes.
 
-Triton compiles a kernel anew for pointers of another alignment, and spreads a row over the threads
-differently then, which changes the order of additions. So a base that is not aligned (a slice of rows of an
-odd size) is copied first: the same row has the same bits wherever it stood.
+For a pointer with another alignment Triton compiles another kernel, which distributes a row differently over the
+threads and so adds in another order. So a tensor that is not aligned (a slice of rows of an odd size) is copied first:
+a row has the same bits wherever it lies.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16
-"""Bytes; the widest load of one thread."""
+"""Bytes: the widest load of one thread."""
 
 CHUNK = 4096
-"""Tokens of the vocabulary that one program takes, or takes at a time."""
+"""Tokens of the vocabulary that one program handles, or handles at a time."""
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """x as [rows, size], a view where it can be one, its numbers side by side and its base aligned."""
+    """x as [rows, size] with contiguous rows and an aligned base: a view where possible, else a copy."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if (rows.stride(1) != 1 and rows.shape[1] != 1) or rows.data_ptr() % ALIGNMENT:
         rows = rows.clone(memory_format=torch.contiguous_format)
@@ -26,12 +26,12 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def row_stride(rows: Tensor) -> int:
-    """From one row to the next. A single row may have any stride; it gets that of many."""
+    """The distance from one row to the next. A single row may have any stride; it gets that of contiguous rows."""
     return rows.shape[1] if rows.is_contiguous() else rows.stride(0)
 
 
 def cdiv(size: int, by: int) -> int:
-    """Rounded up; Triton's own function takes microseconds on the host."""
+    """Division rounded up; Triton's own function takes microseconds on the host."""
     return -(-size // by)
 
 
@@ -40,5 +40,5 @@ def next_power_of_2(size: int) -> int:
 
 
 def num_warps(elements: int) -> int:
-    """Warps for a program that holds so many numbers at once: 8 numbers a thread, more where 16 warps don't do."""
+    """Warps for a program that holds this many numbers: 8 per thread, more where 16 warps are not enough."""
     return min(16, max(1, elements // 256))

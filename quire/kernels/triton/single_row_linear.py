@@ -1,13 +1,13 @@
-"""The product of a single row with a weight, where all that matters is how soon the weight is there.
+"""The matrix product of a single row, whose time is that of reading the weight.
 
 A program computes 8, 16 or 32 outputs. Tiles of their weights are copied to shared memory, several ahead of the
-product, and the first of them are asked for before the kernel before has finished: weights are constants. They are the
-right operand of the tensor core's product, where any multiple of 8 outputs will do, so that there are programs for all
-multiprocessors. The left one has 64 rows: all are the same, and one of the results is kept. The row itself is brought
-to shared memory whole; for FP8 weights it is rounded on the way, as `quantize_rows` rounds it.
+product; the first copies start before the kernel before this one has finished (PDL), as weights are constants. The
+weights are the right operand of the tensor core's product, which may have any multiple of 8 outputs, so that there are
+programs for all multiprocessors. The left operand has 64 rows, all equal to the row of x, and one result is kept. The
+row is kept in shared memory; for FP8 weights it is quantised first, as `quantize_rows` does it.
 
-The inner dimension is walked from its beginning to its end with one accumulator, so the bits are those of all other
-products (see `linear.py` and `tile_product.py`). In Gluon, where one says which number lies where.
+The inner dimension is walked from beginning to end with one accumulator, so the bits are those of all other products
+(see `linear.py` and `tile_product.py`). Written in Gluon, Triton's lower level, where layouts are explicit.
 """
 
 # ruff: noqa: RUF005  (Triton knows no * within a tuple)
@@ -35,7 +35,7 @@ def _copy_weights(
     weight, staged, first, column, N,
     K: gl.constexpr, SILU_MUL: gl.constexpr, OUT: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    """Starts to copy TILE columns of OUT rows from `first` on; half of them are those N further on, if SILU_MUL."""
+    """Starts to copy TILE columns of OUT rows from `first` on; with SILU_MUL half of the rows are N rows further on."""
     EACH: gl.constexpr = 128 // weight.dtype.element_ty.primitive_bitwidth
     WIDE: gl.constexpr = min(32, TILE // EACH)
     layout: gl.constexpr = gl.BlockedLayout([1, EACH], [32 // WIDE, WIDE], [4, 1], [1, 0])
@@ -49,11 +49,11 @@ def _copy_weights(
 
 @gluon.jit
 def _stage_row(x, staged, K: gl.constexpr, TILE: gl.constexpr):
-    """x [K] to the shared memory `staged` [K / TILE, 1, TILE]; rounded to FP8 if that holds FP8. Returns its scale."""
+    """Copies x [K] to the shared memory `staged` [K / TILE, 1, TILE], quantised if that is FP8. Returns its scale."""
     layout: gl.constexpr = gl.BlockedLayout([1, TILE // 128], [1, 32], [1, 4], [1, 0])
     column = gl.arange(0, TILE, gl.SliceLayout(0, layout))[None, :]
     parts = ()
-    for i in gl.static_range(K // TILE):  # all on their way before the first is waited for
+    for i in gl.static_range(K // TILE):  # all loads are issued before the first is waited for
         parts = parts + (gl.load(x + i * TILE + column),)  # type: ignore[assignment]
     magnitude = gl.zeros((1, TILE), gl.float32, layout)
     for i in gl.static_range(K // TILE):
@@ -74,7 +74,7 @@ def _single_row_kernel(
     K: gl.constexpr, HAS_BIAS: gl.constexpr, SILU_MUL: gl.constexpr,
     OUT: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """OUT outputs. With SILU_MUL: silu(OUT / 2 outputs) * (those N further on)."""
+    """Computes OUT outputs; with SILU_MUL OUT / 2 of silu(output[i]) * output[i + N]."""
     number: gl.constexpr = weight.dtype.element_ty
     dtype: gl.constexpr = out.dtype.element_ty
     IS_FP8: gl.constexpr = number == gl.float8e4nv
@@ -96,8 +96,8 @@ def _single_row_kernel(
     total = gl.zeros((64, OUT), gl.float32, accumulator)
     for tile in range(TILES):
         async_copy.wait_group(STAGES - 2)  # the compiler adds the barriers between copies and products
-        # All have computed with the stage before this one: it takes the tile that comes STAGES - 1 later. Past the end
-        # the last is copied again, which nobody uses.
+        # The last iteration's stage is free now: the tile needed STAGES - 1 iterations later is copied there. After the
+        # end the last tile is copied again and not used.
         later = gl.minimum(tile + STAGES - 1, TILES - 1) * TILE
         left = row.index(tile).load(as_row).broadcast_to(64, TILE)
         _copy_weights(weight, staged.index((tile + STAGES - 1) % STAGES), first, later, N, K, SILU_MUL, OUT, TILE)
@@ -106,7 +106,7 @@ def _single_row_kernel(
     async_copy.wait_group(0)
     local = gl.arange(0, OUT, gl.SliceLayout(0, accumulator))
     place = first + local % HALF + local // HALF * N
-    if IS_FP8:  # in this order, which is that of cuBLAS
+    if IS_FP8:  # multiplied in this order, which is that of cuBLAS
         total = total * gl.load(scales + place)[None, :] * x_scale
     if HAS_BIAS:
         total += gl.load(bias + place).to(gl.float32)[None, :]
@@ -120,8 +120,7 @@ def _single_row_kernel(
 
 
 def takes(rows: int, weight: Tensor, silu_mul: bool) -> bool:
-    """Whether this kernel computes it, and is the quickest there is, as measured on an H200 (docs/performance.md,
-    attempt 29)."""
+    """Whether this kernel can do it and is the quickest, measured on an H200 (docs/performance.md, attempt 29)."""
     size, inner = weight.shape
     each, tile, _ = _tile_of(size, inner, weight.itemsize, silu_mul)
     return (
@@ -136,8 +135,8 @@ def takes(rows: int, weight: Tensor, silu_mul: bool) -> bool:
 
 
 def _tile_of(size: int, inner: int, itemsize: int, silu_mul: bool) -> tuple[int, int, int]:
-    """Rows and columns of a tile of the weight, and how many of them fit into shared memory. Bits don't depend on it.
-    A program for each multiprocessor if there are enough outputs, and the more tiles on their way where it is alone."""
+    """Rows and columns of a tile of the weight, and the number of tiles in shared memory, which is larger where a
+    program has a multiprocessor for itself. Bits don't depend on them."""
     each = 32 if size >= 4096 else 16 if size >= 2048 or silu_mul else 8
     tile = 512 // itemsize
     stages = 4 if size // each > _MULTIPROCESSORS else 6 if each == 32 and itemsize == 2 else 8
@@ -148,7 +147,7 @@ def single_row_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, silu_mul: bool, scales: Tensor | None = None
 ) -> Tensor:
     """x [1, in] times weight [out, in] transposed, into `out` if given; with `silu_mul`, silu(first half of the
-    outputs) * (second half). For weights that `takes` takes; those in FP8 have scales [out]."""
+    outputs) * (second half). For weights where `takes` says yes; FP8 ones have scales [out]."""
     size, inner = weight.shape
     if out is None:
         out = room_for(x, size // 2 if silu_mul else size)

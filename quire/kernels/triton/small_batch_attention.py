@@ -1,14 +1,14 @@
-"""Decode attention of a small batch, one query a sequence, where all that matters is how soon it is done.
+"""Decode attention of a small batch with one query per sequence, for the lowest latency.
 
-The same numbers as `attention._decode_kernel`, bit for bit, sooner: a program computes the scores of a whole split at
-once instead of tile by tile, its warps side by side, and only then walks the tiles to add up the values. Keys and
-values of earlier steps are asked for before the kernel before has finished; only those it has just written are read
-after that. A program takes a multiprocessor for itself, so with many sequences the other kernel reads more per second.
+It has the same bits as `attention._decode_kernel` in less time: a program's warps compute the scores of a whole split
+at once instead of tile by tile, and only then walk the tiles to add up the values. Keys and values of earlier steps are
+loaded before the kernel before this one has finished (PDL); only the keys that it writes are loaded after that. A
+program occupies a whole multiprocessor, so with many sequences the other kernel reads more per second.
 
-In Gluon, Triton's lower level, because keys go from memory straight to the registers in which the tensor core wants
-them: a thread reads 4 neighbours of a head (8 bytes) and hands them over as the 4 numbers of 16 that it has to supply.
-The instruction would rather have 2 and 2 with 6 between them, but it adds all 16 at once: which of them is which does
-not matter as long as queries and keys agree.
+Written in Gluon, Triton's lower level, because keys go from memory straight to the registers in which the tensor core
+wants them. A thread loads 4 neighbouring numbers of a head (8 bytes) and uses them as its 4 of the 16 numbers of one
+instruction. The instruction's own layout has 2 and 2 with 6 between them; but it adds all 16 products at once, so any
+order is right as long as queries and keys have the same.
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ def small_batch_attention(
     query: Tensor, out: Tensor, cache: LayerCache, block_tables: Tensor, work: Tensor, num_partials: int,
     spec: AttentionSpec, num_multiprocessors: int,
 ) -> None:  # fmt: skip
-    """`attention.decode_attention` for what `takes` takes, of a list whose items are single splits or whole sequences.
-    All keys but those that the list says are new were written, and all lists and block tables, before the first kernel
-    of this step began."""
+    """`attention.decode_attention` where `takes` says yes, for a list whose items are single splits or whole sequences.
+    Before the step's first kernel, all must be written but the keys and values that the list calls new."""
     _, num_heads, head_dim = query.shape
     num_kv_heads = cache.keys.shape[1]
     _small_batch_kernel[(min((len(work) - 1) * num_kv_heads, num_multiprocessors),)](
@@ -67,7 +66,7 @@ def small_batch_attention(
 
 @gluon.constexpr_function
 def _query_layout(head_dim):
-    """[16 rows, head_dim], the same in all warps; a thread has 4 neighbours of every 16."""
+    """[16 rows, head_dim], the same in all warps; a thread has 4 neighbouring numbers of every 16."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [8, 0]] + [[0, 1 << bit] for bit in range(4, head_dim.bit_length() - 1)],
         lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
@@ -96,7 +95,7 @@ def _places(
     key, exists, table, kv_head, block_stride, head_stride,
     D: gl.constexpr, BLOCK_SIZE: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
-    """Where in the cache each key lies. All that is read before the wait is read past the first-level cache, which may
+    """The offset of each key in the cache. What is read before `gdc_wait` is not read through the L1 cache, which may
     hold an earlier step's."""
     block = gl.load(table + key // BLOCK_SIZE, mask=exists, other=0, cache_modifier=".cg")
     if WIDE:
@@ -134,8 +133,8 @@ def _scores(
     GROUP: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr, WINDOW: gl.constexpr,
     ACC: gl.constexpr,
 ):  # fmt: skip
-    """Scores [16, tiles, KEYS] of a split, -inf where a row does not see a key. Of every 16 numbers of the head,
-    (t, h, j) is called (h, t, j) on both sides, as the instruction calls them."""
+    """Scores [16, tiles, KEYS] of a split, -inf where a row does not see a key. Of every 16 numbers of a head, index
+    (t, h, j) of queries and keys is renamed to (h, t, j), the instruction's order (see the module's docstring)."""
     q = q.reshape(16, D // 16, 4, 2, 2).permute(0, 1, 3, 2, 4).reshape(16, D)
     k = k.reshape(D // 16, 4, 2, 2, SPLIT).permute(0, 2, 1, 3, 4).reshape(D, SPLIT)
     left = gl.convert_layout(q, gl.DotOperandLayout(0, ACC, 2), assert_trivial=True)
@@ -160,15 +159,15 @@ def _attend_split(
     scores, scale, staged_weights, value_tiles, num_keys,
     D: gl.constexpr, KEYS: gl.constexpr, TILES: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
-    """What `attention._attend_tile` makes of the tiles one after the other: highest, total and output of a split of
-    `num_keys` keys from its scores [16, TILES, KEYS], with -inf where nothing is visible."""
+    """The same result as `attention_tile.attend_tile` for one tile after the other: highest, total and output of a
+    split of `num_keys` keys, from its scores [16, TILES, KEYS], which are -inf where no key is visible."""
     dtype: gl.constexpr = staged_weights.dtype
     tile_highest = gl.max(scores, 2) * scale
     tiles = gl.arange(0, TILES, gl.SliceLayout(0, gl.SliceLayout(2, scores.type.layout)))
     running = tile_highest
     for tile in gl.static_range(1, TILES):
         running = gl.where((tiles == tile)[None, :], _highest_until(tile, tile_highest, tiles)[:, None], running)
-    # Where nothing is visible yet the maximum is -inf, and -inf - -inf would be NaN.
+    # Where no key is visible yet the maximum is -inf, and -inf - -inf would be NaN.
     reference = gl.where(running == float("-inf"), 0.0, running)
     all_weights = gl.exp2(gl.fma(scores, scale, -reference[:, :, None]))
     staged_weights.store(all_weights.to(dtype).reshape(16, TILES * KEYS))
@@ -203,7 +202,7 @@ def _merge_splits(
     partial_output, partial_state, out, first_slot, first_split, num_splits, num_rows, first_row, kv_head, num_heads,
     num_kv_heads, GROUP: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """All splits of a sequence are there: merges them in their order and stores the result."""
+    """Merges all splits of a sequence, which are stored, in their order and stores the result."""
     layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [512 // D, D // 64], [1, 0])
     column = gl.arange(0, D, gl.SliceLayout(0, layout))
     for first in range(0, num_rows, MERGED_ROWS):
@@ -226,7 +225,7 @@ def _small_batch_kernel(
     GROUP: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr,
     WINDOW: gl.constexpr, WIDE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """`work` is that of `attention._decode_kernel`."""
+    """`work` is the list that `attention._decode_kernel` takes."""
     TILES: gl.constexpr = SPLIT // KEYS
     acc: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 8], [16, 8])
     read_keys: gl.constexpr = _keys_layout(D, SPLIT)
@@ -245,7 +244,7 @@ def _small_batch_kernel(
         partial, first_split, first_row, num_queries, context_len, table_row, end_split = read_entry(entry)
         item += gl.num_programs(0)
         table = block_tables + table_row.to(gl.int64) * table_stride
-        # Keys of earlier steps; the newest are written by the kernel before.
+        # The number of keys of earlier steps; the newest are written by the kernel before this one.
         old = context_len - gl.load(entry + 7, cache_modifier=".cg")
         position = context_len - num_queries
         highest = gl.full((16,), float("-inf"), gl.float32, gl.SliceLayout(1, acc))
@@ -267,7 +266,7 @@ def _small_batch_kernel(
             is_new = (key >= old) & (key < context_len)
             k = gl.load(source, mask=is_new[None, :], other=k, cache_modifier=".cg")
             q = _load_query(query, first_row, num_queries, kv_head, num_heads, GROUP, D)
-            async_copy.wait_group(0)  # the zeros among them are overwritten now
+            async_copy.wait_group(0)  # before the zeros in place of the newest values are overwritten
             end_tile = gl.minimum(gl.cdiv(context_len, KEYS), (split + 1) * TILES)
             for tile in range(gl.maximum(old // KEYS, split * TILES), end_tile):
                 _copy_values(
@@ -280,7 +279,7 @@ def _small_batch_kernel(
             )
             highest, total, output = merge(highest, total, output, found[0], found[1], found[2])
 
-        if PDL:  # for those who saw no split
+        if PDL:  # for programs that computed no split
             cuda.gdc_wait()
         used = (rows < num_queries * GROUP)[:, None]
         num_splits = gl.cdiv(context_len, SPLIT)
@@ -294,12 +293,12 @@ def _small_batch_kernel(
             gl.store(partial_output + (slot * 16 + rows[:, None]) * D + column[None, :], output, mask=used)
             gl.store(state, highest)
             gl.store(state + 16, gl.max(total, 1))
-            tl.debug_barrier()  # all threads' stores come before the count, which makes them visible
+            tl.debug_barrier()  # all threads' stores must come before the atomic count, which makes them visible
             if gl.atomic_add(arrived + first_slot, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
                 _merge_splits(
                     partial_output, partial_state, out, first_slot, first_visible, num_splits, num_queries * GROUP,
                     first_row, kv_head, num_heads, num_kv_heads, GROUP, D,
                 )  # fmt: skip
                 gl.store(arrived + first_slot, 0)
-    if PDL and count == 0:  # with any work, those who do it have waited
+    if PDL and count == 0:  # programs with work have waited already
         cuda.gdc_wait()

@@ -1,7 +1,7 @@
-"""Whether the kernels written in Triton's lower level, which is young, can be used here: for small batches and prompts.
+"""Whether the kernels for small batches and prompts in Gluon, Triton's young lower level, can be used here.
 
-They are tried once, on small inputs, against the kernels they stand in for: a Triton that can't compile them, or a GPU
-on which they give other bits, does without.
+They are tested once, on small inputs, against the kernels that they replace. They are not used with a Triton that can't
+compile them, or on a GPU where they give other bits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @cache
 def are_exact(device: torch.device, dtype: torch.dtype) -> bool:
-    """Tries them. Not to be called for the first time while a graph is captured."""
+    """Tests them, once. The first call must not be during a graph capture."""
     if not HAS_GLUON or device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return False
     try:
@@ -69,8 +69,8 @@ def _same_attention(device: torch.device, dtype: torch.dtype) -> bool:
 def _sequences(
     name: str, counts: list[int], lengths: list[int], heads: HeadShape, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, LayerCache, Tensor, Tensor, AttentionSpec]:
-    """So many queries of sequences of these lengths, a cache of random numbers and block tables, and the list `name` of
-    their work."""
+    """Random queries, `counts` of each sequence of these `lengths`; a cache of random numbers with block tables; the
+    list `name` of their attention work; a spec."""
     rows, blocks = len(lengths), -(-max(lengths) // 16)
     sides = _random(2, rows * blocks, heads.num_kv_heads, 16, heads.head_dim, device=device, dtype=dtype)
     tables = torch.arange(rows * blocks, dtype=torch.int32, device=device).view(rows, blocks)

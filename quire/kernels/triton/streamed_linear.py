@@ -1,12 +1,12 @@
-"""Products with weights of 4 bits, which go from memory straight to registers and there become what tensor cores take.
+"""Products with 4-bit weights, which go from memory straight to registers and are expanded there for the tensor cores.
 
-A weight is kept in tiles of 64 outputs and 128 inputs, 4 KiB each, in which a thread finds its codes in two pieces of
-16 bytes. They are asked for several tiles ahead of the product. A code becomes a number of the model's dtype in two
-steps: its bits below the exponent of 128 (or 1024) are that plus the code, from which 128 and the zero point are
-subtracted, and the rest is multiplied by the scale and rounded. So the numbers are those of the expanded weight, and as
-the inner dimension is walked in order with one accumulator, the products have the bits of all others (see `linear.py`).
+A weight is stored in tiles of 64 outputs and 128 inputs, 4 KiB each, in which each thread's codes are two pieces of 16
+bytes. They are loaded several tiles ahead of the product. A code becomes a number of the model's dtype in two steps.
+First its bits are put into the low bits of the float 128 (float16: 1024), which gives 128 + code; 128 and the zero
+point are subtracted. Then the result is multiplied by the scale and rounded. So the numbers are those of the expanded
+weight; the inner dimension is walked in order with one accumulator, so products have the same bits as in `linear.py`.
 
-In Gluon, Triton's lower level, because where each number lies must be said.
+Written in Gluon, Triton's lower level, where layouts are explicit.
 """
 
 # ruff: noqa: RUF005  (Triton knows no * within a tuple)
@@ -48,14 +48,14 @@ fma.rn.TYPE second, second, $5, ADDED;
 mov.b32 {$0, $1}, first;
 mov.b32 {$2, $3}, second;
 }"""
-"""$4: eight codes; $5: the scale twice; $6: minus the zero point and 128, or the minimum, twice. $0 to $3: the numbers
-of the low or the high halves of the bytes."""
+"""Inputs: $4 eight codes; $5 the scale, twice; $6 minus (zero point + 128), or the minimum, twice. Outputs: $0 to $3
+the numbers of the low (or the high) halves of the four bytes."""
 _CONSTANTS = {
     torch.bfloat16: {"EXPONENT": "0x43434343", "ONE": "0x3F803F80", "OFFSET": "0xC300C300", "TYPE": "bf16x2"},
     torch.float16: {"EXPONENT": "0x64646464", "ONE": "0x3C003C00", "OFFSET": "0xE400E400", "TYPE": "f16x2"},
 }
 FIRST = {torch.bfloat16: 128.0, torch.float16: 1024.0}
-"""The number whose lowest bits hold a code."""
+"""The float whose lowest bits take a code."""
 
 
 def _asm(dtype: torch.dtype, shift: int, has_minimum: bool) -> str:
@@ -71,10 +71,11 @@ class Int4(NamedTuple):
     """A packed weight."""
 
     codes: Tensor
-    """int32 [out / 64, in / 128, 64, 16], as if the outputs were a multiple of 64: the numbers must not depend on how
-    many of them a device has."""
+    """int32 [out / 64, in / 128, 64, 16], with outputs padded to a multiple of 64: the bits must not depend on how many
+    outputs a device has."""
     scales: Tensor
-    """int32 [in / group, out]: a scale in the lower half; above it minus the zero point and `FIRST`, or the minimum."""
+    """int32 [in / group, out]: in the lower half the scale, in the upper minus (zero point + `FIRST`) or the
+    minimum."""
     has_minimum: bool
 
     @property
@@ -92,8 +93,8 @@ def can_pack(inner: int, group: int) -> bool:
 
 
 def pack_int4(codes: Tensor, scales: Tensor, zeros: Tensor, minima: Tensor | None, dtype: torch.dtype) -> Int4:
-    """Of uint8 codes [out, in], 0 to 15, and a scale [out, in / group] with a zero point or a minimum each: a number is
-    (code - zero) * scale or code * scale - minimum, scale and minimum rounded to the dtype."""
+    """Packs uint8 codes [out, in] from 0 to 15, with scales [out, in / group] and a zero point or minimum for each
+    scale: a number is (code - zero) * scale or code * scale - minimum, scale and minimum rounded to the dtype."""
     other = -(zeros.float() + FIRST[dtype] if minima is None else minima)
     padding = (0, 0, 0, -len(codes) % TILE_OUTPUTS)
     codes, scales, other = (torch.nn.functional.pad(one, padding) for one in (codes, scales, other))
@@ -108,7 +109,7 @@ def pack_int4(codes: Tensor, scales: Tensor, zeros: Tensor, minima: Tensor | Non
 
 @gluon.constexpr_function
 def _codes_layout(warps):
-    """[outputs, 16 words]: a thread has 4 neighbours of two rows."""
+    """[outputs, 16 words]: a thread has 4 neighbouring words of two rows."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [8, 0]],
         lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
@@ -125,7 +126,7 @@ def _twice(halves, SELECT: gl.constexpr):
 
 @gluon.jit
 def _numbers(codes, first, second, dtype: gl.constexpr, ASM: gl.constexpr, OUT: gl.constexpr):
-    """Numbers [OUT, 64] of one half; `first` and `second` are the scales of its inputs up to 32 and from there."""
+    """Numbers [OUT, 64] of half of a tile's inputs; `first` are the scales of 32 of them, `second` of the others."""
     scale = _twice(first, "prmt.b32 $0, $1, 0, 0x1010;")[:, None].broadcast_to(OUT, 16)
     other = _twice(first, "prmt.b32 $0, $1, 0, 0x3232;")[:, None].broadcast_to(OUT, 16)
     if first is not second:
@@ -152,7 +153,7 @@ def _expand(
 
 @gluon.jit
 def _load_scales(scales, tile, SIZE, GROUP: gl.constexpr):
-    """Of all groups that a tile is part of, or has."""
+    """The scales of the groups in a tile, or of the one group that the tile is part of."""
     found = ()
     for i in gl.static_range(max(128 // GROUP, 1)):
         found = found + (gl.load(scales + (tile * 128 // GROUP + i) * SIZE),)  # type: ignore[assignment]
@@ -161,7 +162,7 @@ def _load_scales(scales, tile, SIZE, GROUP: gl.constexpr):
 
 @gluon.jit
 def _copy_inputs(x, staged, first_row, M, column, K: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr):
-    """Starts to copy 128 columns of x to shared memory; rows past the last become 0."""
+    """Starts to copy 128 columns of x to shared memory; rows after the last one become 0."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     row = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
     place = column + gl.arange(0, 128, gl.SliceLayout(0, layout))
@@ -176,7 +177,7 @@ def _int4_kernel(
     K: gl.constexpr, GROUP: gl.constexpr, HAS_BIAS: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr,
     BLOCK_M: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """16 outputs per warp of BLOCK_M rows."""
+    """Computes 16 outputs per warp, of BLOCK_M rows."""
     OUT: gl.constexpr = 16 * WARPS
     TILES: gl.constexpr = K // 128
     dtype: gl.constexpr = x.dtype.element_ty
@@ -206,11 +207,11 @@ def _int4_kernel(
     for start in range(0, TILES, AHEAD):
         for i in gl.static_range(AHEAD):
             now = start + i
-            later = gl.minimum(now + AHEAD, TILES - 1)  # past the end the last is read again, which nobody uses
+            later = gl.minimum(now + AHEAD, TILES - 1)  # after the end the last tile is loaded again and not used
             waiting = waiting[:i] + (gl.load(source + later * 1024),) + waiting[i + 1 :]
             waiting_scales = waiting_scales[:i] + (_load_scales(factors, later, SIZE, GROUP),) + waiting_scales[i + 1 :]
             async_copy.wait_group(STAGES - 2)  # the compiler adds the barriers between copies and products
-            # All have computed with the stage before this one: it takes the inputs that come STAGES - 1 later.
+            # The last iteration's stage is free now: it takes the inputs needed STAGES - 1 iterations later.
             column = gl.minimum(now + STAGES - 1, TILES - 1) * 128
             _copy_inputs(x, staged.index((now + STAGES - 1) % STAGES), first_row, M, column, K, BLOCK_M, WARPS)
             total = warpgroup_mma(tile, staged.index(now % STAGES).permute((1, 0)), total, is_async=True)
@@ -241,8 +242,7 @@ def int4_linear(x: Tensor, weight: Int4, bias: Tensor | None, out: Tensor) -> No
 
 
 def _tile_of(rows: int, size: int, tiles: int) -> tuple[int, int, int, int]:
-    """Rows of a program, tiles asked for ahead, stages of inputs and warps, as were quickest on an H200. Bits don't
-    depend on them."""
+    """Rows of a program, tiles loaded ahead, stages, warps: the quickest on an H200. Bits don't depend on them."""
     block = next((block for block in (8, 16, 32) if rows <= block), 64)
     ahead, warps = 8 if block < 64 else 4, 4
     if 128 < rows <= 256 and size % 128 == 0:
@@ -256,7 +256,7 @@ def _expand_kernel(
     GROUP: tl.constexpr, MINIMUM: tl.constexpr, FIRST: tl.constexpr, FMA: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK numbers of a row."""
+    """Expands BLOCK numbers of a row."""
     begin(PDL)
     output = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -271,7 +271,7 @@ def _expand_kernel(
     scale = halves.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
     other = (halves >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
     number = ((code.to(tl.float32) + FIRST + other) * scale).to(dtype)
-    if MINIMUM:  # rounded once, as above
+    if MINIMUM:  # a fused multiply-add, which rounds once, as in `_ASM`
         parts = code.to(dtype), scale.to(dtype), other.to(dtype)
         number = tl.inline_asm_elementwise(FMA, "=h,h,h,h", parts, dtype=dtype.value, is_pure=True, pack=1)
     tl.store(out + output * K + k, number, mask=exists)

@@ -1,11 +1,11 @@
-"""Products of tiles of rows with a weight: of experts with the rows that chose them, and of weights in fewer bits.
+"""Matrix products by tiles of rows: of experts with the rows routed to them, and of quantised weights.
 
-What is added up, and in which order, does not depend on who shares a tile: weights are the left operand of every
-product, rows the right one, and the inner dimension is walked in order with one accumulator. A weight consists of
+A row's bits do not depend on the other rows of its tile: weights are the left operand of every product, rows the right
+one, and the inner dimension is walked in order with one accumulator. A weight consists of
 - plain numbers;
-- numbers of 8 bits (FP8 or INT8), which meet rows rounded to the same (`quantize_rows`). Integers add up exactly, FP8
-  as cuBLAS adds them. Scales are multiplied with what a row, or each 128 of its inputs, adds up to;
-- or codes of 4 or 8 bits, which become the numbers of the expanded weight on the way, so that products have its bits.
+- numbers of 8 bits (FP8 or INT8), multiplied with rows quantised to the same format (`quantize_rows`). Integers add up
+  exactly, FP8 numbers as in cuBLAS. Sums over a row, or over each 128 of its inputs, are multiplied by the scales;
+- or codes of 4 or 8 bits, which are expanded inside the product: it has the bits of one with the expanded weight.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from quire.kernels.triton.shapes import as_rows, cdiv, next_power_of_2, num_warp
 from quire.kernels.weights import Part, Weight
 
 _PREFETCHED_LINES = 16
-"""Lines of 128 bytes of each weight row that are asked for ahead of time."""
+"""Cache lines of 128 bytes of each weight row that are prefetched."""
 _PLAIN, _SCALED, _IN_GROUPS, _CODED = (tl.constexpr(kind) for kind in range(4))
 _HALF = tl.constexpr(64)
-"""Codes of 4 bits stand for inputs that are so far from each other, the first in the lower half of a byte."""
+"""The two 4-bit codes of a byte belong to inputs that are this far apart; the first is in the lower half."""
 
 
 @triton.jit
@@ -39,8 +39,7 @@ def _quantize_kernel(
     x, codes, scales, stride, LARGEST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row, in groups of GROUP numbers with a scale each. One that has other than numbers gets NaN for a
-    scale."""
+    """Quantises one row, in groups of GROUP numbers with a scale each, which is NaN if a number is NaN or infinite."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -62,8 +61,7 @@ def _quantize_kernel(
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype, group: int) -> tuple[Tensor, Tensor]:
-    """Codes [rows, size] of 8 bits and float32 scales [rows, groups] by the largest magnitude of each group (of the
-    whole row where it is 0)."""
+    """8-bit codes [rows, size] and float32 scales [rows, groups] of `group` numbers each (0: the whole row)."""
     source = as_rows(x)
     rows, size = source.shape
     block = next_power_of_2(size)
@@ -81,7 +79,7 @@ _MINIMA, _ZEROS = tl.constexpr(1), tl.constexpr(2)
 
 
 class Coding(NamedTuple):
-    """How codes become numbers."""
+    """How codes are expanded to numbers."""
 
     nibbles: bool = False
     zero: int = 0
@@ -89,7 +87,7 @@ class Coding(NamedTuple):
     fp4: bool = False
     """Codes are floating point numbers of 4 bits, doubled, instead of integers."""
     other: int = 0
-    """What each group has besides its scale: a minimum, subtracted last, or a zero point, subtracted first."""
+    """What a group has besides its scale: _MINIMA (subtracted last), _ZEROS (zero points, subtracted first) or 0."""
 
 
 def coding_of(format: Format) -> Coding:
@@ -113,7 +111,7 @@ def pack_codes(format: Format, *tensors: Tensor) -> Part:
         codes, scales, minima = format.coded(*tensors)
         others = (scales,) if minima is None else (scales, minima)
     rows = codes.shape[-2]
-    if coding.fp4:  # back from the numbers that they stand for
+    if coding.fp4:  # `coded` gave the numbers that the codes stand for: back to the codes
         size = codes.abs()
         codes = torch.where(size < 5, size, 4 + (size > 5).to(size) + (size > 6) + (size > 8)) + 8 * (codes < 0)
     if coding.nibbles:
@@ -125,7 +123,7 @@ def pack_codes(format: Format, *tensors: Tensor) -> Part:
 
 @triton.jit
 def _prefetch(weight, rows, within, SIZE: tl.constexpr, LINES: tl.constexpr):
-    """Asks for the first LINES lines of some weight rows to be brought into the L2 cache."""
+    """Prefetches the first LINES cache lines of some weight rows into the L2 cache."""
     LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
     column = tl.arange(0, LINES)[None, :] * LINE
     addresses = (weight + rows[:, None] * SIZE + column).to(tl.int64)
@@ -144,8 +142,8 @@ def _numbers(
     codes, packed, scales, others, k, exists, HALF: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr,
     GROUPS: tl.constexpr, NIBBLES: tl.constexpr, ZERO: tl.constexpr, FP4: tl.constexpr, OTHER: tl.constexpr,
 ):  # fmt: skip
-    """[rows, 64]: one half of the inputs from k to k + 128, from pointers to the rows' first codes, or from the nibbles
-    of both halves. `scales` and `others` point to the first of the rows."""
+    """Numbers [rows, 64]: one half of the inputs from k to k + 128. `codes` points to the rows' first codes; with
+    NIBBLES, `packed` has the codes of both halves. `scales` and `others` point to the rows' first ones."""
     PARTS: tl.constexpr = max(1, _HALF // GROUP)
     BLOCK: tl.constexpr = exists.shape[0]
     place = k + HALF * _HALF
@@ -176,7 +174,7 @@ def _expand_kernel(
     weight, scales, others, out, num_rows, INNER: tl.constexpr, GROUP: tl.constexpr, NIBBLES: tl.constexpr,
     ZERO: tl.constexpr, FP4: tl.constexpr, OTHER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """128 inputs of BLOCK outputs."""
+    """Expands 128 inputs of BLOCK outputs."""
     begin(PDL)
     GROUPS: tl.constexpr = (INNER + GROUP - 1) // GROUP
     SIZE: tl.constexpr = (INNER + 127) // 128 * 64 if NIBBLES else INNER
@@ -232,12 +230,12 @@ def _product_kernel(
     exists = output < OUTER
     if PDL:
         if GATED or LISTED == IN_ORDER:
-            # In this order, when the next kernel starts, the work list (from before this one) is complete.
+            # Waiting first: then the work list, which an earlier kernel writes, is complete when the next one starts.
             cuda.gdc_wait()
             cuda.gdc_launch_dependents()
         else:
             cuda.gdc_launch_dependents()
-            # So it may be read ahead of time, past the first-level cache; what is read here is only a hint.
+            # So the list may be read before the wait, not through the L1 cache; it is only a hint for prefetching.
             likely = tl.load(tile_experts + tile, volatile=True)
             valid = (likely >= 0) & (likely < EXPERTS)
             rows = tl.where(valid, likely, 0).to(tl.int64) * ROWS + weight_row
@@ -246,7 +244,7 @@ def _product_kernel(
 
     slot = tl.arange(0, TILE)
     expert = tl.zeros((), tl.int64)
-    if LISTED == IN_ORDER:  # rows past the last are computed as copies of it
+    if LISTED == IN_ORDER:  # rows after the last one are computed as copies of it and not stored
         pair = tl.minimum(tile * TILE + slot, num_rows - 1)
         occupied = tile * TILE + slot < num_rows
     else:
@@ -286,7 +284,7 @@ def _product_kernel(
         inputs = x + x_row[:, None] * x_stride + inner
         for k in range(0, INNER, BLOCK_K):
             if INNER % BLOCK_K == 0:
-                # A mask costs time even where all is there.
+                # No masks where they are not needed: they cost time.
                 weight_tile = tl.load(weights, mask=None if OUTER % HALF == 0 else exists[:, None])
                 input_tile = tl.load(inputs, mask=None if LISTED == IN_ORDER else input_mask)
             else:
@@ -303,7 +301,7 @@ def _product_kernel(
                 total = tl.dot(weight_tile, tl.trans(input_tile), total, input_precision="ieee", out_dtype=number)
             weights += BLOCK_K
             inputs += BLOCK_K
-    if KIND == _SCALED:  # in this order, which is that of cuBLAS
+    if KIND == _SCALED:  # multiplied in this order, which is that of cuBLAS
         scale = tl.load(scales + row_of_weights, mask=exists, other=0.0)
         total = total.to(tl.float32) * scale[:, None] * tl.load(x_scales + x_row)[None, :]
     if BIAS:
@@ -320,9 +318,9 @@ def tile_product(
     x: Tensor, weight: Weight, bias: Tensor | None, tiles: Tiles, tile: Tile, dtype: torch.dtype,
     top_k: int = 1, activation: Activation | None = None, x_scales: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """[pairs, outputs]: the rows of x of each tile times the weight of its expert, plus bias; with an activation, that
-    of the first half of the outputs times the second half, and x has a row for `top_k` pairs. Weights of 8 bits take x
-    as `quantize_rows` returns it."""
+    """[pairs, outputs]: the rows of x of each tile times the weight of its expert, plus bias. With an activation:
+    activation(first half of the outputs) * second half, and x has one row for `top_k` pairs. With 8-bit weights, x and
+    x_scales are what `quantize_rows` returns."""
     (part,) = weight.parts
     *stack, size, inner = weight.shape
     first, *others = part.tensors

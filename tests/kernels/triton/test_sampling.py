@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.noise import gumbel_noise
+from quire.kernels.noise import gumbel_noise, noise_keys
 from quire.kernels.reference import ReferenceKernels
-from quire.sampling.noise import noise_keys
 from tests.kernels.triton.support import DEVICE, DTYPES, MARKS, ON_GPU, ROW_COUNTS, assert_rows_alone, in_graph, random
 
 from quire.kernels.triton.kernels import TritonKernels  # isort: skip  (after the check for Triton)
