@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from statistics import median_low
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +25,8 @@ _SCALES = (1.0, 1.02, 0.98, 1.01, 0.99)
 _ENDS = ((1.03, 1.0), (0.97, -1.0))
 """Of two more plays for the range of each figure: what all are multiplied with, and by which part of what they may be
 off those are longer whose sizes the log does not have."""
+PLAYS = len(_SCALES) + len(_ENDS)
+"""Of a setting, at most."""
 _STEPS_PLAYED = 200_000
 """Fewer plays of a log that long: they take 0.1 s per thousand steps."""
 _OUTSIDE = 0.01
@@ -143,29 +146,60 @@ class Prediction:
                     yield name, index, low, high
 
 
+class Play(NamedTuple):
+    """One of the plays of a setting."""
+
+    setting: Setting
+    seed: int
+    scale: float
+    """Of all step times."""
+    far: float = 0.0
+    """Of what those may be off whose sizes the log does not have."""
+
+
+class Found(NamedTuple):
+    """What came of one."""
+
+    run: Summary
+    refused: int
+    outside: Mapping[StepShape, float]
+    share_outside: float
+    tokens_outside: float
+
+
+PlayAll = Callable[[Sequence[Play]], Sequence[Found]]
+
+
 def predict(requests: Sequence[RecordedRequest], setting: Setting, times: StepTimes) -> Prediction:
     """What would have been with a setting."""
-    runs: list[Summary] = []
-    outside: dict[StepShape, float] = {}
-    share, tokens, refused = 0.0, 0.0, 0
+    return predict_all([setting], lambda plays: [play_once(requests, times, one) for one in plays])[0]
 
-    def once(scale: float, far: float) -> Summary:
-        nonlocal refused
-        times.restart(len(runs), scale, far)
-        played, refused = play(requests, setting, times)
-        return Summary.of(played)
 
-    for scale in _SCALES:
-        runs.append(once(scale, 0.0))
-        if len(runs) == 1:
-            outside, share = times.outside, sum(times.outside.values()) / max(times.seconds, 1e-9)
-            tokens = times.tokens_outside / max(times.tokens, 1)
-        if sum(run.steps for run in runs) * (len(runs) + 1) / len(runs) > _STEPS_PLAYED:
-            break
-    # And with all steps as far off as they may be, those that the log does not have, too.
-    ends = [*runs, *(once(scale, far) for scale, far in _ENDS)]
-    low, high = Summary.over(ends, min), Summary.over(ends, max)
-    return Prediction(Summary.over(runs, median_low), low, high, refused, outside, share, tokens)
+def predict_all(settings: Sequence[Setting], play_all: PlayAll) -> list[Prediction]:
+    """The same with each of several, by whoever plays them: no play depends on another."""
+    firsts = play_all([Play(one, 0, _SCALES[0]) for one in settings])
+    plays: list[Play] = []
+    counts = []
+    for setting, first in zip(settings, firsts, strict=True):
+        scales = _SCALES[1 : max(1, _STEPS_PLAYED // max(first.run.steps, 1))]
+        plays += [Play(setting, seed, scale) for seed, scale in enumerate(scales, 1)]
+        # And with all steps as far off as they may be, those that the log does not have, too.
+        plays += [Play(setting, 1 + len(scales), *ends) for ends in _ENDS]
+        counts.append(len(scales) + len(_ENDS))
+    found = iter(play_all(plays))
+    predictions = []
+    for first, count in zip(firsts, counts, strict=True):
+        every = [first.run, *(one.run for one in islice(found, count))]
+        runs, low, high = every[: -len(_ENDS)], Summary.over(every, min), Summary.over(every, max)
+        predictions.append(Prediction(Summary.over(runs, median_low), low, high, *first[1:]))
+    return predictions
+
+
+def play_once(requests: Sequence[RecordedRequest], times: StepTimes, one: Play) -> Found:
+    times.restart(one.seed, one.scale, one.far)
+    played, refused = play(requests, one.setting, times)
+    share = sum(times.outside.values()) / max(times.seconds, 1e-9)
+    return Found(Summary.of(played), refused, times.outside, share, times.tokens_outside / max(times.tokens, 1))
 
 
 def play(requests: Sequence[RecordedRequest], setting: Setting, times: StepTimes) -> tuple[EngineMetrics, int]:
