@@ -11,12 +11,17 @@ from typer import Argument, Option
 
 from quire.cli import options
 from quire.cli.terminal import say
+from quire.config import format_bytes
 from quire.errors import InvalidRequestError
 from quire.frontend.progress import BatchBar
 
 if TYPE_CHECKING:
     from quire.observe.step_log import LoggedEngine
     from quire.simulate.recorded import RecordedRequest
+
+
+_LARGE = 10 * 2**20
+"""Bytes of a log that take seconds to read."""
 
 
 def replay(
@@ -66,6 +71,9 @@ def replay(
     from quire.observe.step_log import last_run
     from quire.simulate.recorded import recorded_requests
 
+    size = log.stat().st_size if log.is_file() else 0
+    if size > _LARGE:
+        say(f"Reading {log} ({format_bytes(size)})")
     entries, engine = last_run(log)
     requests = recorded_requests(entries)
     if not requests:
