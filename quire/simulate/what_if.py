@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from statistics import median_low
@@ -199,7 +199,11 @@ def play_once(requests: Sequence[RecordedRequest], times: StepTimes, one: Play) 
     times.restart(one.seed, one.scale, one.far)
     played, refused = play(requests, one.setting, times)
     share = sum(times.outside.values()) / max(times.seconds, 1e-9)
-    return Found(Summary.of(played), refused, times.outside, share, times.tokens_outside / max(times.tokens, 1))
+    # Of those whose end the log has: the others are there, but were not counted in it either.
+    ended = {_played_name(number, request) for number, request in enumerate(requests) if request.finish_reason}
+    return Found(
+        Summary.of(played, ended or None), refused, times.outside, share, times.tokens_outside / max(times.tokens, 1)
+    )
 
 
 def play(requests: Sequence[RecordedRequest], setting: Setting, times: StepTimes) -> tuple[EngineMetrics, int]:
@@ -209,18 +213,22 @@ def play(requests: Sequence[RecordedRequest], setting: Setting, times: StepTimes
     scheduler = Scheduler(setting.config)
     core = EngineCore(scheduler, _TimedRunner(clock, times), setting.depth, metrics.observe, clock)
     start = requests[0].admission.arrival if requests else 0.0
-    waiting = [((one.admission.arrival - start) / setting.rate, number, one) for number, one in enumerate(requests)]
-    waiting.reverse()
+    waiting = [
+        ((one.admission.arrival if one.noticed is None else one.noticed) - start, number, one)
+        for number, one in enumerate(requests)
+    ]
+    waiting.sort(key=lambda one: one[:2], reverse=True)
     refused = 0
     for _ in range(_MOST_STEPS):
         if not core.has_work:
             if not waiting:
                 break
-            clock.now = max(clock.now, waiting[-1][0])
-        while waiting and waiting[-1][0] <= clock.now:
-            arrival, number, one = waiting.pop()
+            clock.now = max(clock.now, waiting[-1][0] / setting.rate)
+        while waiting and waiting[-1][0] / setting.rate <= clock.now:
+            _, number, one = waiting.pop()
+            arrival = (one.admission.arrival - start) / setting.rate
             # Names are used again, and may still be in use when things take longer.
-            request = one.fixed(f"{number}:{one.name}")
+            request = one.fixed(_played_name(number, one))
             request.group_id = None if request.group_id is None else f"{request.group_id}@{one.admission.arrival}"
             try:
                 core.add_request(request, arrival)
@@ -230,6 +238,10 @@ def play(requests: Sequence[RecordedRequest], setting: Setting, times: StepTimes
         core.step(clock.now)
         clock.now += times.draw_pause(clock.now, metrics.counters.steps > before)
     return metrics, refused
+
+
+def _played_name(number: int, one: RecordedRequest) -> str:
+    return f"{number}:{one.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,8 +262,9 @@ class Summary:
     """Of the prompt tokens of all admissions, those that were found in a cache."""
 
     @classmethod
-    def of(cls, metrics: EngineMetrics) -> Summary:
-        finished = list(metrics.finished)
+    def of(cls, metrics: EngineMetrics, only: Collection[str] | None = None) -> Summary:
+        """`only`: of requests of these names."""
+        finished = [one for one in metrics.finished if only is None or one.request_id in only]
         counters = metrics.counters
         begin = min((one.arrival for one in finished), default=0.0)
         seconds = max((one.finished for one in finished), default=0.0) - begin
@@ -262,7 +275,7 @@ class Summary:
             _two([one.time_to_first_token for one in finished]),
             _two([one.time_per_output_token for one in finished]),
             _two([_latency(one) for one in finished]),
-            counters.output_tokens / seconds if seconds else 0.0,
+            sum(one.num_output_tokens for one in finished) / seconds if seconds else 0.0,
             counters.steps,
             sum(counters.preemptions.values()),
             found / max(1, found + counters.computed_tokens - counters.sampled_tokens),

@@ -222,6 +222,41 @@ def invoke(*arguments: str | Path) -> str:
     return done.stdout
 
 
+def test_what_is_sent_at_once_is_there_before_the_first_step() -> None:
+    """As `LLM.generate` does it: then none finds what another computes in the same step."""
+    config = replace(CONFIG, max_batched_tokens=512, max_num_seqs=8)
+    log = StepLog(capacity=10**6)
+    machine = Machine(config, log, 0)
+    for number in range(20):
+        for place in range(4):
+            prompt = [number, *range(99)]
+            for request in make_requests(f"r{number}.{place}", prompt, SamplingParams(max_tokens=5), place):
+                machine.core.add_request(request, machine.now + place * 1e-4)
+        machine.now += 0.001
+        while machine.core.has_work:
+            machine.core.step(machine.now)
+        machine.now += 1.0
+    entries = list(log)
+    assert {one.noticed for one in recorded_requests(entries)} <= {entry.step.now for entry in entries}
+    times = fit_step_times(entries)
+    for rate in (1.0, 3.0):
+        times.restart()
+        played, _ = play(recorded_requests(entries), Setting(config, rate=rate), times)
+        measured, replayed = Summary.of(derive_metrics(entries)), Summary.of(played)
+        assert replayed.hit_rate == measured.hit_rate == 0.0
+        assert replayed.steps == pytest.approx(measured.steps, abs=1)
+        assert replayed.ttft == pytest.approx(measured.ttft, rel=0.1)
+
+
+def test_those_whose_end_the_log_lacks_are_not_counted(entries: list[StepLogEntry], times: StepTimes) -> None:
+    cut = entries[: len(entries) // 2]
+    requests = recorded_requests(cut)
+    ended = [one for one in requests if one.finish_reason is not None]
+    assert len(ended) < len(requests)
+    found = predict(requests, Setting(CONFIG), times).run
+    assert found.requests == len(ended) == Summary.of(derive_metrics(cut)).requests
+
+
 def test_plays_on_several_cores_are_the_same(
     entries: list[StepLogEntry], times: StepTimes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
