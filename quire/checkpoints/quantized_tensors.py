@@ -80,7 +80,7 @@ def _transposed(tensors: Mapping[str, TensorInfo], module: str, info: TensorInfo
         info,
         name=f"{module}.weight",
         shape=(out, inner),
-        dtype=_int4(layout),
+        dtype=format_of(layout),
         scales=scales,
         zeros=zeros,
         layout=layout,
@@ -94,17 +94,23 @@ def _packed(tensors: Mapping[str, TensorInfo], name: str, info: TensorInfo, layo
     scales = _scales(tensors, f"{name}_scale", info, [(*rows, groups)])
     if f"{name}_g_idx" in tensors:
         raise tensor_error(info.file, f"{name}_g_idx", "inputs in their order", "another order (actorder)")
-    if layout.group == GROUP and layout.symmetric:
+    if format_of(layout) == "Q4_0":
         return replace(info, name=name, shape=shape, dtype="Q4_0", scales=scales)
     if len(shape) != 2:
         raise tensor_error(info.file, info.name, "two dimensions", f"shape {list(info.shape)}")
     wanted = (-(-shape[0] // 8), groups)
     zeros = None if layout.symmetric else _zeros(tensors, f"{name}_zero_point", info, wanted)
-    return replace(info, name=name, shape=shape, dtype=_int4(layout), scales=scales, zeros=zeros, layout=layout)
+    return replace(info, name=name, shape=shape, dtype=format_of(layout), scales=scales, zeros=zeros, layout=layout)
 
 
-def _int4(layout: Layout) -> str:
-    return f"INT4_G{layout.group}" if layout.group else "INT4"
+def format_of(layout: Layout, in_blocks: bool = False) -> str:
+    """The format that weights of a layout are in, where the config.json alone is there: FP8 has scales of blocks or
+    not, which the files tell by their shapes."""
+    known = {"mxfp4": "MXFP4", "int-quantized": "INT8", "fp8": "FP8_G128" if in_blocks else "FP8"}
+    if layout.name in known:
+        return known[layout.name]
+    is_q4_0 = layout.name == "pack-quantized" and layout.group == GROUP and layout.symmetric
+    return "Q4_0" if is_q4_0 else f"INT4_G{layout.group}" if layout.group else "INT4"
 
 
 def _num_groups(info: TensorInfo, inner: int, layout: Layout) -> int:

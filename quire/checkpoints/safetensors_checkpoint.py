@@ -46,7 +46,7 @@ _QUANTIZED = {"I8": 1, "I32": 4, "I64": 8, "U8": 1, "F8_E4M3": 1}
 def open_safetensors(folder: Path) -> Checkpoint:
     """Opens a folder's weights: `model.safetensors`, else the shards of its index, else its only file. They must pass
     our own checks and those of the safetensors library."""
-    config = _settings(folder)
+    config = read_settings(folder / "config.json")
     layout = read_layout(config)
     checkpoint = _open_files(folder, is_quantized=layout is not None)
     if layout is None:
@@ -55,9 +55,9 @@ def open_safetensors(folder: Path) -> Checkpoint:
     return checkpoint.with_tensors(_only_known(joined(checkpoint.tensors, layout)), cache)
 
 
-def _settings(folder: Path) -> Fields:
+def read_settings(config: Path) -> Fields:
     """config.json; where it is silent on quantisation, with what earlier versions of ModelOpt wrote beside it."""
-    config, beside = folder / "config.json", folder / MODELOPT_FILE
+    beside = config.with_name(MODELOPT_FILE)
     values = read_json(config) if config.is_file() else {}
     if values.get("quantization_config") is None and beside.is_file():
         found = Fields(read_json(beside), str(beside)).part("quantization")

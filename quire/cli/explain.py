@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -34,7 +35,7 @@ def explain(
     """Tell what happened to a request: what it waited for and because of whom, what it found in the cache, every chunk,
     every preemption and what that cost, and where its time went, in parts that add up to the whole.
 
-    Without REQUEST, the requests of a log are listed, the slowest first.
+    Without REQUEST, the requests of a log are listed, the slowest first (all of them with --json).
 
     \b
     quire explain steps.jsonl
@@ -48,7 +49,9 @@ def explain(
     if request is None:
         if is_server:
             raise InvalidRequestError("REQUEST", "is needed: the id of a response, or what its x-request-id was")
-        _list_requests(Path(source))
+        if svg is not None:
+            raise InvalidRequestError("--svg", "draws one request: name it")
+        _list_requests(Path(source), json_output)
         return
     if is_server:
         explanation = asyncio.run(_ask(source, api_key or os.environ.get("OPENAI_API_KEY"), request))
@@ -76,7 +79,7 @@ def _read(path: Path, request: str) -> dict[str, Any]:
     return explanation
 
 
-def _list_requests(path: Path) -> None:
+def _list_requests(path: Path, json_output: bool) -> None:
     from quire.observe.engine_metrics import derive_metrics
     from quire.observe.step_log import last_run
 
@@ -84,6 +87,9 @@ def _list_requests(path: Path) -> None:
     finished = sorted(metrics.finished, key=lambda one: one.arrival - one.finished)
     if not finished:
         raise InvalidRequestError("LOG", f"{path} has no request that came to its end")
+    if json_output:
+        print(json.dumps([asdict(one) for one in finished], indent=1))
+        return
     width = max(len(one.request_id) for one in finished[:_MOST_LISTED])
     print(f"{'request':<{width}}  {'seconds':>9}  {'queue':>9}  prompt  answer  cached  preempted")
     for one in finished[:_MOST_LISTED]:

@@ -43,7 +43,9 @@ def plan(
     quire plan Qwen3-32B/config.json --gpu h100 --gpus 4 --tensor-parallel-size 2
     """
     from quire.plan.devices import named_device, this_device
-    from quire.plan.estimate import Load, estimate, forms_of, open_planned, serve
+    from quire.plan.estimate import Load, estimate, serve
+    from quire.plan.forms import forms_of
+    from quire.plan.model import open_planned
     from quire.plan.report import Findings, as_json, print_plan
 
     planned = open_planned(model)

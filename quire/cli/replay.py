@@ -11,11 +11,17 @@ from typer import Argument, Option
 
 from quire.cli import options
 from quire.cli.terminal import say
+from quire.config import format_bytes
 from quire.errors import InvalidRequestError
+from quire.frontend.progress import BatchBar
 
 if TYPE_CHECKING:
     from quire.observe.step_log import LoggedEngine
     from quire.simulate.recorded import RecordedRequest
+
+
+_LARGE = 10 * 2**20
+"""Bytes of a log that take seconds to read."""
 
 
 def replay(
@@ -65,6 +71,9 @@ def replay(
     from quire.observe.step_log import last_run
     from quire.simulate.recorded import recorded_requests
 
+    size = log.stat().st_size if log.is_file() else 0
+    if size > _LARGE:
+        say(f"Reading {log} ({format_bytes(size)})")
     entries, engine = last_run(log)
     requests = recorded_requests(entries)
     if not requests:
@@ -96,7 +105,13 @@ def _run_again(
     metrics = EngineMetrics(keep=10**9)
     running = open_engine(model, engine, metrics.observe, **chosen)
     say(running.description)
-    done = run_again(running, requests, metrics, wait=wait)
+    seconds = requests[-1].admission.arrival - requests[0].admission.arrival
+    how = f"as they came, over {seconds:,.1f} s (--no-wait: all at once)" if wait else "all at once"
+    say(f"Sending {len(requests):,} requests again, {how}")
+    with BatchBar() as bar:
+        done = run_again(
+            running, requests, metrics, wait, lambda count, tokens: bar.report(count, len(requests), tokens)
+        )
     _print_tokens(done.requests, done.tokens, done.different, done.skipped, json_output)
     if done.different:
         raise typer.Exit(1)

@@ -14,18 +14,21 @@ from rich.table import Table
 
 from quire.cli.terminal import say
 from quire.errors import QuireError
-from quire.frontend.progress import TimeBar
+from quire.frontend.progress import PlayBar, TimeBar
 from quire.observe.engine_metrics import derive_metrics
 from quire.observe.step_log import LoggedEngine
 from quire.simulate.calibration import Calibration
+from quire.simulate.players import Players
 from quire.simulate.recorded import RecordedRequest
 from quire.simulate.step_shapes import StepShape, add_seconds
 from quire.simulate.step_times import StepTimes, fit_step_times
-from quire.simulate.what_if import Prediction, Setting, Summary, parse_changes, predict
+from quire.simulate.what_if import PLAYS, Prediction, Setting, Summary, parse_changes, predict_all
 from quire.step import StepLogEntry
 
 _TIMES = {"ttft": "time to first token", "per_token": "time per token", "latency": "latency"}
 _WHICH = ("median", "p95")
+_LONG = 5_000
+"""Steps of all settings, whose plays take some seconds: a line says what is going on, to logs and pipes, too."""
 
 
 class _Played:
@@ -39,7 +42,10 @@ class _Played:
 
     def play(self, times: StepTimes) -> None:
         self.times = times
-        self.found = {name: predict(self._requests, one, times) for name, one in self.settings.items()}
+        expected = len(self.settings) * PLAYS
+        with PlayBar(expected) as bar, Players(self._requests, times, expected, bar.show) as players:
+            found = predict_all(list(self.settings.values()), players)
+        self.found = dict(zip(self.settings, found, strict=True))
 
     @property
     def outside(self) -> dict[StepShape, float]:
@@ -64,6 +70,9 @@ def play_and_print(
     as `chosen`; not, if that is None."""
     base = Setting(engine.config, engine.depth)
     settings = {"replayed": base} | {text: parse_changes(text, base) for text in what_if}
+    if len(entries) * len(settings) > _LONG:
+        plays = f"{PLAYS} times" if len(settings) == 1 else f"{PLAYS} times in each of {len(settings)} settings"
+        say(f"Playing {len(requests):,} requests of {len(entries):,} steps on a virtual clock, {plays}")
     times = fit_step_times(entries, engine.costs, graph_tokens=engine.config.max_checked_tokens)
     played = _Played(requests, settings, times)
     why = "" if chosen is None or not played.outside else _calibrate(played, model, engine, entries, chosen)

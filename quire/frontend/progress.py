@@ -136,3 +136,14 @@ class TimeBar(_Bars):
 
     def show(self, part: str, spent: float) -> None:
         self._progress.update(self._task, completed=spent, part=part)
+
+
+class PlayBar(_Bars):
+    """How many plays of a what-if are done."""
+
+    def __init__(self, num_plays: int) -> None:
+        super().__init__(MofNCompleteColumn())
+        self._task = self._progress.add_task("Playing on the virtual clock", total=num_plays)
+
+    def show(self, done: int) -> None:
+        self._progress.update(self._task, completed=done)

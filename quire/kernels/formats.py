@@ -147,6 +147,12 @@ PLAIN = {format.dtype: format for format in FORMATS.values() if format.dtype is 
 """The format of tensors of plain numbers, by their dtype."""
 
 
+def gpu_computes(format: Format, capability: tuple[int, int]) -> bool:
+    """Whether NVIDIA GPUs of a compute capability compute with weights in a format as they are stored: FP8 needs the
+    tensor cores of Hopper, all others those of Ampere."""
+    return format.dtype is None and capability >= ((9, 0) if format.codes == torch.float8_e4m3fn else (8, 0))
+
+
 def pairs(packed: Tensor) -> Tensor:
     """The codes of INT4: low and high halves of bytes in turn, as uint8."""
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)

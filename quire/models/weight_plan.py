@@ -26,7 +26,7 @@ MULTIPLE = 32
 """The input size of a quantised matrix must be a multiple of this."""
 _STAY_PLAIN = (".router.weight", ".shared_gate.weight", "_bias")
 """Matrices that are not quantised: they are small, and errors in them cost much quality."""
-_ENDS = ("embedding", "head")
+ENDS = ("embedding", "head")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class WeightPlan:
 
     @property
     def nbytes(self) -> int:
-        return sum(format.nbytes(shape) for name in self.formats for format, shape in self._stored(name))
+        return sum(format.nbytes(shape) for name in self.formats for format, shape in self.stored(name))
 
     @property
     def num_parameters(self) -> int:
@@ -86,7 +86,7 @@ class WeightPlan:
         """For the start-up message: the formats, the one with the most bytes first, and what was expanded and why."""
         sizes: Counter[str] = Counter()
         for name in self.formats:
-            for format, shape in self._stored(name):
+            for format, shape in self.stored(name):
                 sizes[format.name] += format.nbytes(shape)
         blocks = [name for name, _ in sizes.most_common() if FORMATS[name].dtype is None]
         origin = "made while loading" if self.quantization in QUANTIZED else "computed as stored"
@@ -124,7 +124,7 @@ class WeightPlan:
         along = max(len(shape) - 2, 0)
         parts: list[Part] = []
         room: list[tuple[Tensor, ...]] = []
-        for format, stacked in groupby(self._stored(name), key=lambda one: one[0]):
+        for format, stacked in groupby(self.stored(name), key=lambda one: one[0]):
             rows = [one[along] for _, one in stacked]
             tensors = format.empty((*shape[:along], sum(rows), *shape[along + 1 :]), self.device)
             parts.append(Part(format, tensors, sum(rows)))
@@ -132,7 +132,7 @@ class WeightPlan:
             room += zip(*split, strict=True)
         return Weight(shape, tuple(parts)), room
 
-    def _stored(self, name: str) -> Iterator[tuple[Format, tuple[int, ...]]]:
+    def stored(self, name: str) -> Iterator[tuple[Format, tuple[int, ...]]]:
         """Format and shape of the tensors stacked in a parameter."""
         parameter, formats = self.parameters[name], self.formats[name]
         shape, along = parameter.shape, max(len(parameter.shape) - 2, 0)
@@ -155,7 +155,7 @@ def plan_weights(
         parameter, stored = parameters[piece.parameter], tensors[piece.name].format
         shape, plain = parameter.shape, PLAIN[torch.float32 if parameter.wide else dtype]
         # On a GPU quantised formats have kernels for matrix products, not for looking up rows of the embedding.
-        can_stay = len(shape) > 1 and (device.type == "cpu" or piece.parameter not in _ENDS)
+        can_stay = len(shape) > 1 and (device.type == "cpu" or piece.parameter not in ENDS)
         wanted = (quantized_format(piece.parameter, shape, quantization) if can_stay else None) or plain
         if stored.dtype is None:
             stays = quantization == "auto" and can_stay and kernels.computes(stored)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -124,8 +125,8 @@ class EngineMetrics:
 
 
 def derive_metrics(entries: Iterable[StepLogEntry]) -> EngineMetrics:
-    """The metrics of a whole log, such as `read_step_log` returns."""
-    metrics = EngineMetrics()
+    """The metrics of a whole log, such as `read_step_log` returns, with all its requests."""
+    metrics = EngineMetrics(keep=sys.maxsize)
     for entry in entries:
         metrics.observe(entry)
     return metrics

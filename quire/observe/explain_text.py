@@ -131,7 +131,7 @@ def _decodes(answer: Mapping[str, Any]) -> Iterator[str]:
         slowest, tokens = _time(decodes["slowest_seconds"]), decodes["slowest_tokens"]
         yield (
             f"Its answer took {decodes['steps']} steps of {_time(each)} on average; the slowest, step "
-            f"{decodes['slowest_step']}, took {slowest} for {tokens} tokens of all requests in it."
+            f"{decodes['slowest_step']}, took {slowest} for {tokens} token{'s' * (tokens != 1)} of all requests in it."
         )
 
 

@@ -11,9 +11,10 @@ import torch
 
 from quire.errors import InvalidRequestError
 from quire.kernels.formats import Format
-from quire.kernels.quantize import quantize
+from quire.kernels.quantize import INT8, Q4_0, quantize
 from quire.kernels.select import select_kernels
 from quire.kernels.weights import Weight
+from quire.models.weight_plan import QUANTIZED
 from quire.plan.work import Rates
 from quire.runner.device import free_memory, pick_device
 
@@ -46,14 +47,12 @@ class Shares:
 
 H200_SHARES = Shares(0.9, 0.85, 22e-6, 0.12e-6, (30e-9, 7e-9))
 """Fitted to the decode and prompt lines of the table in docs/performance.md; its throughput lines were not used."""
-_FP8 = Shares(0.9, 0.85, 22e-6, 0.05e-6, (30e-9, 7e-9), 0.25e-6)
-_QUANTIZED_SHARES = {
-    "fp8": _FP8,
-    "int8": _FP8,  # the same kernels
-    "int4": Shares(0.9, 0.85, 22e-6, 0.09e-6, (30e-9, 7e-9), 1.5e-6),
-}
-"""Fitted to the steps of Qwen3-8B in attempts 25 and 26 there. Prompts were not measured: they are planned as those of
-bfloat16."""
+_FP8 = Shares(0.9, 1.43, 22e-6, 0.05e-6, (30e-9, 7e-9))
+_CODES = Shares(0.9, 0.82, 22e-6, 0.11e-6, (30e-9, 7e-9), 1.2e-6)
+"""Fitted to the decode and prefill lines of Qwen3-8B in FP8 and INT4 there. FP8 multiplies faster than bfloat16, whose
+products a share is one of."""
+_INT8 = replace(_FP8, prompt=H200_SHARES.prompt)
+"""And of FP8 in groups: the same kernels for few rows, but prompts are not by cuBLAS and were not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,33 +84,43 @@ class Device:
     origin: str
     """Where these figures are from."""
     link: Link = PCIE
-    quantizations: tuple[str, ...] = ()
-    """That there are kernels for, on a GPU."""
+    capability: tuple[int, int] | None = None
+    """Of a GPU, as CUDA counts them: which formats there are kernels for."""
 
     @property
     def is_measured(self) -> bool:
         """Whether times are estimates; else they are bounds."""
         return self.shares != Shares()
 
-    def shares_for(self, quantization: str) -> Shares:
-        return _QUANTIZED_SHARES.get(quantization, self.shares) if self.is_measured else self.shares
+    def shares_for(self, format: Format) -> Shares:
+        """With weights in a format."""
+        if not self.is_measured or format.dtype is not None:
+            return self.shares
+        if format.codes in (torch.float8_e4m3fn, torch.int8):
+            return _INT8 if format.codes == torch.int8 or format.group else _FP8
+        return _CODES
 
     def rates_for(self, format: Format, dtype: torch.dtype) -> Rates:
-        return self.rates if self.rates is not None else measure_cpu(format, dtype)
+        """With weights in a format. On a CPU they are measured, with one of about that size that can be made here."""
+        if self.rates is not None:
+            return self.rates
+        if format.dtype is None and format not in QUANTIZED.values():
+            format = Q4_0 if format.nbytes((256, 256)) < 0.85 * 256 * 256 else INT8
+        return measure_cpu(format, dtype)
 
 
-_HOPPER, _AMPERE = ("fp8", "int8", "int4"), ("int8",)
-_SHEETS: dict[str, tuple[str, float, float, float, Link, tuple[str, ...]]] = {
+_HOPPER, _ADA = (9, 0), (8, 9)
+_SHEETS: dict[str, tuple[str, float, float, float, Link, tuple[int, int]]] = {
     "h100": ("NVIDIA H100 SXM 80 GB", 80e9, 3.35e12, 989e12, NVLINK, _HOPPER),
-    "b200": ("NVIDIA B200", 180e9, 8.0e12, 2250e12, NVLINK, _AMPERE),
-    "a100": ("NVIDIA A100 80 GB", 80e9, 2.04e12, 312e12, NVLINK, _AMPERE),
-    "l40s": ("NVIDIA L40S", 48e9, 0.864e12, 362e12, PCIE, _AMPERE),
-    "l4": ("NVIDIA L4", 24e9, 0.3e12, 121e12, PCIE, _AMPERE),
-    "rtx4090": ("NVIDIA RTX 4090", 24e9, 1.008e12, 165e12, PCIE, _AMPERE),
-    "rtx3090": ("NVIDIA RTX 3090", 24e9, 0.936e12, 71e12, PCIE, _AMPERE),
+    "b200": ("NVIDIA B200", 180e9, 8.0e12, 2250e12, NVLINK, (10, 0)),
+    "a100": ("NVIDIA A100 80 GB", 80e9, 2.04e12, 312e12, NVLINK, (8, 0)),
+    "l40s": ("NVIDIA L40S", 48e9, 0.864e12, 362e12, PCIE, _ADA),
+    "l4": ("NVIDIA L4", 24e9, 0.3e12, 121e12, PCIE, _ADA),
+    "rtx4090": ("NVIDIA RTX 4090", 24e9, 1.008e12, 165e12, PCIE, _ADA),
+    "rtx3090": ("NVIDIA RTX 3090", 24e9, 0.936e12, 71e12, PCIE, (8, 6)),
 }
 """Name, bytes, bytes read a second and bfloat16 products a second, as data sheets have them; how several are joined;
-quantised formats that we have kernels for."""
+compute capability."""
 
 
 def named_device(name: str) -> Device:
@@ -123,10 +132,10 @@ def named_device(name: str) -> Device:
         return Device("NVIDIA H200", "cuda", memory, rates, H200_SHARES, "measured", NVLINK, _HOPPER)
     if key not in _SHEETS:
         raise InvalidRequestError("--gpu", f"must be one of h200, {', '.join(_SHEETS)}, not {name!r}")
-    title, size, read, multiply, link, quantizations = _SHEETS[key]
+    title, size, read, multiply, link, capability = _SHEETS[key]
     rates = Rates(read * _READ_SHARE, multiply * _MULTIPLY_SHARE)
     origin = "data sheet, with the shares that were measured on an H200"
-    return Device(title, "cuda", int(size) - _RESERVED, rates, H200_SHARES, origin, link, quantizations)
+    return Device(title, "cuda", int(size) - _RESERVED, rates, H200_SHARES, origin, link, capability)
 
 
 def this_device(name: str = "auto") -> Device:

@@ -3,39 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-import torch
-
-from quire.checkpoints.quantization_config import FP8_CACHE
-from quire.checkpoints.sources import resolve
 from quire.config import EngineConfig, format_bytes
 from quire.errors import CapacityError, InvalidRequestError
-from quire.kernels.formats import PLAIN, Format
-from quire.kernels.quantize import INT8, Q4_0
-from quire.kernels.select import select_kernels
-from quire.models.load import open_model
-from quire.models.model_config import read_config
 from quire.models.spec import MlpSpec, ModelSpec
-from quire.models.weight_plan import QUANTIZED, quantized_format
 from quire.parallel.division import Division
 from quire.plan.devices import Device
+from quire.plan.forms import Form
+from quire.plan.model import PlannedModel
 from quire.plan.work import Work, decode_work, gathered, layer_inputs, prompt_work
 from quire.runner.kv_cache import LayerGroups
 from quire.runner.memory import CachePlan, Needs, plan_cache
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedModel:
-    """A model of which the configuration is known, and perhaps the files."""
-
-    name: str
-    spec: ModelSpec
-    stored: str | None = None
-    """The formats its files are in, where they are quantised."""
-    stored_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,27 +28,6 @@ class Load:
     """Requests a second."""
     ttft: float | None = None
     """Seconds to the first token that are wanted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """The model in one format."""
-
-    name: str
-    option: str
-    """How to ask for it."""
-    weight_bytes: int
-    format: Format
-    """Of most matrices, or one that is as large and can be made here."""
-    dtype: torch.dtype
-    key_dtype: torch.dtype
-    quantization: str = "none"
-    """Made while the weights are loaded."""
-    ranks: int = 1
-    """Devices that the model is divided among; `weight_bytes` are those of all of them."""
-
-    def itemsize(self, spec: ModelSpec) -> float:
-        return self.weight_bytes / spec.num_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,62 +52,6 @@ class Estimate:
     """What the steps of answers wait for."""
 
 
-def open_planned(model: str) -> PlannedModel:
-    """From a config.json, a folder that has one, a .gguf file, or whatever is on this machine under a name."""
-    path = Path(model).expanduser()
-    if path.name.endswith(".json") and path.is_file():
-        return PlannedModel(model, read_config(path))
-    has_weights = any(any(path.glob(f"*.{kind}")) for kind in ("safetensors", "npy", "gguf"))
-    if (path / "config.json").is_file() and not has_weights:
-        return PlannedModel(model, read_config(path / "config.json"))
-    files = open_model(resolve(model, offline=True).path)
-    try:
-        blocks = files.block_formats()
-        stored = sum(files.checkpoint.tensors[piece.name].num_bytes for piece in files.pieces)
-        return PlannedModel(model, files.spec, ", ".join(blocks) or None, stored if blocks else 0)
-    finally:
-        files.checkpoint.close()
-
-
-def forms_of(model: PlannedModel, device: Device, ranks: int = 1) -> Iterator[Form]:
-    """The formats that the engine offers on such a device, the usual one first; on a CPU they all fit one device."""
-    spec = model.spec
-    if device.kind == "cuda":
-        plain = torch.bfloat16
-        note = " (expanded)" if model.stored is not None else ""
-        # As kv_cache_dtype="auto" does it.
-        keys = torch.float8_e4m3fn if spec.cache.format == FP8_CACHE and "fp8" in device.quantizations else plain
-        for name in ("none", *(device.quantizations if model.stored is None else ())):
-            title, option = (f"bfloat16{note}", "dtype=auto") if name == "none" else (name, f"quantization={name}")
-            size = _weight_bytes(spec, plain, name, is_gpu=True)
-            yield Form(title, option, size, PLAIN[plain], plain, keys, name, ranks)
-        return
-    plain, half = torch.float32, torch.bfloat16
-    if model.stored is not None:
-        like = Q4_0 if model.stored_bytes < 0.85 * spec.num_parameters else INT8
-        yield Form(f"as stored ({model.stored})", "quantization=auto", model.stored_bytes, like, plain, plain)
-    note = " (expanded)" if model.stored is not None else ""
-    option = "quantization=none" if model.stored is not None else "dtype=auto"
-    yield Form(f"float32{note}", option, _weight_bytes(spec, plain, "none"), PLAIN[plain], plain, plain)
-    yield Form("bfloat16", "dtype=bfloat16", _weight_bytes(spec, half, "none"), PLAIN[half], half, half)
-    kernels = select_kernels(torch.device("cpu"), plain)
-    for name, format in QUANTIZED.items():
-        if model.stored is None and kernels.computes(format):
-            yield Form(name, f"quantization={name}", _weight_bytes(spec, plain, name), format, plain, plain, name)
-
-
-def _weight_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: str, is_gpu: bool = False) -> int:
-    """As `plan_weights` would choose it, without files."""
-    total = 0
-    for name, parameter in spec.parameters().items():
-        plain = PLAIN[torch.float32 if parameter.wide else dtype]
-        # A GPU has kernels for products of matrices only: experts are stacks of them, ends are looked up or scored.
-        stays = is_gpu and (len(parameter.shape) != 2 or name in ("embedding", "head"))
-        format = None if stays else quantized_format(name, parameter.shape, quantization)
-        total += (format or plain).nbytes(parameter.shape)
-    return total
-
-
 def estimate(model: PlannedModel, device: Device, form: Form, load: Load) -> Estimate:
     """One form, in an engine with the usual limits and sequences as long as the load's."""
     spec = Division(model.spec, 0, form.ranks).local_spec  # of the rank that has most
@@ -169,7 +72,7 @@ def estimate(model: PlannedModel, device: Device, form: Form, load: Load) -> Est
         graphs = _activations(spec, limits.graph_tokens, limits.graph_tokens, item)
         needs = replace(needs, activations=activations, graphs=graphs)
     try:
-        groups = LayerGroups.of(spec, 1, config.max_model_len)
+        groups = LayerGroups.of(spec, form.keys_at_once, config.max_model_len)
         plan = plan_cache(spec, config, limits, form.key_dtype, free, needs, groups)
     except CapacityError as error:
         return Estimate(form, False, str(error).split(":")[0])
@@ -202,7 +105,7 @@ class StepTimes:
         self._spec, self._device, self._form = spec, device, form
         self._itemsize = form.itemsize(spec)
         self._rates = device.rates_for(form.format, form.dtype)
-        self._shares = device.shares_for(form.quantization)
+        self._shares = device.shares_for(form.format)
 
     def step(self, rows: int, context: int) -> float:
         """One token for each of so many answers."""

@@ -12,7 +12,9 @@ from rich.table import Table
 from quire.config import format_bytes
 from quire.errors import InvalidRequestError
 from quire.plan.devices import Device
-from quire.plan.estimate import Estimate, Load, PlannedModel, Serving, estimate, forms_of
+from quire.plan.estimate import Estimate, Load, Serving, estimate
+from quire.plan.forms import Form, forms_of
+from quire.plan.model import PlannedModel
 
 _PIPE_WIDTH = 150
 _MORE_RANKS = (2, 4, 8)
@@ -91,12 +93,11 @@ def advice(findings: Findings) -> Iterator[str]:
         return
     first = fitting[0]
     ranks = first.form.ranks
-    yield f"It fits: {first.form.option} ({first.form.name}), {first.at_once * num_engines} such requests at once."
+    yield f"It fits: {_asked(first.form)}, {first.at_once * num_engines} such requests at once."
     best = max(fitting, key=lambda one: one.tokens_per_second)
     if best.tokens_per_second > 1.2 * first.tokens_per_second:
         times = best.tokens_per_second / first.tokens_per_second
-        name = f"{best.form.option} ({best.form.name})"
-        yield f"{name} is {times:.1f} times as fast; `quire bench quality` tells its price."
+        yield f"{_asked(best.form)} is {times:.1f} times as fast; `quire bench quality` tells its price."
     if num_engines > 1:
         whose = f"Each of the {num_engines} devices" if ranks == 1 else f"Each group of {ranks} devices"
         yield f"({whose} holds the whole model and a share of the requests.)"
@@ -127,6 +128,13 @@ def advice(findings: Findings) -> Iterator[str]:
                 f"A first token within {load.ttft:g} s is not kept: more devices, a smaller model, shorter prompts, or "
                 "a common beginning of prompts (the prefix cache computes it once) would help."
             )
+
+
+def _asked(form: Form) -> str:
+    """How to ask for a form, and what that is where the words don't say it."""
+    if form.option.endswith(f"={form.name}"):
+        return form.option
+    return f"{form.option}, {form.name}" if form.name.endswith(")") else f"{form.option} ({form.name})"
 
 
 def _devices_needed(rate: float, most: float, ranks: int) -> str:

@@ -45,7 +45,7 @@ def decode_work(spec: ModelSpec, contexts: Sequence[int], itemsize: float, key_i
     """One step in which sequences of these lengths (the new token included) compute one token each. `itemsize` is what
     a weight takes, on average, and a key or value, unless `key_itemsize` says otherwise."""
     rows = len(contexts)
-    keys = sum(_keys_seen(spec, context) for context in contexts)
+    keys = _keys_seen(spec, contexts)
     key_bytes = 2 * spec.heads.num_kv_heads * spec.heads.head_dim * (key_itemsize or itemsize)
     return Work(
         bytes_read=_weight_bytes(spec, rows, itemsize) + keys * key_bytes,
@@ -121,10 +121,15 @@ def _layer_parameters(spec: ModelSpec, rows: int | None = None) -> float:
     return total
 
 
-def _keys_seen(spec: ModelSpec, context: int) -> int:
-    """By the last token of a sequence, over all layers."""
+def _keys_seen(spec: ModelSpec, contexts: Sequence[int]) -> int:
+    """By the last tokens of sequences, over all layers."""
     windows = Counter(layer.attention.sliding_window for layer in spec.layers)
-    return sum(count * min(context, window or context) for window, count in windows.items())
+    lengths = Counter(contexts)
+    return sum(
+        count * times * min(context, window or context)
+        for window, count in windows.items()
+        for context, times in lengths.items()
+    )
 
 
 def _keys_seen_by_all(spec: ModelSpec, length: int) -> int:

@@ -13,6 +13,7 @@ from quire.process import gc_pauses
 from quire.process.granted import available_memory, granted_cores
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FP8_CACHE_FROM = (8, 9)  # the compute capability of Ada
 
 
 def pick_device(name: str) -> torch.device:
@@ -52,7 +53,7 @@ def pick_cache_dtype(name: str, dtype: torch.dtype, device: torch.device, stored
         raise DeviceError("kv_cache_dtype int8 is for the CPU. Use fp8 or auto on a GPU.")
     if name == "fp8" or (name == "auto" and stored.format == "fp8" and is_gpu):
         stored.check_fp8()
-        if not is_gpu or torch.cuda.get_device_capability(device) >= (8, 9):
+        if not is_gpu or torch.cuda.get_device_capability(device) >= FP8_CACHE_FROM:
             return torch.float8_e4m3fn
         if name == "fp8":
             raise DeviceError("kv_cache_dtype fp8 is for CPUs and for NVIDIA GPUs from Ada and Hopper on. Use auto.")

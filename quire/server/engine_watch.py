@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -15,6 +16,8 @@ from quire.step import StepLogEntry
 
 _STEPS_AT_ONCE = 16
 """Of the log, looked at between two steps: when somebody begins to watch, the engine must not stop for them."""
+_SHARE = 0.01
+"""Of a step's time, for which more of them are looked at: where steps take long, the past would."""
 _encode = msgspec.json.encode
 
 
@@ -30,9 +33,12 @@ class EngineWatch:
         self._wall = time.time() - time.monotonic()
         self._last_frame = 0.0
         self._has_begun = False
+        self._step_seconds = 0.0
+        """Of the last step."""
 
     def observe(self, entry: StepLogEntry) -> None:
         self._new.append(entry)
+        self._step_seconds = entry.committed - entry.step.now
 
     def note_memory(self, memory: dict[str, int]) -> None:
         self._view.memory |= memory
@@ -47,8 +53,9 @@ class EngineWatch:
         """The frames that are due. While there is work the next step brings the rest; without, it is due soon."""
         if not self._has_begun and not self._has_steps:
             yield self._frame(now)
-        for _ in range(_STEPS_AT_ONCE):
-            if not self._has_steps:
+        until = time.monotonic() + _SHARE * self._step_seconds
+        for count in itertools.count():
+            if not self._has_steps or (count >= _STEPS_AT_ONCE and time.monotonic() > until):
                 break
             self._view.observe(self._take_step())
             if self._view.is_due:
@@ -60,6 +67,10 @@ class EngineWatch:
     def _has_steps(self) -> bool:
         return self._next is not None or bool(self._new)
 
+    @property
+    def _is_behind(self) -> bool:
+        return self._next is not None or len(self._new) > _STEPS_AT_ONCE
+
     def _take_step(self) -> StepLogEntry:
         if self._next is None:
             return self._new.popleft()
@@ -69,4 +80,4 @@ class EngineWatch:
     def _frame(self, now: float) -> Watched:
         self._last_frame, self._has_begun = now, True
         frame, is_key = self._view.take_frame(now, self._wall)
-        return Watched(_encode(frame), is_key, frame["time"])
+        return Watched(_encode(frame), is_key, frame["time"], self._is_behind)

@@ -186,6 +186,8 @@ class Watched(msgspec.Struct, tag="watched"):
     """It tells everything, not only what changed."""
     time: float
     """Of its last step."""
+    is_past: bool = False
+    """Later steps are known already: it is told for those who go back."""
 
 
 class Fatal(msgspec.Struct, tag="fatal"):

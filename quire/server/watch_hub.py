@@ -130,7 +130,10 @@ class WatchHub:
             self._segments.append(_Segment(self._first + len(self._events), watched.time))
         elif not self._segments:
             return  # of a subscription that is over
-        event = named_event("frame", {"frame": msgspec.Raw(watched.frame), "queue": self._waiting()})
+        # Who waits now is nothing that a moment of the past had.
+        queue = [] if watched.is_past else self._waiting()
+        told = {"frame": msgspec.Raw(watched.frame), "queue": queue, "past": watched.is_past}
+        event = named_event("frame", told)
         self._events.append(event)
         self._num_bytes += len(event)
         while len(self._segments) > 1 and (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from quire.engine.request import PromptProgress, Request
 from quire.sampling_params import SamplingParams
@@ -20,6 +22,9 @@ class RecordedRequest:
     """The answer, as far as the log has it."""
     finish_reason: str | None = None
     """None where the log has no end of it."""
+    noticed: float | None = None
+    """When an engine that was idle began with it, if it was: what is sent at once is all there before its first
+    step."""
 
     @property
     def name(self) -> str:
@@ -77,4 +82,15 @@ def recorded_requests(entries: Sequence[StepLogEntry]) -> list[RecordedRequest]:
             for name, tokens in entry.result.tokens.items():
                 if name in live:
                     live[name].tokens.extend(tokens)
+    _note_beginnings(everyone, entries)
     return sorted(everyone, key=lambda one: one.admission.arrival)
+
+
+def _note_beginnings(requests: Sequence[RecordedRequest], entries: Sequence[StepLogEntry]) -> None:
+    begins = [entry.step.now for entry in entries]
+    ends = list(accumulate((entry.committed for entry in entries), max))
+    for one in requests:
+        arrival = one.admission.arrival
+        place = bisect_left(begins, arrival)
+        if place < len(begins) and (place == 0 or ends[place - 1] <= arrival):
+            one.noticed = begins[place]

@@ -25,6 +25,7 @@ _FEWEST = 30
 _KNEES = (0.0, *(2.0**power for power in range(13)))
 """Rows from which on one more may cost more or less: a GPU multiplies for nothing while it reads weights, and many rows
 take a CPU less time each than few."""
+_SPANS = tuple(zip(_KNEES, (*_KNEES[1:], math.inf), strict=True))
 _SMOOTH = (0.3, 0.1, 0.03, 0.01, 0.003)
 """How much it may count that one more row costs as much above a knee as below it, the most first."""
 _AS_GOOD = 0.005
@@ -54,20 +55,32 @@ def features(step: Step, costs: StepCosts, graph_tokens: int | None = None) -> l
     whether it is answers alone, and whether it is more than a graph can."""
     tokens, drawn = _sizes(step)
     rows = costs.work(tokens, drawn)
-    slopes = [_between(rows, *ends) for ends in zip(_KNEES, (*_KNEES[1:], math.inf), strict=True)]
     pairs = sum(one.num_tokens * (one.start + one.num_tokens / 2) for one in step.scheduled if one.num_tokens > 1)
     others = len(step.scheduled) - 1
     keys = sum(one.start + one.num_tokens for one in step.scheduled)
     is_more = tokens > drawn
-    found = [1.0, is_more, *slopes, costs.pair_share * pairs, float(others), float(keys), float(len(step.copies))]
+    found = [
+        1.0,
+        is_more,
+        *_slopes(rows),
+        costs.pair_share * pairs,
+        float(others),
+        float(keys),
+        float(len(step.copies)),
+    ]
     if graph_tokens is not None:
         found += [not is_more, is_more and is_split(step, graph_tokens)]
     return [float(one) for one in found]
 
 
-def _between(rows: float, low: float, high: float) -> float:
-    """How many are above one knee and not above the next."""
-    return min(max(0.0, rows - low), high - low)
+def _slopes(rows: float) -> list[float]:
+    """How many are above each knee and not above the next."""
+    found = [0.0] * len(_KNEES)
+    for place, (low, high) in enumerate(_SPANS):
+        if rows <= low:
+            break
+        found[place] = min(rows, high) - low
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from statistics import median_low
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +25,8 @@ _SCALES = (1.0, 1.02, 0.98, 1.01, 0.99)
 _ENDS = ((1.03, 1.0), (0.97, -1.0))
 """Of two more plays for the range of each figure: what all are multiplied with, and by which part of what they may be
 off those are longer whose sizes the log does not have."""
+PLAYS = len(_SCALES) + len(_ENDS)
+"""Of a setting, at most."""
 _STEPS_PLAYED = 200_000
 """Fewer plays of a log that long: they take 0.1 s per thousand steps."""
 _OUTSIDE = 0.01
@@ -143,29 +146,64 @@ class Prediction:
                     yield name, index, low, high
 
 
+class Play(NamedTuple):
+    """One of the plays of a setting."""
+
+    setting: Setting
+    seed: int
+    scale: float
+    """Of all step times."""
+    far: float = 0.0
+    """Of what those may be off whose sizes the log does not have."""
+
+
+class Found(NamedTuple):
+    """What came of one."""
+
+    run: Summary
+    refused: int
+    outside: Mapping[StepShape, float]
+    share_outside: float
+    tokens_outside: float
+
+
+PlayAll = Callable[[Sequence[Play]], Sequence[Found]]
+
+
 def predict(requests: Sequence[RecordedRequest], setting: Setting, times: StepTimes) -> Prediction:
     """What would have been with a setting."""
-    runs: list[Summary] = []
-    outside: dict[StepShape, float] = {}
-    share, tokens, refused = 0.0, 0.0, 0
+    return predict_all([setting], lambda plays: [play_once(requests, times, one) for one in plays])[0]
 
-    def once(scale: float, far: float) -> Summary:
-        nonlocal refused
-        times.restart(len(runs), scale, far)
-        played, refused = play(requests, setting, times)
-        return Summary.of(played)
 
-    for scale in _SCALES:
-        runs.append(once(scale, 0.0))
-        if len(runs) == 1:
-            outside, share = times.outside, sum(times.outside.values()) / max(times.seconds, 1e-9)
-            tokens = times.tokens_outside / max(times.tokens, 1)
-        if sum(run.steps for run in runs) * (len(runs) + 1) / len(runs) > _STEPS_PLAYED:
-            break
-    # And with all steps as far off as they may be, those that the log does not have, too.
-    ends = [*runs, *(once(scale, far) for scale, far in _ENDS)]
-    low, high = Summary.over(ends, min), Summary.over(ends, max)
-    return Prediction(Summary.over(runs, median_low), low, high, refused, outside, share, tokens)
+def predict_all(settings: Sequence[Setting], play_all: PlayAll) -> list[Prediction]:
+    """The same with each of several, by whoever plays them: no play depends on another."""
+    firsts = play_all([Play(one, 0, _SCALES[0]) for one in settings])
+    plays: list[Play] = []
+    counts = []
+    for setting, first in zip(settings, firsts, strict=True):
+        scales = _SCALES[1 : max(1, _STEPS_PLAYED // max(first.run.steps, 1))]
+        plays += [Play(setting, seed, scale) for seed, scale in enumerate(scales, 1)]
+        # And with all steps as far off as they may be, those that the log does not have, too.
+        plays += [Play(setting, 1 + len(scales), *ends) for ends in _ENDS]
+        counts.append(len(scales) + len(_ENDS))
+    found = iter(play_all(plays))
+    predictions = []
+    for first, count in zip(firsts, counts, strict=True):
+        every = [first.run, *(one.run for one in islice(found, count))]
+        runs, low, high = every[: -len(_ENDS)], Summary.over(every, min), Summary.over(every, max)
+        predictions.append(Prediction(Summary.over(runs, median_low), low, high, *first[1:]))
+    return predictions
+
+
+def play_once(requests: Sequence[RecordedRequest], times: StepTimes, one: Play) -> Found:
+    times.restart(one.seed, one.scale, one.far)
+    played, refused = play(requests, one.setting, times)
+    share = sum(times.outside.values()) / max(times.seconds, 1e-9)
+    # Of those whose end the log has: the others are there, but were not counted in it either.
+    ended = {_played_name(number, request) for number, request in enumerate(requests) if request.finish_reason}
+    return Found(
+        Summary.of(played, ended or None), refused, times.outside, share, times.tokens_outside / max(times.tokens, 1)
+    )
 
 
 def play(requests: Sequence[RecordedRequest], setting: Setting, times: StepTimes) -> tuple[EngineMetrics, int]:
@@ -175,18 +213,22 @@ def play(requests: Sequence[RecordedRequest], setting: Setting, times: StepTimes
     scheduler = Scheduler(setting.config)
     core = EngineCore(scheduler, _TimedRunner(clock, times), setting.depth, metrics.observe, clock)
     start = requests[0].admission.arrival if requests else 0.0
-    waiting = [((one.admission.arrival - start) / setting.rate, number, one) for number, one in enumerate(requests)]
-    waiting.reverse()
+    waiting = [
+        ((one.admission.arrival if one.noticed is None else one.noticed) - start, number, one)
+        for number, one in enumerate(requests)
+    ]
+    waiting.sort(key=lambda one: one[:2], reverse=True)
     refused = 0
     for _ in range(_MOST_STEPS):
         if not core.has_work:
             if not waiting:
                 break
-            clock.now = max(clock.now, waiting[-1][0])
-        while waiting and waiting[-1][0] <= clock.now:
-            arrival, number, one = waiting.pop()
+            clock.now = max(clock.now, waiting[-1][0] / setting.rate)
+        while waiting and waiting[-1][0] / setting.rate <= clock.now:
+            _, number, one = waiting.pop()
+            arrival = (one.admission.arrival - start) / setting.rate
             # Names are used again, and may still be in use when things take longer.
-            request = one.fixed(f"{number}:{one.name}")
+            request = one.fixed(_played_name(number, one))
             request.group_id = None if request.group_id is None else f"{request.group_id}@{one.admission.arrival}"
             try:
                 core.add_request(request, arrival)
@@ -196,6 +238,10 @@ def play(requests: Sequence[RecordedRequest], setting: Setting, times: StepTimes
         core.step(clock.now)
         clock.now += times.draw_pause(clock.now, metrics.counters.steps > before)
     return metrics, refused
+
+
+def _played_name(number: int, one: RecordedRequest) -> str:
+    return f"{number}:{one.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +262,9 @@ class Summary:
     """Of the prompt tokens of all admissions, those that were found in a cache."""
 
     @classmethod
-    def of(cls, metrics: EngineMetrics) -> Summary:
-        finished = list(metrics.finished)
+    def of(cls, metrics: EngineMetrics, only: Collection[str] | None = None) -> Summary:
+        """`only`: of requests of these names."""
+        finished = [one for one in metrics.finished if only is None or one.request_id in only]
         counters = metrics.counters
         begin = min((one.arrival for one in finished), default=0.0)
         seconds = max((one.finished for one in finished), default=0.0) - begin
@@ -228,7 +275,7 @@ class Summary:
             _two([one.time_to_first_token for one in finished]),
             _two([one.time_per_output_token for one in finished]),
             _two([_latency(one) for one in finished]),
-            counters.output_tokens / seconds if seconds else 0.0,
+            sum(one.num_output_tokens for one in finished) / seconds if seconds else 0.0,
             counters.steps,
             sum(counters.preemptions.values()),
             found / max(1, found + counters.computed_tokens - counters.sampled_tokens),

@@ -73,9 +73,10 @@ def replay(
     requests: Sequence[RecordedRequest],
     metrics: EngineMetrics,
     wait: bool = True,
-    report: Callable[[int], None] = lambda done: None,
+    report: Callable[[int, int], None] = lambda requests, tokens: None,
 ) -> Replayed:
-    """Sends the requests again, each when it came then (or all at once), and compares their tokens."""
+    """Sends the requests again, each when it came then (or all at once), and compares their tokens. `report` hears how
+    many have been answered, or left out, and how many tokens there were."""
     core, done = engine.core, Replayed(metrics)
     started = time.monotonic()
     first = requests[0].admission.arrival if requests else 0.0
@@ -83,6 +84,7 @@ def replay(
     tokens: dict[str, list[int]] = {}
     owners: dict[str, RecordedRequest] = {}
     held = []  # compiled grammars
+    num_answered = num_tokens = 0
     while waiting or core.has_work:
         now = time.monotonic()
         while waiting and (not wait or waiting[-1][1].admission.arrival - first <= now - started):
@@ -104,11 +106,14 @@ def replay(
             continue
         for update in core.step(now):
             tokens[update.request_id].extend(update.new_token_ids)
+            num_tokens += len(update.new_token_ids)
             one = owners[update.request_id]
             # A stop string, a deadline or a client ended it then: the engine alone would go on.
-            if update.finish_reason is None and len(tokens[update.request_id]) >= len(one.tokens):
+            is_cut = update.finish_reason is None and len(tokens[update.request_id]) >= len(one.tokens)
+            if is_cut:
                 core.end(update.request_id, "stop", time.monotonic())
-            report(len(done.different))
+            num_answered += is_cut or update.finish_reason is not None
+        report(num_answered + done.skipped, num_tokens)
     for name, one in owners.items():
         _compare(one, tokens[name], done)
     return done

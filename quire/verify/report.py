@@ -54,7 +54,7 @@ def summary(verdict: Verdict, what: str = "alone") -> str:
         )
     return (
         f"EXACT: {values:,} numbers on {len(tried)} axes are those {what}, bit for bit "
-        f"({verdict.rounds} rounds, {verdict.seconds:.1f} s)."
+        f"({verdict.rounds} round{'s' * (verdict.rounds != 1)}, {verdict.seconds:.1f} s)."
     )
 
 

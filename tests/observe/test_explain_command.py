@@ -36,6 +36,9 @@ def test_the_slowest_are_listed_and_one_is_explained(log: Path, tmp_path: Path) 
     assert (tmp_path / "c.svg").read_text().startswith("<svg")
     told = json.loads(run(log, "c", "--json"))
     assert told["answers"][0]["admissions"][0]["computed_by"] == {"a": 20}
+    listed = json.loads(run(log, "--json"))
+    assert [one["request_id"] for one in listed] == ["c", "b", "a"]
+    assert listed[0]["finished"] - listed[0]["arrival"] == max(one["finished"] - one["arrival"] for one in listed)
 
 
 def test_wrong_names_and_files_say_what_there_is(log: Path, tmp_path: Path) -> None:
@@ -50,3 +53,5 @@ def test_wrong_names_and_files_say_what_there_is(log: Path, tmp_path: Path) -> N
         run(tmp_path / "empty.jsonl")
     with pytest.raises(InvalidRequestError, match="can't be written"):
         run(log, "c", "--svg", tmp_path / "no" / "c.svg")
+    with pytest.raises(InvalidRequestError, match="--svg: draws one request"):
+        run(log, "--svg", tmp_path / "c.svg")

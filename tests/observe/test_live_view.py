@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -169,6 +170,7 @@ def test_frames_are_few_and_none_is_owed_for_long() -> None:
         assert turns < 100
     assert turns > 4  # the engine is not kept for long
     assert [frame.is_key for frame in frames] == [True] + [False] * (len(frames) - 1)
+    assert all(frame.is_past for frame in frames)  # the log goes on behind each of them
     assert len(frames) <= 5.0 / FRAME_SECONDS + 1
     left = watch.wait_seconds(10.0)
     assert left is not None
@@ -176,7 +178,30 @@ def test_frames_are_few_and_none_is_owed_for_long() -> None:
     assert not list(watch.take_frames(10.0, is_idle=True))
     (last,) = watch.take_frames(10.0 + left, is_idle=True)
     assert json.loads(last.frame)["steps"][-1][0] == 499
+    assert not last.is_past
     assert watch.wait_seconds(11.0) is None
+
+
+def test_long_steps_leave_time_for_more_of_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else, with steps of a second, a page would show the past for minutes."""
+    log = [entry(number, number / 100, num_running=1) for number in range(500)]
+    clock = [0.0]
+    watch = EngineWatch(log, CONFIG)
+    monkeypatch.setattr("quire.server.engine_watch.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    observe = watch._view.observe
+
+    def slowly(one: StepLogEntry) -> None:
+        clock[0] += 1e-4
+        observe(one)
+
+    monkeypatch.setattr(watch._view, "observe", slowly)
+    turns = []
+    for seconds in (0.0, 1.0):
+        watch.observe(replace(entry(500, 5.0), committed=5.0 + seconds))
+        before = clock[0]
+        list(watch.take_frames(10.0, is_idle=False))
+        turns.append(round((clock[0] - before) / 1e-4))
+    assert turns == [16, pytest.approx(100, abs=2)]  # a hundredth of a second of it
 
 
 def test_a_watch_of_an_idle_engine_begins_at_once() -> None:
@@ -250,6 +275,10 @@ def test_the_hub_asks_the_engine_only_while_somebody_watches(monkeypatch: pytest
             hub.check_room()
         engine.tell(Watched(b'{"time": 1300}', False, 1300.0))
         assert [one["frame"]["time"] for one in await received(later, 1)] == [1300]
+        # Of a moment that is over nobody knows who waited: those who wait now did not.
+        engine.tell(Watched(b'{"time": 1301}', False, 1301.0, is_past=True))
+        (past,) = await received(later, 1)
+        assert (past["queue"], past["past"], frames[0]["past"]) == ([], True, False)
         await later.aclose()  # type: ignore[attr-defined]
         assert engine.calls == [True]
         await first.aclose()  # type: ignore[attr-defined]

@@ -167,7 +167,11 @@ def test_a_schema_and_one_that_is_none(page: Any) -> None:
     assert json.loads(text_of(answer)) == {"city": "Rome"}
     ask(page, "Where?", schema="{")
     expect(page.locator("#settings-error")).to_contain_text("not JSON")
+    expect(page.locator("#settings-error")).to_be_in_viewport()  # beside the field, not at the form's end
     expect(page.locator("[name=schema]")).to_be_focused()
+    expect(page.locator("#talk-status")).to_contain_text("Not sent: the JSON schema is not JSON")
+    expect(page.locator("#question")).to_have_value("Where?")  # nothing is lost
+    assert page.locator(".turn.user").count() == 1
     failed = ask(page, "Where?", schema='{"type": 3}')
     expect(failed.locator("[role=alert]")).to_contain_text("response_format")
     page.problems.clear()  # the browser writes every 400 down

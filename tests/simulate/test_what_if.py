@@ -11,15 +11,17 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.cli.main import app
+from quire.cli.what_if import play_and_print
 from quire.engine import EngineCore, Scheduler, SchedulerConfig, make_requests
 from quire.errors import InvalidRequestError
 from quire.observe.engine_metrics import derive_metrics
 from quire.observe.step_costs import StepCosts
-from quire.observe.step_log import StepLog, last_run
+from quire.observe.step_log import LoggedEngine, StepLog, last_run
 from quire.sampling_params import SamplingParams
+from quire.simulate import players
 from quire.simulate.recorded import recorded_requests
 from quire.simulate.step_times import StepTimes, fit_step_times
-from quire.simulate.what_if import Setting, Summary, parse_changes, play, predict
+from quire.simulate.what_if import PLAYS, Setting, Summary, parse_changes, play, predict, predict_all
 from quire.step import Step, StepLogEntry, StepResult
 
 CONFIG = SchedulerConfig(num_blocks=129, max_num_seqs=4, max_batched_tokens=64, max_model_len=512)
@@ -218,6 +220,74 @@ def invoke(*arguments: str | Path) -> str:
     if done.exception is not None:
         raise done.exception
     return done.stdout
+
+
+def test_what_is_sent_at_once_is_there_before_the_first_step() -> None:
+    """As `LLM.generate` does it: then none finds what another computes in the same step."""
+    config = replace(CONFIG, max_batched_tokens=512, max_num_seqs=8)
+    log = StepLog(capacity=10**6)
+    machine = Machine(config, log, 0)
+    for number in range(20):
+        for place in range(4):
+            prompt = [number, *range(99)]
+            for request in make_requests(f"r{number}.{place}", prompt, SamplingParams(max_tokens=5), place):
+                machine.core.add_request(request, machine.now + place * 1e-4)
+        machine.now += 0.001
+        while machine.core.has_work:
+            machine.core.step(machine.now)
+        machine.now += 1.0
+    entries = list(log)
+    assert {one.noticed for one in recorded_requests(entries)} <= {entry.step.now for entry in entries}
+    times = fit_step_times(entries)
+    for rate in (1.0, 3.0):
+        times.restart()
+        played, _ = play(recorded_requests(entries), Setting(config, rate=rate), times)
+        measured, replayed = Summary.of(derive_metrics(entries)), Summary.of(played)
+        assert replayed.hit_rate == measured.hit_rate == 0.0
+        assert replayed.steps == pytest.approx(measured.steps, abs=1)
+        assert replayed.ttft == pytest.approx(measured.ttft, rel=0.1)
+
+
+def test_those_whose_end_the_log_lacks_are_not_counted(entries: list[StepLogEntry], times: StepTimes) -> None:
+    cut = entries[: len(entries) // 2]
+    requests = recorded_requests(cut)
+    ended = [one for one in requests if one.finish_reason is not None]
+    assert len(ended) < len(requests)
+    found = predict(requests, Setting(CONFIG), times).run
+    assert found.requests == len(ended) == Summary.of(derive_metrics(cut)).requests
+
+
+def test_plays_on_several_cores_are_the_same(
+    entries: list[StepLogEntry], times: StepTimes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has its own noise, whoever plays it and in whichever order."""
+    requests, settings = recorded_requests(entries)[:30], [Setting(CONFIG), parse_changes("rate=2", Setting(CONFIG))]
+    alone = [predict(requests, one, times) for one in settings]
+    monkeypatch.setattr(players, "_WORTH", 0.0)
+    heard: list[int] = []
+    with players.Players(requests, times, 2 * PLAYS, heard.append, cores=2) as crowd:
+        assert predict_all(settings, crowd) == alone
+    assert heard == list(range(1, 2 * PLAYS + 1))
+
+
+def test_a_long_log_says_what_is_going_on(
+    entries: list[StepLogEntry], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On stderr: stdout is for the answer."""
+    monkeypatch.setattr("quire.cli.what_if._LONG", 100)
+    engine = LoggedEngine(1, CONFIG)
+    play_and_print(entries, engine, recorded_requests(entries)[:20], ["rate=2"], None, None, json_output=True)
+    said = capsys.readouterr()
+    assert (
+        f"Playing 20 requests of {len(entries):,} steps on a virtual clock, 7 times in each of 2 settings" in said.err
+    )
+    assert set(json.loads(said.out)) == {"fit", "calibration", "runs", "notes"}
+
+
+def test_a_log_of_many_requests_counts_all(entries: list[StepLogEntry]) -> None:
+    finished = next(entry for entry in entries if entry.step.finished)
+    metrics = derive_metrics([finished] * 5000)
+    assert len(metrics.finished) == 5000 * len(finished.step.finished)
 
 
 def test_the_command(tmp_path: Path) -> None:

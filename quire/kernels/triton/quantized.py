@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quire.kernels.formats import FORMATS, Format, pairs
+from quire.kernels.formats import FORMATS, Format, gpu_computes, pairs
 from quire.kernels.ops import Activation
 from quire.kernels.triton.grouping import rows_in_order
 from quire.kernels.triton.launch import HAS_GLUON
@@ -39,10 +39,7 @@ _CHECKED_ROWS = (16, 17, 64, 72, 96, 128, 255, 256, 1000)
 
 def computes(format: Format) -> bool:
     """Whether this GPU computes with weights stored in a format, without expanding them at loading."""
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-    if format.codes == torch.float8_e4m3fn:
-        return capability >= (9, 0)
-    return (format.codes == torch.int8 or format.name in _NAMES) and capability >= (8, 0)
+    return gpu_computes(format, torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0))
 
 
 def pack(weight: Weight, dtype: torch.dtype) -> Weight:

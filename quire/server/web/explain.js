@@ -1,7 +1,7 @@
 // The explanation of one request, in a dialog: where its time went, as a bar and in words.
 
 import { getJson } from "/page/api.js";
-import { byId, duration, make } from "/page/dom.js";
+import { byId, duration, legend, make } from "/page/dom.js";
 
 let isReady = false;
 
@@ -31,7 +31,8 @@ function bar(answer) {
     span.style.flexGrow = String(seconds / total);
     return span;
   });
-  const words = parts.map(([part, seconds]) => `${part} ${duration(seconds)}`).join(", ");
-  return make("div", {}, make("div", { className: "parts", role: "img", "aria-label": words }, ...spans),
-    make("p", { className: "quiet" }, words));
+  const words = parts.map(([part, seconds]) => `${part} ${duration(seconds)}`);
+  const named = make("p", { className: "legend" });
+  legend(named, parts.map(([part], place) => [`part-${part}`, words[place]]));
+  return make("div", {}, make("div", { className: "parts", role: "img", "aria-label": words.join(", ") }, ...spans), named);
 }

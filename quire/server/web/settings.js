@@ -63,14 +63,18 @@ export function seedOf(typed) {
   return seed;
 }
 
+// Below the field that is wrong, which may be far from the end of the form.
 export function showSettingsError(error) {
+  const place = byId("settings-error");
   for (const name of TEXTS) field(name).removeAttribute("aria-invalid");
-  byId("settings-error").textContent = error === null ? "" : error.message;
   if (error !== null && field(error.field)) {
     byId("settings-panel").open = true;
+    field(error.field).closest("label").after(place);
     field(error.field).setAttribute("aria-invalid", "true");
     field(error.field).focus();
   }
+  place.textContent = error === null ? "" : error.message;
+  if (error !== null) place.scrollIntoView({ block: "nearest" });
 }
 
 function parse(name, what, text) {

@@ -49,9 +49,25 @@ function openLink() {
 function sendQuestion() {
   const text = byId("question").value;
   if (running || text.trim() === "") return;
+  if (!areSettingsRight()) return;  // the question stays where it was typed
   turns.push({ role: "user", content: text });
   byId("question").value = "";
   ask({});
+}
+
+function areSettingsRight() {
+  try {
+    const typed = typedSettings();
+    seedOf(typed);
+    requestFields(typed);
+  } catch (error) {
+    if (!(error instanceof SettingsError)) throw error;
+    showSettingsError(error);
+    byId("talk-status").textContent = `Not sent: ${error.message}`;
+    return false;
+  }
+  showSettingsError(null);
+  return true;
 }
 
 function stop() {
@@ -63,18 +79,13 @@ function stop() {
 // Asks for an answer to the turns there are. `expected` is what a link says of the answer.
 async function ask({ expected = null }) {
   if (running) return;
-  const typed = typedSettings();
-  let fields, seed;
-  try {
-    seed = seedOf(typed);
-    fields = requestFields(typed);
-    showSettingsError(null);
-  } catch (error) {
-    if (!(error instanceof SettingsError)) throw error;
-    showSettingsError(error);
+  if (!areSettingsRight()) {
     render();
     return;
   }
+  const typed = typedSettings();
+  const seed = seedOf(typed);
+  const fields = requestFields(typed);
   const question = messagesOf(turns, typed.system);
   const turn = { role: "assistant", content: "", reasoning: "", calls: [], tokenIds: [], logprobs: [], seed, typed, expected, state: "streaming", view: new AnswerView() };
   const before = turns.slice();

@@ -43,11 +43,11 @@ export class Timeline {
   }
 
   // Adds a frame; goes to it if we were at the end.
-  push({ frame, queue }) {
+  push({ frame, queue, past }) {
     if (frame.key?.begins) this.clear();  // of another engine, which counts its requests anew
     const wasLive = this.position === this.last;
     this.learnNames(frame);
-    this.frames.push({ ...frame, queue, undo: null });
+    this.frames.push({ ...frame, queue, past, undo: null });
     if (wasLive) this.seek(this.last);
     let old = 0;
     while (old < this.last && this.frames[old].time < frame.time - KEPT_SECONDS) old++;

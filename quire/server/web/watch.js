@@ -135,7 +135,8 @@ export function startWatch() {
     byId("live").setAttribute("aria-pressed", String(isLive));
     const at = new Date(1000 * (timeline.frame.time + timeline.wall));
     const behind = timeline.frames[timeline.last].time - timeline.frame.time;
-    const moment = isLive ? `live, ${at.toLocaleTimeString()}` : `${behind.toFixed(1)} s back, ${at.toLocaleTimeString()}`;
+    const where = !isLive ? `${behind.toFixed(1)} s back` : timeline.frame.past ? "catching up" : "live";
+    const moment = `${where}, ${at.toLocaleTimeString()}`;
     byId("moment").textContent = moment;
     slider.setAttribute("aria-valuetext", moment);
     drawTiles();
