@@ -75,7 +75,7 @@ class PromptEncoder:
         if isinstance(prompt, ChatPrompt):
             encoded = self._encode_chat(request, prompt, limits)
         elif isinstance(prompt, TextPrompt):
-            if not prompt.text:
+            if not prompt.text.strip():
                 raise InvalidRequestError("prompt", "is empty: it needs some text")
             self._check_length("prompt", prompt.text, limits, truncate is not None)
             ids = self.tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
