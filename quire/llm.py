@@ -131,7 +131,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answers to one or many conversations, through the model's chat template."""
+        """Answers to one or many conversations, through the model's chat template; docs/tools.md says how they read."""
         return self._run([self._chat_prompt(one, tools) for one in inputs.as_conversations(messages)], params, progress)
 
     def beam_search(

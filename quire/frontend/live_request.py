@@ -8,9 +8,11 @@ from dataclasses import replace
 
 from quire.constrain import Grammar
 from quire.engine import Request
+from quire.frontend.channel_text import ChannelText, writes_channels
 from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.stop_strings import StopMatcher, stop_automaton
 from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.tool_calls.harmony import SPECIAL_MARK
 from quire.outputs import Completion, Logprob, RequestDelta, RequestOutput, TokenLogprobs
 from quire.sampling_params import SamplingParams
 from quire.step import PromptScores, RequestMetrics, RequestUpdate, TokenScore
@@ -19,13 +21,21 @@ from quire.step import PromptScores, RequestMetrics, RequestUpdate, TokenScore
 class AnswerText:
     """One of the answers, as far as it has come."""
 
-    __slots__ = ("detokenizer", "matcher", "params", "pieces", "scores", "seed", "token_ids")
+    __slots__ = ("channels", "detokenizer", "matcher", "params", "pieces", "scores", "seed", "token_ids")
 
     def __init__(
-        self, tokenizer: Tokenizer, continued: Sequence[int], params: SamplingParams, seed: int, mark: str
+        self,
+        tokenizer: Tokenizer,
+        continued: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        mark: str,
+        channels: ChannelText | None = None,
     ) -> None:
+        self.channels = channels
         # Spaces between special tokens need no switch: no decoder that `Tokenizer` accepts puts any there.
-        self.detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, continued, mark)
+        skip_special_tokens = params.skip_special_tokens and channels is None
+        self.detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens, continued, mark)
         self.matcher: StopMatcher | None = None
         if params.stop:
             self.matcher = StopMatcher(stop_automaton(params.stop), params.include_stop_str_in_output)
@@ -67,6 +77,10 @@ class AnswerText:
             rest = self.detokenizer.finish()
             # A character that was never completed is no place to stop.
             text += rest if self.matcher is None else self.matcher.push(rest, may_stop=False) + self.matcher.finish()
+        if self.channels is not None:
+            is_last = self.stop_string is not None or update.finish_reason is not None
+            is_whole = self.stop_string is None and update.finish_reason == "stop"
+            text = self.channels.read(text, is_last, is_cut=not is_whole)
         if text:
             self.pieces.append(text)
         return count, text
@@ -89,8 +103,8 @@ class LiveRequest:
     ) -> None:
         """`params` as the caller gave them; `continues_prompt`: the answer goes on with the prompt's text, as
         opposed to a chat's new turn; `deltas_only`: outputs need not repeat the logprobs of deltas and prompt,
-        which for long ones takes long to write (`best_of` shows no deltas: its outputs have them); `special_mark`
-        stands before special tokens in the text."""
+        which for long ones takes long to write (`best_of` shows no deltas: its outputs have them), and whoever reads
+        the deltas takes their text apart; `special_mark` stands before special tokens in the text."""
         self.request_id = request_id
         self.names = [request.request_id for request in requests]
         self.grammar: Grammar | None = None
@@ -103,7 +117,15 @@ class LiveRequest:
         self._deltas_only = deltas_only
         self._tokenizer = tokenizer
         continued = prompt_token_ids if continues_prompt else ()
-        self._answers = [AnswerText(tokenizer, continued, params, one.seed, special_mark) for one in requests]
+        # Without control tokens nobody could tell channels apart. Under a grammar there are none, unless it names them.
+        is_free = params.structured is None or bool(params.structured.control_tokens)
+        is_read = params.skip_special_tokens and not continues_prompt and not deltas_only
+        in_channels = is_read and is_free and writes_channels(tokenizer)
+        mark = SPECIAL_MARK if in_channels else special_mark
+        self._answers = [
+            AnswerText(tokenizer, continued, params, one.seed, mark, ChannelText() if in_channels else None)
+            for one in requests
+        ]
         self._completions: list[Completion | None] = [None] * len(requests)
         self._prompt_scores: dict[int, TokenScore] = {}
 

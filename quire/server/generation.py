@@ -152,22 +152,34 @@ def join_events(events: Sequence[GenerationEvent], silent: set[int] | None = Non
     a choice in `silent`, which it is taken out of, stays one of its own."""
     groups: list[list[GenerationEvent]] = []
     last: dict[int, list[GenerationEvent]] = {}
+    said: dict[int, GenerationEvent] = {}
+    """By choice, the last event of its group that told anything."""
     for event in events:
         group = last.get(event.index)
-        if group is not None and _continues(group[-1], event):
+        if group is not None and _continues(said.get(event.index), group[-1], event):
             group.append(event)
-            continue
-        groups.append([event])
-        if silent and event.index in silent:
-            silent.remove(event.index)
         else:
+            groups.append([event])
+            said.pop(event.index, None)
+            if silent and event.index in silent:
+                silent.remove(event.index)
+                continue
             last[event.index] = groups[-1]
+        if event.content or event.reasoning or event.tool_calls:
+            said[event.index] = event
     return [group[0] if len(group) == 1 else _joined(group) for group in groups]
 
 
-def _continues(before: GenerationEvent, event: GenerationEvent) -> bool:
-    """Whether the two can be told as one: reasoning goes before content, and content before calls."""
-    return not (before.tool_calls or event.tool_calls) and not (before.content and event.reasoning)
+def _continues(said: GenerationEvent | None, before: GenerationEvent, event: GenerationEvent) -> bool:
+    """Whether the two can be told as one, with what was `said` before them: reasoning goes before content, and content
+    before calls. Tokens with logprobs stay with what they say, and those that say nothing yet with what follows."""
+    if event.logprobs:
+        kinds = [(bool(one.reasoning), bool(one.content), bool(one.tool_calls)) for one in (before, event)]
+        if any(kinds[0]) and kinds[0] != kinds[1]:
+            return False
+    if said is None:
+        return True
+    return not (said.tool_calls or event.tool_calls) and not (said.content and event.reasoning)
 
 
 def _joined(events: Sequence[GenerationEvent]) -> GenerationEvent:

@@ -88,7 +88,8 @@ class PromptEncoder:
         if truncate is not None:
             room = limits.max_model_len - (params.max_tokens or 1)
             keep = max(1, room) if truncate == -1 else truncate
-            encoded = replace(encoded, token_ids=encoded.token_ids[-keep:])
+            if keep < len(encoded.token_ids):  # its text is no longer what is answered
+                encoded = replace(encoded, token_ids=encoded.token_ids[-keep:], text=None)
         room = limits.max_model_len - len(encoded.token_ids)
         if request.clamp_max_tokens and params.max_tokens is not None and params.max_tokens > room > 0:
             encoded = replace(encoded, params=replace(encoded.params, max_tokens=room), is_clamped=True)

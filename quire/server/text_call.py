@@ -127,12 +127,17 @@ class TextCall(EngineCall):
             return
         if not token_ids:
             return
-        text = answer.text.grow(token_ids)
         self._count(answer, len(token_ids), now)
         if answer.reader.is_plain:
+            text = answer.text.grow(token_ids)
             self.tell(GenerationEvent(answer.index, text, text, "", (), token_ids))
             return
-        pieces = answer.reader.feed(text, False)
+        text, pieces = "", []
+        for token_id in token_ids:  # one by one: each may end the reasoning
+            self.usage.reasoning_tokens += answer.reader.is_reasoning
+            piece = answer.text.grow((token_id,))
+            text += piece
+            pieces += answer.reader.feed(piece, False)
         answer.splitter = None if answer.reader.is_plain else answer.splitter
         taker = answer.taker
         if taker is not None and len(pieces) == 1 and not self._events and not pieces[0].tool_calls:
@@ -170,17 +175,22 @@ class TextCall(EngineCall):
             return
         if not update.new_token_ids and update.finish_reason is None:
             return
-        for part in _parts(update) if answer.reader.ends_at_repeat else (update,):
-            self._advance(answer, part)
+        count, now = 0, time.monotonic()
+        is_read_apart = self.request.split and (bool(update.scores) or not answer.reader.is_plain)
+        for part in _parts(update) if is_read_apart else (update,):
+            count += self._advance(answer, part)
             if update.request_id not in self._unfinished:
                 if part is not update and part.metrics is None and update.metrics is not None:
                     self._metrics.answer_finished(update.metrics, "stop")  # it ended before the engine did
                 break
+        self._count(answer, count, now)
 
-    def _advance(self, answer: _Answer, update: RequestUpdate) -> None:
+    def _advance(self, answer: _Answer, update: RequestUpdate) -> int:
+        """Reads an update; returns how many of its tokens count."""
         began = time.monotonic()
         delta = answer.live.advance(answer.position, update, partial(self._end_answer, update.request_id, answer))
-        self._count(answer, len(delta.token_ids), began)
+        if not answer.reader.is_plain and answer.reader.is_reasoning:
+            self.usage.reasoning_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
             self._unfinished.discard(update.request_id)
             self._growing.discard(update.request_id)
@@ -203,6 +213,7 @@ class TextCall(EngineCall):
                 self._read(answer.prompt * params.n + place, reader, best, best.stop_reason)
         if delta.token_ids:
             self._trace.text(update.request_id, began, time.monotonic())
+        return len(delta.token_ids)
 
     def _end_answer(self, name: str, answer: _Answer) -> RequestMetrics:
         """A stop string is complete, or a call was repeated. The engine hears of it; its own counts follow."""
@@ -240,8 +251,6 @@ class TextCall(EngineCall):
         self.usage.completion_tokens += count
         if count > 1:  # a step gives one token, and one more for every guess that was right
             self.usage.accepted_tokens += count - 1
-        if not answer.reader.is_plain and answer.reader.is_reasoning:
-            self.usage.reasoning_tokens += count
 
     def _read(self, index: int, reader: AnswerReader, found: RequestDelta | Completion, why: str | int | None) -> None:
         """Makes events of what is new of a choice, or (best_of) of all of it. `why` it stopped, if it did."""
@@ -289,7 +298,8 @@ def new_reader(prompt: EncodedPrompt, split: bool) -> AnswerReader:
 
 
 def _parts(update: RequestUpdate) -> Iterator[RequestUpdate]:
-    """The update token by token: where the text ends an answer must not depend on how many tokens come at a time."""
+    """The update token by token: where the text ends an answer, and which part of it a token belongs to, must not
+    depend on how many come at a time."""
     last = len(update.new_token_ids) - 1
     for place, token_id in enumerate(update.new_token_ids[:last] if last > 0 else ()):
         yield RequestUpdate(update.request_id, (token_id,), scores=update.scores[place : place + 1])

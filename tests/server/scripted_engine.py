@@ -19,7 +19,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from quire.observe.step_log import StepSummary
 from quire.server import messages
-from quire.step import RequestMetrics, RequestUpdate
+from quire.step import RequestMetrics, RequestUpdate, TokenScore
 
 LONG_PROMPT = 50
 PAUSE = 20
@@ -116,13 +116,15 @@ class ScriptedEngine:
         most = request.params.get("max_tokens") or len(script)
         tokens = tuple(script[begin : min(begin + 2, most)])
         self._counts[name] = count = begin + len(tokens)
+        is_scored = request.params.get("logprobs") is not None
+        scores = tuple(TokenScore(token, -1.0, 1, ()) for token in tokens) if is_scored else ()
         if count < min(most, len(script)):
-            return RequestUpdate(name, tokens)
+            return RequestUpdate(name, tokens, scores=scores)
         del self._running[name], self._scripts[name]
         metrics = RequestMetrics(name, 0.0, 0.0, 0.0, 1.0, len(request.prompt_token_ids), count, 0, 0, 0, 0)
         if count < len(script):
-            return RequestUpdate(name, tokens, "length", metrics=metrics)
-        return RequestUpdate(name, tokens, "stop", stop_token_id=tokens[-1], metrics=metrics)
+            return RequestUpdate(name, tokens, "length", metrics=metrics, scores=scores)
+        return RequestUpdate(name, tokens, "stop", stop_token_id=tokens[-1], metrics=metrics, scores=scores)
 
     def _obey(self) -> str:
         order = self._order.read_text() if self._order.exists() else ""

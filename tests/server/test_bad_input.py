@@ -45,6 +45,9 @@ NUMBERS = {
 NULLABLE = {
     "temperature",
     "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
     "n",
     "max_tokens",
     "presence_penalty",
@@ -89,6 +92,14 @@ def test_numbers_out_of_range_or_of_the_wrong_kind(server: Server, field: str) -
             error_of(response, 400, field)
 
 
+def test_what_asks_for_nothing_is_not_refused(server: Server) -> None:
+    """As vLLM's clients send it who fill in every field."""
+    nothing = {"use_beam_search": False, "length_penalty": 1.0, "logits_processors": None, "repetition_min_count": 0}
+    response = server.post(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 1, **nothing})
+    assert response.status_code == 200, response.text
+    assert "x-quire-ignored" not in response.headers
+
+
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [
@@ -122,6 +133,14 @@ def test_numbers_out_of_range_or_of_the_wrong_kind(server: Server, field: str) -
         (COMPLETIONS, {"prompt": PROMPT, "guided_regex": "a", "guided_json": {}}, "guided_regex"),
         (COMPLETIONS, {"prompt": PROMPT, "guided_choice": []}, "guided_choice"),
         (COMPLETIONS, {"prompt": PROMPT, "structured_outputs": {}}, "structured_outputs"),
+        (
+            COMPLETIONS,
+            {"prompt": PROMPT, "structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
+            "structured_outputs.disable_any_whitespace",
+        ),
+        (COMPLETIONS, {"prompt": PROMPT, "repetition_detection": {"max_pattern_size": 9}}, "repetition_detection"),
+        (COMPLETIONS, {"prompt": PROMPT, "length_penalty": 1.5}, "length_penalty"),
+        (CHAT, {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
         (COMPLETIONS, {"prompt": PROMPT, "guided_regex": "a" * 20_000}, "guided_regex"),
         (COMPLETIONS, {"prompt": PROMPT, "guided_json": {"a": "b" * 300_000}}, "guided_json"),
         (COMPLETIONS, {"prompt": PROMPT, "guided_grammar": "a" * 300_000}, "guided_grammar"),

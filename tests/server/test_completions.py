@@ -189,5 +189,9 @@ def test_truncation_keeps_the_end_of_the_prompt(server: Server, shared_small_ser
     ids = server.complete(prompt=PROMPT, max_tokens=1)["choices"][0]["prompt_token_ids"]
     body = server.complete(prompt="so " * 2000 + PROMPT, max_tokens=4, truncate_prompt_tokens=3)
     assert body["choices"][0]["prompt_token_ids"] == ids[-3:]
+    echoed = server.complete(prompt=f"so {PROMPT}", max_tokens=1, truncate_prompt_tokens=3, echo=True, logprobs=0)
+    choice = echoed["choices"][0]
+    assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+    assert choice["prompt_token_ids"] == ids[-3:]
     longest = shared_small_server.complete(prompt="so " * 2000, max_tokens=4, truncate_prompt_tokens=-1)
     assert longest["usage"]["prompt_tokens"] == 1020

@@ -171,6 +171,45 @@ def test_without_tools_and_without_reasoning(spoken: Spoken) -> None:
     assert 0 < usage["completion_tokens_details"]["reasoning_tokens"] < usage["completion_tokens"]
 
 
+@pytest.mark.parametrize("fields", [{}, {"stop": ["@"]}])
+def test_reasoning_is_counted_token_by_token(spoken: Spoken, fields: dict[str, Any]) -> None:
+    """This engine gives two at a time, as guesses that are right come: which of them are reasoning is no matter of
+    that."""
+    found = []
+    for thought in ("Rome has weather.", "So Rome has weather."):
+        spoken.says(ANSWER.replace("Rome has weather.", thought))
+        usage = spoken.server.post("/v1/chat/completions", {"messages": ASK, **fields}).json()["usage"]
+        count = len(spoken.tokenizer.encode(thought, add_special_tokens=False))
+        found.append(usage["completion_tokens_details"]["reasoning_tokens"] - count)
+    assert found == [1, 1]  # what ends it is counted, too
+
+
+@pytest.mark.parametrize("thought", ["Rome has weather.", "So Rome has weather."])
+def test_a_message_has_the_logprobs_of_its_own_tokens(spoken: Spoken, thought: str) -> None:
+    """Whichever tokens came together: neither those of the reasoning nor the one that ends it all."""
+    spoken.says(ANSWER.replace("Rome has weather.", thought))
+    body = {"input": "How is it?", "include": ["message.output_text.logprobs"]}
+    part = spoken.server.post("/v1/responses", body).json()["output"][1]["content"][0]
+    text = "".join(one["token"] for one in part["logprobs"])
+    assert part["text"] == "It is <|end|> sunny."
+    assert text == f"<|end|><|start|>assistant<|channel|>final<|message|>{part['text']}"
+    told = []
+    for event in spoken.server.stream("/v1/responses", body):
+        if event["type"] == "response.output_text.delta":
+            told += event["logprobs"]
+    assert told == part["logprobs"]
+
+
+def test_a_stream_without_content_has_an_empty_one(spoken: Spoken) -> None:
+    """As the whole answer has, where tools might have been called and none was."""
+    spoken.says(THINK)
+    body = {"messages": ASK, "tools": CHAT_TOOLS, "logprobs": True, "max_tokens": 2}
+    whole = spoken.server.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
+    chunks = list(spoken.server.stream("/v1/chat/completions", body))
+    contents = [chunk["choices"][0]["delta"].get("content") for chunk in chunks]
+    assert (whole, [one for one in contents if one is not None]) == ("", [""])
+
+
 def test_earlier_turns_come_back_in_the_format(spoken: Spoken) -> None:
     """What a client was given goes into the next prompt as the template wants it, in every API."""
     spoken.says(CALLS)

@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.observe.prometheus import ServerMetrics
 from quire.observe.shared_metrics import Numbers
+from quire.outputs import TokenLogprobs
 from quire.process.gc_pauses import IdleCollector
 from quire.sampling_params import SamplingParams
 from quire.server.call_stream import DIRECT_BODY, CallStream
@@ -51,7 +52,7 @@ from quire.server.protocol.responses import ResponsesRequest
 from quire.server.routes.anthropic import MessageWriter
 from quire.server.routes.chat import ChatWriter
 from quire.server.routes.completions import CompletionWriter
-from quire.server.routes.responses import ResponseWriter
+from quire.server.routes.responses import OutputItems, ResponseWriter
 from quire.server.tasks import NextTurn
 from quire.server.workers.messages import Drain, Find, Frames, decode_config, decode_to_worker, encode_config, frame
 from quire.server.workers.relay import WorkerLink, _Request
@@ -155,6 +156,7 @@ events = st.lists(
     st.one_of(
         st.builds(lambda i, t: GenerationEvent(i, t, t, token_ids=(len(t),)), indexes, anything),
         st.builds(lambda i, t: GenerationEvent(i, t, reasoning=t, token_ids=(len(t),)), indexes, anything),
+        st.builds(lambda i: GenerationEvent(i, token_ids=(7,)), indexes),  # half a character, part of a tag
         st.builds(
             lambda i, t: GenerationEvent(i, t, tool_calls=(ToolCallDelta(0, None, None, t),), token_ids=(len(t),)),
             indexes,
@@ -174,6 +176,26 @@ def test_events_told_together_tell_the_same_in_the_same_order(events: list[Gener
     for index in (0, 1):
         told = [one for event in joined if event.index == index for one in _parts(event)]
         assert _runs(told) == _runs([one for event in events if event.index == index for one in _parts(event)])
+
+
+@given(st.lists(st.sampled_from(["reasoning", "content", "nothing"]), max_size=9))
+def test_tokens_told_together_keep_their_logprobs(kinds: list[str]) -> None:
+    """The message of a response has those of its own tokens, however slowly its client reads."""
+    events = []
+    for number, kind in enumerate(kinds):
+        text = "" if kind == "nothing" else str(number)
+        told = {} if kind == "nothing" else {kind: text}
+        logprobs = (TokenLogprobs(number, -1.0, 1, text.encode(), ()),)
+        events.append(GenerationEvent(0, text, **told, token_ids=(number,), logprobs=logprobs))
+
+    def items(told: list[GenerationEvent]) -> list[dict[str, Any]]:
+        written = OutputItems(True, {})
+        for event in told:
+            list(written.take(event))
+        list(written.finish("stop"))
+        return [{**item, "id": ""} for item in written.items]
+
+    assert items(join_events(events)) == items(events)
 
 
 def _parts(event: GenerationEvent) -> list[tuple[str, str]]:
@@ -500,6 +522,7 @@ import sys, os, signal
 from pathlib import Path
 from quire.observe.prometheus import ServerMetrics
 from quire.observe.shared_metrics import Numbers
+from quire.outputs import TokenLogprobs
 metrics = ServerMetrics("m", numbers=Numbers(Path(sys.argv[1])))
 for _ in range(1000):
     metrics.tokens(2, 0.02, False)

@@ -49,6 +49,10 @@ def name_request(request: Request, request_id: str | None) -> str:
     return str(request.state.request_id)
 
 
+_NEUTRAL = {"length_penalty": 1.0}
+"""Of fields that are not supported, what asks for nothing, where that is not nothing."""
+
+
 def new_id(prefix: str) -> str:
     """`prefix` with its separator: "chatcmpl-", "msg_"."""
     return prefix + secrets.token_hex(12)
@@ -122,7 +126,7 @@ def refuse_unsupported(value: BaseModel, prefix: str = "") -> None:
     for name in list(extra):
         if name not in unsupported:
             continue
-        if extra[name] in (None, False, [], {}, ""):
+        if extra[name] in (None, False, [], {}, "") or extra[name] == _NEUTRAL.get(name):
             del extra[name]
             continue
         raise InvalidRequestError(f"{prefix}{name}", f"is not supported: {unsupported[name]}")

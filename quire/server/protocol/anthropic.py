@@ -239,7 +239,7 @@ class MessagesRequest(CountTokensRequest, sampling.TokenChoice, common.ApiReques
     stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=1)
     n: Literal[1] | None = None
-    top_k: int | None = Field(None, ge=0)  # type: ignore[assignment]  # null is allowed here
+    top_k: int | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
     output_format: OutputFormat | None = None
     """The former name of `output_config.format`."""

@@ -53,6 +53,7 @@ class ChatCompletionRequest(sampling.SamplingFields):
         "echo": "use the completions API",
         "best_of": "use the completions API",
         "suffix": "the model continues texts, it does not fill gaps",
+        "add_special_tokens": "the chat template writes those that the model wants",
     }
 
     messages: list[dict[str, Any]] = Field(min_length=1, max_length=common.MAX_MESSAGES)

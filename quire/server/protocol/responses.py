@@ -103,6 +103,7 @@ class ResponsesRequest(sampling.TokenChoice, common.ApiRequest):
         "conversation": "go on with previous_response_id, or send the whole conversation as input",
         "prompt": "there are no stored prompts: send the text as input",
         "max_tool_calls": "no tools run here: calls are returned to you",
+        "previous_input_messages": "send the whole conversation as input",
     }
 
     input: Annotated[

@@ -22,12 +22,12 @@ class TokenChoice(ConstraintFields):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, float] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    top_k: int = Field(0, ge=-1)
-    """0 or -1: all."""
-    min_p: float = Field(0.0, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    """0 or -1: all. That, the next one and the repetition penalty may be null, as in vLLM."""
+    min_p: float | None = Field(None, ge=0, le=1)
     typical_p: float = Field(1.0, gt=0, le=1)
     top_n_sigma: float = Field(0.0, ge=0)
-    repetition_penalty: float = Field(1.0, gt=0)
+    repetition_penalty: float | None = Field(None, gt=0)
     no_repeat_ngram_size: int = Field(0, ge=0)
     dry_multiplier: float = Field(0.0, ge=0)
     dry_base: float = Field(1.75, ge=1)
@@ -110,6 +110,15 @@ UNSUPPORTED: Mapping[str, str] = {
     "lora_request": "there are no adapters",
     "thinking_token_budget": "limit the length of the whole answer",
     "stop_regex": "stop at texts or tokens",
+    **dict.fromkeys(
+        (
+            "repetition_detection",
+            "max_repetition_pattern_size",
+            "min_repetition_pattern_size",
+            "repetition_min_count",
+        ),
+        "no answer is ended for repeating itself: punish it by dry_multiplier or no_repeat_ngram_size",
+    ),
     "chat_template": NO_TEMPLATES,
 }
 """In every API for text."""

@@ -67,6 +67,7 @@ class StructuredOutputs(Body):
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
         "structural_tag": "use tools or a grammar",
         "whitespace_pattern": "write the white space into a regex or grammar",
+        "disable_any_whitespace": "write the white space into a regex or grammar",
     }
 
     json_: str | dict[str, Any] | None = Field(None, alias="json")

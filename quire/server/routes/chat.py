@@ -24,6 +24,8 @@ class ChatWriter(ChoicesWriter[ChatCompletionRequest]):
         self.shows_reasoning = bool(self.body.include_reasoning)
         self._begun: set[int] = set()
         """Choices that something was said of."""
+        self._contentless: set[int] = set()
+        """Those of them that have no content, and no calls yet."""
 
     def text_choice(self, index: int, text: str, is_reasoning: bool) -> dict[str, Any]:
         delta = {"reasoning_content" if is_reasoning else "content": text}
@@ -38,6 +40,10 @@ class ChatWriter(ChoicesWriter[ChatCompletionRequest]):
             return
         if event.index not in self._begun:
             yield self._first_chunk(event)
+        if event.content or event.tool_calls:
+            self._contentless.discard(event.index)
+        elif event.finish_reason is not None and event.index in self._contentless:
+            delta["content"] = ""  # as a whole answer has it
         choice = self._choice(event, "delta", delta, self._logprobs(event.logprobs) if event.logprobs else None)
         if event.finish_reason is None:
             del choice["stop_reason"]
@@ -71,6 +77,8 @@ class ChatWriter(ChoicesWriter[ChatCompletionRequest]):
         may_call = plan is not None and bool(plan.tools)
         delta = {"role": "assistant", "content": "" if is_text or not (event.tool_calls or may_call) else None}
         first = {"index": event.index, "delta": delta, "logprobs": None, "finish_reason": None}
+        if delta["content"] is None:
+            self._contentless.add(event.index)
         more = {} if self._begun else self._prompt_tokens()
         self._begun.add(event.index)
         self.begun(event.index)
