@@ -46,6 +46,9 @@ struct fp8 {  // e4m3: a sign, 4 bits of exponent, 3 of mantissa; no infinity
 
 inline Vec splat(float value) { return value - Vec{}; }  // minus zero, which changes no number and costs nothing
 
+#if !defined(__FMA__) && !defined(__aarch64__)
+__attribute__((noinline))  // its calls in every unrolled loop would make compiling take three times as long
+#endif
 inline Vec fma(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
