@@ -20,7 +20,7 @@ _VALUES_AT_ONCE = 4096
 _WRITTEN_AT_ONCE = 64 * 1024
 """Bytes."""
 _LINE_ENDS = [(char.encode(), b"\\u%04x" % ord(char)) for char in "\x85\u2028\u2029"]
-"""Those that JSON does not want to be escaped."""
+"""Characters that end a line for Python, but may stand in JSON as they are; and their escapes."""
 
 
 class JsonResponse(Response):
@@ -104,7 +104,7 @@ def _joined(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def one_line(body: object) -> bytes:
-    """JSON on what is one line to `str.splitlines`, and so to httpx's `iter_lines`, too."""
+    """JSON that is a single line for `str.splitlines`, which httpx's `iter_lines` uses, too."""
     written = _encode(body)
     if not written.isascii():
         for char, escaped in _LINE_ENDS:

@@ -190,29 +190,8 @@ def test_a_config_that_says_how_weights_are_quantised(tmp_path: Path) -> None:
 
 
 def test_experts_in_mxfp4_as_gpt_oss_has_them(tmp_path: Path) -> None:
-    config: dict[str, Any] = {
-        "architectures": ["GptOssForCausalLM"],
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "vocab_size": 201_088,
-        "max_position_embeddings": 131_072,
-        "num_local_experts": 32,
-        "num_experts_per_tok": 4,
-        "sliding_window": 128,
-        "layer_types": ["sliding_attention", "full_attention"] * 12,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "quantization_config": {
-            "quant_method": "mxfp4",
-            "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
-        },
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    model = open_planned(str(tmp_path))
+    plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
+    model = with_quantization(tmp_path, "gpt-oss-20b", {"quant_method": "mxfp4", "modules_to_not_convert": plain})
     forms = named(model, H200)
     assert list(forms) == ["as stored (MXFP4)", "bfloat16 (expanded)"]
     # 19.1 billion numbers in experts at 5 bits, 1.8 billion others at 16.

@@ -32,6 +32,8 @@ _MOST_VALUES = 200_000
 """Making more would keep everybody else waiting: the parser holds the interpreter's lock all the while."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _MOST_IGNORED = 1000
+_NEUTRAL = {"length_penalty": 1.0}
+"""Values with which a field that is not supported changes nothing, besides null, false and empty ones."""
 
 
 def request_id_of(headers: Mapping[bytes, bytes] | list[tuple[bytes, bytes]]) -> str:
@@ -47,10 +49,6 @@ def name_request(request: Request, request_id: str | None) -> str:
     if request_id is not None and "x-request-id" not in request.headers and _REQUEST_ID.fullmatch(request_id):
         request.state.request_id = request_id
     return str(request.state.request_id)
-
-
-_NEUTRAL = {"length_penalty": 1.0}
-"""Of fields that are not supported, what asks for nothing, where that is not nothing."""
 
 
 def new_id(prefix: str) -> str:

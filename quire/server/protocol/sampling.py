@@ -23,7 +23,7 @@ class TokenChoice(ConstraintFields):
     logit_bias: dict[str, float] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     top_k: int | None = Field(None, ge=-1)
-    """0 or -1: all. That, the next one and the repetition penalty may be null, as in vLLM."""
+    """0 or -1: all. `top_k`, `min_p` and `repetition_penalty` may be null, as in vLLM."""
     min_p: float | None = Field(None, ge=0, le=1)
     typical_p: float = Field(1.0, gt=0, le=1)
     top_n_sigma: float = Field(0.0, ge=0)
