@@ -44,7 +44,7 @@ def states(verdict: Verdict) -> dict[str, str]:
 
 
 def test_a_sound_engine_has_no_difference() -> None:
-    verdict = verify(LoadedModel(make_model(CPU)), 60.0, max_rounds=1)
+    verdict = verify(LoadedModel(make_model(CPU)), 600.0, max_rounds=1)
     assert set(states(verdict).values()) == {"equal"}
     assert verdict.is_exact
     assert verdict.smallest is None
@@ -65,7 +65,7 @@ class BatchedSums(ReferenceKernels):
 
 
 def test_sums_that_depend_on_the_batch_show_in_batches() -> None:
-    verdict = verify(LoadedModel(make_model(BatchedSums())), 60.0, max_rounds=1, shrink_seconds=3.0)
+    verdict = verify(LoadedModel(make_model(BatchedSums())), 600.0, max_rounds=1, shrink_seconds=60.0)
     found = states(verdict)
     assert found["repeated"] == found["seeds"] == "equal"
     assert found["together"] == found["chunks"] == found["scored again"] == "different"
@@ -86,7 +86,7 @@ def test_a_prefix_cache_that_gives_a_neighbours_block_shows_there(monkeypatch: p
         return Admission(**fields)
 
     monkeypatch.setattr(scheduler, "Admission", admit)
-    verdict = verify(LoadedModel(make_model(CPU)), 60.0, max_rounds=1, shrink_seconds=3.0)
+    verdict = verify(LoadedModel(make_model(CPU)), 600.0, max_rounds=1, shrink_seconds=60.0)
     different = {name for name, state in states(verdict).items() if state == "different"}
     assert "prefix cache" in different
     assert different <= {"prefix cache", "swapped"}  # the two that have a cache
@@ -101,7 +101,7 @@ def test_a_sampler_that_draws_its_own_chance_shows_when_repeated(monkeypatch: py
         return source.integers(-(2**31), 2**31, (len(seeds), 2), dtype=np.int32)
 
     monkeypatch.setattr(sampler, "noise_keys", keys)
-    verdict = verify(LoadedModel(make_model(CPU)), 60.0, max_rounds=1, shrink_seconds=3.0)
+    verdict = verify(LoadedModel(make_model(CPU)), 600.0, max_rounds=1, shrink_seconds=60.0)
     assert states(verdict)["repeated"] == "different"
     assert verdict.smallest_axis == "repeated"
     assert verdict.smallest is not None
@@ -118,7 +118,7 @@ def test_a_sampler_that_ignores_the_seed_shows_among_seeds(monkeypatch: pytest.M
         rows.seeds.zero_()  # which kernels read that draw by themselves
 
     monkeypatch.setattr(RequestRows, "apply", forget_seeds)
-    verdict = verify(LoadedModel(make_model(CPU)), 60.0, max_rounds=1, shrink_seconds=0.1)
+    verdict = verify(LoadedModel(make_model(CPU)), 600.0, max_rounds=1, shrink_seconds=0.1)
     found = states(verdict)
     assert found.pop("seeds") == "different"
     assert set(found.values()) == {"equal"}
@@ -132,7 +132,7 @@ def test_an_axis_that_breaks_is_a_difference() -> None:
 
             return [Axis("rows", "", fail), Axis("chips", "", fail, "there is one"), *super().axes()[:1]]
 
-    verdict = verify(Breaking(make_model(CPU)), 60.0, max_rounds=1, shrink_seconds=0.1)
+    verdict = verify(Breaking(make_model(CPU)), 600.0, max_rounds=1, shrink_seconds=0.1)
     assert [axis.state for axis in verdict.axes] == ["different", "not applicable", "equal"]
     assert verdict.axes[0].first is not None
     assert verdict.axes[0].first.got == "EngineError: three are too many"
@@ -146,7 +146,7 @@ def test_what_did_not_happen_or_was_not_reached_proves_nothing() -> None:
 
             return [Axis("preempted", "", idle)]
 
-    verdict = verify(Idle(make_model(CPU)), 60.0, max_rounds=1)
+    verdict = verify(Idle(make_model(CPU)), 600.0, max_rounds=1)
     assert verdict.axes[0].state == "did not happen"
     assert not verdict.is_exact
     assert "preempted could not be tried" in summary(verdict)
