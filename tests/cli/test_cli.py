@@ -150,7 +150,7 @@ def test_ctrl_c_ends_cleanly(smollm2_gguf: Path) -> None:
     assert process.stdout.read(1)  # the answer has begun
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in errors
 

@@ -71,12 +71,12 @@ def test_explosive_grammars_end_within_the_limit(compiler: GrammarCompiler) -> N
     started = time.process_time(), time.monotonic()
     with pytest.raises(InvalidRequestError, match="takes over"):
         compiler.compile(explosive)
-    assert time.monotonic() - started[1] < limits.COMPILE_WALL_SECONDS + 5
+    assert time.monotonic() - started[1] < limits.COMPILE_WALL_SECONDS + 30
     assert time.process_time() - started[0] < 1, "the work is not done in this process"
     started = time.process_time(), time.monotonic()
     with pytest.raises(InvalidRequestError, match="takes over"):
         compiler.compile(explosive)
-    assert time.monotonic() - started[1] < 0.5, "a refusal is remembered"
+    assert time.monotonic() - started[1] < limits.COMPILE_WALL_SECONDS / 2, "a refusal is remembered"
 
 
 GOOD: dict[str, StructuredOutput] = {

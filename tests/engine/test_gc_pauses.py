@@ -207,9 +207,9 @@ def test_an_idle_engine_process_collects_garbage_once_a_minute(monkeypatch: pyte
                 del garbage
                 thread = threading.Thread(target=loop.run, args=(engine,))
                 thread.start()
-                assert collected.wait(30)
+                assert collected.wait(60)
             finally:
                 gc.enable()
                 commands.send(encode(Shutdown()))
-                thread.join(30)
+                thread.join(60)
             assert not thread.is_alive()

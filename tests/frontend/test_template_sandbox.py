@@ -88,7 +88,7 @@ def test_a_template_that_asks_for_too_much_is_stopped(source: str, monkeypatch: 
     with pytest.raises(TemplateError, match=r"was stopped: it") as caught:
         ChatTemplate(source).render(DIALOGUE)
     # Anything unbounded here would take hours or all memory.
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__
 

@@ -35,8 +35,10 @@ the largest bodies leave behind."""
 CANARY = {"prompt": "The capital of France is", "max_tokens": 8, "ignore_eos": True}
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 20.0, what: str = "it") -> Any:
-    """The condition's first true value. Who waits longer asks less often: asking takes time from what is waited for."""
+def wait_for(condition: Callable[[], Any], what: str = "it", seconds: float = 120.0) -> Any:
+    """The condition's first true value. Who waits longer asks less often: asking takes time from what is waited for.
+    The time is for machines that have much else to do: a test that wants something to be quick has to look at
+    something else than a clock."""
     start = time.monotonic()
     while (waited := time.monotonic() - start) < seconds:
         value = condition()
@@ -44,6 +46,15 @@ def wait_for(condition: Callable[[], Any], seconds: float = 20.0, what: str = "i
             return value
         time.sleep(min(0.02 + waited / 10, 0.25))
     raise AssertionError(f"waited {seconds} s for {what}")
+
+
+def send(server: Server, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:
+    """A request on a connection of its own; closing that is leaving."""
+    data = json.dumps(body).encode()
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n"
+    connection.sendall(head.encode() + b"\r\n" + data)
+    return connection
 
 
 def free_port() -> int:
@@ -88,7 +99,7 @@ class Server:
     def __enter__(self) -> Self:
         self.begin()
         try:
-            wait_for(self._is_up, 120, "the server")
+            wait_for(self._is_up, "the server")
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -106,7 +117,7 @@ class Server:
                 self.process.send_signal(signal.SIGTERM)
                 time.sleep(0.05)
             try:
-                self.process.wait(10)
+                self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
@@ -190,13 +201,13 @@ class Server:
 
     def assert_sound(self) -> None:
         """What HARDENING asks after every case."""
-        wait_for(lambda: self.health() == 200, 60, "health")
+        wait_for(lambda: self.health() == 200, "health")
         if not self.baseline:
             self.baseline = self.canary()
             assert len(self.baseline) == 8
             self._memory = self.memory()
         assert self.canary() == self.baseline
-        wait_for(lambda: self.is_idle, 10, "all blocks to be free")
+        wait_for(lambda: self.is_idle, "all blocks to be free")
         for now, before in zip(self.memory(), self._memory, strict=True):
             assert now < before + MEMORY_ROOM, f"{before} KiB have become {now}"
 

@@ -130,7 +130,7 @@ def raw_status(server: Server, request_line: str, *headers: str) -> int:
     context = ssl.create_default_context(cafile=str(certificate))
     lines = [f"{request_line} HTTP/1.1", *(headers or ("host: 127.0.0.1",)), "connection: close", "", ""]
     with (
-        socket.create_connection(("127.0.0.1", server.port), timeout=20) as plain,
+        socket.create_connection(("127.0.0.1", server.port), timeout=60) as plain,
         context.wrap_socket(plain, server_hostname="127.0.0.1") as connection,
     ):
         connection.sendall("\r\n".join(lines).encode("latin-1"))

@@ -242,8 +242,10 @@ def test_what_has_no_meaning_here_is_named_in_a_header(server: Server) -> None:
 
 
 def test_a_client_that_leaves_ends_its_message(server: Server) -> None:
+    lost_before = server.metric("quire_answers_not_finished_total")
     stream = server.stream("/v1/messages", body_of(max_tokens=900, messages=[{"role": "user", "content": "Count."}]))
     for _ in range(6):
         next(stream)
     stream.close()  # type: ignore[attr-defined]
-    wait_for(lambda: server.is_idle, 10, "the engine to be idle")
+    wait_for(lambda: server.is_idle, "the engine to be idle")
+    assert server.metric("quire_answers_not_finished_total") > lost_before

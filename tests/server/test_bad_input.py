@@ -283,7 +283,7 @@ def test_hostile_grammars_hurt_nobody_else(server: Server, fields: dict[str, Any
     thread = threading.Thread(target=beside)
     thread.start()
     response = server.post(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 4, "temperature": 0, **fields})
-    thread.join(30)
+    thread.join(60)
     assert finished
     if field is not None:
         error_of(response, 400, field)
@@ -369,7 +369,7 @@ def test_bodies_that_are_too_large_and_others_meanwhile(server: Server) -> None:
         assert server.post(COMPLETIONS, body).status_code == 400
         assert served[0] > before
     stop.set()
-    thread.join(10)
+    thread.join(60)
 
 
 def test_nothing_there_and_wrong_methods(server: Server) -> None:

@@ -58,7 +58,7 @@ def ended(client: Any, batch_id: str, status: str) -> Any:
         assert batch.status in (status, "validating", "in_progress", "cancelling"), batch
         return batch if batch.status == status else None
 
-    return wait_for(look, 90, f"the batch to be {status}")
+    return wait_for(look, f"the batch to be {status}")
 
 
 def lines_of(client: Any, file_id: str | None) -> list[dict[str, Any]]:
@@ -72,10 +72,10 @@ def test_a_batch_from_upload_to_answers_over_a_restart(small_model: str, tmp_pat
     with Server(**options) as server, client_of(server) as client:
         batch_id = begin(client, requests(60, 120))
         work = tmp_path / "batches" / "work" / f"{batch_id}.part"
-        wait_for(lambda: work.exists() and work.read_bytes().count(b"\n") >= 3, 60, "some answers")
+        wait_for(lambda: work.exists() and work.read_bytes().count(b"\n") >= 3, "some answers")
         started = time.monotonic()
         assert server.complete(prompt="live", max_tokens=3)["choices"]
-        assert time.monotonic() - started < 20
+        assert time.monotonic() - started < 60
         assert client.batches.retrieve(batch_id).status == "in_progress"
         assert server.process is not None
         server.process.send_signal(signal.SIGKILL)

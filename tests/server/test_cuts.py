@@ -82,7 +82,7 @@ class Cut:
         self._tokens_before = server.metric("vllm:generation_tokens_total")
         data = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        self._connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+        self._connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
         self._connection.sendall(head.encode() + b"content-length: %d\r\n\r\n" % len(data) + data)
 
     def leave(self) -> None:

@@ -101,7 +101,7 @@ def kill_without_folder(server: ScriptedServer) -> None:
     server.temporary.rename(away)
     os.kill(server.engine_pid, signal.SIGKILL)
     failed = "could not be started"
-    wait_for(lambda: failed in server.log or server.process is None or server.process.poll() is not None, PATIENCE)
+    wait_for(lambda: failed in server.log or server.process is None or server.process.poll() is not None)
     shutil.rmtree(away)
     server.temporary.mkdir()
 
@@ -202,25 +202,25 @@ def at_phase(
     server.begin()
     try:
         if phase == "loading":
-            wait_for(lambda: server.is_engine_here, PATIENCE, "the engine process")
+            wait_for(lambda: server.is_engine_here, "the engine process")
             yield server, None
             return
-        wait_for(server._is_up, PATIENCE, "the server")
+        wait_for(server._is_up, "the server")
         work = None
         if phase == "loading again":
             server.order("loading")
             old = server.engine_pid
             os.kill(old, signal.SIGKILL)
-            wait_for(lambda: server.engine not in (old, None) and server.is_engine_here, PATIENCE, "another one")
+            wait_for(lambda: server.engine not in (old, None) and server.is_engine_here, "another one")
         elif phase == "prompt":
             work = InFlight(server, PROMPT)
-            wait_for(lambda: server.metric("vllm:num_requests_running") == 1, PATIENCE, "the request")
+            wait_for(lambda: server.metric("vllm:num_requests_running") == 1, "the request")
         elif phase in ("streaming", "draining"):
             work = InFlight(server, STREAM)
-            wait_for(lambda: "data:" in work.text, PATIENCE, "the first token")
+            wait_for(lambda: "data:" in work.text, "the first token")
         if phase == "draining":
             signal_server(signal.SIGTERM)(server)
-            wait_for(lambda: "no new requests" in server.log, PATIENCE, "the signal")
+            wait_for(lambda: "no new requests" in server.log, "the signal")
         yield server, work
     finally:
         server.__exit__(None, None, None)
@@ -235,7 +235,7 @@ def try_fault(name: str, phase: Phase, model: str, folder: Path) -> None:
         if phase == "idle" and "no sign of life" in fault.in_log:
             work = InFlight(server, PROMPT)  # only who has work is expected to say something
         if fault.ending == "lost":
-            wait_for(lambda: fault.in_log in server.log, PATIENCE, fault.in_log)
+            wait_for(lambda: fault.in_log in server.log, fault.in_log)
         if phase in ("loading", "loading again"):
             server.order("")
         elif fault.ending != "lost":
@@ -246,13 +246,13 @@ def try_fault(name: str, phase: Phase, model: str, folder: Path) -> None:
             code = server.process.wait(PATIENCE)
             assert code == expected_code(fault.ending, phase, name), f"status {code}"
         else:
-            wait_for(lambda: server.health() == 200, PATIENCE, "health")
+            wait_for(lambda: server.health() == 200, "health")
             assert server.complete(prompt="ab", max_tokens=3)["usage"]["completion_tokens"] == 3
-            wait_for(lambda: server.metric("vllm:num_requests_running") == 0, PATIENCE, "an idle server")
+            wait_for(lambda: server.metric("vllm:num_requests_running") == 0, "an idle server")
             engine = server.engine_pid
             server.process.send_signal(signal.SIGTERM)
             assert server.process.wait(PATIENCE) == 0
-            wait_for(lambda: not Path(f"/proc/{engine}/cmdline").exists(), PATIENCE, "the engine's end")
+            wait_for(lambda: not Path(f"/proc/{engine}/cmdline").exists(), "the engine's end")
         assert "Task exception was never retrieved" not in server.log
     assert list(folder.iterdir()) == [], "something is left behind"
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +12,7 @@ import httpx
 import pytest
 
 from tests.server.faulty_engine import SECRET
-from tests.server.harness import SMALL_ENGINE, Server, error_of, wait_for
+from tests.server.harness import SMALL_ENGINE, Server, error_of, send, wait_for
 
 LONG = {"prompt": "Count: 1, 2, 3,", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
 COMPLETIONS = "/v1/completions"
@@ -58,7 +56,7 @@ class Background:
             self.result = error
 
     def wait(self) -> Any:
-        self._thread.join(40)
+        self._thread.join(60)
         assert not self._thread.is_alive()
         return self.result
 
@@ -186,20 +184,9 @@ def test_a_client_leaves(server: Server, when: str, fields: dict[str, Any], stre
     with send(server, {**LONG, "stream": stream, **fields}):
         if when != "at once":
             wait_for(lambda: server.metric("vllm:num_requests_running") > 0, what="the request")
-    wait_for(lambda: server.is_idle, 15, "its end")
+    wait_for(lambda: server.is_idle, "its end")
     if when != "at once":
         assert server.metric("quire_answers_not_finished_total") > lost_before
-
-
-def send(server: Server, body: dict[str, Any]) -> socket.socket:
-    """A request on a connection of its own; closing that is leaving."""
-    data = json.dumps(body).encode()
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
-    head = (
-        f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n"
-    )
-    connection.sendall(head.encode() + b"\r\n" + data)
-    return connection
 
 
 def test_clients_leave_in_the_queue(server: Server) -> None:
@@ -208,7 +195,7 @@ def test_clients_leave_in_the_queue(server: Server) -> None:
     wait_for(lambda: server.metric("vllm:num_requests_waiting") == 8, what="a queue")
     for connection in connections:
         connection.close()
-    wait_for(lambda: server.is_idle, 20, "their end")
+    wait_for(lambda: server.is_idle, "their end")
 
 
 def test_a_deadline_ends_a_request(server: Server) -> None:

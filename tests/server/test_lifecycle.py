@@ -62,11 +62,11 @@ def test_sigterm_lets_requests_end_and_takes_no_new_ones(server: Server) -> None
     server.process.send_signal(signal.SIGTERM)
     wait_for(lambda: "no new requests" in server.log, what="the signal")
     wait_for(lambda: server.health() == 0, what="the closed door")
-    thread.join(30)
+    thread.join(60)
     assert events[-1]["choices"][0]["finish_reason"] == "length"
-    assert server.process.wait(20) == 0
+    assert server.process.wait(60) == 0
     wait_for(lambda: not is_alive(pid), what="the engine's end")
-    watcher.join(20)
+    watcher.join(60)
     assert not watcher.is_alive()
 
 
@@ -77,9 +77,9 @@ def test_a_second_sigterm_ends_at_once(server: Server) -> None:
     server.process.send_signal(signal.SIGTERM)
     wait_for(lambda: "no new requests" in server.log, what="the signal")
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(20) == 128 + signal.SIGTERM
+    assert server.process.wait(60) == 128 + signal.SIGTERM
     wait_for(lambda: not is_alive(pid), what="the engine's end")
-    thread.join(20)
+    thread.join(60)
     assert not thread.is_alive()
     assert events[-1]["error"]["code"] == "shutting_down"
     assert "Traceback" not in server.log
@@ -178,7 +178,7 @@ def test_the_command_line_serves(tmp_path: Path, smollm2_gguf: Path) -> None:
             [sys.executable, "-c", code, *arguments], cwd=ROOT, env=environment, stderr=file, stdout=file
         )
     try:
-        wait_for(lambda: "serving small at" in log.read_text() or process.poll() is not None, 60, "the server")
+        wait_for(lambda: "serving small at" in log.read_text() or process.poll() is not None, "the server")
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", verify=False) as client:
             for key, status in {"from-flag": 200, "from-file": 200, "from-env": 200, "two": 200, "other": 401}.items():
                 response = client.get("/v1/models", headers={"authorization": f"Bearer {key}"})
@@ -191,7 +191,7 @@ def test_the_command_line_serves(tmp_path: Path, smollm2_gguf: Path) -> None:
         assert has_torch == [False, True]
     finally:
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     lines = [json.loads(line) for line in log.read_text().splitlines() if line.strip()]
     requests = [line for line in lines if line["message"] == "request"]
     assert {line["status"] for line in requests} == {200, 401, 404}

@@ -67,7 +67,7 @@ def server(small_model: str) -> Iterator[Server]:
         server.complete(prompt=["a b c " * 20, "d"], n=2, temperature=1.0, seed=1, max_tokens=3, ignore_eos=True)
         server.complete(prompt="a b c " * 20, max_tokens=7, ignore_eos=True)
         assert server.post("/v1/completions", {"prompt": ""}).status_code == 400
-        wait_for(lambda: server.is_idle, 10, "the last numbers")
+        wait_for(lambda: server.is_idle, "the last numbers")
         yield server
 
 

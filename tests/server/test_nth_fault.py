@@ -88,7 +88,7 @@ def every_command(server: Server) -> Outcome:
             next(response.iter_lines())
     except httpx.TransportError:
         outcome.append(ERROR)
-    wait_for(lambda: server.is_idle, 60, "the end of what was aborted")
+    wait_for(lambda: server.is_idle, "the end of what was aborted")
     server.get(f"/v1/requests/{request_id}")
     return outcome
 
@@ -118,7 +118,7 @@ def test_the_nth_fails(server: Server, fault: str, operation: Callable[[Server],
         found, is_met = attempt(server, f"{fault} {n}", operation)
         assert found == expected or (is_met and ERROR in found)
         if is_met and is_replaced:
-            wait_for(partial(is_restarted, server, restarts), 60, "a new engine")
+            wait_for(partial(is_restarted, server, restarts), "a new engine")
         server.assert_sound()
         if not is_met:
             assert n > 1, "nothing was tried"

@@ -143,7 +143,7 @@ def test_stop(page: Any, gate: Gate, shared_small_server: Server) -> None:
     gate.when_said(10_000, hold)
     try:
         answer = ask(page, "At length, please.", schema=LONG)
-        assert held.wait(30)
+        assert held.wait(60)
         expect(answer.locator(".text").last).to_have_text(re.compile(r".{20}", re.DOTALL))
         page.click("#stop")
         expect(page.locator("#talk-status")).to_contain_text("Stopped after")

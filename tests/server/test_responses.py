@@ -243,8 +243,10 @@ def test_what_has_no_meaning_here_is_named_in_a_header(server: Server) -> None:
 
 
 def test_a_client_that_leaves_ends_its_response(server: Server) -> None:
+    lost_before = server.metric("quire_answers_not_finished_total")
     stream = server.stream("/v1/responses", {"input": "Count to 1000.", "max_output_tokens": 900})
     for _ in range(6):
         next(stream)
     stream.close()  # type: ignore[attr-defined]
-    wait_for(lambda: server.is_idle, 10, "the engine to be idle")
+    wait_for(lambda: server.is_idle, "the engine to be idle")
+    assert server.metric("quire_answers_not_finished_total") > lost_before

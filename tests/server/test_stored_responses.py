@@ -234,7 +234,7 @@ def test_streams_are_stored_however_they_end(scripted: Server) -> None:
         next(broken)
     assert scripted.get(f"{RESPONSES}/{begun['id']}").status_code == 404  # it is stored when it is over
     broken.close()  # type: ignore[attr-defined]
-    wait_for(lambda: scripted.get(f"{RESPONSES}/{begun['id']}").status_code == 200, 10, "the end to be stored")
+    wait_for(lambda: scripted.get(f"{RESPONSES}/{begun['id']}").status_code == 200, "the end to be stored")
     cancelled = scripted.get(f"{RESPONSES}/{begun['id']}").json()
     assert (cancelled["status"], cancelled["output"][0]["status"]) == ("cancelled", "incomplete")
     message = error_of(scripted.post(RESPONSES, {"input": "on", "previous_response_id": begun["id"]}), 400)

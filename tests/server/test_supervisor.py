@@ -110,7 +110,7 @@ def supervise(monkeypatch: pytest.MonkeyPatch, links: Links) -> tuple[EngineClie
         client = EngineClient(ServerConfig(), ServerMetrics("m"), lambda: given_up.append(client.state))
         await client.start()
         client.add(AddRequest("r", pack_tokens((1,)), {}, 0), ["r"], listener)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not given_up and (client.state != "ready" or links.starts == 1):
                 await asyncio.sleep(0.001)
         state = client.state

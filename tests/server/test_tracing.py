@@ -226,8 +226,8 @@ def test_spans_reach_a_collector(small_model: str, collector: tuple[str, list[tu
         server.complete(prompt="Hello", max_tokens=3, ignore_eos=True)
         assert server.process is not None
         server.process.terminate()
-        assert server.process.wait(30) == 0
-    wait_for(lambda: bodies, 5, "spans")
+        assert server.process.wait(60) == 0
+    wait_for(lambda: bodies, "spans")
     names: list[str] = []
     services = set()
     for path, body in bodies:

@@ -106,11 +106,11 @@ def test_limits_hold_over_all_workers(server: WorkersServer) -> None:
         refusal.read()
         assert f"{ROWS + QUEUE} answers are running or waiting" in error_of(refusal, 429)
         streams[0][0].close()  # whoever leaves makes room, whichever worker it had
-        wait_for(lambda: server.post("/v1/completions", completion(1)).status_code == 200, 10, "room")
+        wait_for(lambda: server.post("/v1/completions", completion(1)).status_code == 200, "room")
     finally:
         for client, _ in streams:
             client.close()
-    wait_for(lambda: server.is_idle, 10, "all to be gone")
+    wait_for(lambda: server.is_idle, "all to be gone")
 
 
 def test_keys_are_asked_for_by_all(server: WorkersServer) -> None:
@@ -160,7 +160,7 @@ def test_files_and_batches_go_through_any_worker(server: WorkersServer) -> None:
         file = client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("a.jsonl", data)}).json()
         batch = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
         name = client.post("/v1/batches", json=batch).json()["id"]
-    done = wait_for(lambda: (b := server.get(f"/v1/batches/{name}").json())["status"] == "completed" and b, 30, "it")
+    done = wait_for(lambda: (b := server.get(f"/v1/batches/{name}").json())["status"] == "completed" and b, "it")
     lines = server.get(f"/v1/files/{done['output_file_id']}/content").text.splitlines()
     assert [json.loads(one)["custom_id"] for one in lines] == ["0", "1", "2"]
     assert httpx.post(server.url + "/v1/files", headers=HEADERS, content=b"x" * 100).status_code == 415
@@ -176,7 +176,7 @@ def test_a_killed_worker_is_replaced(server: WorkersServer) -> None:
     streams = [open_stream(server) for _ in range(8)]
     victim = server.workers[0]
     os.kill(victim, signal.SIGKILL)
-    wait_for(lambda: f"(process {victim}) is gone: killed by SIGKILL" in server.log, 20, "its end to be noticed")
+    wait_for(lambda: f"(process {victim}) is gone: killed by SIGKILL" in server.log, "its end to be noticed")
     told = rf"HTTP worker (\d) \(process {victim}\) is gone: killed by SIGKILL; (\d) answers were lost"
     named = re.search(told, server.log)
     assert named is not None
@@ -194,23 +194,23 @@ def test_a_killed_worker_is_replaced(server: WorkersServer) -> None:
     finally:
         server.fault_file.unlink()
     assert (broken, whole) == (int(named[2]), 8 - int(named[2]))
-    wait_for(lambda: len(server.workers) == 2 and victim not in server.workers, 30, "a new one")
+    wait_for(lambda: len(server.workers) == 2 and victim not in server.workers, "a new one")
     assert server.metric("quire_http_worker_restarts_total") == 1
     assert server.metric("vllm:generation_tokens_total") == counted + 3 * whole
-    wait_for(lambda: server.is_idle, 10, "its requests to be gone")
+    wait_for(lambda: server.is_idle, "its requests to be gone")
     before = server.served_by()[f"worker-{named[1]}"]
 
     def is_back() -> bool:
         assert server.post("/v1/completions", completion(1)).status_code == 200
         return server.served_by()[f"worker-{named[1]}"] > before
 
-    wait_for(is_back, 30, "it to serve")
+    wait_for(is_back, "it to serve")
     # All of its places are free again.
     held = [open_stream(server) for _ in range(ROWS + QUEUE)]
     assert {response.status_code for _, response in held} == {200}
     for client, _ in held:
         client.close()
-    wait_for(lambda: server.is_idle, 10, "them to be gone")
+    wait_for(lambda: server.is_idle, "them to be gone")
 
 
 def test_the_engine_s_end_is_told_through_workers(server: WorkersServer) -> None:
@@ -219,8 +219,8 @@ def test_the_engine_s_end_is_told_through_workers(server: WorkersServer) -> None
     events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
     assert events[-1]["error"]["code"] == "engine_unavailable"
     client.close()
-    wait_for(lambda: server.health() == 200, 30, "a new engine")
-    wait_for(lambda: server.post("/v1/completions", completion(1)).status_code == 200, 10, "workers to know of it")
+    wait_for(lambda: server.health() == 200, "a new engine")
+    wait_for(lambda: server.post("/v1/completions", completion(1)).status_code == 200, "workers to know of it")
 
 
 @pytest.mark.soak
@@ -230,14 +230,14 @@ def test_workers_that_hang_are_replaced_and_all_end_with_the_server(small_model:
         assert server.process is not None
         victim = server.workers[1]
         os.kill(victim, signal.SIGSTOP)
-        wait_for(lambda: "gave no sign of life" in server.log, 20, "it to be noticed")
-        wait_for(lambda: len(server.workers) == 2 and victim not in server.workers, 30, "a new one")
-        wait_for(lambda: server.post("/v1/completions", completion(1)).status_code == 200, 10, "an answer")
+        wait_for(lambda: "gave no sign of life" in server.log, "it to be noticed")
+        wait_for(lambda: len(server.workers) == 2 and victim not in server.workers, "a new one")
+        wait_for(lambda: server.post("/v1/completions", completion(1)).status_code == 200, "an answer")
         workers, engine = server.workers, server.engine_pid
         server.process.kill()
         server.process.wait()
         for pid in (*workers, engine):
-            wait_for(lambda pid=pid: not _runs(pid), 10, "what it started to end")
+            wait_for(lambda pid=pid: not _runs(pid), "what it started to end")
 
 
 def test_workers_end_when_their_requests_have(server: WorkersServer) -> None:
@@ -246,12 +246,12 @@ def test_workers_end_when_their_requests_have(server: WorkersServer) -> None:
     streams = [open_stream(server) for _ in range(4)]
     workers = server.workers
     server.process.send_signal(signal.SIGTERM)
-    wait_for(lambda: "no new requests" in server.log, 10, "the signal")
+    wait_for(lambda: "no new requests" in server.log, "the signal")
     server.fault_file.write_text("release")
     for client, response in streams:
         assert "".join(response.iter_text()).endswith("data: [DONE]\n\n")
         client.close()
-    assert server.process.wait(20) == 0
+    assert server.process.wait(60) == 0
     assert not any(map(_runs, workers))
 
 

@@ -104,13 +104,13 @@ class TestNgrams:
         tokens = [rng.randrange(40_000) for _ in range(100_000)]
         tokens += tokens[500:520]
         index = NgramIndex()
-        began = time.perf_counter()
+        began = time.process_time()
         while not index.extend(tokens, 8192):
             pass
-        built = time.perf_counter()
+        built = time.process_time()
         for _ in range(1000):
             assert index.find(tokens) == 520
-        found = time.perf_counter()
+        found = time.process_time()
         assert built - began < 2.0  # 0.05 s on an idle machine
         assert (found - built) / 1000 < 500e-6  # 5 microseconds
 

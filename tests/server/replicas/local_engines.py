@@ -206,7 +206,7 @@ class LocalServer:
 
     async def all_up(self) -> None:
         """Waits until every engine that was lost is there again."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while any(replica.state != "ready" for replica in self.pool.replicas):
                 await asyncio.sleep(0.001)
 

@@ -169,7 +169,7 @@ class Chaos:
         self.killed["server"] += 1
         self.server.process.kill()
         self.server.process.wait()
-        wait_for(lambda: not any(is_alive(pid) for pid in left), 30, "its processes to end")
+        wait_for(lambda: not any(is_alive(pid) for pid in left), "its processes to end")
         self.server.__enter__()
 
     def processes(self) -> dict[str, list[int]]:
@@ -186,9 +186,9 @@ class Chaos:
     def _check_recovered(self) -> None:
         server, outcomes = self.server, self.outcomes
         print(f"\nkilled {dict(self.killed)}; requests {dict(outcomes)}")
-        wait_for(lambda: server.metric("quire_replica_up") == 2, 90, "both engines")
-        wait_for(lambda: server.is_idle, 30, "all blocks to be free")
-        wait_for(lambda: [len(pids) for pids in self.processes().values()] == [2, 2, 2], 60, "every process")
+        wait_for(lambda: server.metric("quire_replica_up") == 2, "both engines")
+        wait_for(lambda: server.is_idle, "all blocks to be free")
+        wait_for(lambda: [len(pids) for pids in self.processes().values()] == [2, 2], "every process")
         assert asyncio.run(self._undisturbed()) == self.wanted
         assert outcomes["200"] > sum(self.killed.values())
         # Only those whose HTTP process was killed, or the server, are left without an answer or a refusal.

@@ -129,7 +129,7 @@ def test_one_that_never_comes_back_is_done_without(engines: LocalEngines, caplog
         engines.refuses_to_start = True
         engines.kill_at(3)
         assert (await http.post(COMPLETIONS, json=BODY)).status_code == 200
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while "failed" not in [replica.state for replica in server.pool.replicas]:
                 await asyncio.sleep(0.005)
         assert not server.failures
@@ -204,7 +204,7 @@ def test_whoever_leaves_while_nobody_can_compute_is_forgotten(engines: LocalEngi
         kill_everyone(engines, 2)
         engines.refuses_to_start = True
         task = asyncio.create_task(http.post(COMPLETIONS, json=BODY))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not server.pool._stranded:
                 await asyncio.sleep(0)
         (stranded,) = server.pool._stranded
@@ -225,7 +225,7 @@ def test_waiting_for_an_engine_ends(engines: LocalEngines, how: str) -> None:
         kill_everyone(engines, 2)
         engines.refuses_to_start = True
         task = asyncio.create_task(http.post(COMPLETIONS, json=BODY))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not server.pool._stranded:
                 await asyncio.sleep(0)
         if how == "abandon":

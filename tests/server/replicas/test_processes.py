@@ -75,5 +75,5 @@ def kill_and_read(server: Server) -> None:
     for reader in readers:
         reader.join()
     assert found == [list(range(1, COUNT + 1))] * 2
-    assert server.process.wait(20) == 0
+    assert server.process.wait(60) == 0
     wait_for(lambda: not any(is_running(pid) for pid in after))
