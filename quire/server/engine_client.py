@@ -249,10 +249,10 @@ class EngineClient:
 
     async def _serve(self, link: EngineLink) -> str:
         """Why the engine is gone."""
-        async with running(self._read(link), link.wait(), self._watch(link), link.broken()) as tasks:
-            reading, exiting, _, breaking = tasks
-            # Its last words, if it had any, are a better explanation than its exit code, and that is a better one
-            # than our not reaching it.
+        async with running(self._watch(link), self._read(link), link.wait(), link.broken()) as tasks:
+            _, reading, exiting, breaking = tasks
+            # That we killed it is what explains its end. Its last words, if it had any, are a better explanation than
+            # its exit code, and that is a better one than our not reaching it.
             if not exiting.done() and breaking.done():
                 await asyncio.wait((exiting,), timeout=_LAST_WORDS)
             if not reading.done() and exiting.done():

@@ -23,11 +23,11 @@ from tests.long_runs import IS_LONG
 from tests.server.harness import Server, wait_for
 
 COMPLETIONS = "/v1/completions"
-HANG = 2.0
-IMPATIENT = {"stall_seconds": 0.5, "hang_seconds": HANG, "start_seconds": 2 * HANG, "drain_seconds": 90.0}
+HANG, START = 3.0, 8.0
 PATIENT = {"drain_seconds": 90.0}
 """Where nothing hangs, an engine may be as slow as a busy machine makes it."""
-AT_ONCE = 4
+IMPATIENT = PATIENT | {"stall_seconds": 0.5, "hang_seconds": HANG}
+AT_ONCE = 6
 PATIENCE = 90.0
 """Seconds for anything to happen, on a machine that has much else to do."""
 
@@ -41,7 +41,7 @@ class ScriptedServer(Server):
 
     def __init__(self, model: str, folder: Path, limits: dict[str, float]) -> None:
         super().__init__(model=model, engine={}, engine_module="tests.server.scripted_engine", **limits)
-        self.temporary = folder
+        self.temporary, self.limits = folder, limits
         self._environment["TMPDIR"] = str(folder)
 
     def order(self, text: str) -> None:
@@ -90,7 +90,7 @@ def pause_all(server: ScriptedServer) -> None:
     pids = (server.process.pid, server.engine_pid)
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(2.5 * HANG)
+    time.sleep(server.limits.get("start_seconds", HANG) + 1)
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
 
@@ -129,9 +129,10 @@ class Fault:
     ending: Ending = "unharmed"
     in_log: str = ""
 
-    @property
-    def limits(self) -> dict[str, float]:
-        return IMPATIENT if self.apply is pause_all or "no sign of life" in self.in_log else PATIENT
+    def limits(self, phase: Phase) -> dict[str, float]:
+        if self.apply is not pause_all and "no sign of life" not in self.in_log:
+            return PATIENT
+        return IMPATIENT | ({"start_seconds": START} if phase in ("loading", "loading again") else {})
 
 
 FAULTS = {
@@ -229,7 +230,7 @@ def at_phase(
 def try_fault(name: str, phase: Phase, model: str, folder: Path) -> None:
     fault = FAULTS[name]
     folder.mkdir()
-    with at_phase(phase, model, folder, fault.limits) as (server, work):
+    with at_phase(phase, model, folder, fault.limits(phase)) as (server, work):
         assert server.process is not None
         fault.apply(server)
         if phase == "idle" and "no sign of life" in fault.in_log:

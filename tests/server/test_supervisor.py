@@ -85,6 +85,23 @@ class Links:
         pass
 
 
+class HangingLinks(Links):
+    """The first process hangs, and is gone the moment it is killed."""
+
+    def __init__(self) -> None:
+        super().__init__(OSError(), 0)
+        self.killed = asyncio.Event()
+
+    async def wait(self) -> str:
+        if self.starts > 1:
+            return await self.broken()
+        await self.killed.wait()
+        return "killed by SIGKILL"
+
+    async def kill_hung(self) -> None:
+        self.killed.set()
+
+
 class Waiting:
     """Somebody who waits for an answer, and can't even hear that there will be none."""
 
@@ -99,7 +116,7 @@ class Waiting:
         return lambda *args: None
 
 
-def supervise(monkeypatch: pytest.MonkeyPatch, links: Links) -> tuple[EngineClient, list[str], Waiting]:
+def supervise(monkeypatch: pytest.MonkeyPatch, links: Links, **fields: Any) -> tuple[EngineClient, list[str], Waiting]:
     """Runs a client until it has a new engine, or none for good."""
     monkeypatch.setattr(engine_client, "EngineLink", links)
     monkeypatch.setattr(engine_client, "_FIRST_PAUSE", 0.001)
@@ -107,7 +124,7 @@ def supervise(monkeypatch: pytest.MonkeyPatch, links: Links) -> tuple[EngineClie
     listener = Waiting()
 
     async def run() -> EngineClient:
-        client = EngineClient(ServerConfig(), ServerMetrics("m"), lambda: given_up.append(client.state))
+        client = EngineClient(ServerConfig(**fields), ServerMetrics("m"), lambda: given_up.append(client.state))
         await client.start()
         client.add(AddRequest("r", pack_tokens((1,)), {}, 0), ["r"], listener)
         async with asyncio.timeout(60):
@@ -148,6 +165,15 @@ def test_an_event_that_cannot_be_read_costs_the_process_only(monkeypatch: pytest
     links.breaks = RuntimeError("a bug in reading it")
     client, given_up, _ = supervise(monkeypatch, links)
     assert (client.state, given_up, links.starts) == ("ready", [], 2)
+
+
+def test_who_was_killed_for_hanging_is_said_to_have_hung(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not to have been killed, as if by somebody else."""
+    supervise(monkeypatch, HangingLinks(), stall_seconds=0.02, hang_seconds=0.05)
+    assert "is gone: it had work and gave no sign of life" in caplog.text
+    assert "SIGKILL" not in caplog.text
 
 
 def test_a_supervisor_that_fails_itself_ends_the_server(
