@@ -330,7 +330,7 @@ def _run_stream(scenario: Callable[[FakeCall, Connection], Any], most: int, is_s
         task = asyncio.create_task(stream(scope, receive, connection.send))
         await _turns()
         await scenario(call, connection)
-        await asyncio.wait_for(task)
+        await asyncio.wait_for(task, 60)
         return connection
 
     return asyncio.run(run())
