@@ -35,17 +35,20 @@ the largest bodies leave behind."""
 CANARY = {"prompt": "The capital of France is", "max_tokens": 8, "ignore_eos": True}
 
 
-def wait_for(condition: Callable[[], Any], what: str = "it", seconds: float = 120.0) -> Any:
-    """The condition's first true value. Who waits longer asks less often: asking takes time from what is waited for.
-    The time is for machines that have much else to do: a test that wants something to be quick has to look at
-    something else than a clock."""
+PATIENCE = 120.0
+"""Seconds for anything to happen, on a machine that has much else to do: a test that wants something to be quick has to
+look at something else than a clock."""
+
+
+def wait_for(condition: Callable[[], Any], what: str = "it") -> Any:
+    """The condition's first true value. Who waits longer asks less often: asking takes time from what is waited for."""
     start = time.monotonic()
-    while (waited := time.monotonic() - start) < seconds:
+    while (waited := time.monotonic() - start) < PATIENCE:
         value = condition()
         if value:
             return value
         time.sleep(min(0.02 + waited / 10, 0.25))
-    raise AssertionError(f"waited {seconds} s for {what}")
+    raise AssertionError(f"waited {PATIENCE} s for {what}")
 
 
 def send(server: Server, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:

@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from tests.long_runs import IS_LONG
-from tests.server.harness import Server, wait_for
+from tests.server.harness import PATIENCE, Server, wait_for
 
 COMPLETIONS = "/v1/completions"
 HANG, START = 3.0, 8.0
@@ -28,8 +28,6 @@ PATIENT = {"drain_seconds": 90.0}
 """Where nothing hangs, an engine may be as slow as a busy machine makes it."""
 IMPATIENT = PATIENT | {"stall_seconds": 0.5, "hang_seconds": HANG}
 AT_ONCE = 6
-PATIENCE = 90.0
-"""Seconds for anything to happen, on a machine that has much else to do."""
 
 Ending = Literal["lost", "unharmed", "drained"]
 """What a fault does: to the engine, to nobody, or the server ends."""

@@ -188,7 +188,7 @@ class Chaos:
         print(f"\nkilled {dict(self.killed)}; requests {dict(outcomes)}")
         wait_for(lambda: server.metric("quire_replica_up") == 2, "both engines")
         wait_for(lambda: server.is_idle, "all blocks to be free")
-        wait_for(lambda: [len(pids) for pids in self.processes().values()] == [2, 2], "every process")
+        wait_for(lambda: [len(pids) for pids in self.processes().values()] == [2, 2, 2], "every process")
         assert asyncio.run(self._undisturbed()) == self.wanted
         assert outcomes["200"] > sum(self.killed.values())
         # Only those whose HTTP process was killed, or the server, are left without an answer or a refusal.
