@@ -134,13 +134,18 @@ class GenerationService:
         found = self.records.find(name)
         return await self.find_elsewhere(name) if found is None and self.find_elsewhere is not None else found
 
-    async def describe(self, response_id: str, explain: bool = False) -> dict[str, Any] | None:
+    async def describe(self, record: RequestRecord, explain: bool = False) -> dict[str, Any] | None:
         """What the engine's log says about a request. It has to leave its steps for that, so not too often."""
-        async with self._describing:
-            try:
-                return await self.client.describe(response_id, explain)
-            finally:
-                await asyncio.sleep(_DESCRIBE_PAUSE)
+        while True:
+            state = record.state
+            async with self._describing:
+                try:
+                    described = await self.client.describe(record.response_id, explain)
+                finally:
+                    await asyncio.sleep(_DESCRIBE_PAUSE)
+            if record.state == state:
+                return described
+            # It ended meanwhile, say: the record knows that already, and the engine is to tell how.
 
     def _begin_trace(self, request: GenerationRequest, headers: Mapping[str, str]) -> Trace:
         if self.tracing is None:

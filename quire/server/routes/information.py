@@ -62,7 +62,7 @@ async def explain_request(request: Request, request_id: str) -> Response:
     the cache, its chunks and preemptions, and its time in parts that add up to the whole; in words, too (`text`)."""
     service = get_service(request)
     record = await service.find_record(request_id)
-    explanation = None if record is None else await service.describe(record.response_id, explain=True)
+    explanation = None if record is None else await service.describe(record, explain=True)
     if record is None or explanation is None:
         raise ApiError(404, "there is no request of this id, or the step log has forgotten it", code="not_found")
     add_outside(explanation, record)
@@ -77,7 +77,8 @@ async def get_request(request: Request, request_id: str) -> Response:
     record = await service.find_record(request_id)
     if record is None:
         raise ApiError(404, "there is no request of this id, or it was too long ago", code="not_found")
-    return JsonResponse({**record.describe(), "engine": await service.describe(record.response_id)})
+    engine = await service.describe(record)
+    return JsonResponse({**record.describe(), "engine": engine})
 
 
 @router.get("/v1/models", tags=["OpenAI"])

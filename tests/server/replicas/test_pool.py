@@ -85,6 +85,29 @@ def test_requests_are_spread_and_conversations_stay(engines: LocalEngines) -> No
     run(engines, script, replicas=3)
 
 
+def test_an_answer_that_ends_while_it_is_explained(engines: LocalEngines, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def script(server: LocalServer, http: httpx.AsyncClient) -> None:
+        body = {**BODY, "max_tokens": 150}
+        task = asyncio.create_task(http.post(COMPLETIONS, json=body, headers={"x-request-id": "r"}))
+        describe, times = server.client.describe, []
+
+        async def describe_slowly(response_id: str, explain: bool = False) -> dict[str, Any] | None:
+            described = await describe(response_id, explain)
+            times.append(described)
+            await task
+            return described
+
+        monkeypatch.setattr(server.client, "describe", describe_slowly)
+        async with asyncio.timeout(60):
+            while not any(link._engine.core.has_work for link in engines.live):
+                await asyncio.sleep(0)
+        explained = (await http.get("/v1/requests/r/explain")).json()
+        assert times[0]["answers"][0]["finish_reason"] is None  # type: ignore[index]
+        assert "It ended with 'length'" in explained["text"]
+
+    run(engines, script)
+
+
 def test_what_the_server_tells(engines: LocalEngines) -> None:
     async def script(server: LocalServer, http: httpx.AsyncClient) -> None:
         assert server.service.ready.max_num_seqs == 2 * SMALL_ENGINE["max_num_seqs"]
