@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.server.harness import Server, wait_for
 
 COMPLETIONS = "/v1/completions"
-COUNT = 40
+COUNT = 100
 BODY = {"prompt": [5, 6, 7], "max_tokens": COUNT, "return_token_ids": True}
 
 
@@ -45,12 +45,13 @@ def kill_and_read(server: Server) -> None:
     readers = [threading.Thread(target=read) for _ in range(6)]
     before = engines_of(server)
     assert len(before) == 2
+    server.fault_file.write_text("slow 0.3")  # so that there is something left to be read when the first is back
     for reader in readers:
         reader.start()
+    wait_for(lambda: server.metric("vllm:num_requests_running") == 6, "all readers")
     wait_for(lambda: server.metric("vllm:generation_tokens_total") > 20)
-    server.fault_file.write_text("slow 0.3")  # so that there is something left to be read when the first is back
     os.kill(before[0], signal.SIGKILL)
-    wait_for(lambda: server.metric("quire_requests_moved_total") >= 3)
+    wait_for(lambda: server.metric("quire_requests_moved_total") >= 1, "its requests to go on elsewhere")
     wait_for(lambda: len(set(engines_of(server)) - set(before)) == 1 and server.metric("quire_replica_up") == 2)
     os.kill(before[1], signal.SIGKILL)
     server.fault_file.unlink()
