@@ -107,14 +107,14 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Computes the largest and the smallest step with padding only, so that most kernels are compiled and loaded
-        (small batches have kernels of their own)."""
+        """Computes steps of padding only, so that the kernels of all sizes are compiled and loaded: kernels are made
+        for ranges of sizes, which end at powers of two."""
         self._inputs.zero_()
         self._inputs[: self._largest] = -1
 
         def compute(has_inputs: bool) -> None:
             for size, name in self._most_work:
-                if size in (self._sizes[-1], self._sizes[0]):
+                if size.bit_count() == 1 or size == self._sizes[-1]:
                     self._compute(size, name, has_inputs)
 
         self._kernels.compile_together(lambda: compute(has_inputs=False))

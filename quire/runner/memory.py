@@ -9,7 +9,7 @@ import torch
 
 from quire.config import EngineConfig, Limits, format_bytes, parse_bytes
 from quire.errors import CapacityError, InvalidRequestError
-from quire.kernels.ops import PagedBatch
+from quire.kernels.ops import LayerCache, PagedBatch
 from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec
 from quire.models.weight_plan import WeightPlan
@@ -100,16 +100,18 @@ class Needs:
 
 
 @torch.inference_mode()
-def measure_needs(decoder: Decoder, limits: Limits, block_size: int) -> Needs:
-    """Computes the largest possible step on a GPU and reads the peak of memory; this also compiles the kernels."""
+def measure_needs(decoder: Decoder, limits: Limits, block_size: int, cache_dtype: torch.dtype) -> Needs:
+    """Computes the largest possible step on a GPU and reads the peak of memory; this also compiles the kernels, with
+    keys and values of `cache_dtype`."""
     weights, device = decoder.nbytes, decoder.device
     if device.type != "cuda":
         return Needs(weights=weights)
     tokens = limits.graph_tokens
 
     def peaks() -> tuple[int, int]:
-        largest = _peak_of_step(decoder, limits.max_batched_tokens, limits.max_num_seqs, block_size)
-        return largest, _peak_of_step(decoder, tokens, tokens, block_size) if tokens else 0
+        caches = KVCache(decoder.spec, 1, 0, block_size, cache_dtype, device).layers
+        largest = _peak_of_step(decoder, limits.max_batched_tokens, limits.max_num_seqs, caches)
+        return largest, _peak_of_step(decoder, tokens, tokens, caches) if tokens else 0
 
     try:
         decoder.kernels.compile_together(peaks)
@@ -124,10 +126,9 @@ def measure_needs(decoder: Decoder, limits: Limits, block_size: int) -> Needs:
     return Needs(weights=weights, activations=activations, graphs=graphs)
 
 
-def _peak_of_step(decoder: Decoder, num_tokens: int, num_scored: int, block_size: int) -> int:
-    """The peak of memory that a step of sequences of full length adds; its cache has a single block."""
+def _peak_of_step(decoder: Decoder, num_tokens: int, num_scored: int, caches: list[LayerCache]) -> int:
+    """The peak of memory that a step of sequences of full length adds; its caches have a single block."""
     device, spec = decoder.device, decoder.spec
-    cache = KVCache(spec, 1, 0, block_size, decoder.dtype, device)
     longest = min(num_tokens, decoder.max_position)
     lengths = [longest] * (num_tokens // longest) + ([num_tokens % longest] if num_tokens % longest else [])
     places = torch.cat([torch.arange(length) for length in lengths]).to(device)
@@ -135,7 +136,7 @@ def _peak_of_step(decoder: Decoder, num_tokens: int, num_scored: int, block_size
     batch = PagedBatch(
         query_start=starts,
         context_lens=starts.diff(),
-        block_tables=torch.zeros(1, -(-longest // block_size), dtype=torch.int32, device=device),
+        block_tables=torch.zeros(1, -(-longest // caches[0].block_size), dtype=torch.int32, device=device),
         table_rows=torch.zeros(len(lengths), dtype=torch.int32, device=device),
         slot_mapping=torch.zeros(num_tokens, dtype=torch.int64, device=device),
         max_context_len=longest,
@@ -143,7 +144,7 @@ def _peak_of_step(decoder: Decoder, num_tokens: int, num_scored: int, block_size
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    hidden = decoder(places % spec.vocab_size, places, (batch,), cache.layers)
+    hidden = decoder(places % spec.vocab_size, places, (batch,), caches)
     scores = decoder.logits(hidden[:num_scored]).float()
     _ = scores.clone(), scores.exp()  # sampling with filters holds about as much at once
     torch.cuda.synchronize(device)

@@ -77,8 +77,8 @@ def start_worker(
     weights' formats for the start-up message. With tensor parallelism, `agree` returns the plan that fits all ranks."""
     spec, dtype, device, kernels = decoder.spec, decoder.dtype, decoder.device, decoder.kernels
     limits = config.limits(device.type)
-    needs = measure_needs(decoder, limits, config.block_size)
     cache_dtype = pick_cache_dtype(config.kv_cache_dtype, dtype, device, spec.cache)
+    needs = measure_needs(decoder, limits, config.block_size, cache_dtype)
     if draft is not None:
         needs = replace(needs, weights=needs.weights + draft.decoder.nbytes)
         if draft.has_own_cache:

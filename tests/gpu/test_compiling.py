@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +16,7 @@ import triton
 import triton.language as tl
 
 from quire.process import compile_together as module
-from quire.sampling_params import SamplingParams
-from tests.gpu.support import DEVICE, GpuEngine, Job, decoder_of, shape_of
+from tests.gpu.support import DEVICE
 
 pytestmark = pytest.mark.gpu
 
@@ -67,19 +70,14 @@ def test_a_fault_in_what_is_to_be_compiled_leaves_launches_as_they_were(monkeypa
     assert x.item() == 3
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "fp8"}], ids=str)
-def test_nothing_is_compiled_while_requests_are_served(options: dict[str, Any], compiled: list[str]) -> None:
-    """Lists of work of 1 to some dozens of entries, 1 to 64 requests, tables whose width no power of two divides."""
-    decoder = decoder_of(shape_of("qwen3-0.6b", 2))
-    engine = GpuEngine(decoder, max_model_len=1000, max_num_seqs=64, max_batched_tokens=2048, **options)
-    source = random.Random(0)
-
-    def jobs(lengths: list[int]) -> list[Job]:
-        params = SamplingParams(temperature=0.6, max_tokens=source.randint(1, 12), ignore_eos=True)
-        return [Job([source.randrange(1000) for _ in range(length)], params) for length in lengths]
-
-    engine.run(jobs([40, 700]))
-    compiled.clear()
-    for count in (1, 2, 3, 7, 16, 17, 31, 40, 64):
-        engine.run(jobs([source.choice((1, 17, 64, 128, 400, 900)) for _ in range(count)]))
-    assert compiled == []
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_nothing_is_compiled_while_requests_are_served(kv_cache_dtype: str, tmp_path: Path) -> None:
+    """By a process with an empty cache of kernels: what other tests have compiled does not count."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.compiled_while_serving", kv_cache_dtype],
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == []
