@@ -157,7 +157,8 @@ class EngineClient:
         self._live_link().send(messages.End(name))
 
     async def describe(self, request_id: str, explain: bool = False) -> dict[str, Any] | None:
-        """What the engine's log says about a request; None if it says nothing (any more)."""
+        """What the engine's log says about a request; None if it says nothing (any more). TimeoutError: the engine was
+        too busy to say."""
         if self._link is None or self.state != "ready":
             return None
         self._num_tickets += 1
@@ -166,8 +167,6 @@ class EngineClient:
         self._link.send(messages.Describe(ticket, request_id, explain))
         try:
             return await asyncio.wait_for(future, _DESCRIBE_SECONDS)
-        except TimeoutError:
-            return None
         finally:
             del self._tickets[ticket]
 

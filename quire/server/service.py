@@ -141,6 +141,9 @@ class GenerationService:
             async with self._describing:
                 try:
                     described = await self.client.describe(record.response_id, explain)
+                except TimeoutError as error:
+                    why = "the engine is too busy to say; try again later"
+                    raise ApiError(503, why, code="engine_busy", retry_after=1.0) from error
                 finally:
                     await asyncio.sleep(_DESCRIBE_PAUSE)
             if record.state == state:

@@ -199,10 +199,17 @@ class ReplicaPool:
     async def describe(self, request_id: str, explain: bool = False) -> dict[str, Any] | None:
         """What the log of the engine that has it, or had it last, says about a request."""
         at = {self._last_at.get(request_id), self._last_at.get(f"{request_id}.0")}  # of several prompts, the first
+        busy: TimeoutError | None = None
         for replica in sorted(self.replicas, key=lambda one: one.number not in at):
-            record = await replica.describe(request_id, explain)
+            try:
+                record = await replica.describe(request_id, explain)
+            except TimeoutError as error:
+                busy = error
+                continue
             if record is not None:
                 return {**record, "replica": replica.number}
+        if busy is not None:  # it may be the one that knows
+            raise busy
         return None
 
     # What the engines tell

@@ -13,6 +13,7 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.errors import InvalidRequestError, QuireError
+from quire.server import engine_client
 from quire.server.batches.run import BatchJob, run_batch
 from quire.server.config import ServerConfig
 from quire.server.messages import Updates
@@ -365,6 +366,20 @@ class TestShares:
     def test_how_many(self, replicas: int) -> None:
         with pytest.raises(InvalidRequestError, match="replicas"):
             ServerConfig(replicas=replicas)
+
+
+def test_an_engine_too_busy_to_explain_has_not_forgotten(
+    engines: LocalEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def script(server: LocalServer, http: httpx.AsyncClient) -> None:
+        await http.post(COMPLETIONS, json=BODY, headers={"x-request-id": "r"})
+        monkeypatch.setattr(engine_client, "_DESCRIBE_SECONDS", 0.0)
+        for path in ("/v1/requests/r/explain", "/v1/requests/r"):
+            refused = await http.get(path)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_busy")
+            assert refused.headers["retry-after"] == "1"
+
+    run(engines, script)
 
 
 def test_a_pool_knows_no_more_than_one_engine_would(engines: LocalEngines) -> None:
