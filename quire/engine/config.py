@@ -34,7 +34,8 @@ class SchedulerConfig:
     window: int = 0
     """How far back those layers read, in tokens (kernels read whole tiles, so it may be more than the model's)."""
     max_checked_tokens: int = 0
-    """The most tokens of a step with guesses, which gain less without a CUDA graph; 0: `max_batched_tokens`."""
+    """The most tokens of a step that is a CUDA graph. Steps with guesses have no more, and a step of up to half as many
+    again is cut to it; 0: there are no graphs."""
 
     def __post_init__(self) -> None:
         lowest = {"num_blocks": 2, "max_model_len": 2, "num_host_blocks": 0}

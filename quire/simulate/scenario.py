@@ -91,6 +91,8 @@ def make_scenario(seed: int) -> Scenario:
         arrivals.append(_make_arrival(rng, config, vocab_size, prefixes, turn))
     if seed % 3 == 1:
         config = _with_groups(random.Random(-7 - seed), config)
+    if seed % 5 == 2:
+        config = replace(config, max_checked_tokens=random.Random(-9 - seed).choice([1, 2, 5, 12, 30]))
     if seed % 4 == 3:
         arrivals = _pool_some(random.Random(-1 - seed), arrivals)
     with_faults = rng.random() < 0.4

@@ -362,3 +362,27 @@ def test_a_runner_that_returns_too_few_or_too_many_tokens_fails_that_request_alo
     updates = scheduler.commit(step, StepResult(0, {"a": tokens, "b": (3,)}), 0.0)
     assert [(update.request_id, update.finish_reason) for update in updates] == [("a", "error"), ("b", None)]
     assert updates[0].error == f"the runner returned {len(tokens)} tokens instead of one"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    ("prompts", "counts"),
+    [
+        ([15], [15]),
+        ([16], [15]),
+        ([23], [15]),
+        ([24], [24]),  # with the decode more than half as much again: quicker at once
+        ([10, 12], [10, 5]),
+        ([20, 2, 1], [13, 1, 1]),  # nobody who is admitted goes without a token
+    ],
+)
+def test_a_step_a_little_larger_than_a_graph_is_cut_to_it(prompts: list[int], counts: list[int], depth: int) -> None:
+    engine = Harness(config(max_checked_tokens=16, num_blocks=60), depth)
+    engine.add("decodes", [9], max_tokens=30)
+    engine.turn(2)
+    for number, length in enumerate(prompts):
+        engine.add(f"r{number}", range(number, number + length))
+    engine.run()
+    engine.check_answers()
+    (step,) = (step for step in engine.steps if any(one.request_id == "r0" for one in step.admitted))
+    assert [entry.num_tokens for entry in step.scheduled] == [1, *counts]
