@@ -30,7 +30,7 @@ def open_browser() -> Iterator[Any]:
     playwright.expect.set_options(timeout=PATIENCE)
     # Its sandbox does not work for root, as whom tests run in containers.
     arguments = ["--disable-gpu", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
-    browser = started.chromium.launch(executable_path=PROGRAM, args=arguments)
+    browser = started.chromium.launch(executable_path=PROGRAM, args=arguments, timeout=PATIENCE)
     yield browser
     browser.close()
     started.stop()

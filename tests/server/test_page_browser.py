@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.browser import expect
+from tests.server.browser import PATIENCE, expect
 from tests.server.gate import Gate
 from tests.server.harness import Server, wait_for
 
@@ -31,6 +31,7 @@ def gate(shared_small_server: Server) -> Iterator[Gate]:
 @pytest.fixture(scope="module")
 def context(browser: Any) -> Iterator[Any]:
     with browser.new_context(viewport={"width": 1200, "height": 800}) as context:
+        context.set_default_timeout(PATIENCE)
         yield context
 
 
