@@ -29,7 +29,8 @@ needs_compiler = pytest.mark.skipif(
 def test_kernels_bring_no_second_openmp(kernels: CpuKernels) -> None:
     kernels.gate(torch.ones(600, 600), Activation.SILU)
     loaded = set(re.findall(r"\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so\S*", Path("/proc/self/maps").read_text()))
-    assert len(loaded) == 1
+    # Packages that other tests import may have one of their own (sentencepiece does): in a folder "name.libs".
+    assert len([path for path in loaded if not re.search(r"/(?!torch)[^/]+\.libs/", path)]) == 1, loaded
 
 
 def test_without_a_compiler_the_reference_takes_over_with_a_warning(

@@ -201,6 +201,6 @@ def test_clients_leave_in_the_queue(server: Server) -> None:
 def test_a_deadline_ends_a_request(server: Server) -> None:
     response = server.post(COMPLETIONS, {**LONG, "deadline": 0.3})
     assert error_of(response, 504)
-    events = list(server.stream(COMPLETIONS, {**LONG, "deadline": 0.3}))
+    events = server.stream_to_deadline(COMPLETIONS, LONG, deadline=0.3)
     assert events[-1]["error"]["code"] == "deadline_exceeded"
     assert len(events) > 1

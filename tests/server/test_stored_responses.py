@@ -242,7 +242,7 @@ def test_streams_are_stored_however_they_end(scripted: Server) -> None:
     reference = {"type": "item_reference", "id": cancelled["output"][0]["id"]}
     going_on = scripted.post(RESPONSES, {"input": [reference, {"role": "user", "content": "Go on."}]})
     assert going_on.status_code == 200, going_on.text
-    failed = list(scripted.stream(RESPONSES, {"input": "hi", "deadline": 0.02, "min_tokens": 15000}))
+    failed = scripted.stream_to_deadline(RESPONSES, {"input": "hi", "min_tokens": 15000}, deadline=0.02)
     assert failed[-1]["type"] == "error"
     kept = scripted.get(f"{RESPONSES}/{failed[0]['response']['id']}").json()
     assert (kept["status"], kept["error"]["code"]) == ("failed", "deadline_exceeded")
