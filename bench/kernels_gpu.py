@@ -30,7 +30,7 @@ from quire.kernels.triton.heads import qkv_to_cache_
 from quire.kernels.triton.moe import moe, route
 from quire.kernels.triton.rowwise import add_rms_norm, embedding, rms_norm, sigmoid_mul
 from quire.kernels.triton.rowwise import gate as gate_rows
-from quire.kernels.triton.sampling import gumbel_argmax, keep_between_, sample_rows
+from quire.kernels.triton.sampling import gumbel_argmax, sample_rows
 from quire.kernels.weights import Weight
 from quire.models.spec import MlpSpec, ModelSpec
 
@@ -156,18 +156,6 @@ def sample_case(spec: ModelSpec, rows: int) -> Case | None:
     return Case(make, rows * spec.vocab_size * SIZE)
 
 
-def keep_case(spec: ModelSpec, rows: int) -> Case | None:
-    if rows > MOST_SAMPLED:
-        return None
-    low, high = torch.full((rows,), 2.0, device=DEVICE), torch.full((rows,), float("inf"), device=DEVICE)
-
-    def make(_: int) -> Callable[[], object]:
-        scores = randn(rows, spec.vocab_size, dtype=torch.float32)
-        return lambda: keep_between_(scores, low, high)
-
-    return Case(make, 2 * rows * spec.vocab_size * 4)
-
-
 def moe_case(spec: ModelSpec, rows: int) -> Case | None:
     mlp = spec.layers[0].mlp
     if isinstance(mlp, MlpSpec):
@@ -200,7 +188,6 @@ OPS: dict[str, Callable[[ModelSpec, int], Case | None]] = {
     "argmax": lambda spec, rows: argmax_case(spec, rows, 0.0),
     "gumbel_argmax": lambda spec, rows: argmax_case(spec, rows, 0.6),
     "sample_rows": sample_case,
-    "keep_between_": keep_case,
     "moe": moe_case,
 }
 

@@ -17,7 +17,7 @@ The rules of exactness, which tests check with `torch.equal`:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -233,6 +233,9 @@ class Kernels(Protocol):
 
     def pack(self, weight: Weight) -> Weight:
         """A loaded matrix, or a stack of them, in the layout that the other methods want; vectors are not packed."""
+
+    def packed_bytes(self, parts: Sequence[tuple[Format, tuple[int, ...]]]) -> int:
+        """What `pack` makes of a weight whose parts have these formats and shapes, in bytes."""
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """x [rows, in] times weight [out, in] transposed, plus bias, in x's dtype with float32 accumulation; into

@@ -9,7 +9,7 @@ KEY_TILE, the last tile filled up with zeros.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -61,6 +61,9 @@ class ReferenceKernels:
 
     def pack(self, weight: Weight) -> Weight:
         return weight
+
+    def packed_bytes(self, parts: Sequence[tuple[Format, tuple[int, ...]]]) -> int:
+        return sum(format.nbytes(shape) for format, shape in parts)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         if weight.format is None:

@@ -76,7 +76,8 @@ class WeightPlan:
 
     @property
     def nbytes(self) -> int:
-        return sum(format.nbytes(shape) for name in self.formats for format, shape in self.stored(name))
+        """Once the kernels have packed them."""
+        return sum(self.kernels.packed_bytes(list(self.stored(name))) for name in self.formats)
 
     @property
     def num_parameters(self) -> int:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Sequence
 
 import torch
 
 from quire.kernels.formats import Format, gpu_computes
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.triton.attention_work import SPLIT
-from quire.models.weight_plan import WeightPlan
-
-_FOUR_BITS = 5
-"""Formats of at most so many bits, scales included, have codes of 4; the others of 8."""
-_TILE_OUTPUTS, _TILE_INPUTS = 64, 128
-"""Of the kernel for codes of 4 bits on Hopper."""
+from quire.kernels.triton.packed_size import packed_bytes
 
 
 class CardKernels(ReferenceKernels):
@@ -30,50 +25,5 @@ class CardKernels(ReferenceKernels):
     def computes(self, format: Format) -> bool:
         return self._dtype != torch.float32 and gpu_computes(format, self.capability)
 
-
-def packed_bytes(plan: WeightPlan, capability: tuple[int, int]) -> int:
-    """What the weights of a plan take on a GPU once its kernels have packed them, which makes most of GGUF's formats
-    larger."""
-    total = 0
-    for name in plan.formats:
-        parts = list(plan.stored(name))
-        are_numbers = len(parts) > 1 and len(parts[0][1]) > 2 and len({format for format, _ in parts}) > 1
-        for format, shape in parts:
-            if are_numbers and format.dtype is None:  # the parts of a stack of experts must be alike
-                total += torch.Size(shape).numel() * plan.dtype.itemsize
-            else:
-                total += packed_size(format, shape, plan.dtype, capability)
-    return total
-
-
-def packed_size(format: Format, shape: tuple[int, ...], dtype: torch.dtype, capability: tuple[int, int]) -> int:
-    """Of one matrix or stack of them. `tests/plan` hold it against what the kernels' own `pack` makes."""
-    *stack, out, inner = (1, *shape) if len(shape) < 2 else shape
-    numbers = torch.Size(shape).numel()
-    if format.dtype is not None:
-        return format.nbytes(shape)
-    if format.codes is not None and not format.has_zeros:  # of 8 bits
-        return format.nbytes(shape) if inner % 16 == 0 else numbers * dtype.itemsize
-    group, has_minima = _groups(format)
-    group = group or inner
-    is_narrow = format.num_bytes * 8 <= _FOUR_BITS * format.num_elements
-    is_four_bits = is_narrow and format.name not in ("Q3_K", "Q2_K", "MXFP4")
-    is_even = inner % _TILE_INPUTS == 0 and (group in (32, 64) or group % _TILE_INPUTS == 0)
-    if is_four_bits and not stack and capability[0] == 9 and is_even:
-        rows = -(-out // _TILE_OUTPUTS) * _TILE_OUTPUTS
-        return rows * (inner // 2 + inner // group * 4)
-    rows = numbers // inner
-    padded = -(-inner // _TILE_INPUTS) * _TILE_INPUTS
-    codes = padded // 2 if is_narrow else inner
-    others = 1 if format.has_zeros else 4 if has_minima else 0
-    return rows * (codes + inner // group * (4 + others))
-
-
-@cache
-def _groups(format: Format) -> tuple[int, bool]:
-    """How many inputs share a scale (0: all of a row), and whether each has a minimum."""
-    if format.has_zeros:
-        return format.group, False
-    (block,) = format.empty((1, format.num_elements))
-    coded = format.coded(block.zero_())
-    return format.num_elements // coded.scales.shape[-1], coded.minima is not None
+    def packed_bytes(self, parts: Sequence[tuple[Format, tuple[int, ...]]]) -> int:
+        return packed_bytes(parts, self._dtype, self.capability)

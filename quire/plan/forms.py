@@ -14,7 +14,7 @@ from quire.kernels.formats import FORMATS, PLAIN, Format
 from quire.kernels.select import select_kernels
 from quire.models.spec import ModelSpec
 from quire.models.weight_plan import QUANTIZED, WeightPlan, plan_weights
-from quire.plan.cards import CardKernels, packed_bytes
+from quire.plan.cards import CardKernels
 from quire.plan.devices import Device
 from quire.plan.model import PlannedModel
 from quire.runner.device import FP8_CACHE_FROM, pick_dtype
@@ -58,8 +58,7 @@ def forms_of(model: PlannedModel, device: Device, ranks: int = 1) -> Iterator[Fo
         name = _name(model, plan)
         if name not in names:  # where nothing can stay as it is stored, all of it is expanded anyway
             names.add(name)
-            size = plan.nbytes if capability is None else packed_bytes(plan, capability)
-            yield Form(name, option, size, _main_format(plan), dtype, keys or dtype, kernels.keys_at_once, ranks)
+            yield Form(name, option, plan.nbytes, _main_format(plan), dtype, keys or dtype, kernels.keys_at_once, ranks)
 
 
 def _choices(model: PlannedModel, device: Device) -> Iterator[tuple[torch.dtype, str, str]]:

@@ -17,9 +17,10 @@ from bench.shapes import CONFIGS, spec_of
 from quire.cli.main import app
 from quire.config import EngineConfig
 from quire.kernels.formats import FORMATS, gpu_computes
+from quire.kernels.triton.packed_size import packed_size
 from quire.models.load import open_model
 from quire.models.weight_plan import plan_weights
-from quire.plan.cards import CardKernels, packed_bytes, packed_size
+from quire.plan.cards import CardKernels
 from quire.plan.devices import Device, Shares, named_device
 from quire.plan.forms import Form, forms_of
 from quire.plan.model import PlannedModel, described_model, open_planned
@@ -62,11 +63,17 @@ def with_quantization(folder: Path, shape: str, quantization: dict[str, Any]) ->
 def test_a_card_keeps_what_its_kernels_would(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     """The rule is the kernels' own, which ask the GPU that is there."""
     quantized = pytest.importorskip("quire.kernels.triton.quantized")
+    from quire.kernels.triton.kernels import TritonKernels
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    kernels = CardKernels(capability, torch.bfloat16)
+    monkeypatch.setattr("quire.kernels.triton.attention.num_multiprocessors", lambda device: 132)
+    kernels, real = CardKernels(capability, torch.bfloat16), TritonKernels()
     for format in FORMATS.values():
         assert kernels.computes(format) is quantized.computes(format) is gpu_computes(format, capability)
+        if kernels.computes(format):  # so the loader refuses what does not fit before it reads it, as `quire plan` says
+            parts = [(format, (96, 512)), (FORMATS["BF16"], (32, 512))]
+            assert kernels.packed_bytes(parts) == real.packed_bytes(parts)
     kept = {format.name for format in FORMATS.values() if kernels.computes(format)}
     eight = {"FP8", "FP8_G128"}
     everything = {format.name for format in BLOCKS}
@@ -161,7 +168,7 @@ def test_on_a_gpu_a_ggufs_weights_stay_as_stored(smollm2_gguf: Path, device: Dev
     assert device.capability is not None
     kernels = CardKernels(device.capability, torch.bfloat16)
     plan = plan_weights(model.files, kernels, torch.bfloat16, torch.device("cuda"), "auto")
-    assert forms["as stored (Q4_1)"].weight_bytes == packed_bytes(plan, device.capability)
+    assert forms["as stored (Q4_1)"].weight_bytes == plan.nbytes
     ends = model.spec.vocab_size * model.spec.hidden_size * 2
     layers = model.spec.num_parameters - ends // 2
     # Most inputs, 576, are no multiple of 128: codes are padded to it, scales and minima are of 32 bits.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from quire.kernels.triton import moe as experts_kernels
 from quire.kernels.triton.attention_work import SPLIT, attention_work, decode_lists, shorten_attention_work_
 from quire.kernels.triton.launch import HAS_GLUON
 from quire.kernels.triton.linear import SMALLEST_BATCH, VOCABULARY_SIZE, is_quicker_than_cublas, linear
+from quire.kernels.triton.packed_size import packed_bytes
 from quire.kernels.triton.small_batches import are_exact
 from quire.kernels.weights import Weight
 from quire.process.compile_together import compile_together
@@ -64,7 +65,6 @@ class TritonKernels(ReferenceKernels):
     shorten_attention_work_ = staticmethod(shorten_attention_work_)
     gumbel_argmax = staticmethod(sampling.gumbel_argmax)
     sample_rows = staticmethod(sampling.sample_rows)
-    keep_between_ = staticmethod(sampling.keep_between_)
     filter_rows_ = staticmethod(filters.filter_rows_)
     compile_together = staticmethod(compile_together)
     match_lengths = staticmethod(repeats.match_lengths)
@@ -90,6 +90,9 @@ class TritonKernels(ReferenceKernels):
             self._check(weight.tensor)
             are_exact(weight.device, weight.tensor.dtype)  # tested here, as this can't be done during a graph capture
         return weight
+
+    def packed_bytes(self, parts: Sequence[tuple[Format, tuple[int, ...]]]) -> int:
+        return packed_bytes(parts, self._dtype, quantized.capability())
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         if x.dtype == torch.float32 or weight.format is None:

@@ -39,7 +39,12 @@ _CHECKED_ROWS = (16, 17, 64, 72, 96, 128, 255, 256, 1000)
 
 def computes(format: Format) -> bool:
     """Whether this GPU computes with weights stored in a format, without expanding them at loading."""
-    return gpu_computes(format, torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0))
+    return gpu_computes(format, capability())
+
+
+def capability() -> tuple[int, int]:
+    """The GPU's compute capability; (0, 0) if there is none."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
 def pack(weight: Weight, dtype: torch.dtype) -> Weight:

@@ -132,18 +132,6 @@ def _fold_kernel(
             tl.store(token_ids + own * token_stride + tl.load(positions + row), token_id)
 
 
-@triton.jit(do_not_specialize_on_alignment=["low", "high"])
-def _keep_between_kernel(x, low, high, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    begin(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    own = x + row * stride + column
-    value = tl.load(own, mask=column < SIZE, other=0.0)
-    excluded = (value < tl.load(low + row)) | (value > tl.load(high + row))
-    # All numbers are written, not only the excluded ones, which are nearly all: whole vectors are faster.
-    tl.store(own, tl.where(excluded, float("-inf"), value), mask=column < SIZE)
-
-
 def gumbel_argmax(logits: Tensor, temperature: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     """`Kernels.gumbel_argmax`, of logits in bfloat16 or float16 too."""
     out, flags = (logits.new_empty(len(logits), dtype=dtype) for dtype in (torch.int64, torch.int32))
@@ -193,14 +181,3 @@ def _choose(
             best, best_ids, row_index, positions, token_ids, out, flags, chunks, token_ids.stride(0),
             owned, next_power_of_2(chunks), USE_PDL, num_warps=1, **LAUNCH,
         )  # fmt: skip
-
-
-def keep_between_(x: Tensor, low: Tensor, high: Tensor) -> None:
-    """`Kernels.keep_between_`."""
-    if x.stride(1) != 1 or low.dtype != x.dtype or high.dtype != x.dtype:
-        raise ValueError(f"Rows must lie in one piece and limits be {x.dtype}, not {low.dtype} and {high.dtype}.")
-    rows, size = x.shape
-    if rows:
-        _keep_between_kernel[(rows, cdiv(size, CHUNK))](
-            x, low.contiguous(), high.contiguous(), x.stride(0), size, CHUNK, USE_PDL, num_warps=8, **LAUNCH
-        )

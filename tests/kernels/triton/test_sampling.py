@@ -16,7 +16,6 @@ from quire.kernels.triton.sampling import (  # isort: skip
     HAS_NAN,
     NOTHING_LEFT,
     gumbel_argmax,
-    keep_between_,
     sample_rows,
 )
 
@@ -154,19 +153,6 @@ def test_the_largest_values_are_those_of_a_sort(size: int) -> None:
         assert torch.equal(TritonKernels().top_values(x, k), expected[:, :k])
     with pytest.raises(ValueError, match="largest"):
         TritonKernels().top_values(x, size + 1)
-
-
-@pytest.mark.parametrize("size", [1, 17, 4097])
-def test_what_lies_between_the_limits_stays(size: int) -> None:
-    wide = random(5, size + 3, dtype=torch.float32, seed=size).mul_(4).round_()
-    low = torch.tensor([-2.0, NEVER, 1.0, float("nan"), NEVER], device=DEVICE)
-    high = torch.tensor([-NEVER, 2.0, 1.0, 0.0, -NEVER], device=DEVICE)
-    expected = wide.clone()
-    ReferenceKernels().keep_between_(expected[:, :size], low, high)
-    keep_between_(wide[:, :size], low, high)
-    assert torch.equal(wide, expected)
-    with pytest.raises(ValueError, match="float64"):
-        keep_between_(wide, low.double(), high)
 
 
 @pytest.mark.gpu
