@@ -143,7 +143,7 @@ inline void prefetch(const Attention<T, CACHED>& call, const KeyTile& next, int6
 // whatever their score. The sum is that of the weights as stored. Returns what the row's earlier output must be
 // multiplied with.
 template <class WEIGHT>
-inline float scores_to_weights(const float* scores, WEIGHT* weights, int64_t tile_begin, Visible visible, float scale,
+QUIRE_STAND_IN float scores_to_weights(const float* scores, WEIGHT* weights, int64_t tile_begin, Visible visible, float scale,
                                float cap, float& highest, float* total) {
   constexpr int VECTORS = int(KEY_TILE) / LANES;
   const bool all = visible.begin <= tile_begin && visible.end >= tile_begin + KEY_TILE;
@@ -167,10 +167,10 @@ inline float scores_to_weights(const float* scores, WEIGHT* weights, int64_t til
   constexpr int AT_ONCE = 4;
   for (int v = 0; v < VECTORS; v += AT_ONCE) {
     Vec powers[AT_ONCE];
-#pragma GCC unroll 4
+    QUIRE_UNROLL_BY(4)
     for (int i = 0; i < AT_ONCE; ++i) powers[i] = s[v + i] - new_highest;
     exp2_of_negative(powers);
-#pragma GCC unroll 4
+    QUIRE_UNROLL_BY(4)
     for (int i = 0; i < AT_ONCE; ++i) sums[i % PER_SUM] += store_rounded(weights + (v + i) * LANES, powers[i]);
   }
   const Vec factor = exp2_of_negative(splat(highest - new_highest));

@@ -60,7 +60,7 @@ struct Lines {
 // ROWS rows and columns_of(ROWS) columns. What it starts from is what stands there if KEEP, or zero. right(k) tells the
 // Lines that begin with row k: what is looked up is looked up once for several rows.
 template <int ROWS, bool KEEP, class Right>
-inline void multiply(const float* left, int64_t left_stride, Right right, int64_t from, int64_t to, float* sums,
+QUIRE_STAND_IN void multiply(const float* left, int64_t left_stride, Right right, int64_t from, int64_t to, float* sums,
                      int64_t sums_stride) {
   constexpr int VECTORS = int(columns_of(ROWS)) / LANES;
   Vec s[ROWS][VECTORS];
@@ -69,16 +69,16 @@ inline void multiply(const float* left, int64_t left_stride, Right right, int64_
   for (int64_t k = from; k < to;) {
     auto [first, second, ahead, stride, end, near, near_end] = right(k);
     end = std::min(end, to);
-#pragma GCC unroll 4
+    QUIRE_UNROLL_BY(4)
     for (; k < end; ++k, first += stride, second += stride, ahead += stride) {
       Vec values[VECTORS];
       for (int v = 0; v < VECTORS; ++v)
         values[v] = load(v * LANES < KEY_RUN ? first + v * LANES : second + v * LANES - KEY_RUN);
       __builtin_prefetch(ahead, 0, 2);
       __builtin_prefetch(k < near_end ? first + near : first, 0, 3);
-      for (int r = 0; r < ROWS; ++r) {
+      QUIRE_FMA_LOOP for (int r = 0; r < ROWS; ++r) {
         const Vec factor = splat(left[r * left_stride + k]);
-        for (int v = 0; v < VECTORS; ++v) s[r][v] = fma(factor, values[v], s[r][v]);
+        QUIRE_FMA_LOOP for (int v = 0; v < VECTORS; ++v) s[r][v] = fma(factor, values[v], s[r][v]);
       }
     }
   }

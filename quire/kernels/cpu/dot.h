@@ -75,7 +75,7 @@ IntVec dot_small(IntVec sums, ByteVec weights, IntVec x) {
 }
 
 // Weights of 8 bits: adds (weight - 128 + BIAS) * x.
-inline IntVec dot_large(IntVec sums, ByteVec weights, IntVec x) {
+QUIRE_STAND_IN IntVec dot_large(IntVec sums, ByteVec weights, IntVec x) {
 #if defined(__AVX512VNNI__)
   return dot_small(sums, weights, x);
 #else
@@ -106,7 +106,7 @@ inline IntVec dot(IntVec sums, ByteVec weights, const Sixteen& x) {
 }
 
 // For each byte of `index`, all below 16, that of the table.
-inline ByteVec look_up(const uint8_t* table, ByteVec index) {
+QUIRE_STAND_IN ByteVec look_up(const uint8_t* table, ByteVec index) {
 #if defined(__AVX512BW__)
   const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
   return (ByteVec)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(all), (__m512i)index);
@@ -122,7 +122,7 @@ inline ByteVec look_up(const uint8_t* table, ByteVec index) {
 }
 
 // float16 to float32, LANES of them.
-inline Vec load_half(const uint8_t* p) {
+QUIRE_STAND_IN Vec load_half(const uint8_t* p) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 #elif defined(__AVX2__) && defined(__F16C__)

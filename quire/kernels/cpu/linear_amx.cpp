@@ -5,12 +5,13 @@
 #include <cstdlib>
 
 #include "amx.h"
+
+#if defined(QUIRE_HAS_AMX)
+
 #include "linear.h"
 #include "threads.h"
 
 namespace quire {
-
-#if defined(QUIRE_HAS_AMX)
 
 bool has_amx() { return request_amx(); }
 
@@ -138,11 +139,20 @@ void linear_amx(const Linear<bf16>& call) {
   parallel(groups * chunks < call.num_threads ? int(groups * chunks) : call.num_threads, work);
 }
 
+}  // namespace quire
+
 #else
+
+namespace quire {
+
+// As in linear.h, which takes a second to read, and simd.h.
+struct bf16;
+template <class T>
+struct Linear;
 
 bool has_amx() { return false; }
 void linear_amx(const Linear<bf16>&) { std::abort(); }
 
-#endif
-
 }  // namespace quire
+
+#endif

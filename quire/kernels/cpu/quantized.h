@@ -20,7 +20,7 @@ constexpr int64_t OUTPUTS = 16, UNIT = 32;
 constexpr int PER = int(OUTPUTS) / LANES;  // vectors for the outputs of a panel
 
 // In front of loops whose sums must stay in registers.
-#define QUIRE_UNROLL _Pragma("GCC unroll 16")
+#define QUIRE_UNROLL QUIRE_UNROLL_BY(16)
 
 // Calls body(integral_constant) for 0 .. COUNT, as COUNT pieces of code.
 template <class Body, int... I>

@@ -17,6 +17,20 @@
 #include <arm_neon.h>
 #endif
 
+// Where no instruction fuses a product and a sum, `fma` is a call, for each lane a slow one: what contains such calls is
+// then neither put into its callers nor written out several times. That would make nothing quicker, and compiling, which
+// is half of what the first use takes there, twice as long.
+#define QUIRE_PRAGMA(text) _Pragma(#text)
+#if defined(__FMA__) || defined(__aarch64__)
+#define QUIRE_STAND_IN inline
+#define QUIRE_FMA_LOOP
+#define QUIRE_UNROLL_BY(count) QUIRE_PRAGMA(GCC unroll count)
+#else
+#define QUIRE_STAND_IN __attribute__((noinline)) inline
+#define QUIRE_FMA_LOOP QUIRE_PRAGMA(GCC unroll 1)
+#define QUIRE_UNROLL_BY(count) QUIRE_FMA_LOOP
+#endif
+
 namespace quire {
 
 #if defined(__AVX512F__)
@@ -46,10 +60,7 @@ struct fp8 {  // e4m3: a sign, 4 bits of exponent, 3 of mantissa; no infinity
 
 inline Vec splat(float value) { return value - Vec{}; }  // minus zero, which changes no number and costs nothing
 
-#if !defined(__FMA__) && !defined(__aarch64__)
-__attribute__((noinline))  // its calls in every unrolled loop would make compiling take three times as long
-#endif
-inline Vec fma(Vec a, Vec b, Vec c) {
+QUIRE_STAND_IN Vec fma(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__AVX2__) && defined(__FMA__)
@@ -159,7 +170,7 @@ inline Vec load(const bf16* p) {
 #endif
 }
 
-inline Vec load(const int8_t* p) {
+QUIRE_STAND_IN Vec load(const int8_t* p) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 #elif defined(__AVX2__) && defined(__FMA__)
@@ -175,7 +186,7 @@ inline Vec load(const int8_t* p) {
 #endif
 }
 
-inline IntVec load_whole(const uint8_t* p) {
+QUIRE_STAND_IN IntVec load_whole(const uint8_t* p) {
 #if defined(__AVX512F__)
   return (IntVec)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 #elif defined(__AVX2__) && defined(__FMA__)
@@ -193,7 +204,7 @@ inline IntVec load_whole(const uint8_t* p) {
 
 // Without denormal floats, which are slow on some machines: a denormal FP8 number is one with the least exponent, less
 // what its mantissa has too much then.
-inline Vec load(const fp8* p) {
+QUIRE_STAND_IN Vec load(const fp8* p) {
   const IntVec byte = load_whole(&p->bits), size = byte & 0x7f;
   const IntVec denormal = size < 8;  // all bits set, or none
   const Vec excess = (Vec)(denormal & (121 << 23));  // 2^-6
@@ -218,7 +229,7 @@ inline void store(bf16* p, Vec v) {
 }
 
 // To nearest, ties to even; what is too large becomes the largest, a NaN stays one.
-inline void store(fp8* p, Vec v) {
+QUIRE_STAND_IN void store(fp8* p, Vec v) {
   const IntVec bits = (IntVec)v;
   const Vec positive = (Vec)(bits & 0x7fffffff), size = positive > 448.0f ? splat(448.0f) : positive;
   const IntVec wide = (IntVec)size, rounded = ((wide + 0x7ffff + ((wide >> 20) & 1)) >> 20) - (120 << 3);
@@ -299,7 +310,7 @@ inline Vec addend(const float* numbers) {
 }
 
 // 2^r for r in [-1/2, 1/2], to one unit in the last place and exactly 1 for 0.
-inline Vec power_of_fraction(Vec r) {
+QUIRE_STAND_IN Vec power_of_fraction(Vec r) {
   Vec series = load(POWERS.terms[0]);
   for (int i = 1; i < PowerSeries::TERMS; ++i) series = fma(series, r, addend(POWERS.terms[i]));
   return series;
@@ -308,7 +319,7 @@ inline Vec power_of_fraction(Vec r) {
 // 2^x for x <= 0: exactly 1 for 0, exactly 0 below -126 and for minus infinity. Of COUNT vectors, each operation for all of
 // them before the next one: in one alone every operation waits for the one before.
 template <int COUNT>
-inline void exp2_of_negative(Vec (&x)[COUNT]) {
+QUIRE_STAND_IN void exp2_of_negative(Vec (&x)[COUNT]) {
 #if defined(__AVX512F__)
   for (int i = 0; i < COUNT; ++i) {
     Vec whole = round_to_whole(x[i]);
@@ -319,19 +330,19 @@ inline void exp2_of_negative(Vec (&x)[COUNT]) {
   // As `round_to_whole`, but the last bits of `shifted` are those of x + 128: shifted to where exponents are, 2^(x + 1).
   const Vec shift = splat(12582912.0f + 128.0f);
   Vec shifted[COUNT], series[COUNT];
-#pragma GCC unroll 4
+  QUIRE_UNROLL_BY(4)
   for (int i = 0; i < COUNT; ++i) x[i] = x[i] < -126.0f ? splat(-128.0f) : x[i];  // times 0 then
-#pragma GCC unroll 4
+  QUIRE_UNROLL_BY(4)
   for (int i = 0; i < COUNT; ++i) shifted[i] = x[i] + shift;
-#pragma GCC unroll 4
+  QUIRE_UNROLL_BY(4)
   for (int i = 0; i < COUNT; ++i) x[i] = x[i] - (shifted[i] - shift);
-#pragma GCC unroll 4
+  QUIRE_UNROLL_BY(4)
   for (int i = 0; i < COUNT; ++i) series[i] = load(HALF_POWERS.terms[0]);
-#pragma GCC unroll 8
+  QUIRE_UNROLL_BY(8)
   for (int term = 1; term < PowerSeries::TERMS; ++term)
-#pragma GCC unroll 4
+    QUIRE_UNROLL_BY(4)
     for (int i = 0; i < COUNT; ++i) series[i] = fma(series[i], x[i], addend(HALF_POWERS.terms[term]));
-#pragma GCC unroll 4
+  QUIRE_UNROLL_BY(4)
   for (int i = 0; i < COUNT; ++i) x[i] = series[i] * (Vec)((IntVec)shifted[i] << 23);
 #endif
 }
@@ -342,7 +353,7 @@ inline Vec exp2_of_negative(Vec x) {
 }
 
 // e^x to about one unit in the last place; 0 below -87.3 and infinity above 87.9.
-inline Vec exp(Vec x) {
+QUIRE_STAND_IN Vec exp(Vec x) {
   Vec inside = x < -87.3f ? splat(-87.3f) : x;
   inside = inside > 87.9f ? splat(87.9f) : inside;
   Vec whole = round_to_whole(inside * 1.44269502f);
@@ -355,7 +366,7 @@ inline Vec exp(Vec x) {
 }
 
 // cap * tanh(x / cap), by e^(-2|x| / cap), which is at most 1.
-inline Vec soft_capped(Vec x, float cap) {
+QUIRE_STAND_IN Vec soft_capped(Vec x, float cap) {
   const Vec decayed = exp((x < 0.0f ? x : -x) * (2.0f / cap));
   const Vec size = cap * (1.0f - decayed) / (1.0f + decayed);
   return x < 0.0f ? -size : size;
