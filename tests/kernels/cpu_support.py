@@ -10,6 +10,7 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
+from quire.kernels.cpu.kernels import CpuKernels
 from quire.kernels.ops import LayerCache, PagedBatch
 from quire.kernels.reference import ReferenceKernels
 
@@ -22,6 +23,12 @@ elif platform.machine() == "aarch64":
     VARIANTS |= {"no dot products": ("armv8-a", False)}
 NAN = float("nan")
 FP8_SCALES = (0.037, 1.9)
+
+
+def is_best_again(variant: str) -> bool:
+    """Whether a variant runs exactly what "best" does: without AMX, plain vectors are the best there is."""
+    return variant == "vectors" and not CpuKernels(*VARIANTS["best"]).has_amx
+
 
 few_examples = settings(deadline=None, max_examples=12)
 

@@ -126,10 +126,14 @@ def test_a_library_that_is_not_whole_is_built_again(monkeypatch: pytest.MonkeyPa
 @needs_compiler
 def test_a_build_without_room_says_what_to_do(tmp_path: Path) -> None:
     """A limit on the size of files, like a full disk: one line, and the reference kernels go on."""
-    code = "import resource, torch; resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)); "
+    source = tmp_path / "sources" / "source.cpp"  # quickly compiled, and large then
+    source.parent.mkdir()
+    source.write_text("extern const int numbers[10000] = {1};\n")
+    code = "import resource, sys, torch; resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)); "
+    code += "from pathlib import Path; from quire.kernels.cpu import build; build._SOURCE_FOLDER = Path(sys.argv[1]); "
     code += "from quire.kernels.select import select_kernels as s; print(s(torch.device('cpu'), torch.float32).name)"
     environment = {**os.environ, "QUIRE_HOME": str(tmp_path)}
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", code, str(source.parent)]
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2], check=True
     )

@@ -3,7 +3,9 @@ clang, run here or under an emulator, and must print the same digests (see diges
 
 from __future__ import annotations
 
+import hashlib
 import platform
+import re
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -50,17 +52,45 @@ def optimisation(compiler: str, architecture: str) -> str:
     return "-O0" if not IS_LONG and ("clang" in compiler or is_plain) else "-O1"
 
 
+@cache
+def macros(compiler: str, architecture: str) -> dict[str, str]:
+    """What an instruction set defines."""
+    command = [compiler, build.machine_flag(architecture), "-dM", "-E", "-x", "c++", "/dev/null"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    return dict(re.findall(r"^#define (\w+) (.*)$", done.stdout, re.MULTILINE))
+
+
+@cache
+def words(source: Path) -> frozenset[str]:
+    """All words of a file and of the files beside it that it includes."""
+    text = source.read_text()
+    found = frozenset(re.findall(r"\w+", text))
+    included = [FOLDER / name for name in re.findall(r'#include "(.+?)"', text)]
+    return found.union(*(words(path) for path in included))
+
+
+def what_shapes(compiler: str, architecture: str, source: Path) -> str:
+    """A name for what becomes of a file on an instruction set. Nothing is optimised on levels between, so there it is
+    the same for two of them between whose macros the file does not tell a difference."""
+    if architecture not in BETWEEN or optimisation(compiler, architecture) != "-O0":
+        return architecture
+    seen = sorted(item for item in macros(compiler, architecture).items() if item[0] in words(source))
+    return "between-" + hashlib.sha256(repr(seen).encode()).hexdigest()[:12]
+
+
 def run(compiler: str, architecture: str, emulator: list[str], folder: Path) -> str:
     program = folder / f"{compiler}-{architecture}"
     sources = [path for path in sorted(FOLDER.glob("*.cpp")) if path.stem != "sampling"]
     flags = [*FLAGS, optimisation(compiler, architecture), build.machine_flag(architecture), f"-I{FOLDER}"]
 
     def compiled(source: Path) -> str:
-        target = f"{program}-{source.stem}.o"
-        subprocess.run(
-            [compiler, *flags, "-c", str(source), "-o", target], check=True, capture_output=True, timeout=300
-        )
-        return target
+        target = folder / f"{compiler}-{what_shapes(compiler, architecture, source)}-{source.stem}.o"
+        if not target.exists():
+            unfinished = target.with_suffix(".part")  # of this process: the folder is its own
+            command = [compiler, *flags, "-c", str(source), "-o", str(unfinished)]
+            subprocess.run(command, check=True, capture_output=True, timeout=300)
+            unfinished.rename(target)
+        return str(target)
 
     with ThreadPoolExecutor(2) as compilers:
         objects = list(compilers.map(compiled, [Path(__file__).with_name("digest.cpp"), *sources]))
