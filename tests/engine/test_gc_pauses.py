@@ -43,6 +43,14 @@ class Cycle:
         type(self).alive -= 1
 
 
+@pytest.fixture(autouse=True, scope="module")
+def frozen_again() -> Iterator[None]:
+    """Leaves the collector as conftest.py has it for all others."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def eager_collector() -> Iterator[None]:
     """Collections of every kind come often, and see only what a test makes."""

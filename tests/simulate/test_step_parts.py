@@ -25,6 +25,7 @@ from tests.simulate.test_what_if import run as run_as_a_whole
 
 GRAPH = replace(CONFIG, max_checked_tokens=64, max_batched_tokens=256, num_blocks=513)
 """Steps of up to 64 tokens are one launch."""
+NUM_REQUESTS = 200 if IS_LONG else 80
 PAUSE, FETCH = 80e-6, 20e-6
 DEVICE = 780e-6
 """Of a step of few rows."""
@@ -79,10 +80,10 @@ class Submitted(NamedTuple):
 def run(
     config: SchedulerConfig, seed: int = 1, noise: int = 0, rate: float = 40.0, depth: int = 2
 ) -> list[StepLogEntry]:
-    """200 requests that come at random, for `seed`; the machine's noise is another's."""
+    """Requests that come at random, for `seed`; the machine's noise is another's."""
     source, machine = random.Random(seed), Machine(config, noise, depth=depth)
     due, jobs = machine.now, []
-    for number in range(200):
+    for number in range(NUM_REQUESTS):
         due += source.expovariate(rate)
         prompt = [source.randrange(50) for _ in range(source.choice((8, 40, 120)))]
         jobs.append((due, number, prompt, SamplingParams(max_tokens=source.choice((8, 24, 64)))))
