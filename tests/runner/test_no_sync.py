@@ -19,6 +19,7 @@ from quire.sampling.sampler import SampledTokens, Sampler
 from quire.sampling.upload import Uploader
 from quire.sampling_params import ResolvedTokens, SamplingParams
 from quire.step import Admission
+from tests.quick_interpreter import quicken
 from tests.runner.sampling_support import Batch, Job, RecordingKernels, make_batch
 from tests.runner.test_sampler import mixed_jobs
 
@@ -27,6 +28,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from quire.kernels.triton.kernels import TritonKernels
 
 ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    quicken()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 VOCAB = 8193 if ON_GPU else 301
 JOBS = mixed_jobs(VOCAB, random.Random(1))

@@ -9,9 +9,13 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
+from tests.quick_interpreter import quicken
+
 pytest.importorskip("triton", reason="Triton is not installed")
 
 ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    quicken()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 MARKS = [pytest.mark.gpu] if ON_GPU else []
 """For `pytestmark`, so that `pytest -m gpu` takes these tests along."""
