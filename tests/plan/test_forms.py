@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from bench.shapes import CONFIGS, spec_of
 from quire.cli.main import app
 from quire.config import EngineConfig
+from quire.errors import CapacityError
 from quire.kernels.formats import FORMATS, gpu_computes
 from quire.kernels.triton.packed_size import packed_size
 from quire.models.load import open_model
@@ -25,6 +26,7 @@ from quire.plan.devices import Device, Shares, named_device
 from quire.plan.forms import Form, forms_of
 from quire.plan.model import PlannedModel, described_model, open_planned
 from quire.plan.work import Rates
+from quire.runner.memory import check_weights_fit
 from quire.runner.worker import choose_weights
 
 H200, A100 = named_device("h200"), named_device("a100")
@@ -165,15 +167,20 @@ def test_on_a_gpu_a_ggufs_weights_stay_as_stored(smollm2_gguf: Path, device: Dev
     forms = named(model, device)
     assert list(forms) == ["as stored (Q4_1)", "bfloat16 (expanded)"]
     assert [form.option for form in forms.values()] == ["quantization=auto", "quantization=none"]
-    assert device.capability is not None
-    kernels = CardKernels(device.capability, torch.bfloat16)
-    plan = plan_weights(model.files, kernels, torch.bfloat16, torch.device("cuda"), "auto")
-    assert forms["as stored (Q4_1)"].weight_bytes == plan.nbytes
     ends = model.spec.vocab_size * model.spec.hidden_size * 2
     layers = model.spec.num_parameters - ends // 2
     # Most inputs, 576, are no multiple of 128: codes are padded to it, scales and minima are of 32 bits.
     size = forms["as stored (Q4_1)"].weight_bytes - ends
     assert size == pytest.approx(6.2 / 8 * layers, rel=0.03)
+
+
+def test_the_loader_refuses_what_does_not_fit_once_it_is_packed(smollm2_gguf: Path) -> None:
+    files = open_planned(str(smollm2_gguf)).files
+    plan = plan_weights(files, CardKernels((9, 0), torch.bfloat16), torch.bfloat16, torch.device("cuda"), "auto")
+    stored = sum(format.nbytes(shape) for name in plan.formats for format, shape in plan.stored(name))
+    assert stored < plan.nbytes == check_weights_fit(plan, plan.nbytes)
+    with pytest.raises(CapacityError, match="the model does not fit"):
+        check_weights_fit(plan, (stored + plan.nbytes) // 2)
 
 
 def test_a_config_that_says_how_weights_are_quantised(tmp_path: Path) -> None:
