@@ -38,18 +38,6 @@ _Hit = Block | tuple[BlockKey, int] | None
 """Where a block is cached: on the device, or on the host tier (key and slot); None: not needed, before the window."""
 
 
-@dataclass(slots=True)
-class _Hits:
-    """What device cache and host tier hold of a request's first blocks."""
-
-    found: list[_Hit]
-    device: list[Block]
-    host_slots: list[int]
-    partial: tuple[list[Block], int] | None = None
-    """Partly filled blocks, one per group of layers, and how many of the request's next tokens they hold. They are
-    copied, not shared, since the request that filled them may go on writing into them."""
-
-
 class BlockManager:
     """Owner of the block pool, the prefix cache and the host tier."""
 
@@ -86,23 +74,22 @@ class BlockManager:
     def place(self, request: Request, reserve_tokens: int) -> Placement | None:
         """Fills a request's table with blocks for all its known tokens: cached blocks for its prefix, free ones for the
         rest. Returns None, with nothing changed, unless there are free blocks for `reserve_tokens` tokens too."""
-        num_tokens = len(request.token_ids)
-        hits = self._match(request, num_tokens)
-        num_covered = len(hits.found) - len(hits.host_slots)
-        num_fresh = self.config.blocks_for(num_tokens) - num_covered
+        found, partial, num_partial = self._match(request)
+        on_device = [hit for hit in found if isinstance(hit, Block)]
+        on_host = [hit for hit in found if isinstance(hit, tuple)]
+        num_covered = len(found) - len(on_host)
+        num_fresh = self.config.blocks_for(len(request.token_ids)) - num_covered
         num_needed = self.config.blocks_for(reserve_tokens) - num_covered
-        num_free = self.pool.num_free - sum(not block.ref_count for block in hits.device)
-        partial, num_partial = hits.partial or ([], 0)
+        num_free = self.pool.num_free - sum(not block.ref_count for block in on_device)
         if num_needed > num_free - sum(not block.ref_count for block in partial):
             partial, num_partial = [], 0  # these blocks are needed as free ones
         if num_needed > num_free:
             return None
-        held = [*hits.device, *partial]
-        fresh = self._share_and_allocate(held, hits.host_slots, num_fresh)
+        fresh = self._share_and_allocate([*on_device, *partial], (slot for _, slot in on_host), num_fresh)
         if fresh is None:
             return None
         taken = iter(fresh)
-        for hit in hits.found:
+        for hit in found:
             if hit is None or isinstance(hit, Block):
                 request.block_table.append(hit or self.pool.blocks[0])
                 continue
@@ -116,15 +103,14 @@ class BlockManager:
             self._copies.append(BlockCopy("device_to_device", source.block_id, target.block_id))
             self.pool.release(source)
         request.block_table += empty
-        for hit in reversed(hits.found):
+        for key, _ in reversed(on_host):
             # Last block first: the tier drops what was used longest ago, and a prefix should outlive its continuation.
-            if isinstance(hit, tuple):
-                self.host.touch(hit[0])
-        request.num_published_blocks = num_found = len(hits.found) // self._groups
+            self.host.touch(key)
+        request.num_published_blocks = num_found = len(found) // self._groups
         request.num_left_blocks = self.config.first_kept(num_found * self.block_size)
-        num_host = -(-len(hits.host_slots) // self._groups)
+        num_host = -(-len(on_host) // self._groups)
         return Placement(
-            num_ready_blocks=len(hits.found) + len(partial),
+            num_ready_blocks=len(found) + len(partial),
             num_device_tokens=(num_found - num_host) * self.block_size + num_partial,
             num_host_tokens=num_host * self.block_size,
         )
@@ -189,31 +175,30 @@ class BlockManager:
                 if block.ref_count == 0:
                     self.pool.place(block)
 
-    def _match(self, request: Request, num_tokens: int) -> _Hits:
-        """The cached blocks a request can start with; one token is always left to compute."""
-        hits = _Hits([], [], [])
+    def _match(self, request: Request) -> tuple[list[_Hit], list[Block], int]:
+        """The cached blocks a request can start with; one token is always left to compute. Then partly filled blocks,
+        one per group of layers, and how many of the request's next tokens they hold. These are copied, not shared,
+        since the request that filled them may go on writing into them."""
         # The cache holds keys and values, no hidden states: a mean over all hidden states needs every token computed.
         if not self.config.prefix_caching or request.pooling == "mean":
-            return hits
-        num_usable = num_tokens - 1
+            return [], [], 0
+        num_usable = len(request.token_ids) - 1
         if request.score_prompt_from is not None:
             # A prompt position is scored by computing the token before it.
             num_usable = min(num_usable, request.score_prompt_from - 1)
         num_blocks, groups = num_usable // self.block_size, self._groups
         keys, extra_keys = request.block_keys, self._extra_keys(request)
         self.cache.extend_keys(keys, request.token_ids, num_blocks, extra_keys)
-        hits.found = self._find_blocks(keys, num_blocks)
-        hits.device = [hit for hit in hits.found if isinstance(hit, Block)]
-        hits.host_slots = [hit[1] for hit in hits.found if isinstance(hit, tuple)]
-        num_found = len(hits.found) // groups
+        found = self._find_blocks(keys, num_blocks)
+        num_found = len(found) // groups
         first = num_found * self.block_size
         rest = request.token_ids[first : min(num_usable, first + self.block_size)]
         parents = keys[(num_found - 1) * groups : num_found * groups] if num_found else [None] * groups
         partial = (self.cache.find_partial(one, rest, extra) for one, extra in zip(parents, extra_keys, strict=True))
         held = [one for one in partial if one is not None]
-        if len(held) == groups:
-            hits.partial = [block for block, _ in held], min(count for _, count in held)
-        return hits
+        if len(held) < groups:
+            return found, [], 0
+        return found, [block for block, _ in held], min(count for _, count in held)
 
     def _find_blocks(self, keys: list[BlockKey], num_blocks: int) -> list[_Hit]:
         """Where the first blocks of a sequence are cached, up to the last one after which no group lacks anything: a

@@ -56,7 +56,10 @@ class ResultTaker:
             if request.pooling is not None:
                 if owns_row:
                     self._note_computed(request, len(request.token_ids))
-                self._finish_pooled(request, result.pooled.get(request_id), now)
+                if request_id in result.pooled:  # the whole prompt is computed, which is all that was wanted
+                    self._table.finish(request, "stop", now, pooled=result.pooled[request_id])
+                else:
+                    self._fail(request, "the runner returned no pooled hidden state", now)
                 continue
             tokens = tokens_of.get(request_id, ())
             if len(tokens) != 1 and not 1 <= len(tokens) <= 1 + len(guesses):
@@ -127,13 +130,6 @@ class ResultTaker:
         for taker in takers:
             if taker.prompt_progress is progress:  # the group's name may belong to other requests by now
                 self._table.updates.append(RequestUpdate(taker.request_id, (), prompt_scores=found))
-
-    def _finish_pooled(self, request: Request, vector: bytes | None, now: float) -> None:
-        """The whole prompt is computed, which is all that was wanted."""
-        if vector is None:
-            self._fail(request, "the runner returned no pooled hidden state", now)
-        else:
-            self._table.finish(request, "stop", now, pooled=vector)
 
     def _fail(self, request: Request, message: str, now: float) -> None:
         """Ends a request that failed by itself."""

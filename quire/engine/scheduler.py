@@ -175,7 +175,7 @@ class Scheduler:
         block_size, groups = self.config.block_size, self.config.num_groups
         scheduled, requests, guesses = plan.scheduled, plan.requests, self._guess is not None
         append = scheduled.append
-        for request in self.table.running.snapshot():
+        for request in self.table.running.copy():  # which preemptions change
             row = request.row
             if row is None:
                 continue  # It was preempted by this loop, for a more important request's block.

@@ -106,7 +106,7 @@ def test_preempted_while_the_last_token_is_on_its_way(llm: LLM, turn: int, monke
         nonlocal steps
         steps += 1
         if steps % 4 == turn:
-            for request in core.scheduler.table.running.snapshot():
+            for request in core.scheduler.table.running.copy():
                 core.scheduler.preempt(request.request_id)
         return step(now)
 

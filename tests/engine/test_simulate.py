@@ -105,10 +105,10 @@ def test_prefix_hits_over_positions_to_be_scored_are_noticed(
 ) -> None:
     match = BlockManager._match
 
-    def greedy(self: BlockManager, request: Request, num_tokens: int) -> Any:
+    def greedy(self: BlockManager, request: Request) -> Any:
         params, request.params = request.params, replace(request.params, prompt_logprobs=None)
         try:
-            return match(self, request, num_tokens)
+            return match(self, request)
         finally:
             request.params = params
 
@@ -122,10 +122,10 @@ def test_prefix_hits_under_a_mean_are_noticed(
 ) -> None:
     match = BlockManager._match
 
-    def greedy(self: BlockManager, request: Request, num_tokens: int) -> Any:
+    def greedy(self: BlockManager, request: Request) -> Any:
         pooling, request.pooling = request.pooling, None
         try:
-            return match(self, request, num_tokens)
+            return match(self, request)
         finally:
             request.pooling = pooling
 
