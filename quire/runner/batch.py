@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import Batches, HeadShape, Int32Array, Kernels
+from quire.kernels.ops import Batches, Int32Array
+from quire.models.decoder import Decoder
 from quire.runner.request_rows import RequestRows
-from quire.sampling.upload import Uploader
 from quire.step import ScheduledRequest, Step
 
 
@@ -144,27 +144,21 @@ class InputBatch:
     """int32 [draws]: the position that the sampled token will have."""
 
 
-def lag_of(shape: StepShape, request_rows: RequestRows, uploader: Uploader) -> Tensor | None:
+def lag_of(shape: StepShape, request_rows: RequestRows) -> Tensor | None:
     """int32 [requests], on the device: how much earlier than `shape.starts` each request begins, because guesses in
     flight were wrong. None where no request runs ahead."""
     if not shape.is_ahead:
         return None
-    rows, starts, ahead = uploader.upload(shape.request_rows, shape.starts, np.array(shape.runs_ahead))
+    rows, starts, ahead = request_rows.uploader.upload(shape.request_rows, shape.starts, np.array(shape.runs_ahead))
     return torch.where(ahead, starts - request_rows.num_computed_tokens[rows.long()], 0)
 
 
-def build_batch(
-    shape: StepShape,
-    request_rows: RequestRows,
-    kernels: Kernels,
-    uploader: Uploader,
-    heads: HeadShape,
-    lag: Tensor | None,
-) -> InputBatch:
+def build_batch(shape: StepShape, request_rows: RequestRows, decoder: Decoder, lag: Tensor | None) -> InputBatch:
     """The tensors of a step: the scheduled requests' tokens one after the other."""
+    kernels, upload = decoder.kernels, request_rows.uploader.upload
     ends, draw_owners = shape.starts + shape.counts, shape.draw_owners
-    work = kernels.attention_work(shape.counts, ends, shape.request_rows, heads)
-    sent = uploader.upload(
+    work = kernels.attention_work(shape.counts, ends, shape.request_rows, decoder.spec.heads)
+    sent = upload(
         shape.request_rows[shape.token_owners],
         shape.token_positions,
         shape.query_start,
@@ -177,7 +171,7 @@ def build_batch(
     )
     lists = dict(zip(work, sent[8:], strict=True))
     if lag is not None:
-        owners, drawn_by = uploader.upload(shape.token_owners, draw_owners)
+        owners, drawn_by = upload(shape.token_owners, draw_owners)
         sent[1] = sent[1] - lag[owners]
         sent[3] = sent[3] - lag
         sent[7] = sent[7] - lag[drawn_by]
@@ -197,12 +191,12 @@ def build_batch(
     return InputBatch(token_ids, places, paged, sent[5], sent[6], sent[7])
 
 
-def write_guesses(shape: StepShape, request_rows: RequestRows, uploader: Uploader, lag: Tensor | None) -> None:
+def write_guesses(shape: StepShape, request_rows: RequestRows, lag: Tensor | None) -> None:
     """Writes the guesses into the request rows, after the known tokens, where decoder and penalties read them."""
     owners = np.arange(len(shape.counts)).repeat(shape.num_guesses)
     first = (shape.starts + shape.counts - shape.num_guesses).astype(np.int64)
     offsets = np.concatenate([np.arange(count) for count in shape.num_guesses])
-    rows, places, values, owner = uploader.upload(
+    rows, places, values, owner = request_rows.uploader.upload(
         shape.request_rows[owners].astype(np.int64),
         first[owners] + offsets,
         np.array([token for tokens in shape.guesses for token in tokens], np.int64),
@@ -211,9 +205,7 @@ def write_guesses(shape: StepShape, request_rows: RequestRows, uploader: Uploade
     request_rows.token_ids[rows, places if lag is None else places - lag[owner]] = values
 
 
-def note_accepted(
-    shape: StepShape, request_rows: RequestRows, drawn: Tensor, uploader: Uploader, lag: Tensor | None
-) -> None:
+def note_accepted(shape: StepShape, request_rows: RequestRows, drawn: Tensor, lag: Tensor | None) -> None:
     """Sets `num_computed_tokens` of request rows that sample to their known tokens plus the guesses that were right.
     A guess is right if it equals the token drawn in its place, all guesses before it are right, and a token could be
     drawn after it. `drawn` int64 [2, draws]: tokens and flags."""
@@ -231,7 +223,7 @@ def note_accepted(
     if drawn.device.type == "cpu":  # there it takes half the time without torch
         state = [None if one is None else one.numpy() for one in state]
     else:
-        sent = uploader.upload(*sent)
+        sent = request_rows.uploader.upload(*sent)
     (expected, which, rows, known, index), (computed, found, behind) = sent, state
     is_right = (found[0][which[:, :-1]] == expected) & (found[1][which[:, 1:]] == 0)
     num_right = (1 * is_right).cumprod(1).sum(1, dtype=computed.dtype)

@@ -25,7 +25,6 @@ from quire.runner.recorded import RecordedSteps
 from quire.runner.request_rows import RequestRows
 from quire.sampling.draws import Indices
 from quire.sampling.sampler import Sampler
-from quire.sampling.upload import Uploader
 from quire.step import ScheduledRequest, Step
 
 Graphs = DecodeGraphs | RecordedSteps
@@ -41,7 +40,6 @@ class ModelDrafter:
         self._cache = cache
         self._request_rows = request_rows
         self._graphs = graphs
-        self._uploader = Uploader(decoder.device)
         self._num_computed: Indices | None = None
         """By request row, how many tokens have keys and values in the drafter's own cache; None if it has no cache."""
         if has_own_cache:
@@ -91,7 +89,7 @@ class ModelDrafter:
             self._graphs.capture_next()
         # All drafts are read from the request rows at the end, so that the device is waited for once.
         token_ids, offsets = self._request_rows.token_ids, np.minimum(np.arange(counts.max()), counts[:, None] - 1)
-        row, place = self._uploader.upload(rows[:, None], positions[:, None] + 1 + offsets)
+        row, place = self._request_rows.uploader.upload(rows[:, None], positions[:, None] + 1 + offsets)
         drafts = zip(wanted, token_ids[row, place].tolist(), strict=True)
         return {entry.request_id: tuple(own[: entry.num_drafts]) for entry, own in drafts}
 
@@ -113,7 +111,7 @@ class ModelDrafter:
         owners = np.arange(len(rows)).repeat(missing)
         offsets = np.concatenate([np.arange(count) for count in missing])
         row, place = rows[owners], begins[owners] + offsets
-        at, following = self._uploader.upload(row, place + 1)
+        at, following = self._request_rows.uploader.upload(row, place + 1)
         known = self._request_rows.token_ids[at, following]
         self._decode(_decodes(row, place))
         self._request_rows.token_ids[at, following] = known  # a graph samples, and has overwritten these tokens
@@ -123,8 +121,8 @@ class ModelDrafter:
         decoded = self._graphs.run(shape) if self._graphs is not None else None
         if decoded is not None:
             return decoded.logits, True
-        decoder, rows = self._decoder, self._request_rows
-        batch = build_batch(shape, rows, decoder.kernels, self._uploader, decoder.spec.heads, None)
+        decoder = self._decoder
+        batch = build_batch(shape, self._request_rows, decoder, None)
         return decoder.logits(decoder(batch.token_ids, batch.positions, batch.paged, self._cache.layers)), False
 
 

@@ -33,7 +33,7 @@ class RequestRows:
         self.temperatures = torch.zeros(max_num_seqs, dtype=torch.float32, device=device)
         self.num_computed_tokens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         """How many tokens a request has computed, wrong guesses not counted; set by steps that check guesses only."""
-        self._uploader = Uploader(device)
+        self.uploader = Uploader(device)
         self._num_blocks = [0] * max_num_seqs
 
     def apply(self, step: Step) -> None:
@@ -51,14 +51,14 @@ class RequestRows:
             table_values.extend(block_ids)
             self._num_blocks[row] = end
         if table_index:
-            where, values = self._uploader.upload(np.array(table_index), np.array(table_values, np.int32))
+            where, values = self.uploader.upload(np.array(table_index), np.array(table_values, np.int32))
             self.block_tables.view(-1)[where] = values
         if step.admitted:
             self._write_admitted(step.admitted)
 
     def write_tokens(self, request_rows: Indices, positions: Indices, token_ids: Tensor) -> None:
         """Puts sampled tokens where the next step finds them."""
-        where, at = self._uploader.upload(request_rows, positions)
+        where, at = self.uploader.upload(request_rows, positions)
         self.token_ids[where, at] = token_ids
 
     def inputs(
@@ -84,7 +84,7 @@ class RequestRows:
     def _write_admitted(self, admitted: tuple[Admission, ...]) -> None:
         lengths = [len(admission.token_ids) for admission in admitted]
         rows = np.array([admission.row for admission in admitted])
-        owner, place, tokens, index, temperatures, seeds = self._uploader.upload(
+        owner, place, tokens, index, temperatures, seeds = self.uploader.upload(
             rows.repeat(lengths),
             np.concatenate([np.arange(length) for length in lengths]),
             np.concatenate([np.array(admission.token_ids, np.int64) for admission in admitted]),

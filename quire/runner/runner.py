@@ -29,7 +29,6 @@ from quire.runner.step_outputs import PendingStep, StepOutputs
 from quire.sampling.draws import Draws, Indices
 from quire.sampling.logprobs import Logprobs
 from quire.sampling.sampler import UNDEFINED, SampledTokens, Sampler
-from quire.sampling.upload import Uploader
 from quire.step import ScheduledRequest, Step
 
 LogitsObserver = Callable[[Sequence[ScheduledRequest], Indices, Tensor], None]
@@ -61,7 +60,7 @@ class Runner:
         self._decoder = decoder
         self._kv_cache = kv_cache
         self._request_rows = request_rows
-        self._uploader = Uploader(device)
+        self._upload = request_rows.uploader.upload
         self._sampler = Sampler(max_num_seqs, spec.vocab_size, kernels, device)
         self._logprobs = Logprobs(device)
         self._pooling = PoolingRows(device)
@@ -116,9 +115,9 @@ class Runner:
     def _compute(self, step: Step, outputs: StepOutputs) -> None:
         """Runs the model and samples; also scores prompts and pools hidden states for the requests that ask for it."""
         shape = StepShape.of(step)
-        lag = lag_of(shape, self._request_rows, self._uploader)
+        lag = lag_of(shape, self._request_rows)
         if shape.has_guesses:
-            write_guesses(shape, self._request_rows, self._uploader, lag)
+            write_guesses(shape, self._request_rows, lag)
         decoded = self._run_graph(shape, lag)
         kernels, drawn_for = self._decoder.kernels, shape.drawn_for(step.scheduled)
         draws = self._special_draws(shape, drawn_for, lag)
@@ -132,10 +131,10 @@ class Runner:
         elif decoded is not None and draws is not None:  # its logits are used, its tokens are not
             if shape.has_guesses:
                 # The graph has sampled plain tokens over the guesses, which are the history of the draws after them.
-                write_guesses(shape, self._request_rows, self._uploader, lag)
+                write_guesses(shape, self._request_rows, lag)
             sampled = self._sample(outputs, drawn_for, shape, draws, decoded.logits.float())
         else:  # there is no graph for this step
-            batch = build_batch(shape, self._request_rows, kernels, self._uploader, self._decoder.spec.heads, lag)
+            batch = build_batch(shape, self._request_rows, self._decoder, lag)
             hidden = self._decoder(batch.token_ids, batch.positions, batch.paged, self._kv_cache.layers)
             if drawn_for:
                 logits = self._decoder.logits(hidden[batch.draw_indices])
@@ -152,7 +151,7 @@ class Runner:
                 outputs.add_prompt_scores(part, part.score(hidden, self._decoder.logits, tokens, kernels))
             self._pooling.add(outputs, step.scheduled, hidden)
         if sampled is not None and (shape.has_guesses or shape.is_ahead):
-            note_accepted(shape, self._request_rows, sampled.tensor, self._uploader, lag)
+            note_accepted(shape, self._request_rows, sampled.tensor, lag)
 
     def _special_draws(
         self, shape: StepShape, drawn_for: Sequence[ScheduledRequest], lag: Tensor | None
@@ -180,11 +179,11 @@ class Runner:
         if graphs is None or needs_hidden or not (is_drawn or (graphs.takes_prompts and self._drafter is None)):
             return None
         if lag is not None and not shape.is_decode:
-            lag = lag[self._uploader.upload(shape.token_owners)[0]]
+            lag = lag[self._upload(shape.token_owners)[0]]
         decoded = graphs.run(shape if shape.is_decode else shape.by_token(), lag)
         if decoded is None or is_drawn:
             return decoded
-        (drawn,) = self._uploader.upload(shape.draw_indices)
+        (drawn,) = self._upload(shape.draw_indices)
         return DecodeOutput(decoded.sampled[:, drawn], decoded.logits[drawn])
 
     def _sample(
@@ -207,7 +206,7 @@ class Runner:
         sampled = self._sampler.sample(logits, draws)
         self._request_rows.write_tokens(draws.request_rows, draws.positions, sampled.token_ids)
         if undefined:  # for `note_accepted`: the guess before such a draw counts as wrong
-            (index,) = self._uploader.upload(np.array(undefined))
+            (index,) = self._upload(np.array(undefined))
             sampled.tensor[1].index_fill_(0, index, UNDEFINED)
         advance = None if masks is None else partial(self._grammars.advance, masks)
         outputs.add_tokens(drawn_for, sampled, undefined, advance)

@@ -30,7 +30,6 @@ from quire.runner.runner import Runner
 class Worker:
     """One device, ready to compute."""
 
-    decoder: Decoder
     runner: Runner
     plan: CachePlan
     description: str
@@ -110,7 +109,7 @@ def start_worker(
     if spec.cache.scales:
         use = "with" if cache_dtype == torch.float8_e4m3fn else "without"
         description += f"; {use} the checkpoint's scales for FP8 keys and values"
-    return Worker(decoder, runner, plan, f"{description}; {draft.description}" if draft is not None else description)
+    return Worker(runner, plan, f"{description}; {draft.description}" if draft is not None else description)
 
 
 def _make_graphs(decoder: Decoder, config: EngineConfig, cache: KVCache, rows: RequestRows) -> Graphs | None:
