@@ -9,8 +9,23 @@ from torch import Tensor
 
 from quire.kernels.ops import AttentionSpec, HeadShape, Kernels, LayerCache, PagedBatch
 from quire.models.decoder import Decoder
+from quire.models.load import Progress, load_planned
+from quire.models.weight_plan import ModelFiles, plan_weights
 
 BLOCK_SIZE = 16
+
+
+def load_decoder(
+    files: ModelFiles,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_position: int | None = None,
+    progress: Progress | None = None,
+    quantization: str = "auto",
+) -> Decoder:
+    """A decoder with its weights on the device, in the formats that `plan_weights` chooses."""
+    return load_planned(plan_weights(files, kernels, dtype, device, quantization), max_position, progress)
 
 
 def make_caches(decoder: Decoder, num_blocks: int, block_size: int = BLOCK_SIZE) -> list[LayerCache]:

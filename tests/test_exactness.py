@@ -21,8 +21,9 @@ from quire.kernels.ops import Kernels
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.select import select_kernels
 from quire.models.decoder import Decoder
-from quire.models.load import load_decoder, open_model
+from quire.models.load import open_model
 from quire.sampling_params import SamplingParams
+from tests.decoding import load_decoder
 from tests.long_runs import IS_LONG, short_or_long
 from tests.random_models import SPECS, Bench, Transcript, random_decoder
 

@@ -146,11 +146,13 @@ def compare(decoder: Decoder, tokens: Sequence[int]) -> tuple[float, int]:
 def main(model: str = "smollm2", text: str = "The capital of France is") -> None:
     from quire.checkpoints.sources import resolve
     from quire.load import open_tokenizer
-    from quire.models.load import load_decoder, open_model
+    from quire.models.load import load_planned, open_model
+    from quire.models.weight_plan import plan_weights
 
     source = resolve(model)
     files, tokenizer = open_model(source.path), open_tokenizer(source)
-    decoder = load_decoder(files, ReferenceKernels(), torch.float32, torch.device("cpu"), 1024, quantization="none")
+    plan = plan_weights(files, ReferenceKernels(), torch.float32, torch.device("cpu"), quantization="none")
+    decoder = load_planned(plan, max_position=1024)
     difference, following = compare(decoder, tokenizer.encode(text))
     print(f"{text!r} goes on with {tokenizer.decode([following])!r}")
     print(f"largest difference from the decoder's logits: {difference:.1e}")

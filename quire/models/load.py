@@ -21,14 +21,13 @@ from quire.checkpoints.npy_checkpoint import open_npy
 from quire.checkpoints.safetensors_checkpoint import open_safetensors
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.formats import Format
-from quire.kernels.ops import Kernels
 from quire.kernels.quantize import quantize
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder, WeightSource
 from quire.models.gguf_spec import read_gguf_spec
 from quire.models.model_config import read_config
 from quire.models.names import Piece, gguf_pieces, huggingface_pieces
-from quire.models.weight_plan import ModelFiles, WeightPlan, plan_weights
+from quire.models.weight_plan import ModelFiles, WeightPlan
 
 Progress = Callable[[int, int], None]
 """Called with the number of bytes read so far (0 at first) and of all bytes."""
@@ -70,28 +69,15 @@ def open_model(path: Path) -> ModelFiles:
     return ModelFiles(replace(spec, cache=checkpoint.cache), checkpoint, tuple(pieces))
 
 
-def load_decoder(
-    files: ModelFiles,
-    kernels: Kernels,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_position: int | None = None,
-    progress: Progress | None = None,
-    quantization: str = "auto",
-) -> Decoder:
-    """A decoder with its weights on the device, in the formats that `plan_weights` chooses. `max_position` is the
-    number of positions in the rope tables (default: the spec's)."""
-    return load_planned(plan_weights(files, kernels, dtype, device, quantization), max_position, progress)
-
-
 def load_planned(
     plan: WeightPlan,
     max_position: int | None = None,
     progress: Progress | None = None,
     wrap_source: Callable[[WeightSource], WeightSource] = lambda source: source,
 ) -> Decoder:
-    """A decoder with its weights on the device, in the formats of the plan. `wrap_source` is used by ranks of tensor
-    parallelism, which take parts of the weights."""
+    """A decoder with its weights on the device, in the formats of the plan. `max_position` is the number of positions
+    in the rope tables (default: the spec's). `wrap_source` is used by ranks of tensor parallelism, which take parts of
+    the weights."""
     with ThreadPoolExecutor(_NUM_READERS, "weights") as readers:
         reading = _Reading(plan, readers, progress or (lambda done, total: None))
         try:

@@ -10,7 +10,8 @@ import torch
 
 from quire.kernels.select import select_kernels
 from quire.models.decoder import Decoder
-from quire.models.load import load_decoder, open_model
+from quire.models.load import open_model
+from tests.decoding import load_decoder
 from tests.gpu.support import DEVICE, decoder_of, shape_of
 
 

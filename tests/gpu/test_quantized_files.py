@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from quire.kernels.select import select_kernels
-from quire.models.load import load_decoder, open_model
-from tests.decoding import all_logits
+from quire.models.load import open_model
+from tests.decoding import all_logits, load_decoder
 from tests.gpu.support import DEVICE
 from tests.models.test_foreign_quantization import (
     FLOAT,

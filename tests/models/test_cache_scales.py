@@ -14,10 +14,11 @@ from torch import Tensor
 from quire.checkpoints.checkpoint import StoredCache
 from quire.convert.quantized_folder import quantize_model
 from quire.errors import ModelFormatError, UnsupportedModelError
-from quire.models.load import load_decoder, open_model
+from quire.models.load import open_model
 from quire.models.spec import ModelSpec
 from quire.runner.device import pick_cache_dtype
 from quire.runner.kv_cache import KVCache
+from tests.decoding import load_decoder
 from tests.models.storing_kernels import StoringKernels
 
 CPU = torch.device("cpu")

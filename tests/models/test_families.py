@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from quire.kernels.cpu.kernels import CpuKernels
 from quire.kernels.reference import ReferenceKernels
 from quire.models.families import FAMILIES
-from quire.models.load import load_decoder, open_model
-from tests.decoding import all_logits, greedy
+from quire.models.load import open_model
+from tests.decoding import all_logits, greedy, load_decoder
 from tests.long_runs import short_or_long
 
 NUM_LAYERS = st.integers(1, 3)

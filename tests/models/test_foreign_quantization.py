@@ -17,7 +17,8 @@ from quire.errors import ModelFormatError
 from quire.kernels.formats import FORMATS, Format
 from quire.kernels.reference import ReferenceKernels
 from quire.models.decoder import Decoder
-from quire.models.load import load_decoder, open_model
+from quire.models.load import open_model
+from tests.decoding import load_decoder
 
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 64}

@@ -19,10 +19,10 @@ from quire.checkpoints.checkpoint import Checkpoint
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.reference import ReferenceKernels
 from quire.models.gguf_spec import read_gguf_spec
-from quire.models.load import load_decoder, open_model
+from quire.models.load import open_model
 from quire.models.rope import cos_sin_table
 from quire.models.spec import ModelSpec, RopeSpec
-from tests.decoding import all_logits
+from tests.decoding import all_logits, load_decoder
 from tests.models.test_families import random_model, reference_logits
 
 SIZES: dict[str, Any] = {

@@ -18,8 +18,8 @@ from torch import Tensor
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.cpu.kernels import CpuKernels
 from quire.kernels.reference import ReferenceKernels
-from quire.models.load import load_decoder, open_model
-from tests.decoding import all_logits, greedy
+from quire.models.load import open_model
+from tests.decoding import all_logits, greedy, load_decoder
 from tests.models.test_families import check_greedy, random_model, reference_logits
 
 MXFP4 = gguf.GGMLQuantizationType.MXFP4

@@ -16,7 +16,8 @@ from quire.config import EngineConfig
 from quire.errors import DeviceError, ModelFormatError
 from quire.kernels.reference import ReferenceKernels
 from quire.models import load
-from quire.models.load import Progress, load_decoder, open_checkpoint, open_model
+from quire.models.load import Progress, open_checkpoint, open_model
+from tests.decoding import load_decoder
 
 CPU = torch.device("cpu")
 

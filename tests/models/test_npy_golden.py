@@ -16,8 +16,8 @@ from quire.kernels.cpu.kernels import CpuKernels
 from quire.kernels.ops import Kernels
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.select import select_kernels
-from quire.models.load import load_decoder, open_model
-from tests.decoding import all_logits
+from quire.models.load import open_model
+from tests.decoding import all_logits, load_decoder
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "export_npy.py"
 

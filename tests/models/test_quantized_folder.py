@@ -15,9 +15,9 @@ from quire.convert import quantized_folder
 from quire.convert.quantized_folder import quantize_model
 from quire.errors import InvalidRequestError, ModelFormatError, QuireError, UnsupportedModelError
 from quire.kernels.quantize import INT8, to_codes, to_q4_0
-from quire.models.load import load_decoder, open_model
+from quire.models.load import open_model
 from quire.models.weight_plan import plan_weights
-from tests.decoding import all_logits
+from tests.decoding import all_logits, load_decoder
 from tests.models.storing_kernels import StoringKernels
 from tests.models.test_families import random_model
 from tests.models.test_gguf_models import MODELS as GGUF_MODELS

@@ -24,11 +24,11 @@ from quire.kernels.formats import FORMATS, Format
 from quire.kernels.quantize import INT8, to_codes, to_q4_0
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
-from quire.models.load import load_decoder, open_model
+from quire.models.load import open_model
 from quire.models.weight_plan import plan_weights
 from quire.runner import device as devices
 from quire.runner.worker import choose_weights
-from tests.decoding import all_logits
+from tests.decoding import all_logits, load_decoder
 from tests.models.storing_kernels import StoringKernels
 from tests.models.test_families import random_model
 from tests.models.test_gguf_models import write_gguf
