@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 from functools import cached_property, partial
+from itertools import repeat
 from struct import Struct
 
 import torch
@@ -129,13 +130,10 @@ class CpuKernels(ReferenceKernels):
         number = _FORMAT_NUMBERS[format]
         self._packed_size(columns, depth, number, ctypes.addressof(size))
         packed = torch.empty(*outer, size.value, dtype=torch.uint8)
-        matrices = math.prod(outer)
-        scale_bytes = columns * 4 if scales else 0
-        for i in range(matrices):
-            self._pack_quantized(
-                stored.data_ptr() + i * columns * num_bytes, scales[0].data_ptr() + i * scale_bytes if scales else 0,
-                packed.data_ptr() + i * size.value, columns, depth, number, _threads(),
-            )  # fmt: skip
+        factors = scales[0].view(-1, columns) if scales else repeat(None)
+        matrices = zip(stored.view(-1, columns, num_bytes), factors, packed.view(-1, size.value), strict=False)
+        for plain, factor, target in matrices:
+            self._pack_quantized(plain, factor, target, columns, depth, number, _threads())
         return Part(format, (packed,), part.rows)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -147,26 +145,21 @@ class CpuKernels(ReferenceKernels):
             return super().linear(x, weight, bias, out)
         if not isinstance(weight, PackedWeight) or inner_size != depth:
             raise ValueError(f"the weight {weight.shape} was not packed for x {tuple(x.shape)} {dtype}")
-        stride, inner = x.stride()
-        if inner != 1:
-            x = x.contiguous()
-            stride = depth
+        x = _with_whole_rows(x)
         if out is None:
             out = self._empty(rows, columns, dtype=dtype)
         parts = weight.quantized_parts
         if parts is not None:
             self._linear_quantized[dtype](
-                x, stride, ctypes.addressof(parts), len(weight.parts), bias, out, out.stride(0), rows, depth,
+                x, x.stride(0), ctypes.addressof(parts), len(weight.parts), bias, out, out.stride(0), rows, depth,
                 _threads(), self.has_amx,
             )  # fmt: skip
         elif weight.format is _PACKED[dtype]:
-            function(x, stride, weight.tensor, bias, out, out.stride(0), rows, columns, depth, _threads())
+            function(x, x.stride(0), weight.tensor, bias, out, out.stride(0), rows, columns, depth, _threads())
         elif weight.format is None:
-            first = 0
-            for part, added in weight.split(bias):
-                last = first + part.shape[0]
-                self.linear(x, part, added, out[:, first:last])
-                first = last
+            targets = out.split_with_sizes([part.rows for part in weight.parts], 1)
+            for (part, added), target in zip(weight.split(bias), targets, strict=True):
+                self.linear(x, part, added, target)
         else:
             return super().linear(x, weight, bias, out)
         return out

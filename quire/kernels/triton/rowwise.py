@@ -64,45 +64,40 @@ def _rms_norm_kernel(
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """`Kernels.rms_norm`."""
-    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows = as_rows(x)
-    _launch(rows, rows, weight, eps, normed, normed, offset=offset)
-    return normed
+    return _normed(x, weight, eps, offset=offset)[0]
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
     """`Kernels.add_rms_norm`."""
-    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = torch.empty_like(normed)
-    _launch(as_rows(x), as_rows(residual), weight, eps, normed, total, add=True, offset=offset)
-    return normed, total
+    return _normed(x, weight, eps, residual, offset=offset)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """`Kernels.layer_norm`."""
-    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows = as_rows(x)
-    _launch(rows, rows, weight, eps, normed, normed, bias=bias, center=True)
-    return normed
+    return _normed(x, weight, eps, bias=bias, center=True)[0]
 
 
-def _launch(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, normed: Tensor, total: Tensor, *,
-    bias: Tensor | None = None, offset: float = 0.0, add: bool = False, center: bool = False,
-) -> None:  # fmt: skip
-    rows, size = x.shape
+def _normed(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, *,
+    bias: Tensor | None = None, offset: float = 0.0, center: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The norm, and x + residual; without a residual the norm twice."""
+    source = as_rows(x)
+    added = source if residual is None else as_rows(residual)
+    rows, size = source.shape
     if size > MAX_SIZE:
         raise ValueError(f"The norm's kernel takes rows of up to {MAX_SIZE} numbers, not {size}.")
-    if rows == 0:
-        return
-    block = next_power_of_2(size)
-    group = max(1, _SHORT // block)
-    grid = (cdiv(rows, group),)
-    _rms_norm_kernel[grid](
-        x, residual, weight, weight if bias is None else bias, normed, total, rows, row_stride(x), row_stride(residual),
-        eps, offset, size, block, group, add, offset != 0, center, bias is not None, USE_PDL,
-        num_warps=num_warps(block * group), **LAUNCH,
-    )  # fmt: skip
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = normed if residual is None else torch.empty_like(normed)
+    if rows:
+        block = next_power_of_2(size)
+        group = max(1, _SHORT // block)
+        _rms_norm_kernel[(cdiv(rows, group),)](
+            source, added, weight, weight if bias is None else bias, normed, total, rows, row_stride(source),
+            row_stride(added), eps, offset, size, block, group, residual is not None, offset != 0, center,
+            bias is not None, USE_PDL, num_warps=num_warps(block * group), **LAUNCH,
+        )  # fmt: skip
+    return normed, total
 
 
 def launch_by_blocks(kernel: Any, rows: int, size: int, *arguments: Any, **options: Any) -> None:
