@@ -9,9 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import MoeSpec
 from quire.models.families import family_named
-from quire.models.spec import LayerSpec, MlpSpec, ModelSpec, Parameter
+from quire.models.spec import LayerSpec, ModelSpec, Parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +96,19 @@ _LAYER_NAMES = {
 """A layer's tensors by Hugging Face's and by GGUF's name, without the layer's prefix. `.weight` or `.bias` is appended,
 but for sinks, choice_bias and stacked experts. `{expert}` is an expert's number. A family whose files pack tensors adds
 names for `qkv`, `gate_up` and `shared_gate_up`."""
+_LINEARS = {
+    "attention.qkv": ("qkv", "query", "key", "value"),
+    "attention.output": ("output",),
+    "mlp.up": ("up",),
+    "mlp.gate_up": ("gate_up", "gate", "up"),
+    "mlp.down": ("down",),
+    "mlp.shared.gate_up": ("shared_gate_up", "shared_gate", "shared_up"),
+    "mlp.shared.down": ("shared_down",),
+    "mlp.shared_gate": ("shared_router",),
+    "mlp.router": ("router",),
+}
+"""For each of a layer's products: by what name its tensor goes, then the names of the tensors that are stacked in it
+where the files don't pack them."""
 _HUGGINGFACE, _GGUF = ({part: pair[i] for part, pair in _LAYER_NAMES.items()} for i in range(2))
 
 
@@ -129,15 +141,18 @@ def _pieces(
     present: Collection[str],
 ) -> Iterator[Piece]:  # fmt: skip
     embedding, norm, head = ends
-    yield Piece(f"{embedding}.weight", "embedding")
-    yield Piece(f"{norm}.weight", "final_norm")
-    if spec.norm_bias:
-        yield Piece(f"{norm}.bias", "final_norm_bias")
-    if not spec.tie_embeddings:
-        yield Piece(f"{head}.weight", "head")
+    outside = {"embedding": f"{embedding}.weight", "final_norm": f"{norm}.weight", "head": f"{head}.weight"}
+    outside["final_norm_bias"] = f"{norm}.bias"
+    found: list[_Layer] = []
     for i, layer in enumerate(spec.layers):
         own = {part: f"{layers}.{i}.{name}" for part, name in names.items() if name}
-        yield from _Layer(spec, layer, own, f"layers.{i}.", interleaved, present).pieces()
+        found.append(_Layer(spec, layer, own, interleaved, present))
+    for path, parameter in spec.parameters().items():
+        if path in outside:
+            yield Piece(outside[path], path)
+        else:
+            _, number, name = path.split(".", 2)
+            yield from found[int(number)].pieces(name, path, parameter)
 
 
 class _Layer(NamedTuple):
@@ -147,85 +162,43 @@ class _Layer(NamedTuple):
     layer: LayerSpec
     names: Mapping[str, str]
     """In the checkpoint."""
-    to: str
-    """What its parameters' names begin with."""
     interleaved: bool
     present: Collection[str]
 
-    def pieces(self) -> Iterator[Piece]:
-        names, layer, to = self.names, self.layer, self.to
-        for norm in layer.norms:
-            yield Piece(f"{names[norm]}.weight", f"{to}{norm}")
-            if self.spec.norm_bias:
-                yield Piece(f"{names[norm]}.bias", f"{to}{norm}_bias")
-        yield from self._attention()
-        if layer.sinks:
-            yield Piece(names["sinks"], f"{to}attention.sinks")
-        yield from _linear(names["output"], f"{to}attention.output", layer.output_bias)
-        if isinstance(layer.mlp, MlpSpec):
-            yield from self._mlp("", f"{to}mlp", layer.mlp)
-            return
-        yield from self._experts(layer.mlp)
-        if layer.mlp.shared_intermediate_size:
-            yield from self._mlp("shared_", f"{to}mlp.shared", MlpSpec(layer.mlp.shared_intermediate_size))
-            if layer.mlp.shared_gate:
-                yield Piece(f"{names['shared_router']}.weight", f"{to}mlp.shared_gate.weight")
-
-    def _order(self, heads: int) -> RowOrder | None:
-        head_dim, rope = self.layer.attention.heads.head_dim, self.layer.rope
-        rotated = head_dim if rope is None or not rope.rotated else rope.rotated
-        is_needed = heads and (self.interleaved or rotated < head_dim)
-        return RowOrder(heads, head_dim, rotated, self.interleaved) if is_needed else None
-
-    def _attention(self) -> Iterator[Piece]:
-        names, to, heads = self.names, f"{self.to}attention.", self.layer.attention.heads
-        parts = ("query", heads.num_heads), ("key", heads.num_kv_heads), ("value", 0)
-        if self.layer.qk_norm:
-            for name, count in parts[:2]:
-                order = self._order(count if self.layer.qk_norm_is_whole else 1)
-                yield Piece(f"{names[f'{name}_norm']}.weight", f"{to}{name}_norm", order=order)
-        if "qkv" in names:
-            order = self._order(heads.num_heads + heads.num_kv_heads)
-            yield from _linear(names["qkv"], f"{to}qkv", self.layer.qkv_bias, order=order)
-            return
-        for part, (name, count) in enumerate(parts):
-            yield from _linear(names[name], f"{to}qkv", self.layer.qkv_bias, part, self._order(count))
-
-    def _mlp(self, kind: str, to: str, mlp: MlpSpec) -> Iterator[Piece]:
-        names = self.names
-        if not mlp.gated:
-            yield from _linear(names["up"], f"{to}.up", mlp.bias)
-        elif f"{kind}gate_up" in names:
-            yield from _linear(names[f"{kind}gate_up"], f"{to}.gate_up", mlp.bias)
+    def pieces(self, name: str, path: str, parameter: Parameter) -> Iterator[Piece]:
+        """The tensors that fill the layer's parameter `name`, which is `path` in the decoder."""
+        names, (linear, _, kind) = self.names, name.rpartition(".")
+        if linear in _LINEARS:
+            packed, *parts = _LINEARS[linear]
+            for part in [packed] if packed in names or not parts else parts:
+                index = None if part == packed else parts.index(part)
+                yield Piece(f"{names[part]}.{kind}", path, index, None, self._order(part))
+        elif kind in ("sinks", "choice_bias"):
+            yield Piece(names[kind], path)
+        elif linear == "mlp":
+            yield from self._experts(kind, path, parameter)
         else:
-            yield from _linear(names[f"{kind}gate"], f"{to}.gate_up", mlp.bias, 0)
-            yield from _linear(names[f"{kind}up"], f"{to}.gate_up", mlp.bias, 1)
-        yield from _linear(names[f"{kind}down"], f"{to}.down", mlp.bias)
+            norm = kind.removesuffix("_bias")
+            yield Piece(f"{names[norm]}.{'weight' if kind == norm else 'bias'}", path, order=self._order(norm))
 
-    def _experts(self, moe: MoeSpec) -> Iterator[Piece]:
-        names, to = self.names, f"{self.to}mlp."
-        yield from _linear(names["router"], f"{to}router", moe.bias)
-        if moe.choice_bias:
-            yield Piece(names["choice_bias"], f"{to}choice_bias")
+    def _order(self, part: str) -> RowOrder | None:
+        heads, rope, is_whole = self.layer.attention.heads, self.layer.rope, self.layer.qk_norm_is_whole
+        counts = {"query": heads.num_heads, "key": heads.num_kv_heads, "qkv": heads.num_heads + heads.num_kv_heads}
+        counts |= {f"{name}_norm": counts[name] if is_whole else 1 for name in ("query", "key")}
+        rotated = heads.head_dim if rope is None or not rope.rotated else rope.rotated
+        is_needed = part in counts and (self.interleaved or rotated < heads.head_dim)
+        return RowOrder(counts[part], heads.head_dim, rotated, self.interleaved) if is_needed else None
+
+    def _experts(self, name: str, path: str, parameter: Parameter) -> Iterator[Piece]:
+        """The experts' `gate_up` or `down`, or a bias of these: stacked in the checkpoint, or one by one."""
+        names, (matrix, bias, _) = self.names, name.partition("_bias")
         if names.get("experts_gate_up") in self.present or "expert_gate" not in names:
-            alternate, size = family_named(self.spec.family).alternating_gate_up, 2 * moe.intermediate_size
-            order = RowOrder(1, size, size, True, axis=1) if alternate else None
-            yield Piece(names["experts_gate_up"], f"{to}gate_up", order=order)
-            yield Piece(names["experts_down"], f"{to}down")
-            if moe.bias:
-                yield Piece(f"{names['experts_gate_up']}_bias", f"{to}gate_up_bias", order=order)
-                yield Piece(f"{names['experts_down']}_bias", f"{to}down_bias")
+            alternate, size = family_named(self.spec.family).alternating_gate_up, parameter.shape[1]
+            order = RowOrder(1, size, size, True, axis=1) if alternate and matrix == "gate_up" else None
+            yield Piece(f"{names[f'experts_{matrix}']}{bias}", path, order=order)
             return
-        for kind, added in (("weight", ""), ("bias", "_bias")) if moe.bias else (("weight", ""),):
-            for expert in range(moe.num_experts) if "{expert}" in names["expert_gate"] else (None,):
-                gate, up, down = (names[f"expert_{part}"].format(expert=expert) for part in _MLP)
-                yield Piece(f"{gate}.{kind}", f"{to}gate_up{added}", 0, expert)
-                yield Piece(f"{up}.{kind}", f"{to}gate_up{added}", 1, expert)
-                yield Piece(f"{down}.{kind}", f"{to}down{added}", None, expert)
-
-
-def _linear(
-    name: str, parameter: str, bias: bool, part: int | None = None, order: RowOrder | None = None
-) -> Iterator[Piece]:
-    for kind in ("weight", "bias") if bias else ("weight",):
-        yield Piece(f"{name}.{kind}", f"{parameter}.{kind}", part, None, order)
+        parts = (("gate", 0), ("up", 1)) if matrix == "gate_up" else (("down", None),)
+        for expert in range(parameter.shape[0]) if "{expert}" in names["expert_gate"] else (None,):
+            for part, index in parts:
+                tensor = names[f"expert_{part}"].format(expert=expert)
+                yield Piece(f"{tensor}.{'bias' if bias else 'weight'}", path, index, expert)
