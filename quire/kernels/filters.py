@@ -39,67 +39,53 @@ def filter_rows_(kernels: Kernels, logits: Tensor, rows: Tensor, limits: Tensor)
         ("xtc_threshold", _xtc_, limit["xtc_threshold"] < float("inf")),
     ):
         index = asks[:, 0].nonzero()[:, 0]
-        if len(index):
-            filter_(_Part(scores, highest, limit[name], index), kernels)
+        if 0 < len(index) < len(scores):
+            own = scores[index]
+            filter_(kernels, own, highest[index], limit[name][index])
+            scores[index] = own
+        elif len(index):
+            filter_(kernels, scores, highest, limit[name])
     if not whole:
         logits[rows] = scores
 
 
-class _Part:
-    """The rows that ask for one filter: a copy that `put_back` writes to `scores`, or `scores` itself if all ask."""
-
-    def __init__(self, scores: Tensor, highest: Tensor, parameter: Tensor, index: Tensor) -> None:
-        self._all, self._index = scores, index
-        self._whole = len(index) == len(scores)
-        own = (scores, highest, parameter) if self._whole else (scores[index], highest[index], parameter[index])
-        self.scores, self.highest, self.parameter = own
-
-    def keep_(self, kernels: Kernels, low: float | Tensor = _NEVER, high: float | Tensor = -_NEVER) -> None:
-        """Excludes scores below `low` [rows, 1] and above `high` [rows, 1]."""
-        limits = [torch.empty(len(self.scores), 1, device=self.scores.device) for _ in range(2)]
-        for limit, value in zip(limits, (low, high), strict=True):
-            limit[:] = value
-        kernels.keep_between_(self.scores, limits[0][:, 0], limits[1][:, 0])
-        self.put_back()
-
-    def put_back(self) -> None:
-        if not self._whole:
-            self._all[self._index] = self.scores
+# Each filter takes the rows that ask for it, with the highest score of each before any filter and the filter's own
+# parameter [rows, 1] both, and changes the scores.
 
 
-def _top_n_sigma_(part: _Part, kernels: Kernels) -> None:
+def _top_n_sigma_(kernels: Kernels, scores: Tensor, highest: Tensor, parameter: Tensor) -> None:
     # Deviations are taken from the highest score: dividing by the temperature then changes nothing, and
     # tokens that are forbidden already don't count.
-    below = part.scores - part.highest
+    below = scores - highest
     unknown = below == _NEVER
     count = below.shape[1] - sum_rows(unknown.float())
     mean = sum_rows(below.masked_fill_(unknown, 0.0)) / count
     spread = (sum_rows((below - mean).square_().masked_fill_(unknown, 0.0)) / count).sqrt_()
-    part.keep_(kernels, low=part.highest - part.parameter * spread)
+    _keep_(kernels, scores, low=highest - parameter * spread)
 
 
-def _top_k_(part: _Part, kernels: Kernels) -> None:
-    k = part.parameter.long()
-    best = kernels.top_values(part.scores, int(k.max()))
-    part.keep_(kernels, low=best.gather(1, k - 1))
+def _top_k_(kernels: Kernels, scores: Tensor, highest: Tensor, parameter: Tensor) -> None:
+    k = parameter.long()
+    best = kernels.top_values(scores, int(k.max()))
+    _keep_(kernels, scores, low=best.gather(1, k - 1))
 
 
-def _top_p_(part: _Part, kernels: Kernels) -> None:
+def _top_p_(kernels: Kernels, scores: Tensor, highest: Tensor, parameter: Tensor) -> None:
     def likeliest(rest: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        own = part.scores if len(rest) == len(part.scores) else part.scores[rest]
+        own = scores if len(rest) == len(scores) else scores[rest]
         best = kernels.top_values(own, count)
-        return best, _weights(best, part.highest[rest])
+        return best, _weights(best, highest[rest])
 
-    wanted = _total_weight(part) * part.parameter
-    part.keep_(kernels, low=_limit_reaching(wanted, part.scores.shape[1], likeliest))
-
-
-def _min_p_(part: _Part, kernels: Kernels) -> None:
-    part.keep_(kernels, low=part.highest + part.parameter)
+    wanted = _total_weight(scores, highest) * parameter
+    _keep_(kernels, scores, low=_limit_reaching(wanted, scores.shape[1], likeliest))
 
 
-def _typical_p_(part: _Part, _: Kernels) -> None:
-    below = (part.scores - part.highest).clamp_min_(_FAINTEST)
+def _min_p_(kernels: Kernels, scores: Tensor, highest: Tensor, parameter: Tensor) -> None:
+    _keep_(kernels, scores, low=highest + parameter)
+
+
+def _typical_p_(_: Kernels, scores: Tensor, highest: Tensor, parameter: Tensor) -> None:
+    below = (scores - highest).clamp_min_(_FAINTEST)
     weights = below.exp()
     total = sum_rows(weights)
     # A token's surprise is log(total) - below; its expectation is log(total) - the mean of below.
@@ -109,21 +95,28 @@ def _typical_p_(part: _Part, _: Kernels) -> None:
         closest, where = distance[rest].topk(count, largest=False, sorted=True)
         return closest, weights[rest].gather(1, where)
 
-    limit = _limit_reaching(total * part.parameter, distance.shape[1], nearest)
-    part.scores.masked_fill_(distance > limit, _NEVER)
-    part.put_back()
+    limit = _limit_reaching(total * parameter, distance.shape[1], nearest)
+    scores.masked_fill_(distance > limit, _NEVER)
 
 
-def _xtc_(part: _Part, kernels: Kernels) -> None:
-    wanted = _total_weight(part) * part.parameter
+def _xtc_(kernels: Kernels, scores: Tensor, highest: Tensor, parameter: Tensor) -> None:
+    wanted = _total_weight(scores, highest) * parameter
     # At most 1 / threshold tokens can be as likely as the threshold.
-    most = int(min(1 / max(float(part.parameter.min()), 1e-6) + 1, part.scores.shape[1]))
-    best = kernels.top_values(part.scores, most)
+    most = int(min(1 / max(float(parameter.min()), 1e-6) + 1, scores.shape[1]))
+    best = kernels.top_values(scores, most)
     # A threshold of 0 is reached by all tokens, but those already filtered out don't count.
-    likely = ((_weights(best, part.highest) >= wanted) & (best > _NEVER)).sum(-1, keepdim=True)
+    likely = ((_weights(best, highest) >= wanted) & (best > _NEVER)).sum(-1, keepdim=True)
     # All tokens above the threshold are removed but the least likely of them.
     least = best.gather(1, (likely - 1).clamp_min(0))
-    part.keep_(kernels, high=least.masked_fill_(likely == 0, float("inf")))
+    _keep_(kernels, scores, high=least.masked_fill_(likely == 0, float("inf")))
+
+
+def _keep_(kernels: Kernels, scores: Tensor, low: float | Tensor = _NEVER, high: float | Tensor = -_NEVER) -> None:
+    """Excludes scores below `low` [rows, 1] and above `high` [rows, 1]."""
+    limits = [torch.empty(len(scores), 1, device=scores.device) for _ in range(2)]
+    for limit, value in zip(limits, (low, high), strict=True):
+        limit[:] = value
+    kernels.keep_between_(scores, limits[0][:, 0], limits[1][:, 0])
 
 
 def _limit_reaching(wanted: Tensor, size: int, best_of: Callable[[Tensor, int], tuple[Tensor, Tensor]]) -> Tensor:
@@ -148,9 +141,9 @@ def _weights(scores: Tensor, highest: Tensor) -> Tensor:
     return (scores - highest).clamp_min_(_FAINTEST).exp_()
 
 
-def _total_weight(part: _Part) -> Tensor:
+def _total_weight(scores: Tensor, highest: Tensor) -> Tensor:
     """[rows, 1]: the sum of all weights; a weight divided by it is a probability."""
-    return sum_rows(_weights(part.scores, part.highest))
+    return sum_rows(_weights(scores, highest))
 
 
 def sum_rows(values: Tensor) -> Tensor:

@@ -177,9 +177,9 @@ class CpuKernels(ReferenceKernels):
         if number is not None:
             out = self._empty(rows, depth, dtype=torch.float32)
             self._unpack_quantized(table, ids, out, rows, depth, number, _threads())
-            return out
-        out = self._empty(rows, depth, dtype=table.dtype)
-        self._unpack_rows[table.dtype](table, ids, out, rows, columns, depth, _threads())
+        else:
+            out = self._empty(rows, depth, dtype=table.dtype)
+            self._unpack_rows[table.dtype](table, ids, out, rows, columns, depth, _threads())
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:

@@ -314,10 +314,7 @@ def filter_rows_(logits: Tensor, rows: Tensor, limits: Tensor) -> None:
     limits = limits.contiguous()
     chunks = cdiv(vocab_size, CHUNK)
     wide = next_power_of_2(chunks)
-
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=logits.device)
-
+    empty = logits.new_empty
     figures, collected, found = empty(count, chunks, _NUM_FIGURES.value), empty(count, _CAPACITY), empty(count, 2)
     grid = (count, chunks)
     _scale_kernel[grid](logits, rows, limits, figures, stride, vocab_size, CHUNK, USE_PDL, num_warps=8, **LAUNCH)
