@@ -55,18 +55,18 @@ def strings(default: tuple[str, ...], most: int, longest: int) -> Any:
 
 def text(longest: int) -> Any:
     """A text of some bytes, or None."""
-
-    def check(name: str, value: Any) -> str:
-        if not isinstance(value, str) or not value or len(value.encode("utf-8", "replace")) > longest:
-            raise InvalidRequestError(name, f"must be a text of 1 to {longest} bytes")
-        return value
-
-    return checked(None, check, optional=True)
+    return checked(None, lambda name, value: check_text(name, value, longest), optional=True)
 
 
 def check_bool(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise InvalidRequestError(name, f"must be true or false, not {value!r}")
+    return value
+
+
+def check_text(name: str, value: Any, longest: int) -> str:
+    if not isinstance(value, str) or not value or len(value.encode("utf-8", "replace")) > longest:
+        raise InvalidRequestError(name, f"must be a text of 1 to {longest} bytes")
     return value
 
 

@@ -48,9 +48,7 @@ def _check_schema(name: str, schema: Any) -> str:
         written = schema if isinstance(schema, str) else json.dumps(dict(schema), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(name, f"can't be written as JSON: {error}") from error
-    if not written or len(written.encode("utf-8", "replace")) > MAX_SCHEMA:
-        raise InvalidRequestError(name, f"must be a text of 1 to {MAX_SCHEMA} bytes")
-    return written
+    return check.check_text(name, written, MAX_SCHEMA)
 
 
 def _check_choices(name: str, value: Any) -> tuple[str, ...]:

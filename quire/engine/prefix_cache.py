@@ -4,6 +4,7 @@ partly filled block of a sequence is found by the block before it (its parent) a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 from quire.engine.block_key import BlockKey, DigestFunction, same_prefix, sha256_digest
 from quire.engine.block_pool import Block
@@ -58,7 +59,8 @@ class PrefixCache:
         for block in self._partial.get(_place(parent, extra_keys), ()):
             assert block.key is not None
             if same_prefix(block.key.parent, parent):
-                count = _num_common(block.key.token_ids, token_ids)
+                pairs = zip(block.key.token_ids, token_ids, strict=False)
+                count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
                 if count > most:
                     best, most = block, count
         return None if best is None else (best, most)
@@ -100,11 +102,3 @@ class PrefixCache:
 
 def _place(parent: BlockKey | None, extra_keys: tuple[str, ...]) -> tuple[bytes, tuple[str, ...]]:
     return (b"", extra_keys) if parent is None else (parent.digest, ())
-
-
-def _num_common(first: Sequence[int], second: Sequence[int]) -> int:
-    """With how many equal tokens two sequences begin."""
-    for count, (token, other) in enumerate(zip(first, second, strict=False)):
-        if token != other:
-            return count
-    return min(len(first), len(second))

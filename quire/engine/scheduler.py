@@ -280,10 +280,9 @@ class Scheduler:
         if group_id is None or request.first_scheduled is not None or not self.config.prefix_caching:
             return False
         if group_id not in plan.computing_groups:
-            for member in self.table.members(group_id):
-                if member.row is not None and member.num_committed_tokens < member.num_prompt_tokens:
-                    plan.computing_groups.add(group_id)
-                    break
+            running = (member for member in self.table.members(group_id) if member.row is not None)
+            if any(member.num_committed_tokens < member.num_prompt_tokens for member in running):
+                plan.computing_groups.add(group_id)
         return group_id in plan.computing_groups
 
     def _admit(self, request: Request, placement: Placement, plan: _StepPlan) -> None:

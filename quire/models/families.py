@@ -152,10 +152,6 @@ def _gemma(
     return with_windows(config, spec, full_every, rope=rope)
 
 
-def _gemma2(config: Fields, spec: ModelSpec) -> ModelSpec:
-    return _gemma(config, spec, (50.0, 30.0), full_every=2)
-
-
 def _gemma3(config: Fields, spec: ModelSpec) -> ModelSpec:
     local = RopeSpec(config.number("rope_local_base_freq", 10_000.0, low=1e-6))
     return _gemma(config, spec, (0.0, 0.0), 6, _local_rope(config, spec, local)).with_layers(qk_norm=True)
@@ -297,7 +293,7 @@ FAMILIES: tuple[Family, ...] = (
         gguf_settings={"norm_topk_prob": True},
     ),
     Family(
-        "gemma2", "Gemma 2", ("Gemma2ForCausalLM",), _gemma2, "gemma2",
+        "gemma2", "Gemma 2", ("Gemma2ForCausalLM",), partial(_gemma, caps=(50.0, 30.0), full_every=2), "gemma2",
         tie_embeddings=True, activation="gelu_pytorch_tanh", head_dim=256,
         names={"mlp_norm": "pre_feedforward_layernorm"},
     ),
