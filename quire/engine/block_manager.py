@@ -239,12 +239,12 @@ class BlockManager:
         for block in shared:
             self.pool.share(block)
         # Taking free blocks may save what they hold to the host tier: not into the slots that will be read.
-        self.host.pin(host_slots)
+        self.host.pinned.update(host_slots)
         fresh: list[Block] | None = None
         try:
             fresh = self._allocate(num_fresh)
         finally:
-            self.host.unpin()
+            self.host.pinned.clear()
             if fresh is None:
                 self._give_back(shared)
         return fresh

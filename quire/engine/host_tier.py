@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
 
 from quire.engine.block_key import BlockKey, same_prefix
 
@@ -20,6 +19,7 @@ class HostTier:
         self._names: list[bytes | None] = [None] * num_slots
         """By slot: the digest of what it holds."""
         self.pinned: set[int] = set()
+        """Slots that are about to be read: `store` leaves them alone."""
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -50,13 +50,6 @@ class HostTier:
             self._slots[key.digest] = (key, slot)
             self._names[slot] = key.digest
         return slot
-
-    def pin(self, slots: Iterable[int]) -> None:
-        """These slots are about to be read: `store` leaves them alone until `unpin`."""
-        self.pinned.update(slots)
-
-    def unpin(self) -> None:
-        self.pinned.clear()
 
     def drop(self, slot: int) -> None:
         """Forgets what a slot holds (the copy into it failed)."""

@@ -94,9 +94,7 @@ def start_worker(
     graphs = _make_graphs(decoder, config, cache, rows)
     drafter: ModelDrafter | None = None
     if draft is not None:
-        own = cache
-        if draft.has_own_cache:
-            own = KVCache(draft.decoder.spec, *sizes, cache_dtype, device)
+        own = KVCache(draft.decoder.spec, *sizes, cache_dtype, device) if draft.has_own_cache else cache
         own_graphs = _make_graphs(draft.decoder, config, own, rows)
         drafter = ModelDrafter(draft.decoder, own, draft.has_own_cache, rows, own_graphs)
     rejects = config.acceptance == "rejection"

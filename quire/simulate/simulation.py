@@ -195,7 +195,8 @@ class Simulation:
         if complete:
             self._check_prompt_scores(request)
             self._check_pooled(request, update.pooled)
-        self._require(tokens == request.output_token_ids, f"{update.request_id}: updates and tokens differ")
+        answer = request.token_ids[request.num_prompt_tokens :]
+        self._require(tokens == answer, f"{update.request_id}: updates and tokens differ")
         self._require(
             update.finish_reason != "error" or scenario.has_faults,
             f"{update.request_id} failed without an injected fault: {update.error}",

@@ -136,7 +136,7 @@ def lose_named_slot(scheduler: Scheduler, index: int) -> None:
 
 
 def leave_pin(scheduler: Scheduler, index: int) -> None:
-    scheduler.blocks.host.pin([index % 6])
+    scheduler.blocks.host.pinned.add(index % 6)
 
 
 def stranger() -> Request:

@@ -109,10 +109,10 @@ def test_host_tier_drops_the_least_recently_used_but_never_a_pinned_slot() -> No
     a, b, c, d = (BlockKey(bytes([i]), (i,), None, ()) for i in range(4))
     assert (tier.store(a), tier.store(b)) == (0, 1)
     assert tier.store(a) is None  # Already there, and now the most recently used.
-    tier.pin([1])
+    tier.pinned.update([1])
     assert tier.store(c) == 0  # b is older, but pinned.
-    tier.pin([0])
+    tier.pinned.update([0])
     assert tier.store(d) is None
-    tier.unpin()
+    tier.pinned.clear()
     assert tier.store(d) == 1
     assert [tier.find(key) is not None for key in (a, b, c, d)] == [False, False, True, True]

@@ -221,7 +221,7 @@ def test_min_tokens_keeps_stop_tokens_from_ending_the_answer() -> None:
         (update,) = scheduler.commit(step, StepResult(step.step_id, {"a": (token,)}), 0.0)
         assert (update.finish_reason == "stop") == ended
     assert request.stop_token_id == 5
-    assert request.output_token_ids == [5, 5, 5]
+    assert request.token_ids[request.num_prompt_tokens :] == [5, 5, 5]
 
 
 def test_deadline_ends_waiting_and_running_requests() -> None:
