@@ -69,7 +69,7 @@ def test_a_card_keeps_what_its_kernels_would(monkeypatch: pytest.MonkeyPatch, ca
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    monkeypatch.setattr("quire.kernels.triton.attention.num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr("quire.kernels.triton.kernels.num_multiprocessors", lambda device: 132)
     kernels, real = CardKernels(capability, torch.bfloat16), TritonKernels()
     for format in FORMATS.values():
         assert kernels.computes(format) is quantized.computes(format) is gpu_computes(format, capability)

@@ -39,7 +39,7 @@ from quire.kernels.triton.attention_splits import (
 )
 from quire.kernels.triton.attention_tile import attend_tile, halves
 from quire.kernels.triton.attention_work import DECODE_ROWS, PROGRAMS, PROMPT_ROWS, SPLIT
-from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
+from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin, num_multiprocessors
 from quire.kernels.triton.shapes import next_power_of_2
 
 _ONES = 16
@@ -330,8 +330,3 @@ def _tiles(device: torch.device, row_bytes: int) -> tuple[int, int]:
 def most_programs(device: torch.device) -> int:
     """How many programs run at once; each takes further items when it is done with one."""
     return PROGRAMS * num_multiprocessors(device)
-
-
-@cache
-def num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -30,7 +30,7 @@ class Tiles:
     experts: Tensor
     """int32 [bound]: the expert of each tile, -1 after the last tile."""
     counts: Tensor
-    """int32 [bound]: how many pairs it has; read if GROUPED."""
+    """int32 [bound + 1]: how many pairs it has, and last how many tiles there are; read if GROUPED."""
     order: Tensor
     """int32 [bound * width]: the pairs, tile by tile; read if GROUPED."""
     pairs: int
@@ -69,6 +69,7 @@ def _group_kernel(
     tiles = (total + WIDTH - 1) // WIDTH
     first_tile = tl.sum(tl.where(expert < own, tiles, 0), 0)
     end_tile = tl.where(own < EXPERTS, first_tile + tl.sum(tl.where(expert == own, tiles, 0), 0), bound)
+    tl.store(tile_counts + bound, first_tile, mask=own == EXPERTS)
     own_pairs = tl.sum(tl.where(expert == own, total, 0), 0)
     for first in range(first_tile, end_tile, LISTED):
         tile = first + tl.arange(0, LISTED)
@@ -97,7 +98,7 @@ def group_pairs(expert_ids: Tensor, num_experts: int, rows: int, width: int) -> 
     # The most tiles there can be: full ones, and for each expert one that is not full.
     bound = min(pairs, pairs // width + min(num_experts, pairs))
     device = expert_ids.device
-    experts, counts = (torch.empty(bound, dtype=torch.int32, device=device) for _ in range(2))
+    experts, counts = (torch.empty(size, dtype=torch.int32, device=device) for size in (bound, bound + 1))
     order = torch.empty(bound * width, dtype=torch.int32, device=device)
     block = max(32, next_power_of_2(num_experts))
     is_counted = pairs > _CHUNK

@@ -22,7 +22,7 @@ from quire.kernels.triton import attention as paged_attention
 from quire.kernels.triton import filters, heads, inputs, quantized, repeats, rowwise, sampling, scores
 from quire.kernels.triton import moe as experts_kernels
 from quire.kernels.triton.attention_work import SPLIT, attention_work, decode_lists, shorten_attention_work_
-from quire.kernels.triton.launch import HAS_GLUON
+from quire.kernels.triton.launch import HAS_GLUON, num_multiprocessors
 from quire.kernels.triton.linear import SMALLEST_BATCH, VOCABULARY_SIZE, is_quicker_than_cublas, linear
 from quire.kernels.triton.packed_size import packed_bytes
 from quire.kernels.triton.small_batches import are_exact
@@ -76,7 +76,7 @@ class TritonKernels(ReferenceKernels):
         self._quantized = quantized.QuantizedProducts(self.linear)
         self._is_exact: dict[tuple[torch.Size, torch.dtype], bool] = {}
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._num_multiprocessors = paged_attention.num_multiprocessors(device)
+        self._num_multiprocessors = num_multiprocessors(device)
 
     def computes(self, format: Format) -> bool:
         return self._dtype != torch.float32 and quantized.computes(format)

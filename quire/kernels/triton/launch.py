@@ -8,6 +8,7 @@ writes still happen in the order of the launches.
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,6 +42,11 @@ not fuse a multiplication and an addition, which would round once instead of twi
 
 LAUNCH: dict[str, Any] = {"launch_pdl": True} if USE_PDL else {}
 """Keyword arguments of every launch."""
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @triton.jit

@@ -134,8 +134,7 @@ def _expert_product(
     x: Tensor, weight: Weight, bias: Tensor | None, tiles: Tiles, spec: MoeSpec, is_gated: bool
 ) -> Tensor:
     # The inner block of 128 is the group size of FP8 weights with groups. Bits of plain weights don't depend on it.
-    sizes = {16: (64, 5, 4), 32: (64, 4, 4), 64: (128, 4, 8), 128: (128, 3, 8)}
-    block, stages, warps = sizes[tiles.width]
+    block, stages, warps = {16: (64, 5, 4), 32: (64, 4, 4), 64: (128, 4, 8), 128: (128, 3, 8)}[tiles.width]
     inner, stages = (32, 2) if x.dtype == torch.float32 else (128, stages)
     tile = Tile(tiles.width, block // 2 if is_gated else block, inner, stages, warps)
     format = weight.parts[0].format

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from quire.kernels.ops import AttentionSpec, HeadShape, LayerCache
-from quire.kernels.triton.attention import decode_attention, num_multiprocessors, prefill_attention
+from quire.kernels.triton.attention import decode_attention, prefill_attention
 from quire.kernels.triton.attention_work import attention_work
-from quire.kernels.triton.launch import HAS_GLUON
+from quire.kernels.triton.launch import HAS_GLUON, num_multiprocessors
 from quire.kernels.triton.linear import linear
 from quire.process.compile_together import compile_together
 

@@ -21,7 +21,7 @@ from triton.language.extra import cuda
 from quire.kernels.formats import Format, pairs
 from quire.kernels.ops import Activation
 from quire.kernels.triton.grouping import GROUPED, IN_ORDER, Tiles
-from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
+from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin, num_multiprocessors
 from quire.kernels.triton.linear import Tile
 from quire.kernels.triton.rowwise import NUMBERS, gated
 from quire.kernels.triton.shapes import as_rows, cdiv, next_power_of_2, num_warps, row_stride
@@ -207,23 +207,24 @@ def expand_codes(weight: Weight, dtype: torch.dtype) -> Tensor:
     return numbers
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "bound"])
 def _product_kernel(
-    x, x_scales, weight, scales, others, bias, tile_experts, tile_counts, order, out, x_stride, num_rows,
+    x, x_scales, weight, scales, others, bias, tile_experts, tile_counts, order, out, x_stride, num_rows, bound,
     EXPERTS: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr, TOP_K: tl.constexpr, KIND: tl.constexpr,
     GATED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, LISTED: tl.constexpr, GROUP: tl.constexpr,
-    NIBBLES: tl.constexpr, ZERO: tl.constexpr, FP4: tl.constexpr, OTHER: tl.constexpr,
+    NIBBLES: tl.constexpr, ZERO: tl.constexpr, FP4: tl.constexpr, OTHER: tl.constexpr, LOOPED: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of one expert's pairs times BLOCK rows of its weight [EXPERTS, rows, INNER] -> out [pairs, OUTER].
 
     GATED: the weight has 2 * OUTER rows, gate and up, and a program takes BLOCK / 2 of each; x has one row for
     TOP_K pairs. Otherwise x has a row for each pair. LISTED says where a tile's pairs are found (`Tiles`).
+    LOOPED: there may be more tiles than programs, which go on to further ones.
     """
     HALF: tl.constexpr = BLOCK // 2 if GATED else BLOCK
     ROWS: tl.constexpr = 2 * OUTER if GATED else OUTER
     SIZE: tl.constexpr = (INNER + 127) // 128 * 64 if NIBBLES else INNER
-    tile = tl.program_id(1)
+    first_tile = tl.program_id(1)
     local = tl.arange(0, BLOCK)
     output = tl.program_id(0) * HALF + local % HALF
     weight_row = output + (local // HALF) * OUTER
@@ -236,82 +237,87 @@ def _product_kernel(
         else:
             cuda.gdc_launch_dependents()
             # So the list may be read before the wait, not through the L1 cache; it is only a hint for prefetching.
-            likely = tl.load(tile_experts + tile, volatile=True)
+            likely = tl.load(tile_experts + first_tile, volatile=True)
             valid = (likely >= 0) & (likely < EXPERTS)
             rows = tl.where(valid, likely, 0).to(tl.int64) * ROWS + weight_row
             _prefetch(weight, rows, exists & valid, SIZE, LINES)
             cuda.gdc_wait()
 
     slot = tl.arange(0, TILE)
-    expert = tl.zeros((), tl.int64)
-    if LISTED == IN_ORDER:  # rows after the last one are computed as copies of it and not stored
-        pair = tl.minimum(tile * TILE + slot, num_rows - 1)
-        occupied = tile * TILE + slot < num_rows
-    else:
-        expert = tl.load(tile_experts + tile).to(tl.int64)
-        if expert < 0:
+    turns = 1
+    if LISTED == GROUPED:
+        tiles_left = tl.load(tile_counts + bound) - first_tile
+        if tiles_left <= 0:
             return
-        if LISTED == GROUPED:
-            occupied = slot < tl.load(tile_counts + tile)
-            pair = tl.load(order + tile * TILE + slot, mask=occupied, other=0)
+        turns = tl.cdiv(tiles_left, tl.num_programs(1)) if LOOPED else 1
+    for turn in range(turns):
+        tile = first_tile + turn * tl.num_programs(1)
+        expert = tl.zeros((), tl.int64)
+        if LISTED == IN_ORDER:  # rows after the last one are computed as copies of it and not stored
+            pair = tl.minimum(tile * TILE + slot, num_rows - 1)
+            occupied = tile * TILE + slot < num_rows
         else:
-            occupied = slot < 1
-            pair = tile + tl.zeros((TILE,), tl.int32)
-    x_row = (pair // TOP_K if GATED else pair).to(tl.int64)
-    input_mask = occupied[:, None]
-    row_of_weights = expert * ROWS + weight_row
-    dtype: tl.constexpr = out.dtype.element_ty
-    number: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
-    total = tl.zeros((BLOCK, TILE), tl.float32 if KIND == _IN_GROUPS else number)
-    if KIND == _CODED:
-        inner = tl.arange(0, _HALF)[None, :]
-        GROUPS: tl.constexpr = (INNER + GROUP - 1) // GROUP
-        codes = weight + row_of_weights[:, None] * SIZE + inner
-        inputs = x + x_row[:, None] * x_stride + inner
-        for k in range(0, INNER, 2 * _HALF):
-            packed = tl.load(codes + k // 2, mask=exists[:, None], other=0) if NIBBLES else 0
-            for half in tl.static_range(2):
-                numbers = _numbers(
-                    codes, packed, scales + row_of_weights * GROUPS, others + row_of_weights * GROUPS, k, exists,
-                    half, INNER, GROUP, GROUPS, NIBBLES, ZERO, FP4, OTHER,
-                )  # fmt: skip
-                place = k + half * _HALF
-                input_tile = tl.load(inputs + place, mask=input_mask & (inner < INNER - place), other=0.0)
-                total = tl.dot(numbers.to(dtype), tl.trans(input_tile), total, input_precision="ieee")
-    else:
-        inner = tl.arange(0, BLOCK_K)[None, :]
-        weights = weight + row_of_weights[:, None] * INNER + inner
-        inputs = x + x_row[:, None] * x_stride + inner
-        for k in range(0, INNER, BLOCK_K):
-            if INNER % BLOCK_K == 0:
-                # No masks where they are not needed: they cost time.
-                weight_tile = tl.load(weights, mask=None if OUTER % HALF == 0 else exists[:, None])
-                input_tile = tl.load(inputs, mask=None if LISTED == IN_ORDER else input_mask)
+            expert = tl.load(tile_experts + tile).to(tl.int64)
+            if LISTED == GROUPED:
+                occupied = slot < tl.load(tile_counts + tile)
+                pair = tl.load(order + tile * TILE + slot, mask=occupied, other=0)
             else:
-                within = inner < INNER - k
-                weight_tile = tl.load(weights, mask=exists[:, None] & within, other=0.0)
-                input_tile = tl.load(inputs, mask=input_mask & within, other=0.0)
-            if KIND == _IN_GROUPS:
-                group = k // BLOCK_K
-                scale = tl.load(scales + row_of_weights * (INNER // BLOCK_K) + group, mask=exists, other=0.0)
-                x_scale = tl.load(x_scales + x_row * (INNER // BLOCK_K) + group)
-                product = tl.dot(weight_tile, tl.trans(input_tile), out_dtype=number).to(tl.float32)
-                total += product * (scale[:, None] * x_scale[None, :])
-            else:
-                total = tl.dot(weight_tile, tl.trans(input_tile), total, input_precision="ieee", out_dtype=number)
-            weights += BLOCK_K
-            inputs += BLOCK_K
-    if KIND == _SCALED:  # multiplied in this order, which is that of cuBLAS
-        scale = tl.load(scales + row_of_weights, mask=exists, other=0.0)
-        total = total.to(tl.float32) * scale[:, None] * tl.load(x_scales + x_row)[None, :]
-    if BIAS:
-        total += tl.load(bias + row_of_weights, mask=exists, other=0.0)[:, None].to(tl.float32)
-    if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(total, (2, HALF, TILE)), (1, 2, 0)))
-        total = gated(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), ACTIVATION, dtype)
-    output = tl.program_id(0) * HALF + tl.arange(0, HALF)
-    target = out + pair.to(tl.int64)[None, :] * OUTER + output[:, None]
-    tl.store(target, total.to(dtype), mask=occupied[None, :] & (output < OUTER)[:, None])
+                occupied = slot < 1
+                pair = tile + tl.zeros((TILE,), tl.int32)
+        x_row = (pair // TOP_K if GATED else pair).to(tl.int64)
+        row_of_weights = expert * ROWS + weight_row
+        dtype: tl.constexpr = out.dtype.element_ty
+        number: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
+        total = tl.zeros((BLOCK, TILE), tl.float32 if KIND == _IN_GROUPS else number)
+        if KIND == _CODED:
+            inner = tl.arange(0, _HALF)[None, :]
+            GROUPS: tl.constexpr = (INNER + GROUP - 1) // GROUP
+            codes = weight + row_of_weights[:, None] * SIZE + inner
+            inputs = x + x_row[:, None] * x_stride + inner
+            for k in range(0, INNER, 2 * _HALF):
+                packed = tl.load(codes + k // 2, mask=exists[:, None], other=0) if NIBBLES else 0
+                for half in tl.static_range(2):
+                    numbers = _numbers(
+                        codes, packed, scales + row_of_weights * GROUPS, others + row_of_weights * GROUPS, k, exists,
+                        half, INNER, GROUP, GROUPS, NIBBLES, ZERO, FP4, OTHER,
+                    )  # fmt: skip
+                    place = k + half * _HALF
+                    input_tile = tl.load(inputs + place, mask=occupied[:, None] & (inner < INNER - place), other=0.0)
+                    total = tl.dot(numbers.to(dtype), tl.trans(input_tile), total, input_precision="ieee")
+        else:
+            inner = tl.arange(0, BLOCK_K)[None, :]
+            weights = weight + row_of_weights[:, None] * INNER + inner
+            inputs = x + x_row[:, None] * x_stride + inner
+            for k in range(0, INNER, BLOCK_K):
+                if INNER % BLOCK_K == 0:
+                    # No masks where they are not needed: they cost time.
+                    weight_tile = tl.load(weights, mask=None if OUTER % HALF == 0 else exists[:, None])
+                    input_tile = tl.load(inputs, mask=None if LISTED == IN_ORDER else occupied[:, None])
+                else:
+                    within = inner < INNER - k
+                    weight_tile = tl.load(weights, mask=exists[:, None] & within, other=0.0)
+                    input_tile = tl.load(inputs, mask=occupied[:, None] & within, other=0.0)
+                if KIND == _IN_GROUPS:
+                    group = k // BLOCK_K
+                    scale = tl.load(scales + row_of_weights * (INNER // BLOCK_K) + group, mask=exists, other=0.0)
+                    x_scale = tl.load(x_scales + x_row * (INNER // BLOCK_K) + group)
+                    product = tl.dot(weight_tile, tl.trans(input_tile), out_dtype=number).to(tl.float32)
+                    total += product * (scale[:, None] * x_scale[None, :])
+                else:
+                    total = tl.dot(weight_tile, tl.trans(input_tile), total, input_precision="ieee", out_dtype=number)
+                weights += BLOCK_K
+                inputs += BLOCK_K
+        if KIND == _SCALED:  # multiplied in this order, which is that of cuBLAS
+            scale = tl.load(scales + row_of_weights, mask=exists, other=0.0)
+            total = total.to(tl.float32) * scale[:, None] * tl.load(x_scales + x_row)[None, :]
+        if BIAS:
+            total += tl.load(bias + row_of_weights, mask=exists, other=0.0)[:, None].to(tl.float32)
+        if GATED:
+            gate, up = tl.split(tl.permute(tl.reshape(total, (2, HALF, TILE)), (1, 2, 0)))
+            total = gated(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), ACTIVATION, dtype)
+        column = tl.program_id(0) * HALF + tl.arange(0, HALF)
+        target = out + pair.to(tl.int64)[None, :] * OUTER + column[:, None]
+        tl.store(target, total.to(dtype), mask=occupied[None, :] & (column < OUTER)[:, None])
 
 
 def tile_product(
@@ -332,13 +338,15 @@ def tile_product(
         coding, group, kind = coding_of(part.format), inner // others[0].shape[-1], _CODED.value
     if out is None:
         out = torch.empty(tiles.pairs, outer, dtype=dtype, device=x.device)
-    block = 2 * tile.outputs if activation else tile.outputs
-    _product_kernel[(cdiv(outer, tile.outputs), tiles.bound)](
+    blocks = cdiv(outer, tile.outputs)
+    is_looped = tiles.listed == GROUPED.value and kind == _PLAIN.value and activation is None and dtype.itemsize == 2
+    programs = min(tiles.bound, max(1, 2 * num_multiprocessors(x.device) // blocks)) if is_looped else tiles.bound
+    _product_kernel[(blocks, programs)](
         x, x if x_scales is None else x_scales, first, others[0] if others else first, others[-1] if others else first,
         first if bias is None else bias, tiles.experts, tiles.counts, tiles.order, out, row_stride(x), tiles.pairs,
-        stack[0] if stack else 1, inner, outer, top_k, kind, activation is not None,
-        0 if activation is None else NUMBERS[activation], bias is not None, tiles.listed, group, *coding,
-        block, tiles.width, tile.inner, _PREFETCHED_LINES, USE_PDL,
+        tiles.bound, stack[0] if stack else 1, inner, outer, top_k, kind, activation is not None,
+        0 if activation is None else NUMBERS[activation], bias is not None, tiles.listed, group, *coding, is_looped,
+        2 * tile.outputs if activation else tile.outputs, tiles.width, tile.inner, _PREFETCHED_LINES, USE_PDL,
         num_warps=tile.warps, num_stages=tile.stages, **ROUND_ALWAYS, **LAUNCH,
     )  # fmt: skip
     return out

@@ -166,7 +166,9 @@ def test_tiles_hold_every_pair_once_with_its_expert(
     owners = tiles.experts.tolist()
     num_tiles = sum(owner >= 0 for owner in owners)
     assert owners == sorted(owners[:num_tiles]) + [-1] * (tiles.bound - num_tiles)
-    for tile, (owner, count) in enumerate(zip(owners, tiles.counts.tolist(), strict=True)):
+    *counts, total = tiles.counts.tolist()
+    assert total == num_tiles
+    for tile, (owner, count) in enumerate(zip(owners, counts, strict=True)):
         if owner >= 0:
             assert 1 <= count <= width
             found[owner] += tiles.order[tile * width : tile * width + count].tolist()

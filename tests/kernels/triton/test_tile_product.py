@@ -12,7 +12,7 @@ from bench.random_engine import quantized
 from quire.kernels.formats import FORMATS
 from quire.kernels.ops import Activation, ExpertWeights, MoeSpec
 from quire.kernels.quantize import quantize
-from quire.kernels.triton.grouping import rows_in_order
+from quire.kernels.triton.grouping import group_pairs, rows_in_order
 from quire.kernels.triton.linear import Tile
 from quire.kernels.triton.moe import moe
 from quire.kernels.triton.quantized import pack
@@ -98,6 +98,35 @@ def test_what_is_no_number_stays_none(dtype: torch.dtype, bad: float) -> None:
     got = product(x, weight, scales)
     assert got[0].isfinite().all()
     assert got[1].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("owners", "experts"),
+    [
+        ([5] * 12, 8),  # one tile, and programs without any
+        ([0, 3] * 20, 4),  # several tiles of an expert, the last one not full; experts without rows
+        ([i % 5 for i in range(200 if ON_GPU else 60)], 5),
+        *([([i * i % 97 for i in range(4000)], 128)] if ON_GPU else []),
+    ],
+    ids=["one", "two", "few", "many"][: 4 if ON_GPU else 3],
+)
+@pytest.mark.parametrize("turns", [1, 2, 3, 6])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16] if ON_GPU else [torch.float16])
+def test_programs_that_go_on_to_further_tiles(dtype: torch.dtype, turns: int, owners: list[int], experts: int) -> None:
+    """To the bit what each expert's rows give alone; also where the last of the inner loop's turns is not full."""
+    pairs, outer = len(owners), 256 if ON_GPU else 16 if turns % 2 else 24  # two programs, or one, in the interpreter
+    ids = torch.tensor(owners, dtype=torch.int32, device=DEVICE)
+    tile = Tile(16, 64, 128, turns, 4) if ON_GPU else Tile(16, 16, 16, turns, 4)  # so many stages: always in a loop
+    tiles = group_pairs(ids, experts, pairs, tile.rows)
+    for inner in (turns * tile.inner, turns * tile.inner + 8):
+        weight = random(experts, outer, inner, dtype=dtype, seed=1)
+        x, bias = random(pairs, inner, dtype=dtype, seed=2), random(experts, outer, dtype=dtype, seed=3)
+        got = tile_product(x, Weight.dense(weight), bias, tiles, tile, dtype)
+        for expert in set(owners):
+            rows = x[ids == expert]
+            alone = Weight.dense(weight[expert])
+            expected = tile_product(rows, alone, bias[expert], rows_in_order(rows, tile.rows), tile, dtype)
+            assert torch.equal(got[ids == expert], expected), (inner, expert)
 
 
 CODED = ["Q6_K", "Q4_1", "MXFP4", "INT4_G32"]
