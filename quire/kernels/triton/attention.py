@@ -198,17 +198,22 @@ def _decode_kernel(
 
 @triton.jit(do_not_specialize=["table_stride", "window"])
 def _prefill_kernel(
-    query, out, keys, values, sinks, block_tables, work,
+    query, out, keys, values, sinks, block_tables, work, failed,
     table_stride, block_stride, head_stride, scale, value_scale, window, cap, num_heads,
     GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     PARTS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, ONES: tl.constexpr, STAGES: tl.constexpr,
-    WIDE: tl.constexpr, PDL: tl.constexpr,
+    WIDE: tl.constexpr, PDL: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """Fields of an item of `work` int32 [items, 8]: first of the tile's (query, head) rows, unused, first row, number
-    of queries, context length, row of the block table. A program computes ROWS of a tile's PROMPT_ROWS rows."""
+    of queries, context length, row of the block table. A program computes ROWS of a tile's PROMPT_ROWS rows. AGAIN:
+    only items and key heads for which one of two flags in `failed` [items, key heads, 2] is set."""
     begin(PDL)
     kv_head = tl.program_id(1)
+    if AGAIN:
+        flags = failed + (tl.program_id(0) // PARTS * tl.num_programs(1) + kv_head) * 2
+        if tl.load(flags) + tl.load(flags + 1) == 0:
+            return
     entry = work + tl.program_id(0) // PARTS * 8
     first = tl.load(entry) + tl.program_id(0) % PARTS * ROWS
     first_row = tl.load(entry + 2)
@@ -250,9 +255,9 @@ def _prefill_kernel(
 
 def prefill_attention(
     query: Tensor, out: Tensor, cache: LayerCache, block_tables: Tensor, work: Tensor, spec: AttentionSpec,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, failed: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Attention of the items of a list `prefill`: writes their rows of `out`."""
+    """Attention of the items of a list `prefill`, or of those that `failed`: writes their rows of `out`."""
     if not len(work):
         return
     cache = _pairs(cache)
@@ -260,8 +265,8 @@ def prefill_attention(
     _, rows = _tiles(query.device, constants[2] * query.itemsize)
     parts = PROMPT_ROWS // rows
     _prefill_kernel[(parts * len(work), cache.keys.shape[1])](
-        query, out, cache.keys, cache.values, out if sinks is None else sinks, block_tables, work, *shape,
-        *constants[:4], parts, rows, *constants[4:],
+        query, out, cache.keys, cache.values, out if sinks is None else sinks, block_tables, work,
+        work if failed is None else failed, *shape, *constants[:4], parts, rows, *constants[4:], failed is not None,
         num_warps=4 if constants[2] <= 128 else 8, **ROUND_ALWAYS, **LAUNCH,
     )  # fmt: skip
 

@@ -38,6 +38,15 @@ def halves(rows):
 
 
 @triton.jit
+def raised(reference, highest, NUMBER: tl.constexpr):
+    """What a row's weights are relative to after a tile with this highest score: weights are 2**(score - reference). It
+    is the highest score of the first tile, and stays until weights come near the largest number, as all that was added
+    up has to be scaled when it changes."""
+    limit: tl.constexpr = 8.0 if NUMBER == tl.float16 else 64.0  # noqa: SIM300  (it is a type, no constant)
+    return tl.where(highest > reference + limit, highest, reference)
+
+
+@triton.jit
 def attend_tile(
     query, highest, total, output, first_key, context_len, position,
     keys, values, table, kv_head, block_stride, head_stride, scale,
@@ -67,10 +76,10 @@ def attend_tile(
     if WINDOW:
         visible = visible & (key[None, :] > position[:, None] - window)
     scores = tl.where(visible, scores, float("-inf"))
-    new_highest = tl.maximum(highest, tl.max(scores, 1) * scale)
-    # Where no key is visible yet the maximum is -inf, and -inf - -inf would be NaN.
+    new_highest = raised(highest, tl.max(scores, 1) * scale, query.dtype)
+    # Where no key is visible yet this is -inf, and -inf - -inf would be NaN.
     reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-    # score * scale - maximum with a single rounding, as in the other attention kernels.
+    # score * scale - reference with a single rounding, as in the other attention kernels.
     weights = tl.exp2(tl.fma(scores, scale, -reference[:, None])).to(query.dtype)
     decay = tl.exp2(highest - reference)
     v = _read_tile(values, place, exists, D // WIDTH, D_PAD // WIDTH)

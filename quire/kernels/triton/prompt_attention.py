@@ -5,6 +5,9 @@ shared memory, block by block of the paged cache, as far ahead as there is room.
 rows each: while one group computes its softmax, the tensor core multiplies for the other. Each group also starts the
 product with the next tile's keys before it computes the softmax of this tile. A program takes several items of work.
 
+In bfloat16 two tiles are computed at once, without scaling what was added up before; an item that would need it (see
+`attention_tile.raised`) is marked, and computed again by `attention._prefill_kernel`.
+
 Written in Gluon, as Triton itself can neither divide a program this way nor keep products running during a softmax.
 """
 
@@ -28,6 +31,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra import cuda
 
 from quire.kernels.ops import AttentionSpec, LayerCache
+from quire.kernels.triton.attention import prefill_attention
+from quire.kernels.triton.attention_tile import raised
 from quire.kernels.triton.attention_work import KEY_TILE, PROMPT_ROWS, SPLIT
 from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL
 
@@ -36,6 +41,7 @@ _STAGES = 2
 _COPIED = gl.constexpr(64)
 """Numbers of a head per copy: as many as the tensor core's swizzled layout has side by side."""
 _GROUP_ROWS = gl.constexpr(64)
+_TILE = gl.constexpr(KEY_TILE)
 _ONES = gl.constexpr(8)
 _REGISTERS = 168
 """Registers per thread when the program starts; the computing groups then take most of the copying warp's."""
@@ -66,13 +72,17 @@ def prompt_attention(
     keys, values = (
         TensorDescriptor.from_tensor(side.view(-1, head_dim), box, layout) for side in (cache.keys, cache.values)
     )
+    keys_at_once = 2 * KEY_TILE if query.dtype == torch.bfloat16 else KEY_TILE
+    failed = torch.empty(len(work) * num_kv_heads * 2, dtype=torch.int32, device=query.device)
     _prompt_kernel[(min(len(work) * num_kv_heads, num_multiprocessors),)](
-        query, out, keys, values, block_tables, work, len(work), block_tables.stride(0),
+        query, out, keys, values, block_tables, work, failed, len(work), block_tables.stride(0),
         spec.scale * math.log2(math.e), spec.sliding_window or 0, num_heads, num_kv_heads,
-        num_heads // num_kv_heads, head_dim, block_size, PROMPT_ROWS, KEY_TILE, SPLIT // KEY_TILE,
+        num_heads // num_kv_heads, head_dim, block_size, PROMPT_ROWS, keys_at_once, SPLIT // keys_at_once,
         spec.sliding_window is not None, _STAGES, USE_PDL,
         num_warps=4, maxnreg=_REGISTERS, **ROUND_ALWAYS, **LAUNCH,
     )  # fmt: skip
+    if keys_at_once > KEY_TILE:
+        prefill_attention(query, out, cache, block_tables, work, spec, failed=failed)
 
 
 @gluon.jit
@@ -156,14 +166,14 @@ def _copy_tiles(
 
 
 @gluon.jit
-def _clear_rows(tile, first, KEYS: gl.constexpr, D: gl.constexpr):
-    """Sets rows from `first` on to zero: values after the sequence's end may be NaN."""
+def _clear_rows(tile, first, end, KEYS: gl.constexpr, D: gl.constexpr):
+    """Sets rows before `first` and from `end` on to zero: values that no query sees may be NaN."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     for start in gl.static_range(0, KEYS, 16):
         part = tile.slice(start, 16)
         row = start + gl.arange(0, 16, gl.SliceLayout(1, layout))
         found = part.load(layout)
-        part.store(gl.where((row < first)[:, None], found, gl.zeros_like(found)))
+        part.store(gl.where(((row >= first) & (row < end))[:, None], found, gl.zeros_like(found)))
     fence_async_shared()
     tl.debug_barrier()  # explicit here, or the compiler adds one that all tiles go through
 
@@ -173,25 +183,41 @@ def _softmax(
     scores, scale, before, first_key, position, first_position, window,
     KEYS: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """The weights of a tile, the new maximum (`before`: without this tile), and the factor for earlier weights."""
+    """The weights of a tile, or of two in bfloat16; what they are relative to (`before`: those before them); and the
+    factor for earlier weights, or for two tiles whether a row needs another than 1, which is rare in bfloat16."""
     layout: gl.constexpr = scores.type.layout
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
     key = first_key + gl.arange(0, KEYS, gl.SliceLayout(0, layout))
     if first_key + KEYS > first_position + 1:
         scores = gl.where(key[None, :] <= position[:, None], scores, float("-inf"))
     if WINDOW:
         scores = gl.where(key[None, :] > position[:, None] - window, scores, float("-inf"))
-    highest = gl.maximum(before, gl.max(scores, 1) * scale)
-    # Where no key is visible yet the maximum is -inf, and -inf - -inf would be NaN.
-    reference = gl.where(highest == float("-inf"), 0.0, highest)
-    return gl.exp2(gl.fma(scores, scale, -reference[:, None])), highest, gl.exp2(before - reference)
+    # Where no key is visible yet a reference is -inf, and -inf - -inf would be NaN.
+    if KEYS == _TILE:
+        highest = raised(before, gl.max(scores, 1) * scale, gl.float16)
+        used = gl.where(highest == float("-inf"), 0.0, highest)
+        weights, change = gl.exp2(gl.fma(scores, scale, -used[:, None])), gl.exp2(before - used)
+    else:
+        tiles = scores.reshape(_GROUP_ROWS, 2, _TILE)
+        found = gl.max(tiles, 2) * scale
+        is_first = (gl.arange(0, 2, gl.SliceLayout(0, found.type.layout)) == 0)[None, :]
+        before = gl.convert_layout(before, gl.SliceLayout(1, found.type.layout))
+        middle = raised(before, gl.max(gl.where(is_first, found, float("-inf")), 1), gl.bfloat16)
+        highest = raised(middle, gl.max(gl.where(is_first, float("-inf"), found), 1), gl.bfloat16)
+        used = gl.where(is_first, middle[:, None], highest[:, None])
+        used = gl.where(used == float("-inf"), 0.0, used)
+        weights = gl.exp2(gl.fma(tiles, scale, -used[:, :, None])).reshape(_GROUP_ROWS, KEYS)
+        change = (middle != before) & (before != float("-inf")) | (highest != middle) & (middle != float("-inf"))
+        change = gl.convert_layout(change.to(gl.int32), rows)
+    return gl.convert_layout(weights, layout), gl.convert_layout(highest, rows), change
 
 
 @gluon.jit
 def _attend_rows(
-    query, out, key_tiles, value_tiles, staged_query, ones, merged, keys_full, keys_empty, values_full, values_empty,
-    work, num_tiles, scale, window, num_heads, num_kv_heads,
-    NUMBER: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
-    TILES: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    NUMBER: gl.constexpr, staged_query, merged, query, out, key_tiles, value_tiles, ones, keys_full, keys_empty,
+    values_full, values_empty, work, failed, num_tiles, scale, window, num_heads, num_kv_heads, GROUP: gl.constexpr,
+    D: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, TILES: gl.constexpr, WINDOW: gl.constexpr,
+    STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The program of a group of four warps; NUMBER (0 or 1) says which half of the tile's rows it computes."""
     as_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -211,13 +237,15 @@ def _attend_rows(
             kv_head, first, first_row, num_queries, context_len, _, first_tile, end_tile = _read_item(
                 item, work, num_kv_heads, window, GROUP, ROWS, KEYS, WINDOW
             )
+            first_seen = gl.maximum(context_len - num_queries + first // GROUP - window + 1, 0) if WINDOW else 0
             first += NUMBER * _GROUP_ROWS
             read_row = first + gl.arange(0, _GROUP_ROWS, gl.SliceLayout(1, as_read))
             read_column = gl.arange(0, D, gl.SliceLayout(0, as_read))
             place = (first_row + read_row // GROUP).to(gl.int64) * num_heads + kv_head * GROUP + read_row % GROUP
             exists = (read_row < num_queries * GROUP)[:, None]
             staged_query.store(gl.load(query + place[:, None] * D + read_column[None, :], mask=exists, other=0.0))
-            rows_of_query = staged_query.load(gl.DotOperandLayout(0, as_scores, 2))
+            fence_async_shared()
+            tl.debug_barrier()
 
             row = first + gl.arange(0, _GROUP_ROWS, gl.SliceLayout(1, as_scores))
             position = context_len - num_queries + row // GROUP
@@ -233,13 +261,14 @@ def _attend_rows(
             stage = num_seen % STAGES
             mbarrier.wait(keys_full.index(stage), num_seen // STAGES & 1)
             scores = warpgroup_mma(
-                rows_of_query, key_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True
+                staged_query, key_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True
             )
             scores = warpgroup_mma_wait(0, deps=(scores,))
             mbarrier.arrive(keys_empty.index(stage))
-            weights, split_highest, _ = _softmax(
+            weights, split_highest, change = _softmax(
                 scores, scale, split_highest, first_tile * KEYS, position, first_position, window, KEYS, WINDOW
             )
+            has_failed = change
             for tile in range(first_tile, end_tile):
                 # The values of this tile are multiplied while the softmax of the next tile is computed. After the last
                 # tile, old keys in shared memory are multiplied once more, and the result is not used.
@@ -248,26 +277,27 @@ def _attend_rows(
                 next_stage = (num_seen + 1) % STAGES
                 mbarrier.wait(keys_full.index(next_stage), (num_seen + 1) // STAGES & 1, pred=has_next)
                 scores = warpgroup_mma(
-                    rows_of_query, key_tiles.index(next_stage).permute((1, 0)), nothing, use_acc=False, is_async=True
+                    staged_query, key_tiles.index(next_stage).permute((1, 0)), nothing, use_acc=False, is_async=True
                 )
                 stage = num_seen % STAGES
                 mbarrier.wait(values_full.index(stage), num_seen // STAGES & 1)
-                if tile * KEYS + KEYS > context_len:
-                    _clear_rows(value_tiles.index(stage), context_len - tile * KEYS, KEYS, D)
+                first_key = tile * KEYS
+                if (first_key < first_seen) | (first_key + KEYS > context_len):
+                    _clear_rows(value_tiles.index(stage), first_seen - first_key, context_len - first_key, KEYS, D)
                 left = gl.convert_layout(weights.to(dtype), as_left)
                 left_of_ones = gl.convert_layout(weights.to(dtype), as_left_of_ones)
-                split_total = warpgroup_mma(left_of_ones, ones, split_total, is_async=True)
+                split_total = warpgroup_mma(left_of_ones, ones.permute((1, 0)), split_total, is_async=True)
                 output = warpgroup_mma(left, value_tiles.index(stage), output, is_async=True)
                 scores = warpgroup_mma_wait(2, deps=(scores,))
                 if has_next:  # this branch keeps the compilers from moving the softmax after the end of all products
                     before = gl.where(ends_split, float("-inf"), split_highest)
-                    weights, next_highest, decay = _softmax(
+                    weights, next_highest, change = _softmax(
                         scores, scale, before, (tile + 1) * KEYS, position, first_position, window, KEYS, WINDOW
                     )
                 else:
-                    weights = gl.zeros_like(scores)
+                    weights = scores  # not used
                     next_highest = split_highest
-                    decay = gl.full_like(split_highest, 1.0)
+                    change = gl.full_like(change, 1.0 if KEYS == _TILE else 0)
                 split_total, output = warpgroup_mma_wait(0, deps=(split_total, output))
                 mbarrier.arrive(keys_empty.index(next_stage), pred=has_next)
                 mbarrier.arrive(values_empty.index(stage))
@@ -282,8 +312,11 @@ def _attend_rows(
                         split_total = gl.zeros_like(split_total)
                         output = gl.zeros_like(output)
                 split_highest = next_highest
-                split_total = split_total * gl.convert_layout(decay, gl.SliceLayout(1, as_total))[:, None]
-                output = output * gl.convert_layout(decay, gl.SliceLayout(1, as_output))[:, None]
+                if KEYS == _TILE:
+                    split_total = split_total * gl.convert_layout(change, gl.SliceLayout(1, as_total))[:, None]
+                    output = output * gl.convert_layout(change, gl.SliceLayout(1, as_output))[:, None]
+                else:
+                    has_failed = has_failed | change
 
             divisor = gl.convert_layout(gl.max(total, 1), gl.SliceLayout(1, as_output))  # its columns are the same
             result = output / gl.where(divisor == 0.0, 1.0, divisor)[:, None]
@@ -292,6 +325,8 @@ def _attend_rows(
             place = (first_row + row // GROUP).to(gl.int64) * num_heads + kv_head * GROUP + row % GROUP
             exists = (row < num_queries * GROUP)[:, None]
             gl.store(out + place[:, None] * D + column[None, :], result.to(dtype), mask=exists)
+            if KEYS > _TILE:
+                gl.store(failed + item * 2 + NUMBER, gl.max(has_failed, 0))
 
 
 @gluon.jit
@@ -311,18 +346,26 @@ def _merge(
     return new_highest, total, output
 
 
-@gluon.jit(
-    do_not_specialize=["num_tiles", "table_stride"]
-)  # else it would be compiled again for a value of 1, and for multiples of 16
+@gluon.jit
+def _barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
+    """One for each stage, which opens when so many have arrived."""
+    made = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(made.index(stage), count=COUNT)
+    return made
+
+
+# Specialised, it would be compiled again for a value of 1, and for multiples of 16.
+@gluon.jit(do_not_specialize=["num_tiles", "table_stride"])
 def _prompt_kernel(
-    query, out, keys, values, block_tables, work, num_tiles, table_stride, scale, window, num_heads, num_kv_heads,
-    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
-    TILES: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    query, out, keys, values, block_tables, work, failed, num_tiles, table_stride, scale, window, num_heads,
+    num_kv_heads, GROUP: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr,
+    KEYS: gl.constexpr, TILES: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """`work` is the list that `attention._prefill_kernel` takes, with items of 2 * 64 rows."""
     dtype: gl.constexpr = query.dtype.element_ty
     as_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D], dtype)
-    as_ones: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, _ONES], dtype)
+    as_ones: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ONES, KEYS], dtype)
     as_merged: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     BOXES: gl.constexpr = STAGES * (KEYS // BLOCK_SIZE) * (D // _COPIED)
     if PDL:
@@ -333,39 +376,23 @@ def _prompt_kernel(
     value_boxes = value_tiles._reinterpret(dtype, [BOXES, BLOCK_SIZE, _COPIED], values.layout)
     staged_query = gl.allocate_shared_memory(dtype, [2, _GROUP_ROWS, D], as_tile)
     merged = gl.allocate_shared_memory(gl.float32, [2, _GROUP_ROWS, D], as_merged)
-    ones = gl.allocate_shared_memory(dtype, [KEYS, _ONES], as_ones)
-    as_filled: gl.constexpr = gl.BlockedLayout([1, _ONES], [32, 1], [4, 1], [1, 0])
-    ones.store(gl.full((KEYS, _ONES), 1.0, dtype, as_filled))
-    keys_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    keys_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    values_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    values_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(keys_full.index(stage), count=1)
-        mbarrier.init(keys_empty.index(stage), count=2)
-        mbarrier.init(values_full.index(stage), count=1)
-        mbarrier.init(values_empty.index(stage), count=2)
+    ones = gl.allocate_shared_memory(dtype, [_ONES, KEYS], as_ones)
+    as_filled: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    ones.store(gl.full((_ONES, KEYS), 1.0, dtype, as_filled))
+    keys_full, keys_empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
+    values_full, values_empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (
-                _attend_rows,
-                (query, out, key_tiles, value_tiles, staged_query.index(0), ones, merged.index(0), keys_full,
-                 keys_empty, values_full, values_empty, work, num_tiles, scale, window, num_heads, num_kv_heads,
-                 0, GROUP, D, ROWS, KEYS, TILES, WINDOW, STAGES, PDL),
-            ),
-            (
-                _attend_rows,
-                (query, out, key_tiles, value_tiles, staged_query.index(1), ones, merged.index(1), keys_full,
-                 keys_empty, values_full, values_empty, work, num_tiles, scale, window, num_heads, num_kv_heads,
-                 1, GROUP, D, ROWS, KEYS, TILES, WINDOW, STAGES, PDL),
-            ),
-            (
-                _copy_tiles,
-                (keys, values, key_boxes, value_boxes, keys_full, keys_empty, values_full, values_empty,
-                 block_tables, work, num_tiles, table_stride, window, num_kv_heads, GROUP, D, BLOCK_SIZE, ROWS,
-                 KEYS, WINDOW, STAGES, PDL),
-            ),
+            (_attend_rows, (0, staged_query.index(0), merged.index(0), query, out, key_tiles, value_tiles, ones,
+                            keys_full, keys_empty, values_full, values_empty, work, failed, num_tiles, scale, window,
+                            num_heads, num_kv_heads, GROUP, D, ROWS, KEYS, TILES, WINDOW, STAGES, PDL)),
+            (_attend_rows, (1, staged_query.index(1), merged.index(1), query, out, key_tiles, value_tiles, ones,
+                            keys_full, keys_empty, values_full, values_empty, work, failed, num_tiles, scale, window,
+                            num_heads, num_kv_heads, GROUP, D, ROWS, KEYS, TILES, WINDOW, STAGES, PDL)),
+            (_copy_tiles, (keys, values, key_boxes, value_boxes, keys_full, keys_empty, values_full, values_empty,
+                           block_tables, work, num_tiles, table_stride, window, num_kv_heads, GROUP, D, BLOCK_SIZE,
+                           ROWS, KEYS, WINDOW, STAGES, PDL)),
         ],
         [4, 1],
         [240, 24],

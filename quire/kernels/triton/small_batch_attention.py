@@ -32,6 +32,7 @@ from quire.kernels.triton.attention_splits import (
     merge_stored,
     partial_results,
 )
+from quire.kernels.triton.attention_tile import raised
 from quire.kernels.triton.attention_work import DECODE_ROWS, KEY_TILE, SPLIT
 from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL
 
@@ -149,9 +150,15 @@ def _scores(
 
 
 @gluon.jit
-def _highest_until(tile, tile_highest, tiles):
-    """The maximum of tiles 0 to `tile`; a thread has those of all tiles for its rows."""
-    return gl.max(gl.where((tiles <= tile)[None, :], tile_highest, float("-inf")), 1)
+def _references(tile_highest, tiles, TILES: gl.constexpr, NUMBER: gl.constexpr):
+    """What the weights of each tile are relative to, from the tiles' maxima, of which a thread has all of its rows."""
+    reference = gl.max(gl.where((tiles == 0)[None, :], tile_highest, float("-inf")), 1)
+    found = (reference,)
+    for tile in gl.static_range(1, TILES):
+        highest = gl.max(gl.where((tiles == tile)[None, :], tile_highest, float("-inf")), 1)
+        reference = raised(reference, highest, NUMBER)
+        found = found + (reference,)  # type: ignore  # noqa: RUF005
+    return found
 
 
 @gluon.jit
@@ -164,10 +171,11 @@ def _attend_split(
     dtype: gl.constexpr = staged_weights.dtype
     tile_highest = gl.max(scores, 2) * scale
     tiles = gl.arange(0, TILES, gl.SliceLayout(0, gl.SliceLayout(2, scores.type.layout)))
+    references = _references(tile_highest, tiles, TILES, dtype)
     running = tile_highest
     for tile in gl.static_range(1, TILES):
-        running = gl.where((tiles == tile)[None, :], _highest_until(tile, tile_highest, tiles)[:, None], running)
-    # Where no key is visible yet the maximum is -inf, and -inf - -inf would be NaN.
+        running = gl.where((tiles == tile)[None, :], references[tile][:, None], running)
+    # Where no key is visible yet this is -inf, and -inf - -inf would be NaN.
     reference = gl.where(running == float("-inf"), 0.0, running)
     all_weights = gl.exp2(gl.fma(scores, scale, -reference[:, :, None]))
     staged_weights.store(all_weights.to(dtype).reshape(16, TILES * KEYS))
@@ -181,7 +189,7 @@ def _attend_split(
     output = gl.zeros((16, D), gl.float32, ACC)
     for tile in gl.static_range(TILES):
         if tile * KEYS < num_keys:
-            new_highest = gl.convert_layout(_highest_until(tile, tile_highest, tiles), gl.SliceLayout(1, ACC))
+            new_highest = gl.convert_layout(references[tile], gl.SliceLayout(1, ACC))
             decay = gl.exp2(highest - gl.where(new_highest == float("-inf"), 0.0, new_highest))
             weights = staged_weights.slice(tile * KEYS, KEYS, dim=1).load(as_left)
             total = mma_v2(weights, ones, total * decay[:, None])

@@ -45,7 +45,7 @@ def attention_kernels() -> dict[str, tuple[int, int]]:
         constants |= {"TILES": 512 // keys, "ONES": 16, "STAGES": 2, "PDL": False} | flags
         used = shared_memory(_decode_kernel, constants, capability, 4, cache)
         found[f"decode {capability} {head_dim} {cache}"] = used, LIMITS[capability]
-        constants |= {"ROWS": rows, "PARTS": 128 // rows}
+        constants |= {"ROWS": rows, "PARTS": 128 // rows, "AGAIN": True}
         used = shared_memory(_prefill_kernel, constants, capability, 4 if head_dim <= 128 else 8, cache)
         found[f"prefill {capability} {head_dim} {cache}"] = used, LIMITS[capability]
     return found

@@ -22,7 +22,7 @@ from tests.long_runs import IS_LONG
 
 ATTENTION_TYPES = {
     **dict.fromkeys(("query", "out", "keys", "values"), "*bf16"),
-    **dict.fromkeys(("block_tables", "work", "arrived"), "*i32"),
+    **dict.fromkeys(("block_tables", "work", "arrived", "failed"), "*i32"),
     **dict.fromkeys(("partial_output", "partial_state", "sinks"), "*fp32"),
     **dict.fromkeys(("scale", "value_scale", "cap"), "fp32"),
 }
@@ -71,8 +71,9 @@ def small_batch_kernels() -> dict[str, dict[str, int]]:
         constants |= {"WINDOW": window, "WIDE": wide, "PDL": True}
         found[f"attention {head_dim}"] = resources(_small_batch_kernel, ATTENTION_TYPES, constants, 8)
     for window in (False, True)[first:]:
-        constants = {"GROUP": 4, "D": 128, "BLOCK_SIZE": 16, "ROWS": 128, "KEYS": 64, "TILES": 8, "STAGES": 2}
-        constants |= {"WINDOW": window, "PDL": True}
+        keys = 128 if window else 64  # two tiles at once, or one
+        constants = {"GROUP": 4, "D": 128, "BLOCK_SIZE": 16, "ROWS": 128, "KEYS": keys, "TILES": 512 // keys}
+        constants |= {"STAGES": 2, "WINDOW": window, "PDL": True}
         found[f"prompt {window}"] = resources(_prompt_kernel, PROMPT_TYPES, constants, 4, maxnreg=_REGISTERS)
     for inner, silu_mul, number in ((3072, False, "bf16"), (12288, True, "fp8e4nv"))[first:]:
         constants = {"K": inner, "HAS_BIAS": True, "SILU_MUL": silu_mul, "OUT": 32, "STAGES": 8 if silu_mul else 6}

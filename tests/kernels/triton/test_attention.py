@@ -181,6 +181,25 @@ def test_it_is_that_of_float64(
     assert error <= {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scores_may_rise_along_the_context(dtype: torch.dtype) -> None:
+    """So that what the weights are relative to changes several times within a split: still those of float64, and
+    computed alone, at once or divided they are the same."""
+    shape = HeadShape(4, 2, 128)
+    query, cache, batch = make([LONG], [LONG], shape, dtype)
+    blocks = batch.block_tables[0].long()
+    rising = torch.linspace(1, 30, LONG + 15, device=DEVICE)[: len(blocks) * 16].view(-1, 1, 16, 1)
+    cache.keys[blocks] = (cache.keys[blocks].float() * rising).to(dtype)
+    whole = attend(query, cache, batch)
+    error = (whole.double() - truth_of(query, cache, batch, None)).abs().max().item()
+    assert error <= {torch.float32: 1e-3, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    same = torch.equal if ON_GPU and dtype != torch.float32 else partial(torch.allclose, atol=1e-2)
+    for step in (1, 100) if ON_GPU else (97,):  # many at once are not divided, few are
+        positions = torch.arange(LONG - 1, 0, -step).flip(0)
+        alone = one_each(query, batch, positions, 1)
+        assert same(attend(query[positions.to(DEVICE)], cache, alone), whole[positions.to(DEVICE)])
+
+
 @pytest.mark.parametrize("window", [None, 700] if ON_GPU else [700])
 @pytest.mark.parametrize("heads", [(16, 8, 128), (9, 3, 64), (4, 1, 80)] if ON_GPU else [(2, 1, 64)], ids=str)
 def test_every_position_has_the_same_bits_in_any_chunk(heads: tuple[int, int, int], window: int | None) -> None:

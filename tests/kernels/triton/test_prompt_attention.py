@@ -31,18 +31,20 @@ pytestmark = [*MARKS, pytest.mark.skipif(not ON_HOPPER, reason="this kernel is f
         max_size=4,
     ),
     st.sampled_from([None, 1, 50, 700]),
+    st.sampled_from([1, 6, 60]),
 )
 def test_it_has_the_bits_of_the_kernel_for_all_devices(
-    dtype: torch.dtype, heads: tuple[int, int], sequences: list[tuple[int, int]], window: int | None
+    dtype: torch.dtype, heads: tuple[int, int], sequences: list[tuple[int, int]], window: int | None, spread: int
 ) -> None:
-    """What belongs to nobody is NaN, and so is what is not written."""
+    """What belongs to nobody is NaN, and so is what is not written. Where scores are far apart, what was added up has
+    to be scaled on the way, which the kernel leaves to the other one."""
     queries, lengths = [list(each) for each in zip(*sequences, strict=True)]
     shape = HeadShape(*heads, 128)
     query, cache, batch = make(lengths, queries, shape, dtype)
     rows = np.arange(len(lengths), dtype=np.int32)
     work = attention_work.attention_work(np.array(queries, np.int32), np.array(lengths, np.int32), rows, shape, 132)
     listed = torch.from_numpy(work["prefill"]).to(DEVICE)
-    spec = AttentionSpec(shape, 128**-0.5, window)
+    spec = AttentionSpec(shape, spread * 128**-0.5, window)
     expected, found = torch.full_like(query, NAN), torch.full_like(query, NAN)
     paged.prefill_attention(query, expected, cache, batch.block_tables, listed, spec)
     assert prompt_attention.takes(query, cache)
@@ -50,12 +52,12 @@ def test_it_has_the_bits_of_the_kernel_for_all_devices(
     assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
-@pytest.mark.parametrize("window", [None, 700])
-def test_long_prompts_have_the_bits_of_single_queries_in_every_division(window: int | None) -> None:
+@pytest.mark.parametrize(("window", "spread"), [(None, 1), (700, 1), (None, 60)])
+def test_long_prompts_have_the_bits_of_single_queries_in_every_division(window: int | None, spread: int) -> None:
     """33,000 tokens at once, and every so manieth of them alone, by both kernels for decode steps."""
     length, shape = 33_000, HeadShape(32, 8, 128)
     query, cache, batch = make([length], [length], shape, torch.bfloat16)
-    spec = AttentionSpec(shape, 128**-0.5, window)
+    spec = AttentionSpec(shape, spread * 128**-0.5, window)
     ones, zeros = np.ones(1, np.int32), np.zeros(1, np.int32)
     lists = attention_work.attention_work(ones * length, ones * length, zeros, shape, 132)
     whole = torch.full_like(query, NAN)
