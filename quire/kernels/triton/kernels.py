@@ -19,11 +19,11 @@ from quire.kernels.formats import Format
 from quire.kernels.ops import Activation, AttentionSpec, HeadShape, Int32Array, LayerCache, PagedBatch
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.triton import attention as paged_attention
-from quire.kernels.triton import filters, heads, inputs, quantized, repeats, rowwise, sampling, scores
+from quire.kernels.triton import cublas, filters, heads, inputs, quantized, repeats, rowwise, sampling, scores
 from quire.kernels.triton import moe as experts_kernels
 from quire.kernels.triton.attention_work import SPLIT, attention_work, decode_lists, shorten_attention_work_
 from quire.kernels.triton.launch import HAS_GLUON, num_multiprocessors
-from quire.kernels.triton.linear import SMALLEST_BATCH, VOCABULARY_SIZE, is_quicker_than_cublas, linear
+from quire.kernels.triton.linear import SMALLEST_BATCH, VOCABULARY_SIZE, is_quicker_than_cublas, linear, room_for
 from quire.kernels.triton.packed_size import packed_bytes
 from quire.kernels.triton.small_batches import are_exact
 from quire.kernels.weights import Weight
@@ -103,9 +103,14 @@ class TritonKernels(ReferenceKernels):
         own = _own_product(x, matrix, silu_mul=False) or (None if self._check(matrix) else linear)
         if own is not None:
             return own(x, matrix, bias, out, False)
+        x = x.contiguous()
         if out is not None and bias is None and rows >= SMALLEST_BATCH:
-            return torch.mm(x, matrix.t(), out=out)
-        result = F.linear(_padded(x), matrix, bias)[:rows]
+            return cublas.product(x, matrix, out)
+        x = _padded(x)
+        if bias is None:
+            result = cublas.product(x, matrix, room_for(x, matrix.shape[0]))[:rows]
+        else:
+            result = F.linear(x, matrix, bias)[:rows]
         return result if out is None else out.copy_(result)
 
     def linear_gated(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation) -> Tensor:
@@ -187,7 +192,7 @@ def _padded(x: Tensor) -> Tensor:
     rows, size = x.shape
     if rows >= SMALLEST_BATCH:
         return x
-    if x.is_contiguous() and x.untyped_storage().nbytes() >= (x.storage_offset() + SMALLEST_BATCH * size) * x.itemsize:
+    if x.untyped_storage().nbytes() >= (x.storage_offset() + SMALLEST_BATCH * size) * x.itemsize:
         return x.as_strided((SMALLEST_BATCH, size), (size, 1))
     return F.pad(x, (0, 0, 0, SMALLEST_BATCH - rows))
 
@@ -198,4 +203,7 @@ def rows_are_exact(weight: Tensor) -> bool:
     most = max(_CHECKED_ROWS) if weight.shape[0] < VOCABULARY_SIZE else 256  # the head scores few rows at a time
     x = torch.randn(most, weight.shape[1], device=weight.device, generator=generator).to(weight.dtype)
     expected = linear(x, weight)
-    return all(torch.equal(F.linear(x[:rows], weight), expected[:rows]) for rows in _CHECKED_ROWS if rows <= most)
+    found = (
+        cublas.product(x[:rows], weight, room_for(x[:rows], len(weight))) for rows in _CHECKED_ROWS if rows <= most
+    )
+    return all(torch.equal(some, expected[: len(some)]) for some in found)
