@@ -59,7 +59,7 @@ def decoder_of_model(model: Any, dtype: torch.dtype, folder: Path) -> Decoder:
     loaded = {
         name: Weight.dense(torch.empty(p.shape, dtype=kinds[name], device=DEVICE)) for name, p in parameters.items()
     }
-    for piece in huggingface_pieces(spec, weights.keys()):
+    for piece in huggingface_pieces(spec, set(weights)):
         target = loaded[piece.parameter].tensor[piece.index(parameters[piece.parameter])]
         value = weights.pop(piece.name)
         if piece.order is not None:
