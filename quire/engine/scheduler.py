@@ -336,26 +336,33 @@ class Scheduler:
         """Adds guesses, and the number of tokens to draft after them, to an entry, as far as there are blocks."""
         request, entry = plan.requests[index], plan.scheduled[index]
         computed = request.num_computed_tokens
-        # Drafting computes the sampled token and all drafts but the last, within max_total_tokens.
-        num_drafts = max(0, min(num_drafts, request.max_total_tokens - computed - len(guesses) - 2))
-        end = computed + len(guesses) + num_drafts
-        new_block_ids = self._grow_for_guesses(request, end, entry.new_block_ids)
-        room = self.blocks.num_held(request) - computed
-        guesses = guesses[:room]
-        count, num_drafts = len(guesses), min(num_drafts, room - len(guesses))
+        if num_drafts:  # drafting computes the sampled token and all drafts but the last, within max_total_tokens
+            num_drafts = max(0, min(num_drafts, request.max_total_tokens - computed - len(guesses) - 2))
+        end, held, new_block_ids = (
+            computed + len(guesses) + num_drafts,
+            self.blocks.num_held(request),
+            entry.new_block_ids,
+        )
+        if end > held:
+            new_block_ids += self._grow_for_guesses(request, end)
+            room = self.blocks.num_held(request) - computed
+            guesses = guesses[:room]
+            num_drafts = min(num_drafts, room - len(guesses))
+        count = len(guesses)
         if count:
             request.num_computed_tokens = computed + count
             request.num_placeholders += count
             request.num_guesses += count
             plan.budget -= count
             plan.num_decodes = min(plan.num_decodes, index)
-        name, row, start, num_tokens = request.request_id, request.row, entry.start, entry.num_tokens + count
-        changed = (name, row, start, num_tokens, True, new_block_ids, guesses, entry.runs_ahead, num_drafts)
+        name, row, start, num_tokens, _, _, _, runs_ahead, _ = entry
+        changed = (name, row, start, num_tokens + count, True, new_block_ids, guesses, runs_ahead, num_drafts)
         plan.scheduled[index] = _make(ScheduledRequest, changed)
 
-    def _grow_for_guesses(self, request: Request, end: int, new_block_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """The entry's new blocks, and more for tokens up to `end`, while one stays free for each running request."""
+    def _grow_for_guesses(self, request: Request, end: int) -> tuple[int, ...]:
+        """New blocks for tokens up to `end`, while one stays free for each running request."""
         blocks, needed = self.blocks, self.config.num_groups * len(self.table.running)
+        new_block_ids: tuple[int, ...] = ()
         with suppress(QuireError):
             while end > blocks.num_held(request) and blocks.pool.num_free > needed and (more := blocks.grow(request)):
                 new_block_ids += more

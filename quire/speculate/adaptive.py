@@ -120,7 +120,8 @@ class Acceptance:
         self._right = self._right * 0.8 + right
         self._tried = self._tried * 0.8 + right + wrong
         before, chance = self.chance, min(self._right / self._tried, _MOST_CERTAIN)
-        self.chance = round(chance, 2 if chance < 0.98 else 3)  # few different values, for the cache of `best_number`
+        digits = 100 if chance < 0.98 else 1000
+        self.chance = int(chance * digits + 0.5) / digits  # few different values, for the cache of `best_number`
         if self.chance > before + 0.1:  # guesses have become better: try again sooner
             self._wait = max(self._wait // 4, 2)
 

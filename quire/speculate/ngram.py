@@ -10,7 +10,7 @@ from itertools import islice
 
 _SIZE = 3
 """An earlier occurrence is found by this many tokens in a row."""
-_SCANNED = 1024
+_SCANNED = 4096
 """The last tokens, up to this many, are not indexed but searched byte by byte, which takes less time."""
 _MAX_PLACES = 6
 """Only this many earlier occurrences, the latest ones, are compared."""
@@ -78,11 +78,10 @@ class NgramIndex:
         """The position after the longest earlier occurrence of the sequence's last tokens, the latest of equally long
         ones; -1 if there is none."""
         last = len(token_ids) - 1
-        best, longest = -1, _SIZE - 1
-        tail = token_ids[last - longest :]
+        best, longest, tail = -1, _SIZE - 1, None
         for place in islice(self._places(token_ids), _MAX_PLACES):
             # Better than the best so far only if one token more matches.
-            if place >= longest and token_ids[place - longest : place + 1] == tail:
+            if tail is None or (place >= longest and token_ids[place - longest : place + 1] == tail):
                 length = longest + 1
                 while length < _LONGEST and length <= place and token_ids[place - length] == token_ids[last - length]:
                     length += 1

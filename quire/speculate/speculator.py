@@ -105,9 +105,7 @@ class Speculator:
             found = state.prediction.guess(token_ids[request.num_prompt_tokens :], ahead + most)
             if found and max(found) >= self._vocab_size:  # some tokenizers have more tokens than the model
                 found = ()
-        if len(found) <= ahead:
-            found = request.drafts
-        if len(found) <= ahead and self._ngrams:
+        if len(found) <= ahead and len(found := request.drafts) <= ahead and self._ngrams:
             place = state.index.follow(token_ids)
             if place < 0:
                 place = self._search(request, state)
