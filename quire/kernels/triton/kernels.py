@@ -39,7 +39,7 @@ _CHECKED_ROWS = (*range(SMALLEST_BATCH, 64), *range(64, 328, 8), 384, 448, 512, 
 
 
 def forbid_split_sums() -> None:
-    """Leaves cuBLAS no memory for partial sums where torch calls it, with a bias or in FP8; what somebody set is kept."""
+    """Leaves cuBLAS no memory for partial sums where torch calls it (with a bias, in FP8), unless one set these."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "1")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
