@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from quire.engine.block_manager import BlockManager, Placement
@@ -363,9 +362,11 @@ class Scheduler:
         """New blocks for tokens up to `end`, while one stays free for each running request."""
         blocks, needed = self.blocks, self.config.num_groups * len(self.table.running)
         new_block_ids: tuple[int, ...] = ()
-        with suppress(QuireError):
+        try:
             while end > blocks.num_held(request) and blocks.pool.num_free > needed and (more := blocks.grow(request)):
                 new_block_ids += more
+        except QuireError:
+            pass  # guesses need not be made
         return new_block_ids
 
     def _take_oldest(self, step: Step, result: StepResult) -> list[Request]:

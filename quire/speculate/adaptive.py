@@ -54,10 +54,11 @@ class StepCosts:
         begin, self._last_end = max(step.now, self._last_end), entry.committed
         if result is None or not step.scheduled or step.admitted:
             return
-        others = step.scheduled[step.num_decodes :]
-        if any(not one.samples or one.num_tokens != 1 + len(one.guesses) for one in others):
-            return
-        tokens = float(step.num_decodes + sum(one.num_tokens for one in others))
+        tokens = float(step.num_decodes)
+        for _, _, _, num_tokens, samples, _, guesses, _, _ in step.scheduled[step.num_decodes :]:
+            if not samples or num_tokens != 1 + len(guesses):
+                return
+            tokens += num_tokens
         seconds = entry.committed - begin
         if tokens <= _MOST_RECORDED and tokens not in self._seen:
             self._seen.add(tokens)  # this step was recorded, which takes longer than computing it
@@ -120,8 +121,7 @@ class Acceptance:
         self._right = self._right * 0.8 + right
         self._tried = self._tried * 0.8 + right + wrong
         before, chance = self.chance, min(self._right / self._tried, _MOST_CERTAIN)
-        digits = 100 if chance < 0.98 else 1000
-        self.chance = int(chance * digits + 0.5) / digits  # few different values, for the cache of `best_number`
+        self.chance = int(500 * chance + 0.5) / 500  # few different values, for the cache of `best_number`
         if self.chance > before + 0.1:  # guesses have become better: try again sooner
             self._wait = max(self._wait // 4, 2)
 

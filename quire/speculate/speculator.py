@@ -82,10 +82,9 @@ class Speculator:
 
     def observe(self, entry: StepLogEntry) -> None:
         """Takes in the time of a step that is over."""
-        costs = self._costs
-        costs.observe(entry)
-        searches = max(min(_SEARCHES, 1e3 * costs.seconds), 0.01)
-        self._longest_pause = min(int(costs.num_requests / searches), _LONGEST_PAUSE)
+        self._costs.observe(entry)
+        searches = max(min(_SEARCHES, 1e3 * self._costs.seconds), 0.01)
+        self._longest_pause = min(int(self._costs.num_requests / searches), _LONGEST_PAUSE)
 
     def guess(self, request: DraftedRequest, most: int) -> Sequence[int]:
         """At most `most` guesses for the step being scheduled, to follow the request's tokens and those that steps in
