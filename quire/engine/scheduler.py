@@ -337,12 +337,8 @@ class Scheduler:
         computed = request.num_computed_tokens
         if num_drafts:  # drafting computes the sampled token and all drafts but the last, within max_total_tokens
             num_drafts = max(0, min(num_drafts, request.max_total_tokens - computed - len(guesses) - 2))
-        end, held, new_block_ids = (
-            computed + len(guesses) + num_drafts,
-            self.blocks.num_held(request),
-            entry.new_block_ids,
-        )
-        if end > held:
+        end, new_block_ids = computed + len(guesses) + num_drafts, entry.new_block_ids
+        if end > self.blocks.num_held(request):
             new_block_ids += self._grow_for_guesses(request, end)
             room = self.blocks.num_held(request) - computed
             guesses = guesses[:room]

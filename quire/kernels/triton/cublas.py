@@ -19,15 +19,9 @@ _WORKSPACE = 128 << 10
 _NUMBERS = {torch.float16: 2, torch.bfloat16: 14}
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 _ARGUMENTS: list[type[ctypes.c_void_p] | type[ctypes.c_int]] = [
-    _POINTER,
-    *[_INT] * 5,
-    *[_POINTER] * 2,
-    *[_INT] * 2,
-    _POINTER,
-    *[_INT] * 2,
-    *[_POINTER] * 2,
-    *[_INT] * 4,
-]
+    _POINTER, *[_INT] * 5, *[_POINTER] * 2, *[_INT] * 2, _POINTER, *[_INT] * 2, *[_POINTER] * 2, *[_INT] * 4
+]  # fmt: skip
+"""Of cublasGemmEx: handle, how each matrix lies, three sizes; then each matrix with its factor, type and stride."""
 _TRANSPOSED, _AS_IT_IS, _COMPUTE_FLOAT32, _ANY_ALGORITHM, _NO_REDUCED_SUMS = 1, 0, 68, -1, 16
 _ONE, _ZERO = (ctypes.byref(ctypes.c_float(number)) for number in (1.0, 0.0))
 
@@ -44,7 +38,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 class _Handle(threading.local):
-    """A thread's handle for one GPU."""
+    """A thread's handle for one GPU. It is made by the thread's first product, which must not be during a capture."""
 
     def __init__(self, library: ctypes.CDLL, device: torch.device) -> None:
         self._library, self._value, self._stream = library, _POINTER(), -1

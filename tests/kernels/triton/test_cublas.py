@@ -1,5 +1,5 @@
 """Products through our own cuBLAS handle where there is no such library, and what it says when a call fails. That it
-gives the right numbers, in graphs too, is held by test_linear.py on a GPU."""
+gives the bits of our kernel, in graphs too, is held by test_linear.py on a GPU."""
 
 from __future__ import annotations
 
