@@ -73,7 +73,7 @@ class TritonKernels(ReferenceKernels):
         forbid_split_sums()
         self._dtype = dtype
         self._quantized = quantized.QuantizedProducts(self.linear)
-        self._is_exact: dict[tuple[torch.Size, torch.dtype], bool] = {}
+        self._is_exact: dict[tuple[torch.Size, torch.dtype, bool], bool] = {}
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._num_multiprocessors = num_multiprocessors(device)
 
@@ -86,7 +86,8 @@ class TritonKernels(ReferenceKernels):
             self._quantized.check(weight, self._dtype)
         is_product = weight.is_dense and len(weight.shape) == 2  # experts have kernels of their own
         if is_product and weight.tensor.is_cuda and weight.tensor.dtype != torch.float32:
-            self._check(weight.tensor)
+            for has_bias in (False, True):
+                self._check(weight.tensor, has_bias)
             are_exact(weight.device, weight.tensor.dtype)  # tested here, as this can't be done during a graph capture
         return weight
 
@@ -99,17 +100,13 @@ class TritonKernels(ReferenceKernels):
         if not weight.is_dense:
             return self._quantized.linear(x, weight, bias, out, silu_mul=False)
         rows, matrix = x.shape[0], weight.tensor
-        own = _own_product(x, matrix, silu_mul=False) or (None if self._check(matrix) else linear)
+        own = _own_product(x, matrix, silu_mul=False) or (None if self._check(matrix, bias is not None) else linear)
         if own is not None:
             return own(x, matrix, bias, out, False)
         x = x.contiguous()
         if out is not None and bias is None and rows >= SMALLEST_BATCH:
             return cublas.product(x, matrix, out)
-        x = _padded(x)
-        if bias is None:
-            result = cublas.product(x, matrix, room_for(x, matrix.shape[0]))[:rows]
-        else:
-            result = F.linear(x, matrix, bias)[:rows]
+        result = _by_cublas(_padded(x), matrix, bias)[:rows]
         return result if out is None else out.copy_(result)
 
     def linear_gated(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation) -> Tensor:
@@ -168,13 +165,14 @@ class TritonKernels(ReferenceKernels):
         else:
             paged_attention.decode_attention(*arguments, num_partials, spec, sinks)
 
-    def _check(self, weight: Tensor) -> bool:
+    def _check(self, weight: Tensor, has_bias: bool) -> bool:
         """Whether cuBLAS gives a row the same bits in batches of any size, for weights of this shape."""
-        key = weight.shape, weight.dtype
+        key = weight.shape, weight.dtype, has_bias
         if key not in self._is_exact:
-            self._is_exact[key] = rows_are_exact(weight)
+            self._is_exact[key] = rows_are_exact(weight, has_bias)
             if not self._is_exact[key]:
-                logger.warning("cuBLAS changes bits with the batch for weights %s: using our own kernel", key)
+                kind = f"{tuple(weight.shape)} of {weight.dtype}{' that have a bias' if has_bias else ''}"
+                logger.warning("cuBLAS changes bits with the batch for weights %s: using our own kernel", kind)
         return self._is_exact[key]
 
 
@@ -196,13 +194,17 @@ def _padded(x: Tensor) -> Tensor:
     return F.pad(x, (0, 0, 0, SMALLEST_BATCH - rows))
 
 
-def rows_are_exact(weight: Tensor) -> bool:
+def rows_are_exact(weight: Tensor, has_bias: bool) -> bool:
     """Tests whether cuBLAS gives random rows, in batches of several sizes, the bits of our own kernel."""
     generator = torch.Generator(device=weight.device).manual_seed(0)
     most = max(_CHECKED_ROWS) if weight.shape[0] < VOCABULARY_SIZE else 256  # the head scores few rows at a time
     x = torch.randn(most, weight.shape[1], device=weight.device, generator=generator).to(weight.dtype)
+    bias = torch.zeros_like(weight[:, 0]) if has_bias else None
     expected = linear(x, weight)
-    found = (
-        cublas.product(x[:rows], weight, room_for(x[:rows], len(weight))) for rows in _CHECKED_ROWS if rows <= most
-    )
+    found = (_by_cublas(x[:rows], weight, bias) for rows in _CHECKED_ROWS if rows <= most)
     return all(torch.equal(some, expected[: len(some)]) for some in found)
+
+
+def _by_cublas(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """With a bias torch calls cublasLt, which adds it last, as we do; cuBLAS would begin with it: other bits."""
+    return cublas.product(x, weight, room_for(x, len(weight))) if bias is None else F.linear(x, weight, bias)

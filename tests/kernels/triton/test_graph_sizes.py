@@ -99,7 +99,7 @@ def test_graphs_of_every_size_are_made_of_kernels_that_the_start_compiled(
     launches: set[Launch],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(TritonKernels, "_check", lambda self, weight: is_cublas_exact)
+    monkeypatch.setattr(TritonKernels, "_check", lambda self, weight, has_bias: is_cublas_exact)
     monkeypatch.setattr(quantized, "computes", lambda format: gpu_computes(format, (9, 0)))
     monkeypatch.setattr(quantized, "_rows_are_exact", lambda *weight: (is_cublas_exact, False))
     spec = spec_of(shape)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -85,18 +89,52 @@ def test_cublas_adds_in_the_same_order(shape: tuple[int, int]) -> None:
     fail, our kernel is used throughout; of these it is expected."""
     TritonKernels()  # turns off what would change it
     for dtype in HALVES:
-        assert rows_are_exact(random(*shape, dtype=dtype) * 0.02)
+        weight, bias = random(*shape, dtype=dtype) * 0.02, random(shape[0], dtype=dtype, seed=1)
+        assert rows_are_exact(weight, has_bias=False)
+        assert rows_are_exact(weight, has_bias=True)
+        x = random(300, shape[1], dtype=dtype, seed=2)
+        for rows in (16, 100, 300):
+            assert torch.equal(F.linear(x[:rows], weight, bias), linear(x[:rows], weight, bias))
+
+
+USERS_SETTINGS = """
+import torch
+from quire.kernels.triton.kernels import TritonKernels
+from quire.kernels.triton.linear import linear
+from quire.kernels.weights import Weight
+
+generator = torch.Generator("cuda").manual_seed(0)
+x, matrix, bias = (torch.randn(*shape, device="cuda", generator=generator).to(torch.bfloat16)
+                   for shape in ((300, 4096), (2880, 4096), (2880,)))
+kernels, weight = TritonKernels(), Weight.dense(matrix * 0.05)
+kernels.pack(weight)
+for rows in range(16, 300, 4):
+    for some in (None, bias):
+        assert torch.equal(kernels.linear(x[:rows], weight, some), linear(x[:rows], weight.tensor, some)), rows
+"""
+
+
+@pytest.mark.skipif(not ON_GPU, reason="cuBLAS runs on a GPU")
+def test_memory_for_split_sums_changes_nothing() -> None:
+    """As some set it to make torch deterministic: torch's products, which those with a bias are, then change bits with
+    the batch (gpt-oss's output at 16 rows and more), so that such weights must be left to our own kernel."""
+    settings = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "CUBLASLT_WORKSPACE_SIZE": "4096"}
+    command = [sys.executable, "-c", USERS_SETTINGS]
+    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "(2880, 4096) of torch.bfloat16 that have a bias: using our own kernel" in done.stderr
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs CUDA graphs")
 def test_a_graph_gives_the_same_bits() -> None:
     kernels = TritonKernels()
-    x = random(300, 1024, dtype=torch.bfloat16)
+    x, bias = random(300, 1024, dtype=torch.bfloat16), random(4096, dtype=torch.bfloat16, seed=2)
     weight = Weight.dense(random(4096, 1024, dtype=torch.bfloat16, seed=1))
     kernels.pack(weight)
     for rows in (1, 16, 300):  # the last is for cuBLAS
-        part = x[:rows]
-        assert torch.equal(in_graph(lambda part=part: kernels.linear(part, weight)), kernels.linear(part, weight))
+        for some in (None, bias):
+            found = in_graph(lambda rows=rows, some=some: kernels.linear(x[:rows], weight, some))
+            assert torch.equal(found, kernels.linear(x[:rows], weight, some))
 
 
 @pytest.mark.parametrize("rows", [1, 16, 40])
