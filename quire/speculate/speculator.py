@@ -8,9 +8,8 @@ those that equal it, so no answer depends on anything here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
 
-from quire.sampling_params import ResolvedTokens, SamplingParams
+from quire.engine.request import Request
 from quire.speculate.adaptive import MAX_GUESSES, Acceptance, StepCosts
 from quire.speculate.ngram import NgramIndex, continuation
 from quire.speculate.prediction import PredictedAnswer
@@ -24,27 +23,6 @@ _LONGEST_REST = 16
 """The most steps without guesses where they don't pay: when other requests end they may."""
 _MAX_INDEXED = 8192
 """The most tokens that one search indexes: the work for a long prompt is spread over several steps."""
-
-
-class DraftedRequest(Protocol):
-    """What is read of a request, or kept in it; `quire.engine.request.Request` has all of it."""
-
-    token_ids: list[int]
-    num_placeholders: int
-    draft_state: Any
-    """A `_DraftState`, kept between calls."""
-    guess_pause: int
-    """For how many steps `guess` is not called; -1: never again."""
-
-    params: SamplingParams
-    resolved: ResolvedTokens
-    drafts: Sequence[int]
-    accepted_tokens: int
-    num_rejections: int
-    stop_ids: frozenset[int]
-
-    @property
-    def num_prompt_tokens(self) -> int: ...
 
 
 class _DraftState:
@@ -86,7 +64,7 @@ class Speculator:
         searches = max(min(_SEARCHES, 1e3 * self._costs.seconds), 0.01)
         self._longest_pause = min(int(self._costs.num_requests / searches), _LONGEST_PAUSE)
 
-    def guess(self, request: DraftedRequest, most: int) -> Sequence[int]:
+    def guess(self, request: Request, most: int) -> Sequence[int]:
         """At most `most` guesses for the step being scheduled, to follow the request's tokens and those that steps in
         flight sample, on the assumption that these turn out as guessed."""
         state = request.draft_state or self._state(request)
@@ -115,12 +93,12 @@ class Speculator:
             found = found[: 1 + min(found.index(token) for token in request.stop_ids if token in found)]
         return found[ahead : ahead + most]
 
-    def num_drafts(self, request: DraftedRequest) -> int:
+    def num_drafts(self, request: Request) -> int:
         """How many tokens the runner should draft after those that the step being scheduled samples."""
         state = request.draft_state or self._state(request)
         return self._count(request, state, MAX_GUESSES) if state is not None and state.asks_runner else 0
 
-    def _state(self, request: DraftedRequest) -> _DraftState | None:
+    def _state(self, request: Request) -> _DraftState | None:
         """Makes a request's state; None where it can't have guesses at all."""
         prediction, params = request.resolved.prediction_ids, request.params
         has_source = self._ngrams or self._runner_drafts or prediction
@@ -132,7 +110,7 @@ class Speculator:
         request.draft_state = state = _DraftState(prediction, self._chance, round(self._num_missed), asks_runner)
         return state
 
-    def _search(self, request: DraftedRequest, state: _DraftState) -> int:
+    def _search(self, request: Request, state: _DraftState) -> int:
         """The position of the next guess by an n-gram search. -1 if it fails, and then a pause, longer each time."""
         if not state.index.extend(request.token_ids, _MAX_INDEXED):
             return -1
@@ -144,7 +122,7 @@ class Speculator:
         self._num_missed += 0.05 * (state.num_missed * (place < 0) - self._num_missed)
         return place
 
-    def _count(self, request: DraftedRequest, state: _DraftState, most: int) -> int:
+    def _count(self, request: Request, state: _DraftState, most: int) -> int:
         if not self._adaptive:
             return min(most, MAX_GUESSES)
         acceptance = state.acceptance
