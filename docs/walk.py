@@ -37,7 +37,7 @@ def walk(model: str = "smollm2", text: str = "The capital of France is", max_tok
         name = llm.add_request(text, params)
         request = engine.core.scheduler.table.requests[name]
         stop("quire/engine/request.py", "a request waits")
-        show(request_id=name, status=request.status.name, num_prompt_tokens=request.num_prompt_tokens)
+        show(request_id=name, row=request.row, num_prompt_tokens=request.num_prompt_tokens)
         show(num_computed_tokens=request.num_computed_tokens)
 
         logits: list[Tensor] = []

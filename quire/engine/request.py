@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -12,16 +11,6 @@ from quire.engine.block_pool import Block
 from quire.errors import InvalidRequestError
 from quire.sampling_params import ResolvedTokens, SamplingParams
 from quire.step import FinishReason, Pooling, RequestMetrics
-
-
-class RequestStatus(enum.Enum):
-    """Where a request stands."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    SWAPPED = "swapped"
-    """Preempted, with blocks of its own on the host tier."""
-    FINISHED = "finished"
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +48,6 @@ class Request:
     pooling: Pooling | None = None
     """The request wants its prompt's hidden states, pooled this way (an embedding), instead of an answer."""
 
-    status: RequestStatus = RequestStatus.WAITING
     priority: int = 0
     sequence: int = -1
     """Order of arrival among equals; -1 before `add`."""
@@ -89,6 +77,7 @@ class Request:
     """The most tokens that prompt and answer may have together."""
     stop_ids: frozenset[int] = frozenset()
     row: int | None = None
+    """Where it runs; None while it waits, and after its end."""
     block_table: list[Block] = field(default_factory=list)
     block_keys: list[BlockKey] = field(default_factory=list)
     """Hash keys of its full blocks, as far as they were needed so far; kept when it is preempted."""
@@ -102,7 +91,6 @@ class Request:
     """A step reported an error for it: what later steps in flight computed for it is wrong."""
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
-    error: str | None = None
     arrival: float = 0.0
     first_scheduled: float | None = None
     first_token: float | None = None

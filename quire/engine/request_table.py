@@ -9,7 +9,7 @@ import heapq
 
 from quire.engine.block_manager import BlockManager
 from quire.engine.config import SchedulerConfig
-from quire.engine.request import Request, RequestStatus
+from quire.engine.request import Request
 from quire.engine.request_queue import RequestQueue
 from quire.errors import CapacityError, InvalidRequestError
 from quire.step import Finished, FinishReason, Preemption, PreemptionKind, RequestUpdate, TokenScore
@@ -83,7 +83,6 @@ class RequestTable:
         """Moves a waiting request, whose block table is filled, to a free row; returns the row."""
         self.waiting.remove(request)
         row = request.row = heapq.heappop(self.free_rows)
-        request.status = RequestStatus.RUNNING
         if request.first_scheduled is None:
             request.first_scheduled = now
         self.running.add(request)
@@ -93,13 +92,11 @@ class RequestTable:
         """Takes row and blocks from a running request. It keeps its tokens and its place in the order; a token that a
         step in flight samples for it is still valid, and is appended when it comes."""
         assert request.row is not None
-        swapped = self.blocks.demote(request)
         num_computed = request.num_computed_tokens
-        kind: PreemptionKind = "swap" if swapped else "recompute"
+        kind: PreemptionKind = "swap" if self.blocks.demote(request) else "recompute"
         self.preempted.append(Preemption(request.request_id, request.row, kind, why, num_computed))
         self.blocks.release(request)
         self._give_up_row(request)
-        request.status = RequestStatus.SWAPPED if swapped else RequestStatus.WAITING
         request.preemptions += 1
         request.computed_before = max(request.computed_before, num_computed)
         request.num_computed_tokens = request.num_committed_tokens = 0
@@ -127,9 +124,7 @@ class RequestTable:
         request.block_keys = []
         request.drafts, request.draft_state = (), None
         self._forget(request)
-        request.status = RequestStatus.FINISHED
         request.finish_reason = reason
-        request.error = error
         request.finished = now
         metrics = request.metrics()
         name, sizes = request.request_id, (metrics.num_prompt_tokens, metrics.num_output_tokens)

@@ -66,12 +66,12 @@ def test_the_mean_takes_nothing_from_the_cache_but_gives_to_it() -> None:
 
 def test_a_runner_that_returns_no_vector_fails_the_request_alone() -> None:
     harness = Harness()
-    request = add(harness, "a", "mean")
+    add(harness, "a", "mean")
     step = harness.scheduler.schedule(0.0)
-    harness.scheduler.commit(step, StepResult(step.step_id, {"a": (1,)}), 0.0)
-    assert request.finish_reason == "error"
-    assert request.error is not None
-    assert "no pooled hidden state" in request.error
+    (update,) = harness.scheduler.commit(step, StepResult(step.step_id, {"a": (1,)}), 0.0)
+    assert update.finish_reason == "error"
+    assert update.error is not None
+    assert "no pooled hidden state" in update.error
 
 
 def test_vectors_stay_out_of_the_step_log() -> None:

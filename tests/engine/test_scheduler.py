@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.engine.request import RequestStatus, make_requests
+from quire.engine.request import make_requests
 from quire.engine.scheduler import Scheduler
 from quire.errors import CapacityError, EngineError, InvalidRequestError
 from quire.sampling_params import SamplingParams
@@ -129,7 +129,7 @@ def test_nobody_overtakes_a_waiting_request_that_has_no_room() -> None:
     engine.add("big", range(30, 50), max_tokens=4)
     engine.add("small", [1], max_tokens=1)
     engine.turn()
-    assert engine.requests["small"].status is RequestStatus.WAITING
+    assert engine.requests["small"].first_scheduled is None
     engine.run()
     admitted = [admission.request_id for step in engine.steps for admission in step.admitted]
     assert admitted == ["running", "big", "small"]
@@ -325,13 +325,13 @@ def test_preempting_everyone_again_and_again_changes_no_answer(depth: int, host_
     assert kinds >= ({"swap"} if host_blocks else {"recompute"})
 
 
-def test_swapped_status_is_visible_and_resuming_hits_the_host_tier() -> None:
+def test_a_swapped_request_resumes_from_the_host_tier() -> None:
     engine = Harness(config(num_blocks=7, num_host_blocks=8))
     engine.add("first", range(8), max_tokens=12)
     engine.add("second", range(20, 28), max_tokens=12)
-    while not any(step.preempted for step in engine.steps):
+    while not (preempted := [one for step in engine.steps for one in step.preempted]):
         engine.turn()
-    assert engine.requests["second"].status is RequestStatus.SWAPPED
+    assert [(one.request_id, one.kind) for one in preempted] == [("second", "swap")]
     engine.run()
     engine.check_answers()
     assert engine.requests["second"].host_tokens >= 8
