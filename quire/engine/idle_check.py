@@ -39,9 +39,7 @@ class IdleCheck:
         start, end = self._next, self._next + self._slice_size
         self._next = end if end < max(len(pool.blocks), host.num_slots) else 0
         for block in pool.blocks[start:end]:
-            check_block(block, block in pool.free, num_tables=0)
-            if block.key is not None and not blocks.cache.knows(block):
-                raise InvariantError(f"{block} is cached under another name")
+            check_block(blocks, block, num_tables=0)
         for slot in range(start, min(end, host.num_slots)):
             if not host.is_sound(slot):
                 raise InvariantError(f"host slot {slot} is lost, or stored under another name")

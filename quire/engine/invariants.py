@@ -50,16 +50,25 @@ def check_blocks(blocks: BlockManager, holders: Iterable[Request]) -> None:
         references.update([block.block_id for block in request.block_table if block.block_id])
         check_table(blocks, request)
     for block in pool.blocks:
-        check_block(block, block in pool.free, references[block.block_id])
-    _check_names(blocks)
+        check_block(blocks, block, references[block.block_id])
+    # Every block that has a name is listed by it, so with equal numbers nothing else is listed.
+    num_named = sum(block.key is not None for block in pool.blocks)
+    if num_named != len(blocks.cache):
+        raise InvariantError(f"{num_named} blocks have names, the cache knows {len(blocks.cache)}")
+    check_host_sums(blocks.host)
+    if not all(map(blocks.host.is_sound, range(blocks.host.num_slots))):
+        raise InvariantError("host slots are lost, used twice or stored under another name")
 
 
-def check_block(block: Block, is_free: bool, num_tables: int) -> None:
-    """A block is free, or in as many block tables as its reference count says."""
+def check_block(blocks: BlockManager, block: Block, num_tables: int) -> None:
+    """A block is free, or in as many block tables as its reference count says; the cache lists it by its name."""
+    is_free = block in blocks.pool.free
     if block.ref_count != num_tables:
         raise InvariantError(f"{block} is in {num_tables} block tables")
     if is_free != (block.block_id != 0 and block.ref_count == 0):
         raise InvariantError(f"{block} is {'free and owned' if is_free else 'neither free nor owned'}")
+    if block.key is not None and not blocks.cache.knows(block):
+        raise InvariantError(f"{block} is cached under another name")
 
 
 def check_table(blocks: BlockManager, request: Request) -> None:
@@ -83,18 +92,6 @@ def check_table(blocks: BlockManager, request: Request) -> None:
             f"request {request.request_id} computed {request.num_computed_tokens} tokens into "
             f"{len(request.block_table)} blocks"
         )
-
-
-def _check_names(blocks: BlockManager) -> None:
-    num_named = sum(block.key is not None for block in blocks.pool.blocks)
-    if num_named != len(blocks.cache):
-        raise InvariantError(f"{num_named} blocks have names, the cache knows {len(blocks.cache)}")
-    for digest, block in blocks.cache.items():
-        if block.key is None or block.key.digest != digest:
-            raise InvariantError(f"{block} is cached under another name")
-    check_host_sums(blocks.host)
-    if not all(map(blocks.host.is_sound, range(blocks.host.num_slots))):
-        raise InvariantError("host slots are lost, used twice or stored under another name")
 
 
 def check_host_sums(host: HostTier) -> None:

@@ -3,7 +3,7 @@ partly filled block of a sequence is found by the block before it (its parent) a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 
 from quire.engine.block_key import BlockKey, DigestFunction, same_prefix, sha256_digest
@@ -22,9 +22,6 @@ class PrefixCache:
 
     def __len__(self) -> int:
         return len(self._blocks)
-
-    def items(self) -> Iterator[tuple[bytes, Block]]:
-        yield from self._blocks.items()
 
     def extend_keys(
         self, keys: list[BlockKey], token_ids: list[int], num_blocks: int, extra_keys: Sequence[tuple[str, ...]]

@@ -118,7 +118,7 @@ class BlockMachine(RuleBasedStateMachine):
             assert [block.block_id for block in request.block_table] == table
         pool, model = self.blocks.pool, self.model
         assert [block.block_id for block in pool.free] == model.free
-        assert {block.block_id: self.spell(block.key) for _, block in self.blocks.cache.items()} == model.names
+        assert {block.block_id: self.spell(block.key) for block in self.blocks.cache._blocks.values()} == model.names
         assert [self.spell(key) for key, _ in self.blocks.host._slots.values()] == model.host
 
     @staticmethod

@@ -413,7 +413,7 @@ def test_engines_tell_what_they_have(num_host_blocks: int, window: int) -> None:
             assert not stored & removed
             num_removed += len(removed)
             told = (told - removed) | stored
-            keys = [block.key for _, block in scheduler.blocks.cache.items()]
+            keys = [block.key for block in scheduler.blocks.pool.blocks]
             cached = {key.digest: key for key in keys if key is not None and len(key.token_ids) == 4}
             cached |= {digest: key for digest, (key, _) in scheduler.blocks.host._slots.items()}
             assert told == {name_of(key) for key in cached.values() if window or is_found(key, cached)}
