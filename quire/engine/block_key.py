@@ -10,25 +10,22 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 
 DigestFunction = Callable[[bytes, tuple[int, ...], tuple[str, ...]], bytes]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class BlockKey:
     """Identity of what a block holds: its tokens, and through `parent` all those before it.
 
     `parent` may be replaced by an equal key, which keeps comparisons of long chains short.
     """
 
-    __slots__ = ("digest", "extra_keys", "parent", "token_ids")
-
-    def __init__(
-        self, digest: bytes, token_ids: tuple[int, ...], parent: BlockKey | None, extra_keys: tuple[str, ...]
-    ) -> None:
-        self.digest = digest
-        self.token_ids = token_ids
-        self.parent = parent
-        self.extra_keys = extra_keys
+    digest: bytes
+    token_ids: tuple[int, ...]
+    parent: BlockKey | None
+    extra_keys: tuple[str, ...]
 
 
 def sha256_digest(parent: bytes, token_ids: tuple[int, ...], extra_keys: tuple[str, ...]) -> bytes:

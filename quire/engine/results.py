@@ -11,7 +11,7 @@ from quire.engine.request import Request
 from quire.engine.request_table import RequestTable
 from quire.step import PromptScores, RequestUpdate, Step, StepResult
 
-_make = tuple.__new__
+make_tuple = tuple.__new__
 """Makes a named tuple in half the time its own constructor takes: one is made per row and step."""
 
 
@@ -92,7 +92,7 @@ class ResultTaker:
             elif len(token_ids) >= request.max_total_tokens:
                 self._table.finish(request, "length", now, tokens, scores=scores)
             else:
-                append(_make(RequestUpdate, (request_id, tokens, None, None, None, None, scores, None, None)))
+                append(make_tuple(RequestUpdate, (request_id, tokens, None, None, None, None, scores, None, None)))
 
     def _take_right_guesses(
         self, request: Request, num_guesses: int, tokens: tuple[int, ...], owns_row: bool
