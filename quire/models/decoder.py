@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import Activation, Batches, ExpertWeights, HeadNorms, Kernels, LayerCache, MoeSpec
+from quire.kernels.ops import Batches, ExpertWeights, HeadNorms, Kernels, LayerCache, MoeSpec
 from quire.kernels.weights import Weight
 from quire.models.rope import cos_sin_table
 from quire.models.spec import LayerSpec, MlpSpec, ModelSpec, RopeSpec
@@ -69,10 +69,6 @@ class Linear:
 
     def __call__(self, batch: Batch, x: Tensor) -> Tensor:
         return batch.kernels.linear(x, self.weight, self.bias)
-
-    def gated(self, batch: Batch, x: Tensor, activation: Activation) -> Tensor:
-        """activation(first half of the outputs) * second half."""
-        return batch.kernels.linear_gated(x, self.weight, self.bias, activation)
 
 
 class Norm:
@@ -135,10 +131,10 @@ class Mlp:
         self.down = Linear(parameters, f"{name}.down")
 
     def __call__(self, batch: Batch, x: Tensor) -> Tensor:
-        activation = self.spec.activation
+        kernels, up, activation = batch.kernels, self.up, self.spec.activation
         if self.spec.gated:
-            return self.down(batch, self.up.gated(batch, x, activation))
-        return self.down(batch, batch.kernels.activate(self.up(batch, x), activation))
+            return self.down(batch, kernels.linear_gated(x, up.weight, up.bias, activation))
+        return self.down(batch, kernels.activate(up(batch, x), activation))
 
 
 class MoeMlp:

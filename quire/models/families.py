@@ -365,7 +365,3 @@ FAMILIES: tuple[Family, ...] = (
 
 def family_named(name: str) -> Family:
     return next(family for family in FAMILIES if family.name == name)
-
-
-def supported_architectures() -> str:
-    return ", ".join(name for family in FAMILIES for name in family.architectures)

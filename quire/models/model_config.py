@@ -11,7 +11,7 @@ from quire.checkpoints.quantization_config import read_layout
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.ops import MoeSpec
 from quire.models.config_parts import MAX_CONFIG_BYTES, plain_attention, read_activation, read_eos, read_rope
-from quire.models.families import FAMILIES, Family, supported_architectures
+from quire.models.families import FAMILIES, Family
 from quire.models.spec import LayerSpec, MlpSpec, ModelSpec
 
 
@@ -81,6 +81,5 @@ def _find_family(config: Fields) -> Family:
     for family in FAMILIES:
         if names[0] in family.architectures:
             return family
-    raise UnsupportedModelError(
-        f"{config.file}: the architecture {names[0]} is not supported. Supported: {supported_architectures()}."
-    )
+    supported = ", ".join(name for family in FAMILIES for name in family.architectures)
+    raise UnsupportedModelError(f"{config.file}: the architecture {names[0]} is not supported. Supported: {supported}.")
