@@ -15,8 +15,7 @@ import quire
 from quire.errors import InvalidRequestError
 from quire.kernels.ops import FILTERS
 from quire.sampling.filters import Filters
-from quire.sampling.logprobs import Logprobs
-from quire.sampling.sampler import FEATURES, Sampler
+from quire.sampling.sampler import FEATURES
 from quire.sampling_params import SamplingParams, StructuredOutput
 
 NAN, INF = float("nan"), float("inf")
@@ -84,13 +83,15 @@ BAD_STRUCTURED: dict[str, list[Any]] = {
 }
 
 
+EVERY_DRAW = ("temperature", "seed")
 ELSEWHERE = {
+    "sampling": ["logprobs", "prompt_logprobs"],
     "engine": ["max_tokens", "n", "best_of", "cache_salt", "priority", "deadline"],
     "frontend": ["stop", "include_stop_str_in_output", "skip_special_tokens", "prediction"],
     "speculate": ["speculation"],
     "nobody, as its docstring says": ["spaces_between_special_tokens"],
 }
-"""The fields that have no part in sampling, by the folder that reads them."""
+"""The fields that have no part in how a token is chosen, by the folder that reads them."""
 
 
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in BAD.items() for value in values])
@@ -106,15 +107,15 @@ def test_every_field_is_tried_above() -> None:
 
 def test_every_field_has_a_check_and_one_user() -> None:
     """A field that no feature of the sampler declares and nobody else reads would be accepted and ignored."""
-    owners = [*((*feature.switches, *feature.settings) for feature in FEATURES), Sampler.fields, Logprobs.fields]
+    owners = [*((*feature.switches, *feature.settings) for feature in FEATURES), EVERY_DRAW]
     users = Counter(name for names in (*owners, *ELSEWHERE.values()) for name in names)
     fields = dataclasses.fields(SamplingParams)
     assert users == Counter(field.name for field in fields)
     assert all(callable(field.metadata["check"]) for field in (*fields, *dataclasses.fields(StructuredOutput)))
 
 
-@pytest.mark.parametrize("folder", ["engine", "frontend", "speculate"])
-def test_the_fields_outside_sampling_are_read(folder: str) -> None:
+@pytest.mark.parametrize("folder", ["sampling", "engine", "frontend", "speculate"])
+def test_the_fields_of_no_feature_are_read(folder: str) -> None:
     """As `params.field`, or `self.params.field`."""
     read = set()
     for path in (Path(quire.__file__).parent / folder).rglob("*.py"):
@@ -130,7 +131,7 @@ def test_the_order_in_the_docs_is_that_of_the_table() -> None:
     text = (Path(quire.__file__).parents[1] / "docs" / "sampling.md").read_text()
     rows = [line.split("|")[2:4] for line in text.splitlines() if re.match(r"\| \d+ \|", line)]
     documented = [(name.strip(" `"), tuple(re.findall(r"`(\w+)`", fields))) for name, fields in rows]
-    assert documented == [*((feature.__name__, feature.switches) for feature in FEATURES), ("the draw", Sampler.fields)]
+    assert documented == [*((feature.__name__, feature.switches) for feature in FEATURES), ("the draw", EVERY_DRAW)]
     by_kernels = [name.removeprefix("log_").replace("threshold", "probability") for name in FILTERS]
     assert by_kernels == ["temperature", *Filters.switches]
 

@@ -46,9 +46,6 @@ class PromptPart:
 class Logprobs:
     """Which request rows want logprobs of the tokens they sample, and which of their prompt."""
 
-    fields = ("logprobs", "prompt_logprobs")
-    """Of SamplingParams."""
-
     def __init__(self, device: torch.device) -> None:
         self._num_top: dict[int, int] = {}
         """By request row that wants logprobs of its answer: how many of the most likely tokens."""

@@ -87,9 +87,6 @@ class SampledTokens:
 class Sampler:
     """Samples tokens for requests, whose parameters it keeps from their admission on."""
 
-    fields = ("temperature", "seed")
-    """The fields of SamplingParams that count for every draw; the others belong to the features."""
-
     def __init__(self, max_num_seqs: int, vocab_size: int, kernels: Kernels, device: torch.device) -> None:
         uploader = Uploader(device)
         self._kernels = kernels

@@ -65,7 +65,7 @@ class Uploader:
         if size > _LARGEST:
             return _PinnedBuffer(size)
         buffer = None
-        if self._buffers and self._buffers[0].is_free():
+        if self._buffers and self._buffers[0].copied.query():  # type: ignore[no-untyped-call]
             buffer = self._buffers.popleft()
         if buffer is None or len(buffer.memory) < size:
             buffer = _PinnedBuffer(max(1 << (size - 1).bit_length(), _SMALLEST))
@@ -78,9 +78,6 @@ class _PinnedBuffer:
         self.memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         self.array: npt.NDArray[np.uint8] = self.memory.numpy()
         self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-    def is_free(self) -> bool:
-        return bool(self.copied.query())  # type: ignore[no-untyped-call]
 
 
 def _begins(arrays: Sequence[Array]) -> list[int]:
