@@ -1,81 +1,128 @@
-"""Products by cuBLAS, through a handle of our own.
+"""Products by cuBLAS, through its interface for those who say which algorithms they want (cublasLt).
 
-cuBLAS splits sums, and then adds in another order for another number of rows, if it has memory for the parts. torch can
-be told to give it little by CUBLAS_WORKSPACE_CONFIG, but then reads that variable anew for every product, which takes
-longer than all the rest of a launch (docs/performance.md, attempt 47). Our handle gets its memory once.
+Some of its algorithms split sums, and then add in another order for another number of rows: they are not asked for.
+torch's own calls would take the host longer, several times as long with a bias, and environment variables change what
+they do (docs/performance.md, attempts 47 and 49).
 """
 
 from __future__ import annotations
 
 import ctypes
-import threading
+from ctypes import byref, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-_WORKSPACE = 128 << 10
-"""Bytes. From 256 KB on, sums of 16 to 320 rows are split for some shapes of weights."""
 _NUMBERS = {torch.float16: 2, torch.bfloat16: 14}
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
-_ARGUMENTS: list[type[ctypes.c_void_p] | type[ctypes.c_int]] = [
-    _POINTER, *[_INT] * 5, *[_POINTER] * 2, *[_INT] * 2, _POINTER, *[_INT] * 2, *[_POINTER] * 2, *[_INT] * 4
-]  # fmt: skip
-"""Of cublasGemmEx: handle, how each matrix lies, three sizes; then each matrix with its factor, type and stride."""
-_TRANSPOSED, _AS_IT_IS, _COMPUTE_FLOAT32, _ANY_ALGORITHM, _NO_REDUCED_SUMS = 1, 0, 68, -1, 16
-_ONE, _ZERO = (ctypes.byref(ctypes.c_float(number)) for number in (1.0, 0.0))
+_FLOAT32, _COMPUTE_FLOAT32, _TRANSPOSED, _ADD_BIAS = 0, 68, 1, 4
+# Attributes: of a product, and of what is asked of algorithms.
+_WEIGHT_LIES, _AT_LAST, _BIAS = 3, 7, 8
+_SPLIT_SUMS, _ALIGNMENTS = 3, (5, 6, 7, 8)
+_ALIGNMENT = 16
+"""Bytes of which every row's address is a multiple."""
+_ONE, _ZERO = (byref(ctypes.c_float(number)) for number in (1.0, 0.0))
+
+
+class CublasError(RuntimeError):
+    """cublasLt can't do what it was asked to."""
+
+
+class _Algorithm(ctypes.Structure):
+    """As cublasLt describes it: 64 bytes that it wants to have back, and 32 about them."""
+
+    _fields_ = (("value", c_uint64 * 8), ("about", c_uint64 * 4))
 
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """The cuBLAS that torch uses, if it can be found."""
+    """The cublasLt that torch uses, if it can be found."""
     try:
-        library = ctypes.CDLL(f"libcublas.so.{(torch.version.cuda or '').partition('.')[0]}")
+        library = ctypes.CDLL(f"libcublasLt.so.{(torch.version.cuda or '').partition('.')[0]}")
     except OSError:
         return None
-    library.cublasGemmEx.argtypes = _ARGUMENTS
+    library.cublasLtMatmul.argtypes = [c_void_p] * 14 + [c_size_t, c_void_p]
     return library
 
 
-class _Handle(threading.local):
-    """A thread's handle for one GPU. It is made by the thread's first product, which must not be during a capture."""
-
-    def __init__(self, library: ctypes.CDLL, device: torch.device) -> None:
-        self._library, self._value, self._stream = library, _POINTER(), -1
-        self._workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
-        with torch.cuda.device(device):
-            _check(library.cublasCreate_v2(ctypes.byref(self._value)))
-        _check(library.cublasSetMathMode(self._value, _NO_REDUCED_SUMS))
-
-    def multiply(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        stream = torch.cuda.current_stream(x.device).cuda_stream
-        if stream != self._stream:  # to change it takes the memory away
-            memory = _POINTER(self._workspace.data_ptr()), ctypes.c_size_t(_WORKSPACE)
-            _check(self._library.cublasSetStream_v2(self._value, _POINTER(stream)))
-            _check(self._library.cublasSetWorkspace_v2(self._value, *memory))
-            self._stream = stream
-        number = _NUMBERS[x.dtype]
-        # It takes matrices to lie by columns: what is computed is the transposed product.
-        status = self._library.cublasGemmEx(
-            self._value, _TRANSPOSED, _AS_IT_IS, weight.shape[0], x.shape[0], weight.shape[1],
-            _ONE, weight.data_ptr(), number, weight.stride(0), x.data_ptr(), number, x.stride(0),
-            _ZERO, out.data_ptr(), number, out.stride(0), _COMPUTE_FLOAT32, _ANY_ALGORITHM,
-        )  # fmt: skip
-        _check(status)
-
-
-_handle = cache(_Handle)
-
-
-def product(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-    """x [rows, in] times weight [out, in] transposed, written to `out`; in half precision."""
-    library = _library()
-    if library is None:
-        return torch.mm(x, weight.t(), out=out)
-    _handle(library, x.device).multiply(x, weight, out)
-    return out
-
-
-def _check(status: int) -> None:
+def _call(name: str, *arguments: object) -> None:
+    status = getattr(_library(), f"cublasLt{name}")(*arguments)
     if status:
-        raise RuntimeError(f"cuBLAS failed with status {status}")
+        raise CublasError(f"cublasLt{name} failed with status {status}")
+
+
+def _made(name: str, *arguments: object) -> c_void_p:
+    made = c_void_p()
+    _call(f"{name}Create", byref(made), *arguments)
+    return made
+
+
+def _set(name: str, made: c_void_p, attribute: int, value: c_int | c_uint32 | c_void_p) -> None:
+    _call(f"{name}SetAttribute", made, attribute, byref(value), c_size_t(ctypes.sizeof(value)))
+
+
+@cache
+def _handle(device: torch.device) -> c_void_p:
+    with torch.cuda.device(device):
+        return _made("")
+
+
+@cache
+def _matrix(dtype: torch.dtype, size: int, count: int) -> c_void_p:
+    """`count` rows of `size` numbers; cublasLt takes them for columns, so that all it computes is transposed."""
+    return _made("MatrixLayout", _NUMBERS[dtype], c_uint64(size), c_uint64(count), c_int64(size))
+
+
+@cache
+def _operation(bias: int) -> c_void_p:
+    """A product to which the bias at this address is added, if it is not 0."""
+    made = _made("MatmulDesc", _COMPUTE_FLOAT32, _FLOAT32)
+    _set("MatmulDesc", made, _WEIGHT_LIES, c_int(_TRANSPOSED))
+    if bias:
+        _set("MatmulDesc", made, _AT_LAST, c_uint32(_ADD_BIAS))
+        _set("MatmulDesc", made, _BIAS, c_void_p(bias))
+    return made
+
+
+@cache
+def _asked() -> c_void_p:
+    """What an algorithm must be like."""
+    made = _made("MatmulPreference")
+    _set("MatmulPreference", made, _SPLIT_SUMS, c_uint32(0))
+    for attribute in _ALIGNMENTS:
+        _set("MatmulPreference", made, attribute, c_uint32(_ALIGNMENT))
+    return made
+
+
+@cache
+def _described(
+    device: torch.device, dtype: torch.dtype, shape: torch.Size, rows: int, has_bias: bool
+) -> tuple[c_void_p, c_void_p, c_void_p, c_void_p, _Algorithm]:
+    """The handle, the weight of this shape, so many rows of inputs and of outputs, and the algorithm for them."""
+    outputs, inner = shape
+    weight, x, out = _matrix(dtype, inner, outputs), _matrix(dtype, inner, rows), _matrix(dtype, outputs, rows)
+    operation = _operation(_ALIGNMENT if has_bias else 0)  # of a bias's address only this matters here
+    algorithm, count = _Algorithm(), c_int()
+    about = _handle(device), operation, weight, x, out, out, _asked()
+    _call("MatmulAlgoGetHeuristic", *about, 1, byref(algorithm), byref(count))
+    return _handle(device), weight, x, out, algorithm
+
+
+def takes(weight: Tensor) -> bool:
+    return _library() is None or all(size * weight.itemsize % _ALIGNMENT == 0 for size in weight.shape)
+
+
+def product(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [rows, in] times weight [out, in] transposed, plus the bias, written to `out`; half precision, contiguous."""
+    if _library() is None:
+        return out.copy_(F.linear(x, weight, bias))
+    handle, as_weight, as_x, as_out, algorithm = _described(
+        x.device, x.dtype, weight.shape, x.shape[0], bias is not None
+    )
+    _call(
+        "Matmul", handle, _operation(0 if bias is None else bias.data_ptr()),
+        _ONE, weight.data_ptr(), as_weight, x.data_ptr(), as_x, _ZERO, out.data_ptr(), as_out, out.data_ptr(), as_out,
+        byref(algorithm), None, 0, torch.cuda.current_stream(x.device).cuda_stream,
+    )  # fmt: skip
+    return out

@@ -1,27 +1,97 @@
-"""Products through our own cuBLAS handle where there is no such library, and what it says when a call fails. That it
-gives the bits of our kernel, in graphs too, is held by test_linear.py on a GPU."""
+"""Products by cublasLt: what it is asked, where there is no such library, what it does not take, and what is said when
+a call fails. That it gives the bits of our kernel, in graphs too, is held by test_linear.py on a GPU."""
 
 from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.kernels.triton.support import DEVICE, MARKS
+from tests.kernels.triton.support import DEVICE, MARKS, ON_GPU, random
 
 from quire.kernels.triton import cublas  # isort: skip  (after the check for Triton)
+from quire.kernels.triton import kernels as kernels_module  # isort: skip
+from quire.kernels.triton.linear import linear  # isort: skip
+from quire.kernels.weights import Weight  # isort: skip
 
 pytestmark = MARKS
+CACHES = (cublas._library, cublas._handle, cublas._matrix, cublas._operation, cublas._asked, cublas._described)
+COMPILER = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
+
+
+@pytest.fixture
+def on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Has products computed by fake_cublaslt.c, which checks all that it is given."""
+    library, source = tmp_path / "cublaslt.so", Path(__file__).with_name("fake_cublaslt.c")
+    subprocess.run([str(COMPILER), "-O1", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    found = ctypes.CDLL(str(library))
+    stream = SimpleNamespace(cuda_stream=1234)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: found)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.device("cpu"))
+    for one in CACHES:
+        one.cache_clear()
+    yield
+    for one in CACHES:
+        one.cache_clear()
+
+
+@pytest.mark.skipif(ON_GPU or COMPILER is None, reason="needs a C compiler, and no GPU")
+@pytest.mark.usefixtures("on_the_cpu")
+def test_cublas_is_told_where_everything_lies() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias, other = (
+        torch.randint(-8, 9, shape, generator=generator).to(torch.bfloat16)  # so that all results are exact
+        for shape in ((40, 24), (16, 24), (16,), (16,))
+    )
+    for rows in (16, 40, 17, 40):
+        for added in (None, bias, other, bias):
+            out = torch.full((rows, 16), 99.0, dtype=torch.bfloat16)
+            assert cublas.product(x[:rows], weight, out, added) is out
+            assert torch.equal(out, torch.nn.functional.linear(x[:rows], weight, added))
 
 
 def test_without_the_library_products_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cublas, "_library", lambda: None)
     x, weight = torch.randn(5, 8, device=DEVICE), torch.randn(3, 8, device=DEVICE)
-    out = torch.empty(5, 3, device=DEVICE)
+    bias, out = torch.randn(3, device=DEVICE), torch.empty(5, 3, device=DEVICE)
+    assert cublas.takes(weight)
     assert cublas.product(x, weight, out) is out
     assert torch.allclose(out, x @ weight.t(), atol=1e-5)
+    assert cublas.product(x, weight, out, bias) is out
+    assert torch.allclose(out, x @ weight.t() + bias, atol=1e-5)
 
 
-def test_a_call_that_fails_is_an_error() -> None:
-    cublas._check(0)
-    with pytest.raises(RuntimeError, match="status 7"):
-        cublas._check(7)
+def test_a_call_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cublas, "_library", lambda: SimpleNamespace(cublasLtCreate=lambda *arguments: 7))
+    with pytest.raises(cublas.CublasError, match="cublasLtCreate failed with status 7"):
+        cublas._made("")
+
+
+def test_where_cublas_fails_our_own_kernel_computes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise cublas.CublasError("cublasLtMatmul failed with status 15")
+
+    monkeypatch.setattr(cublas, "product", fail)
+    monkeypatch.setattr(kernels_module, "is_quicker_than_cublas", lambda rows, weight: False)
+    x, weight = random(20, 32, dtype=torch.bfloat16), random(24, 32, dtype=torch.bfloat16, seed=1)
+    assert torch.equal(kernels_module.TritonKernels().linear(x, Weight.dense(weight)), linear(x, weight))
+    assert "(24, 32): cublasLtMatmul failed with status 15" in caplog.text
+    assert "using our own kernel" in caplog.text
+
+
+@pytest.mark.parametrize(("shape", "is_taken"), [((96, 64), True), ((97, 64), False), ((96, 100), False)])
+def test_rows_must_begin_at_multiples_of_16_bytes(
+    shape: tuple[int, int], is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cublas, "_library", object)
+    assert cublas.takes(torch.empty(shape, dtype=torch.bfloat16)) is is_taken
