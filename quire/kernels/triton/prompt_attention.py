@@ -23,7 +23,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -35,11 +34,10 @@ from quire.kernels.triton.attention import prefill_attention
 from quire.kernels.triton.attention_tile import raised
 from quire.kernels.triton.attention_work import KEY_TILE, PROMPT_ROWS, SPLIT
 from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL
+from quire.kernels.triton.prompt_tiles import COPIED, barriers, copy_tiles, item_of, read_item
 
 _BLOCK_SIZES = (16, 32, 64)
 _STAGES = 2
-_COPIED = gl.constexpr(64)
-"""Numbers of a head per copy: as many as the tensor core's swizzled layout has side by side."""
 _GROUP_ROWS = gl.constexpr(64)
 _TILE = gl.constexpr(KEY_TILE)
 _ONES = gl.constexpr(8)
@@ -67,7 +65,7 @@ def prompt_attention(
     _, num_heads, head_dim = query.shape
     num_kv_heads, block_size = cache.keys.shape[1], cache.block_size
     dtype = gl.bfloat16 if query.dtype == torch.bfloat16 else gl.float16
-    box = [block_size, _COPIED.value]
+    box = [block_size, COPIED.value]
     layout = gl.NVMMASharedLayout.get_default_for(box, dtype)
     keys, values = (
         TensorDescriptor.from_tensor(side.view(-1, head_dim), box, layout) for side in (cache.keys, cache.values)
@@ -83,86 +81,6 @@ def prompt_attention(
     )  # fmt: skip
     if keys_at_once > KEY_TILE:
         prefill_attention(query, out, cache, block_tables, work, spec, failed=failed)
-
-
-@gluon.jit
-def _item(turn):
-    """The item that this program takes in its turn number `turn`. Items get shorter along the list, so every second
-    round goes backwards, to give all programs about the same work."""
-    programs = gl.num_programs(0)
-    place = gl.program_id(0)
-    return turn * programs + (place if turn % 2 == 0 else programs - 1 - place)
-
-
-@gluon.jit
-def _read_item(
-    item, work, num_kv_heads, window,
-    GROUP: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, WINDOW: gl.constexpr,
-):  # fmt: skip
-    """Returns: key head, first of the (query, head) rows, first row of the batch, number of queries, context length,
-    row of the block table, first tile of keys, end of the tiles."""
-    entry = work + item // num_kv_heads * 8
-    first = gl.load(entry)
-    first_row = gl.load(entry + 2)
-    num_queries = gl.load(entry + 3)
-    context_len = gl.load(entry + 4)
-    table_row = gl.load(entry + 5)
-    # No query sees keys after the last query.
-    last_position = gl.minimum(context_len - num_queries + (first + ROWS - 1) // GROUP, context_len - 1)
-    first_tile = 0
-    if WINDOW:
-        first_tile = gl.maximum(context_len - num_queries + first // GROUP - window + 1, 0) // KEYS
-    end_tile = last_position // KEYS + 1
-    return item % num_kv_heads, first, first_row, num_queries, context_len, table_row, first_tile, end_tile
-
-
-@gluon.jit
-def _copy_tile(
-    source, boxes, barrier, stage, rows, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr
-):  # fmt: skip
-    """Starts to copy a tile [KEYS, D] whose blocks begin at these rows of the cache."""
-    BLOCKS: gl.constexpr = KEYS // BLOCK_SIZE
-    PARTS: gl.constexpr = D // _COPIED
-    mbarrier.expect(barrier, KEYS * D * 2)
-    for i in gl.static_range(BLOCKS):
-        for part in gl.static_range(PARTS):
-            box = boxes.index((stage * PARTS + part) * BLOCKS + i)
-            tma.async_copy_global_to_shared(source, [rows[i], part * _COPIED], barrier, box)
-
-
-@gluon.jit
-def _copy_tiles(
-    keys, values, key_boxes, value_boxes, keys_full, keys_empty, values_full, values_empty,
-    block_tables, work, num_tiles, table_stride, window, num_kv_heads,
-    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
-    WINDOW: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    """The program of the copying warp."""
-    if PDL:
-        cuda.gdc_wait()
-    num_items = num_tiles * num_kv_heads
-    copied = 0
-    for turn in range(0, gl.cdiv(num_items, gl.num_programs(0))):
-        item = _item(turn)
-        if item < num_items:
-            kv_head, _, _, _, context_len, table_row, first_tile, end_tile = _read_item(
-                item, work, num_kv_heads, window, GROUP, ROWS, KEYS, WINDOW
-            )
-            table = block_tables + table_row.to(gl.int64) * table_stride
-            for tile in range(first_tile, end_tile):
-                stage = copied % STAGES
-                phase = copied // STAGES & 1
-                rows = ()
-                for i in gl.static_range(KEYS // BLOCK_SIZE):
-                    # After the sequence's end block 0 is read, which belongs to no request.
-                    place = tile * (KEYS // BLOCK_SIZE) + i
-                    block = gl.load(table + place, mask=place * BLOCK_SIZE < context_len, other=0)
-                    rows = rows + ((block * num_kv_heads + kv_head) * BLOCK_SIZE,)  # type: ignore  # noqa: RUF005
-                mbarrier.wait(keys_empty.index(stage), phase ^ 1)
-                _copy_tile(keys, key_boxes, keys_full.index(stage), stage, rows, D, BLOCK_SIZE, KEYS)
-                mbarrier.wait(values_empty.index(stage), phase ^ 1)
-                _copy_tile(values, value_boxes, values_full.index(stage), stage, rows, D, BLOCK_SIZE, KEYS)
-                copied += 1
 
 
 @gluon.jit
@@ -213,6 +131,19 @@ def _softmax(
 
 
 @gluon.jit
+def _rows_of(
+    tensor, first, first_row, num_queries, kv_head, num_heads,
+    GROUP: gl.constexpr, D: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Where the numbers of a group's rows lie in queries or outputs [rows, heads, D], and which rows there are."""
+    row = first + gl.arange(0, _GROUP_ROWS, gl.SliceLayout(1, layout))
+    column = gl.arange(0, D, gl.SliceLayout(0, layout))
+    place = (first_row + row // GROUP).to(gl.int64) * num_heads + kv_head * GROUP + row % GROUP
+    exists = (row < num_queries * GROUP)[:, None]
+    return tensor + place[:, None] * D + column[None, :], exists
+
+
+@gluon.jit
 def _attend_rows(
     NUMBER: gl.constexpr, staged_query, merged, query, out, key_tiles, value_tiles, ones, keys_full, keys_empty,
     values_full, values_empty, work, failed, num_tiles, scale, window, num_heads, num_kv_heads, GROUP: gl.constexpr,
@@ -220,11 +151,7 @@ def _attend_rows(
     STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The program of a group of four warps; NUMBER (0 or 1) says which half of the tile's rows it computes."""
-    as_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     as_output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    as_total: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _ONES, 16])
-    as_left: gl.constexpr = gl.DotOperandLayout(0, as_output, 2)
-    as_left_of_ones: gl.constexpr = gl.DotOperandLayout(0, as_total, 2)
     as_read: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     dtype: gl.constexpr = query.dtype.element_ty
     if PDL:
@@ -232,101 +159,113 @@ def _attend_rows(
     num_items = num_tiles * num_kv_heads
     num_seen = 0
     for turn in range(0, gl.cdiv(num_items, gl.num_programs(0))):
-        item = _item(turn)
+        item = item_of(turn)
         if item < num_items:
-            kv_head, first, first_row, num_queries, context_len, _, first_tile, end_tile = _read_item(
+            kv_head, first, first_row, num_queries, context_len, _, first_tile, end_tile = read_item(
                 item, work, num_kv_heads, window, GROUP, ROWS, KEYS, WINDOW
             )
             first_seen = gl.maximum(context_len - num_queries + first // GROUP - window + 1, 0) if WINDOW else 0
             first += NUMBER * _GROUP_ROWS
-            read_row = first + gl.arange(0, _GROUP_ROWS, gl.SliceLayout(1, as_read))
-            read_column = gl.arange(0, D, gl.SliceLayout(0, as_read))
-            place = (first_row + read_row // GROUP).to(gl.int64) * num_heads + kv_head * GROUP + read_row % GROUP
-            exists = (read_row < num_queries * GROUP)[:, None]
-            staged_query.store(gl.load(query + place[:, None] * D + read_column[None, :], mask=exists, other=0.0))
+            rows, exists = _rows_of(query, first, first_row, num_queries, kv_head, num_heads, GROUP, D, as_read)
+            staged_query.store(gl.load(rows, mask=exists, other=0.0))
             fence_async_shared()
             tl.debug_barrier()
-
-            row = first + gl.arange(0, _GROUP_ROWS, gl.SliceLayout(1, as_scores))
-            position = context_len - num_queries + row // GROUP
-            first_position = context_len - num_queries + first // GROUP
-            highest = gl.full((_GROUP_ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, as_output))
-            total = gl.zeros((_GROUP_ROWS, _ONES), gl.float32, as_total)
-            split_highest = gl.full((_GROUP_ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, as_scores))
-            split_total = gl.zeros((_GROUP_ROWS, _ONES), gl.float32, as_total)
-            output = gl.zeros((_GROUP_ROWS, D), gl.float32, as_output)
-            merged.store(output)
-            nothing = gl.zeros((_GROUP_ROWS, KEYS), gl.float32, as_scores)
-
-            stage = num_seen % STAGES
-            mbarrier.wait(keys_full.index(stage), num_seen // STAGES & 1)
-            scores = warpgroup_mma(
-                staged_query, key_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True
-            )
-            scores = warpgroup_mma_wait(0, deps=(scores,))
-            mbarrier.arrive(keys_empty.index(stage))
-            weights, split_highest, change = _softmax(
-                scores, scale, split_highest, first_tile * KEYS, position, first_position, window, KEYS, WINDOW
-            )
-            has_failed = change
-            for tile in range(first_tile, end_tile):
-                # The values of this tile are multiplied while the softmax of the next tile is computed. After the last
-                # tile, old keys in shared memory are multiplied once more, and the result is not used.
-                has_next = tile + 1 < end_tile
-                ends_split = (tile + 1) % TILES == 0
-                next_stage = (num_seen + 1) % STAGES
-                mbarrier.wait(keys_full.index(next_stage), (num_seen + 1) // STAGES & 1, pred=has_next)
-                scores = warpgroup_mma(
-                    staged_query, key_tiles.index(next_stage).permute((1, 0)), nothing, use_acc=False, is_async=True
-                )
-                stage = num_seen % STAGES
-                mbarrier.wait(values_full.index(stage), num_seen // STAGES & 1)
-                first_key = tile * KEYS
-                if (first_key < first_seen) | (first_key + KEYS > context_len):
-                    _clear_rows(value_tiles.index(stage), first_seen - first_key, context_len - first_key, KEYS, D)
-                left = gl.convert_layout(weights.to(dtype), as_left)
-                left_of_ones = gl.convert_layout(weights.to(dtype), as_left_of_ones)
-                split_total = warpgroup_mma(left_of_ones, ones.permute((1, 0)), split_total, is_async=True)
-                output = warpgroup_mma(left, value_tiles.index(stage), output, is_async=True)
-                scores = warpgroup_mma_wait(2, deps=(scores,))
-                if has_next:  # this branch keeps the compilers from moving the softmax after the end of all products
-                    before = gl.where(ends_split, float("-inf"), split_highest)
-                    weights, next_highest, change = _softmax(
-                        scores, scale, before, (tile + 1) * KEYS, position, first_position, window, KEYS, WINDOW
-                    )
-                else:
-                    weights = scores  # not used
-                    next_highest = split_highest
-                    change = gl.full_like(change, 1.0 if KEYS == _TILE else 0)
-                split_total, output = warpgroup_mma_wait(0, deps=(split_total, output))
-                mbarrier.arrive(keys_empty.index(next_stage), pred=has_next)
-                mbarrier.arrive(values_empty.index(stage))
-                num_seen += 1
-                if ends_split | (not has_next):
-                    highest, total, output = _merge(
-                        highest, total, merged.load(as_output), split_highest, split_total, output, as_total, as_output
-                    )
-                    if has_next:
-                        merged.store(output)
-                        tl.debug_barrier()
-                        split_total = gl.zeros_like(split_total)
-                        output = gl.zeros_like(output)
-                split_highest = next_highest
-                if KEYS == _TILE:
-                    split_total = split_total * gl.convert_layout(change, gl.SliceLayout(1, as_total))[:, None]
-                    output = output * gl.convert_layout(change, gl.SliceLayout(1, as_output))[:, None]
-                else:
-                    has_failed = has_failed | change
-
+            total, output, has_failed, num_seen = _attend_tiles(
+                staged_query, merged, key_tiles, value_tiles, ones, keys_full, keys_empty, values_full, values_empty,
+                num_seen, first, num_queries, context_len, first_seen, first_tile, end_tile, scale, window, GROUP, D,
+                KEYS, TILES, WINDOW, STAGES, dtype,
+            )  # fmt: skip
             divisor = gl.convert_layout(gl.max(total, 1), gl.SliceLayout(1, as_output))  # its columns are the same
             result = output / gl.where(divisor == 0.0, 1.0, divisor)[:, None]
-            row = first + gl.arange(0, _GROUP_ROWS, gl.SliceLayout(1, as_output))
-            column = gl.arange(0, D, gl.SliceLayout(0, as_output))
-            place = (first_row + row // GROUP).to(gl.int64) * num_heads + kv_head * GROUP + row % GROUP
-            exists = (row < num_queries * GROUP)[:, None]
-            gl.store(out + place[:, None] * D + column[None, :], result.to(dtype), mask=exists)
+            rows, exists = _rows_of(out, first, first_row, num_queries, kv_head, num_heads, GROUP, D, as_output)
+            gl.store(rows, result.to(dtype), mask=exists)
             if KEYS > _TILE:
                 gl.store(failed + item * 2 + NUMBER, gl.max(has_failed, 0))
+
+
+@gluon.jit
+def _attend_tiles(
+    staged_query, merged, key_tiles, value_tiles, ones, keys_full, keys_empty, values_full, values_empty, num_seen,
+    first, num_queries, context_len, first_seen, first_tile, end_tile, scale, window, GROUP: gl.constexpr,
+    D: gl.constexpr, KEYS: gl.constexpr, TILES: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr,
+    dtype: gl.constexpr,
+):  # fmt: skip
+    """Attention of 64 rows to all tiles that an item has, of which `num_seen` came before in this program. Returns what
+    outputs are to be divided by (in every column), outputs, which rows have failed, and the tiles seen now."""
+    as_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    as_output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    as_total: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _ONES, 16])
+    as_left: gl.constexpr = gl.DotOperandLayout(0, as_output, 2)
+    as_left_of_ones: gl.constexpr = gl.DotOperandLayout(0, as_total, 2)
+    row = first + gl.arange(0, _GROUP_ROWS, gl.SliceLayout(1, as_scores))
+    position = context_len - num_queries + row // GROUP
+    first_position = context_len - num_queries + first // GROUP
+    highest = gl.full((_GROUP_ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, as_output))
+    total = gl.zeros((_GROUP_ROWS, _ONES), gl.float32, as_total)
+    split_highest = gl.full((_GROUP_ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, as_scores))
+    split_total = gl.zeros((_GROUP_ROWS, _ONES), gl.float32, as_total)
+    output = gl.zeros((_GROUP_ROWS, D), gl.float32, as_output)
+    merged.store(output)
+    nothing = gl.zeros((_GROUP_ROWS, KEYS), gl.float32, as_scores)
+
+    stage = num_seen % STAGES
+    mbarrier.wait(keys_full.index(stage), num_seen // STAGES & 1)
+    scores = warpgroup_mma(staged_query, key_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    mbarrier.arrive(keys_empty.index(stage))
+    weights, split_highest, change = _softmax(
+        scores, scale, split_highest, first_tile * KEYS, position, first_position, window, KEYS, WINDOW
+    )
+    has_failed = change
+    for tile in range(first_tile, end_tile):
+        # The values of this tile are multiplied while the softmax of the next tile is computed. After the last tile,
+        # old keys in shared memory are multiplied once more, and the result is not used.
+        has_next = tile + 1 < end_tile
+        ends_split = (tile + 1) % TILES == 0
+        next_stage = (num_seen + 1) % STAGES
+        mbarrier.wait(keys_full.index(next_stage), (num_seen + 1) // STAGES & 1, pred=has_next)
+        scores = warpgroup_mma(
+            staged_query, key_tiles.index(next_stage).permute((1, 0)), nothing, use_acc=False, is_async=True
+        )
+        stage = num_seen % STAGES
+        mbarrier.wait(values_full.index(stage), num_seen // STAGES & 1)
+        first_key = tile * KEYS
+        if (first_key < first_seen) | (first_key + KEYS > context_len):
+            _clear_rows(value_tiles.index(stage), first_seen - first_key, context_len - first_key, KEYS, D)
+        left = gl.convert_layout(weights.to(dtype), as_left)
+        left_of_ones = gl.convert_layout(weights.to(dtype), as_left_of_ones)
+        split_total = warpgroup_mma(left_of_ones, ones.permute((1, 0)), split_total, is_async=True)
+        output = warpgroup_mma(left, value_tiles.index(stage), output, is_async=True)
+        scores = warpgroup_mma_wait(2, deps=(scores,))
+        if has_next:  # this branch keeps the compilers from moving the softmax after the end of all products
+            before = gl.where(ends_split, float("-inf"), split_highest)
+            weights, next_highest, change = _softmax(
+                scores, scale, before, (tile + 1) * KEYS, position, first_position, window, KEYS, WINDOW
+            )
+        else:
+            weights = scores  # not used
+            next_highest = split_highest
+            change = gl.full_like(change, 1.0 if KEYS == _TILE else 0)
+        split_total, output = warpgroup_mma_wait(0, deps=(split_total, output))
+        mbarrier.arrive(keys_empty.index(next_stage), pred=has_next)
+        mbarrier.arrive(values_empty.index(stage))
+        num_seen += 1
+        if ends_split | (not has_next):
+            highest, total, output = _merge(
+                highest, total, merged.load(as_output), split_highest, split_total, output, as_total, as_output
+            )
+            if has_next:
+                merged.store(output)
+                tl.debug_barrier()
+                split_total = gl.zeros_like(split_total)
+                output = gl.zeros_like(output)
+        split_highest = next_highest
+        if KEYS == _TILE:
+            split_total = split_total * gl.convert_layout(change, gl.SliceLayout(1, as_total))[:, None]
+            output = output * gl.convert_layout(change, gl.SliceLayout(1, as_output))[:, None]
+        else:
+            has_failed = has_failed | change
+    return total, output, has_failed, num_seen
 
 
 @gluon.jit
@@ -346,15 +285,6 @@ def _merge(
     return new_highest, total, output
 
 
-@gluon.jit
-def _barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
-    """One for each stage, which opens when so many have arrived."""
-    made = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(made.index(stage), count=COUNT)
-    return made
-
-
 # Specialised, it would be compiled again for a value of 1, and for multiples of 16.
 @gluon.jit(do_not_specialize=["num_tiles", "table_stride"])
 def _prompt_kernel(
@@ -367,20 +297,20 @@ def _prompt_kernel(
     as_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D], dtype)
     as_ones: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ONES, KEYS], dtype)
     as_merged: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    BOXES: gl.constexpr = STAGES * (KEYS // BLOCK_SIZE) * (D // _COPIED)
+    BOXES: gl.constexpr = STAGES * (KEYS // BLOCK_SIZE) * (D // COPIED)
     if PDL:
         cuda.gdc_launch_dependents()
     key_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D], as_tile)
     value_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D], as_tile)
-    key_boxes = key_tiles._reinterpret(dtype, [BOXES, BLOCK_SIZE, _COPIED], keys.layout)
-    value_boxes = value_tiles._reinterpret(dtype, [BOXES, BLOCK_SIZE, _COPIED], values.layout)
+    key_boxes = key_tiles._reinterpret(dtype, [BOXES, BLOCK_SIZE, COPIED], keys.layout)
+    value_boxes = value_tiles._reinterpret(dtype, [BOXES, BLOCK_SIZE, COPIED], values.layout)
     staged_query = gl.allocate_shared_memory(dtype, [2, _GROUP_ROWS, D], as_tile)
     merged = gl.allocate_shared_memory(gl.float32, [2, _GROUP_ROWS, D], as_merged)
     ones = gl.allocate_shared_memory(dtype, [_ONES, KEYS], as_ones)
     as_filled: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     ones.store(gl.full((_ONES, KEYS), 1.0, dtype, as_filled))
-    keys_full, keys_empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
-    values_full, values_empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
+    keys_full, keys_empty = barriers(STAGES, 1), barriers(STAGES, 2)
+    values_full, values_empty = barriers(STAGES, 1), barriers(STAGES, 2)
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -390,7 +320,7 @@ def _prompt_kernel(
             (_attend_rows, (1, staged_query.index(1), merged.index(1), query, out, key_tiles, value_tiles, ones,
                             keys_full, keys_empty, values_full, values_empty, work, failed, num_tiles, scale, window,
                             num_heads, num_kv_heads, GROUP, D, ROWS, KEYS, TILES, WINDOW, STAGES, PDL)),
-            (_copy_tiles, (keys, values, key_boxes, value_boxes, keys_full, keys_empty, values_full, values_empty,
+            (copy_tiles, (keys, values, key_boxes, value_boxes, keys_full, keys_empty, values_full, values_empty,
                            block_tables, work, num_tiles, table_stride, window, num_kv_heads, GROUP, D, BLOCK_SIZE,
                            ROWS, KEYS, WINDOW, STAGES, PDL)),
         ],
