@@ -8,6 +8,7 @@ they do (docs/performance.md, attempts 47 and 49).
 from __future__ import annotations
 
 import ctypes
+import math
 from ctypes import byref, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from functools import cache
 
@@ -20,8 +21,8 @@ _FLOAT32, _COMPUTE_FLOAT32, _TRANSPOSED, _ADD_BIAS = 0, 68, 1, 4
 # Attributes: of a product, and of what is asked of algorithms.
 _WEIGHT_LIES, _AT_LAST, _BIAS = 3, 7, 8
 _SPLIT_SUMS, _ALIGNMENTS = 3, (5, 6, 7, 8)
-_ALIGNMENT = 16
-"""Bytes of which every row's address is a multiple."""
+_MOST_ALIGNED = 16
+"""Bytes; no algorithm asks that addresses of rows are multiples of more."""
 _ONE, _ZERO = (byref(ctypes.c_float(number)) for number in (1.0, 0.0))
 
 
@@ -86,12 +87,12 @@ def _operation(bias: int) -> c_void_p:
 
 
 @cache
-def _asked() -> c_void_p:
-    """What an algorithm must be like."""
+def _asked(alignment: int) -> c_void_p:
+    """What an algorithm must be like, if all addresses of rows are multiples of so many bytes."""
     made = _made("MatmulPreference")
     _set("MatmulPreference", made, _SPLIT_SUMS, c_uint32(0))
     for attribute in _ALIGNMENTS:
-        _set("MatmulPreference", made, attribute, c_uint32(_ALIGNMENT))
+        _set("MatmulPreference", made, attribute, c_uint32(alignment))
     return made
 
 
@@ -101,16 +102,13 @@ def _described(
 ) -> tuple[c_void_p, c_void_p, c_void_p, c_void_p, _Algorithm]:
     """The handle, the weight of this shape, so many rows of inputs and of outputs, and the algorithm for them."""
     outputs, inner = shape
+    alignment = math.gcd(outputs * dtype.itemsize, inner * dtype.itemsize, _MOST_ALIGNED)
     weight, x, out = _matrix(dtype, inner, outputs), _matrix(dtype, inner, rows), _matrix(dtype, outputs, rows)
-    operation = _operation(_ALIGNMENT if has_bias else 0)  # of a bias's address only this matters here
+    operation = _operation(alignment if has_bias else 0)  # of a bias's address only this matters here
     algorithm, count = _Algorithm(), c_int()
-    about = _handle(device), operation, weight, x, out, out, _asked()
+    about = _handle(device), operation, weight, x, out, out, _asked(alignment)
     _call("MatmulAlgoGetHeuristic", *about, 1, byref(algorithm), byref(count))
     return _handle(device), weight, x, out, algorithm
-
-
-def takes(weight: Tensor) -> bool:
-    return _library() is None or all(size * weight.itemsize % _ALIGNMENT == 0 for size in weight.shape)
 
 
 def product(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:

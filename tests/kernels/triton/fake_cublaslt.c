@@ -73,8 +73,10 @@ static int fit(const Operation *operation, const Layout *a, const Layout *b, con
 int cublasLtMatmulAlgoGetHeuristic(void *handle, const Operation *operation, const Layout *a, const Layout *b,
                                    const Layout *c, const Layout *d, const Preference *preference, int wanted,
                                    Result *results, int *found) {
+    uint32_t aligned = 16; /* no more than the rows are */
+    while (a->rows * 2 % aligned || d->rows * 2 % aligned) aligned /= 2;
     for (int i = 0; i < 4; i++)
-        if (preference->alignments[i] != 16) return WRONG;
+        if (preference->alignments[i] != aligned) return WRONG;
     if (!handle || preference->split_sums != 0 || wanted != 1 || !fit(operation, a, b, c, d)) return WRONG;
     memset(results, 0, sizeof(Result));
     results->algorithm[7] = 1000 + b->columns + (operation->epilogue == 4 ? 1u << 30 : 0);
