@@ -73,7 +73,6 @@ class Admission:
     eos_token_ids: tuple[int, ...]
     arrival: float
     resolved: ResolvedTokens = field(default_factory=ResolvedTokens)
-    """Token ids for the parameters that are text, such as bad words."""
     score_prompt_from: int | None = None
     """The first prompt position whose logprobs are still wanted; None: no position's. Position p is scored by computing
     token p - 1, so the cached tokens end before that one."""

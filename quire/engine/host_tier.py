@@ -31,9 +31,7 @@ class HostTier:
     def find(self, key: BlockKey) -> tuple[BlockKey, int] | None:
         """The key as stored and its slot, if exactly this prefix is here."""
         found = self._slots.get(key.digest)
-        if found is None or not same_prefix(found[0], key):
-            return None
-        return found
+        return found if found is not None and same_prefix(found[0], key) else None
 
     def touch(self, key: BlockKey) -> None:
         """Marks a stored prefix as the most recently used."""

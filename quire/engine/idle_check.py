@@ -12,11 +12,8 @@ from quire.engine.scheduler import Scheduler
 
 
 class IdleCheck:
-    """Checks an idle engine (nothing to schedule, to commit or to report) and remembers how far it has come.
-
-    It finds at once what is wrong with queues, rows, groups and totals, and a wrong block or slot when its slice comes.
-    One fault it never finds: a digest in the prefix cache whose block carries another digest, which
-    `PrefixCache.publish` can't produce.
+    """Checks an idle engine (nothing to schedule, to commit or to report) and remembers how far it has come. One fault
+    it never finds: a digest in the prefix cache whose block carries another, which `PrefixCache.publish` can't produce.
     """
 
     def __init__(self, scheduler: Scheduler, slice_size: int = 256) -> None:

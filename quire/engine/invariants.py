@@ -35,7 +35,6 @@ def check_invariants(scheduler: Scheduler) -> None:
 def check_requests(scheduler: Scheduler) -> None:
     """The part about requests and rows; its time does not depend on the number of blocks."""
     _check_queues(scheduler)
-    _check_groups(scheduler)
     _check_counts(scheduler)
 
 
@@ -122,10 +121,6 @@ def _check_queues(scheduler: Scheduler) -> None:
             raise InvariantError(f"{request.request_id} waits, but has row {request.row} or computed tokens")
         if request.block_table:
             raise InvariantError(f"{request.request_id} waits, but has blocks: {request.block_table}")
-
-
-def _check_groups(scheduler: Scheduler) -> None:
-    table = scheduler.table
     grouped = sorted(request.request_id for members in table.groups.values() for request in members)
     expected = sorted(name for name, request in table.requests.items() if request.group_id is not None)
     if grouped != expected:

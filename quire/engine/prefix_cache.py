@@ -44,9 +44,7 @@ class PrefixCache:
     def find(self, key: BlockKey) -> Block | None:
         """The block that holds exactly this prefix."""
         block = self._blocks.get(key.digest)
-        if block is None or not same_prefix(block.key, key):
-            return None
-        return block
+        return block if block is not None and same_prefix(block.key, key) else None
 
     def find_partial(
         self, parent: BlockKey | None, token_ids: Sequence[int], extra_keys: tuple[str, ...]
@@ -79,7 +77,7 @@ class PrefixCache:
             return False
         self._blocks[key.digest] = block
         block.key = key
-        if len(key.token_ids) < self.block_size:
+        if self.is_partial(key):
             self._partial.setdefault(_place(key.parent, key.extra_keys), []).append(block)
         return True
 

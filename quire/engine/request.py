@@ -38,7 +38,6 @@ class Request:
     group_id: str | None = None
     """Shared by the n answers to one prompt."""
     resolved: ResolvedTokens = field(default_factory=ResolvedTokens)
-    """Token ids for the parameters that are text, such as bad words."""
     prompt_progress: PromptProgress = field(default_factory=PromptProgress)
     caches_partial_block: bool = False
     """When it ends by "stop" or "length", its last block is cached although it is not full, for requests whose prompt

@@ -138,7 +138,14 @@ class Scheduler:
 
     def commit(self, step: Step, result: StepResult, now: float) -> list[RequestUpdate]:
         """Takes in the oldest step's result. Returns all updates since the last call, aborts and the like too."""
-        self._results.take(step, self._take_oldest(step, result), result, now)
+        if not self.in_flight or self.in_flight[0][0] is not step or result.step_id != step.step_id:
+            oldest = self.in_flight[0][0].step_id if self.in_flight else None
+            raise EngineError(
+                f"results must be committed in order: expected step {oldest}, got step {step.step_id} "
+                f"with the result of step {result.step_id}"
+            )
+        _, requests = self.in_flight.popleft()
+        self._results.take(step, requests, result, now)
         return self.take_updates()
 
     def fail(self, step: Step, message: str, now: float) -> list[Step]:
@@ -160,8 +167,7 @@ class Scheduler:
 
     def take_updates(self) -> list[RequestUpdate]:
         """What has happened since the last call."""
-        updates = self.table.updates
-        self.table.updates = []
+        updates, self.table.updates = self.table.updates, []
         return updates
 
     def _schedule_running(self, plan: _StepPlan) -> None:
@@ -360,12 +366,3 @@ class Scheduler:
         except QuireError:
             pass  # guesses need not be made
         return new_block_ids
-
-    def _take_oldest(self, step: Step, result: StepResult) -> list[Request]:
-        if not self.in_flight or self.in_flight[0][0] is not step or result.step_id != step.step_id:
-            oldest = self.in_flight[0][0].step_id if self.in_flight else None
-            raise EngineError(
-                f"results must be committed in order: expected step {oldest}, got step {step.step_id} "
-                f"with the result of step {result.step_id}"
-            )
-        return self.in_flight.popleft()[1]
