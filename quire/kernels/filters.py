@@ -76,7 +76,7 @@ def _top_p_(kernels: Kernels, scores: Tensor, highest: Tensor, parameter: Tensor
         best = kernels.top_values(own, count)
         return best, _weights(best, highest[rest])
 
-    wanted = _total_weight(scores, highest) * parameter
+    wanted = sum_rows(_weights(scores, highest)) * parameter
     _keep_(kernels, scores, low=_limit_reaching(wanted, scores.shape[1], likeliest))
 
 
@@ -100,7 +100,7 @@ def _typical_p_(_: Kernels, scores: Tensor, highest: Tensor, parameter: Tensor) 
 
 
 def _xtc_(kernels: Kernels, scores: Tensor, highest: Tensor, parameter: Tensor) -> None:
-    wanted = _total_weight(scores, highest) * parameter
+    wanted = sum_rows(_weights(scores, highest)) * parameter
     # At most 1 / threshold tokens can be as likely as the threshold.
     most = int(min(1 / max(float(parameter.min()), 1e-6) + 1, scores.shape[1]))
     best = kernels.top_values(scores, most)
@@ -136,14 +136,9 @@ def _limit_reaching(wanted: Tensor, size: int, best_of: Callable[[Tensor, int], 
 
 
 def _weights(scores: Tensor, highest: Tensor) -> Tensor:
-    """exp(score - highest), the difference at least _FAINTEST: smaller weights vanish in any sum beside the highest's
-    1, and exp takes a hundred times as long where its result is a denormal number."""
+    """exp(score - highest), which divided by the row's sum is a probability. The difference is at least _FAINTEST:
+    smaller weights vanish in any sum beside the highest's 1, and exp takes a hundred times as long for denormals."""
     return (scores - highest).clamp_min_(_FAINTEST).exp_()
-
-
-def _total_weight(scores: Tensor, highest: Tensor) -> Tensor:
-    """[rows, 1]: the sum of all weights; a weight divided by it is a probability."""
-    return sum_rows(_weights(scores, highest))
 
 
 def sum_rows(values: Tensor) -> Tensor:

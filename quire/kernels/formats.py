@@ -110,20 +110,14 @@ class Coded(NamedTuple):
         return (groups if self.minima is None else groups.sub_(self.minima.unsqueeze(-1))).flatten(-2)
 
 
-def _plain(name: str, dtype: torch.dtype) -> Format:
-    return Format(name, 1, dtype.itemsize, dtype)
-
-
+_PLAIN_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INT4_GROUPS = {"INT4": 0, "INT4_G32": 32, "INT4_G64": 64, "INT4_G128": 128}
 """Formats whose numbers are (code - zero point) * scale, by group size; two codes in a byte, the first one lower."""
 
 FORMATS = {
     format.name: format
     for format in (
-        _plain("F64", torch.float64),
-        _plain("F32", torch.float32),
-        _plain("F16", torch.float16),
-        _plain("BF16", torch.bfloat16),
+        *(Format(name, 1, dtype.itemsize, dtype) for name, dtype in _PLAIN_DTYPES.items()),
         Format("Q8_0", 32, 34, scales=(0,)),
         Format("Q4_0", 32, 18, scales=(0,)),
         Format("Q4_1", 32, 20, scales=(0, 2)),
