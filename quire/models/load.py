@@ -75,9 +75,8 @@ def load_planned(
     progress: Progress | None = None,
     wrap_source: Callable[[WeightSource], WeightSource] = lambda source: source,
 ) -> Decoder:
-    """A decoder with its weights on the device, in the formats of the plan. `max_position` is the number of positions
-    in the rope tables (default: the spec's). `wrap_source` is used by ranks of tensor parallelism, which take parts of
-    the weights."""
+    """A decoder with its weights on the device, in the formats of the plan; `max_position` is the decoder's. Ranks of
+    tensor parallelism, which take parts of the weights, have a `wrap_source`."""
     with ThreadPoolExecutor(_NUM_READERS, "weights") as readers:
         reading = _Reading(plan, readers, progress or (lambda done, total: None))
         try:

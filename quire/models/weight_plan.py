@@ -97,8 +97,9 @@ class WeightPlan:
         if expanded := self.expanded():
             why = "as quantization=none asks" if self.quantization == "none" else "no kernel for it here"
             texts.append(f"{', '.join(expanded)} expanded to {dtype}: {why}")
-        uneven = self.uneven()
-        if uneven:
+        matrices = (name for name, one in self.parameters.items() if len(one.shape) > 1 and one.shape[-1] % MULTIPLE)
+        uneven = sum(not name.endswith(_STAY_PLAIN) for name in matrices)
+        if uneven and self.quantization in QUANTIZED:
             texts.append(f"{uneven} matrices in {dtype}: their input size is no multiple of {MULTIPLE}")
         return "; ".join(texts)
 
@@ -109,11 +110,6 @@ class WeightPlan:
             if (info := self.files.checkpoint.tensors[piece.name]).format.dtype is None
             and self.format_of(piece).dtype is not None
         ))  # fmt: skip
-
-    def uneven(self) -> int:
-        """How many matrices stay plain numbers because their input size is no multiple of MULTIPLE."""
-        matrices = (name for name, one in self.parameters.items() if len(one.shape) > 1 and one.shape[-1] % MULTIPLE)
-        return sum(not name.endswith(_STAY_PLAIN) for name in matrices) if self.quantization in QUANTIZED else 0
 
     def format_of(self, piece: Piece) -> Format:
         return self.formats[piece.parameter][piece.part or 0]
@@ -170,8 +166,7 @@ def plan_weights(
 
 def check_not_quantized(files: ModelFiles, quantization: str) -> None:
     """Refuses to quantise weights that are quantised already."""
-    blocks = files.block_formats()
-    if blocks:
+    if blocks := files.block_formats():
         raise InvalidRequestError(
             "quantization",
             f"is {quantization}, but the weights are quantised already ({', '.join(blocks)}): use auto, which computes "
@@ -207,8 +202,7 @@ def check_names_and_shapes(files: ModelFiles, parameters: dict[str, Parameter]) 
                 f" by the model's configuration, but has {_shape(info.shape)}"
             )
     known = {piece.name for piece in files.pieces} | ignored_names(files.spec, infos.keys())
-    unexpected = sorted(infos.keys() - known)
-    if unexpected:
+    if unexpected := sorted(infos.keys() - known):
         info = infos[unexpected[0]]
         more = f" (and {len(unexpected) - 1} more)" if len(unexpected) > 1 else ""
         raise ModelFormatError(

@@ -41,7 +41,6 @@ class RequestRows:
         table_index: list[int] = []
         table_values: list[int] = []
         groups, num_rows, width = self.block_tables.shape
-
         for admission in step.admitted:
             self._num_blocks[admission.row] = 0
         gained = [(one.row, one.block_ids) for one in step.admitted]

@@ -128,10 +128,8 @@ class StepOutputs:
         for request_id in self.errors:
             self.tokens.pop(request_id, None)
             self.pooled.pop(request_id, None)
-        scored = self.scores, self.prompt_scores
-        return StepResult(
-            self._step_id, self.tokens, self.errors, *scored, frozenset(self.ended), self.pooled, self.drafts
-        )
+        found = self.tokens, self.errors, self.scores, self.prompt_scores
+        return StepResult(self._step_id, *found, frozenset(self.ended), self.pooled, self.drafts)
 
 
 class PendingStep:

@@ -36,7 +36,6 @@ class Draws:
     """int32 [draws, words of 32 bits]: the tokens that grammars allow, lowest bit first, for structured output."""
     only_ends: npt.NDArray[np.bool_] | None = None
     """bool [draws]: the grammar allows only an end token, which then overrides `min_tokens`."""
-
     guesses: Indices | None = None
     """int64 [draws], with acceptance by rejection: the token guessed at this position; -1 where none was."""
 

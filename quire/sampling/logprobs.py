@@ -95,8 +95,7 @@ class Logprobs:
                 last = min(end, admission.num_prompt_tokens - 1)
                 if first < last:
                     indices = slice(offset + first - entry.start, offset + last - entry.start)
-                    num_top = admission.params.prompt_logprobs
-                    yield PromptPart(entry.request_id, indices, entry.row, first + 1, num_top)
+                    yield PromptPart(entry.request_id, indices, entry.row, first + 1, admission.params.prompt_logprobs)
                 if end >= admission.num_prompt_tokens - 1:
                     del self._prompts[entry.row]
             offset += entry.num_tokens
@@ -133,10 +132,8 @@ def score_rows(
 
 def read_scores(scores: Sequence[Tensor], num_top: Sequence[int]) -> list[TokenScore]:
     """What `score_rows` returned, copied to the host, as Python values; row i has `num_top[i]` most likely tokens."""
-    token_ids, logprobs, ranks, top_ids, top_logprobs = (tensor.tolist() for tensor in scores)
+    rows = zip(*(tensor.tolist() for tensor in scores), num_top, strict=True)
     return [
         TokenScore(token_id, logprob, rank, tuple(zip(ids[:wanted], likely[:wanted], strict=True)))
-        for token_id, logprob, rank, ids, likely, wanted in zip(
-            token_ids, logprobs, ranks, top_ids, top_logprobs, num_top, strict=True
-        )
+        for token_id, logprob, rank, ids, likely, wanted in rows
     ]

@@ -80,9 +80,8 @@ class BannedTokens(Feature):
         at: list[int] = []
         ids: list[int] = []
         too_short = self._is_too_short(draws, which).tolist()
-        for row, (ends, always), is_short in zip(
-            which.tolist(), self.prepared_of(draws, which), too_short, strict=True
-        ):
+        rows = zip(which.tolist(), self.prepared_of(draws, which), too_short, strict=True)
+        for row, (ends, always), is_short in rows:
             own = (*ends, *always) if is_short else always
             at.extend([row] * len(own))
             ids.extend(own)

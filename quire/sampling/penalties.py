@@ -139,8 +139,7 @@ class Dry(Feature):
 
     def _penalties(self, draws: Draws, which: Indices) -> npt.NDArray[np.float32]:
         """[draws, excess]: multiplier * base**excess, by repeated multiplication, as pow differs between libraries."""
-        bases = self.of("dry_base", draws, which)
-        factors = np.repeat(bases[:, None].astype(np.float64), DRY_LONGEST + 1, axis=1)
+        factors = np.repeat(self.of("dry_base", draws, which)[:, None].astype(np.float64), DRY_LONGEST + 1, axis=1)
         factors[:, 0] = self.of("dry_multiplier", draws, which)
         penalties: npt.NDArray[np.float32] = np.minimum(factors.cumprod(axis=1), _MOST).astype(np.float32)
         return penalties
