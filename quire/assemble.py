@@ -107,9 +107,8 @@ def assemble(
     worker = start_worker(decoder, config, grammars, formats, draft, None if ranks is None else ranks.agree)
     device = decoder.device
     runner = worker.runner if ranks is None else ranks.runner(worker.runner)
-    speculator = Speculator(
-        decoder.spec.vocab_size, ngrams=config.speculation == "ngram", runner_drafts=draft is not None
-    )
+    has_ngrams, has_drafts = config.speculation == "ngram", draft is not None
+    speculator = Speculator(decoder.spec.vocab_size, ngrams=has_ngrams, runner_drafts=has_drafts)
     path = Path(config.step_log) if config.step_log is not None else None
     scheduling = scheduler_config(config, worker.plan, config.limits(device.type))
     # On a GPU the host prepares a step while the device computes the last one; drafting needs its tokens first.
@@ -118,17 +117,9 @@ def assemble(
     about = about_model(name, config, whole, decoder, path is not None and ranks is None)
     about |= {"depth": depth, **asdict(scheduling)}
     step_log = StepLog(path=path, listeners=(*listeners, speculator.observe), engine=about)
-    core = EngineCore(
-        Scheduler(
-            scheduling,
-            guess=speculator.guess,
-            num_drafts=None if config.speculation == "off" else speculator.num_drafts,
-        ),
-        runner,
-        depth=depth,
-        on_step=step_log.append,
-        clock=time.monotonic,
-    )
+    num_drafts = None if config.speculation == "off" else speculator.num_drafts
+    scheduler = Scheduler(scheduling, guess=speculator.guess, num_drafts=num_drafts)
+    core = EngineCore(scheduler, runner, depth=depth, on_step=step_log.append, clock=time.monotonic)
     description = f"{name}: {worker.description}" + ("" if ranks is None else f"; {ranks.description}")
     logger.info(description)
     return Engine(core, step_log, runner, decoder, whole, tokenizer, worker.plan, eos_token_ids, grammars, description)

@@ -137,8 +137,7 @@ class EngineConfig:
 
 def cache_dir() -> Path:
     """`$QUIRE_HOME`, else `$XDG_CACHE_HOME/quire`, else `~/.cache/quire`."""
-    home = os.environ.get("QUIRE_HOME")
-    if home:
+    if home := os.environ.get("QUIRE_HOME"):
         return Path(home).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "quire"
