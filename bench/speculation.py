@@ -44,6 +44,7 @@ from quire.speculate.speculator import Speculator
 from quire.step import ScheduledRequest, Step
 from tests.speculate.every_kind import TEXT, answers, essence, num_accepted
 
+STORY = (Path(__file__).parent / "copied_story.txt").read_text().strip()
 MAX_MODEL_LEN = 2048
 WARM_UP = 3
 """Rounds that do not count: they fill caches, and record steps of each size, which differ from round to round."""
@@ -237,17 +238,19 @@ def table_equal(options: argparse.Namespace) -> Figures:
 
 
 def table_copy(options: argparse.Namespace) -> Figures:
-    """The answer repeats the prompt."""
-    texts = [TEXT, TEXT.replace("lighthouse", "bridge").replace("morning", "evening")]
+    """The answer repeats the prompt: a few sentences, or the beginning of a story."""
     message = "Repeat the following text exactly, word for word:\n\n"
     goals = {1: 2.2, 32: 1.3}
     with engines(options, "off", "ngram") as llms:
-        asked = [[{"role": "user", "content": message + text}] for text in texts]
-        prompts = [llms["off"].encode_chat(one) for one in asked]
-        for batch in options.batches or goals:
-            params = SamplingParams(temperature=0, max_tokens=96)
-            found = compare(llms, [prompts[i % 2] for i in range(batch)], params, options.rounds)
-            yield Figure("copy", f"batch {batch}", found.ratios, goals.get(batch), detail=found.detail)
+        for text in (TEXT, STORY):
+            texts = text, text.replace("lighthouse", "bridge").replace("morning", "evening")
+            asked = [[{"role": "user", "content": message + text}] for text in texts]
+            prompts = [llms["off"].encode_chat(one) for one in asked]
+            for batch in options.batches or goals:
+                params = SamplingParams(temperature=0, max_tokens=96)
+                found = compare(llms, [prompts[i % 2] for i in range(batch)], params, options.rounds)
+                what = f"batch {batch}, prompts of {len(prompts[0])}"
+                yield Figure("copy", what, found.ratios, goals.get(batch), detail=found.detail)
 
 
 def table_self(options: argparse.Namespace) -> Figures:

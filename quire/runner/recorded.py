@@ -20,7 +20,7 @@ from quire.runner.batch import StepShape
 from quire.runner.graphs import DecodeOutput
 from quire.runner.request_rows import RequestRows
 
-_MOST_ROWS = 128
+_MOST_ROWS = 512
 """A recording has at most this many rows (or all request rows): in larger steps Python's time does not matter."""
 
 

@@ -40,6 +40,42 @@ def test_recordings_of_growing_steps_share_their_memory() -> None:
     assert counted == [1]
 
 
+def test_results_that_nobody_holds_give_their_memory_to_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 50 results of 16 KiB one after the other, a recording has room for five; the first one is held all along."""
+    monkeypatch.setattr(recording, "_MAX_BYTES", 5 * (2**14 + 64))
+    kernels, weight, x = CpuKernels(), torch.rand(64) + 0.5, torch.randn(64, 128)
+
+    def compute() -> list[Tensor]:
+        first = last = kernels.gate(x, Activation.SILU)
+        for _ in range(50):
+            last = kernels.add_rms_norm(last, first, weight, 1e-5)[0]
+        return [first, last]
+
+    found: list[Tensor] = []
+    replay = kernels.record(lambda: found.extend(compute()))
+    assert replay is not None
+    x.copy_(torch.randn(64, 128))
+    replay()
+    for got, expected in zip(found, compute(), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_large_results_outside_recordings_use_memory_again() -> None:
+    kernels, x = CpuKernels(), torch.randn(512, 2048)
+    expected = (x[:, :1024].double().sigmoid() * x[:, :1024] * x[:, 1024:]).float()
+    first = kernels.gate(x, Activation.SILU)
+    second = kernels.gate(x, Activation.SILU)
+    assert first.data_ptr() != second.data_ptr()
+    torch.testing.assert_close(first, expected)
+    places = {first.data_ptr(), second.data_ptr()}
+    row = first[3]  # as good as the whole of it
+    del first, second
+    third, fourth = kernels.gate(-x, Activation.SILU), kernels.gate(x, Activation.SILU)
+    assert third.data_ptr() in places
+    assert fourth.data_ptr() not in places
+    assert torch.equal(row, fourth[3])
+
+
 def test_what_takes_too_much_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "_MAX_BYTES", 1024)
     out, replay = recorded_gate(CpuKernels(), torch.randn(4, 512))

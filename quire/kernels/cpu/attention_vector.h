@@ -111,6 +111,7 @@ class VectorWalk {
       if (i && i % rows.task.rows == 0) ++rows.task.kv_head;
       widen(rows.query(i % rows.task.rows), query_ + i * dim_);
     }
+    for (int64_t r = 0; r < rows.task.rows; ++r) visible_[r] = rows.visible(r);
     // Values that are read once, or need not be widened, are not worth a copy; those that end in the middle of a vector
     // need it.
     const bool is_wide = std::is_same_v<CACHED, float>;
@@ -124,7 +125,11 @@ class VectorWalk {
       if (SCALED) key_scales_[i] = call_.key_scales[tile.place[i]], value_scales_[i] = call_.value_scales[tile.place[i]];
       if (copies_) widen(call_.value(tile.place[i]), values_ + i * dim_);
     }
-    for (int64_t first = 0; first < rows.task.rows; first += TOGETHER) {
+    int64_t first = 0;
+    if constexpr (MOST_TOGETHER > TOGETHER && !COPIED)
+      for (; first + MOST_TOGETHER <= rows.task.rows; first += MOST_TOGETHER)
+        attend<int(MOST_TOGETHER)>(rows, tile, next, first, state);
+    for (; first < rows.task.rows; first += TOGETHER) {
       const int64_t left = rows.task.rows - first;
       if constexpr (!COPIED) {
         if (left == 2) attend<2>(rows, tile, next, first, state);
@@ -141,6 +146,8 @@ class VectorWalk {
 
  private:
   static constexpr int64_t TOGETHER = 4;  // rows
+  // Rows of which there are many, where there are registers for their sums: each number is read for more of them.
+  static constexpr int64_t MOST_TOGETHER = LANES == 16 ? 8 : TOGETHER;
 
   static constexpr bool SCALED = std::is_same_v<CACHED, int8_t>;
   // FP8 numbers become floats once, before they are multiplied; they never lie by dimension.
@@ -191,7 +198,7 @@ class VectorWalk {
   void attend(const Rows<T, CACHED>& rows, const KeyTile& tile, const KeyTile& next, int64_t first, State* state) {
     Visible seen[ROWS];  // within the tile
     for (int r = 0; r < ROWS; ++r) {
-      Visible visible = rows.visible(first + r);
+      const Visible visible = visible_[first + r];
       seen[r] = {std::max(visible.begin, tile.begin) - tile.origin, std::min(visible.end, tile.end) - tile.origin};
     }
     score<ROWS>(tile, next, first, seen);
@@ -299,6 +306,7 @@ class VectorWalk {
   const Attention<T, CACHED>& call_;
   int64_t dim_, heads_ = 1;
   bool copies_ = false;
+  Visible visible_[TASK_ROWS];  // of each row: to divide by the number of heads takes as long as many products
   float *keys_, *values_, *query_, *weights_;
   float key_scales_[KEY_TILE] = {}, value_scales_[KEY_TILE] = {};
 };

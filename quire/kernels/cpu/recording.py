@@ -10,16 +10,19 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable
+from itertools import accumulate
 from struct import Struct
 
 import torch
 from torch import Tensor
 
 from quire.errors import DeviceError
+from quire.kernels.cpu.memory import ResultMemory
 
-_MAX_BYTES = 192 * 2**20
-"""The most bytes of intermediate results of a recording; in a larger step the time of Python does not matter."""
-_ALIGNMENT = 64
+_MAX_BYTES = 512 * 2**20
+"""The most bytes of results at a time, of a recording and of other steps. Pages that none uses take no memory."""
+_LARGE = 2**20
+"""Smaller results are left to `malloc` outside recordings: it keeps their memory, and takes less time."""
 _call = Struct("PP").pack
 Function = Callable[..., None]
 
@@ -31,11 +34,9 @@ class Calls:
         self._library = library
         self._replay = self.function("quire_replay", "Pq")
         self._recorded: list[tuple[int, bytes]] | None = None
-        self._num_bytes = 0
-        """Bytes that `empty` has given out since the recording began."""
-        self._memory: dict[torch.dtype, Tensor] = {}
-        """One block of memory, viewed as each dtype. Only one recording is replayed at a time, so all share it; pages
-        that none uses are never touched, and so take no memory."""
+        self._block, self._recorded_block = (torch.empty(_MAX_BYTES, dtype=torch.uint8) for _ in range(2))
+        """Memory of results. Only one recording is replayed at a time, so all share a block."""
+        self._results = ResultMemory(self._block)
 
     def function(self, symbol: str, fields: str) -> Function:
         """A C++ function as a Python one. `fields` are those of the function's argument struct: P pointer, q int64, f
@@ -60,37 +61,29 @@ class Calls:
         return call
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Memory for a result: new, or while recording a part of the recordings' memory."""
-        if self._recorded is None:
-            return torch.empty(shape, dtype=dtype)
-        size = math.prod(shape) * dtype.itemsize
-        begin, self._num_bytes = self._num_bytes, self._num_bytes + -(-size // _ALIGNMENT) * _ALIGNMENT
-        if self._num_bytes > _MAX_BYTES:  # then nothing is kept
-            return torch.empty(shape, dtype=dtype)
-        if dtype not in self._memory:
-            self._memory[dtype] = self._memory[torch.uint8].view(dtype)
-        strides = [math.prod(shape[i:]) for i in range(1, len(shape) + 1)]
-        return self._memory[dtype].as_strided(shape, strides, begin // dtype.itemsize)
+        """Memory for a result, which may be that of earlier ones."""
+        is_kept = self._recorded is not None or math.prod(shape) * dtype.itemsize >= _LARGE
+        found = self._results.empty(shape, dtype) if is_kept else None
+        return torch.empty(shape, dtype=dtype) if found is None else found
 
     def record(self, compute: Callable[[], None]) -> Callable[[], None] | None:
         """Runs `compute` and returns a function that repeats its calls; None if that takes too much memory."""
-        if not self._memory:
-            self._memory[torch.uint8] = torch.empty(_MAX_BYTES, dtype=torch.uint8)
         calls: list[tuple[int, bytes]] = []
-        self._recorded, self._num_bytes = calls, 0
+        usual, results = self._results, ResultMemory(self._recorded_block)
+        self._recorded, self._results = calls, results
         try:
             compute()
         finally:
-            self._recorded = None
-        if self._num_bytes > _MAX_BYTES:
+            self._recorded, self._results = None, usual
+        if results.is_too_small:
             return None
-        arguments = [ctypes.create_string_buffer(one) for _, one in calls]
-        program = ctypes.create_string_buffer(b"".join(
-            _call(address, ctypes.addressof(one)) for (address, _), one in zip(calls, arguments, strict=True)
-        ))  # fmt: skip
+        arguments = [one + bytes(-len(one) % 8) for _, one in calls]
+        memory, count = ctypes.create_string_buffer(b"".join(arguments)), len(calls)
+        begins = accumulate(map(len, arguments), initial=ctypes.addressof(memory))
+        program = ctypes.create_string_buffer(b"".join(_call(call[0], next(begins)) for call in calls))
         begin = ctypes.addressof(program)
 
-        def replay(kept: tuple[object, ...] = (program, arguments, self._memory)) -> None:
-            self._replay(begin, len(calls))
+        def replay(kept: tuple[object, ...] = (program, memory, self._recorded_block)) -> None:
+            self._replay(begin, count)
 
         return replay

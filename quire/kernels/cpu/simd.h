@@ -116,6 +116,8 @@ inline float max_lanes(Vec v) {
 inline int32_t sum_lanes(IntVec v) {
 #if defined(__aarch64__)
   return vaddvq_s32((int32x4_t)v);
+#elif defined(__AVX512F__)
+  return _mm512_reduce_add_epi32((__m512i)v);
 #else
   int32_t sum = 0;
   for (int i = 0; i < LANES; ++i) sum += v[i];
@@ -125,6 +127,8 @@ inline int32_t sum_lanes(IntVec v) {
 inline int32_t max_lanes(IntVec v) {
 #if defined(__aarch64__)
   return vmaxvq_s32((int32x4_t)v);
+#elif defined(__AVX512F__)
+  return _mm512_reduce_max_epi32((__m512i)v);
 #else
   int32_t top = v[0];
   for (int i = 1; i < LANES; ++i) top = v[i] > top ? v[i] : top;
