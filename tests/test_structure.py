@@ -1,4 +1,4 @@
-"""The structure of the code: which way imports point, how large files and the core are. Fails when it decays.
+"""The structure of the code: which way imports point, how large files are. Fails when it decays.
 
 Imports are read from the source, so those inside functions and under TYPE_CHECKING count like all others: a module
 that must hide an import to be loaded at all is in the wrong place.
@@ -44,9 +44,6 @@ LAYERS = (
 )
 """The order of folders and top-level files: imports point to the same line or to one above it."""
 
-CORE = ("engine", "runner", "sampling", "models", "kernels", "speculate")
-"""With the top-level files, what a newcomer reads."""
-MAX_CORE_LINES = 15_000
 MAX_FILE_LINES = 400
 
 BACKEND_NAMES = ("reference", "cpu", "triton")
@@ -144,11 +141,6 @@ def test_no_file_is_long() -> None:
     sizes = {str(file.relative_to(PACKAGE)): _num_lines(file) for file in SOURCES.values()}
     long = [f"{name}: {size} lines" for name, size in sizes.items() if size > MAX_FILE_LINES]
     assert not long, "\n".join([f"files of more than {MAX_FILE_LINES} lines:", *long])
-
-
-def test_the_core_is_small() -> None:
-    files = [file for folder in CORE for file in (PACKAGE / folder).rglob("*.py")] + list(PACKAGE.glob("*.py"))
-    assert sum(map(_num_lines, files)) < MAX_CORE_LINES
 
 
 def test_only_select_knows_backends_by_name() -> None:

@@ -102,6 +102,7 @@ def check_host_sums(host: HostTier) -> None:
 
 
 def _check_queues(scheduler: Scheduler) -> None:
+    """Queues, rows and groups: each has the requests that it should have, and no others."""
     table = scheduler.table
     for queue in (table.waiting, table.running):
         if any(before.order >= after.order for before, after in pairwise(queue)):
