@@ -156,9 +156,9 @@ def scheduler_config(config: EngineConfig, plan: CachePlan, limits: Limits) -> S
         policy=config.policy,
         num_host_blocks=plan.num_host_blocks,
         prefix_caching=config.prefix_caching,
-        num_groups=len(plan.groups.members),
-        num_windowed=plan.groups.num_windowed,
-        window=plan.groups.window,
+        groups=plan.groups.kept,
+        state=plan.groups.state,
+        bytes_per_block=plan.bytes_per_block,
         max_checked_tokens=limits.graph_tokens,
     )
 

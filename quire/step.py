@@ -19,6 +19,10 @@ PreemptionKind = Literal["recompute", "swap"]
 Pooling = Literal["mean", "last"]
 
 
+StateIds = tuple[tuple[int, ...], ...]
+"""Blocks of two states of recurrent layers, at the begin of an even chunk, and of an odd one; () where there are none."""
+
+
 class ScheduledRequest(NamedTuple):
     """Compute tokens `start` to `start + num_tokens` of a request row; the last `len(guesses)` of them are guesses. If
     `samples`, draw the token after the last token that is no guess and write it to the row. If that token equals the
@@ -46,7 +50,7 @@ class ScheduledRequest(NamedTuple):
 
 
 class BlockCopy(NamedTuple):
-    """Copy one block's keys and values; `source` and `target` are block ids or host slots, as `kind` says."""
+    """Copy what one block holds; `source` and `target` are block ids or host slots, as `kind` says."""
 
     kind: CopyKind
     source: int
@@ -79,6 +83,9 @@ class Admission:
     pooling: Pooling | None = None
     """The request wants its prompt's hidden states, pooled this way (an embedding), and no answer: the token that is
     sampled is ignored. For "mean" no token of the prompt is taken from the cache."""
+    state_ids: StateIds = ()
+    """The blocks of its states. That of the chunk in which computing begins is filled by this step's copies, unless it
+    is the first chunk, before which there is nothing to know."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """What identifies the tokens in a block of the cache: a chain of hashes.
 
-A block's digest is the hash of the digest of the block before it and of its own tokens; that of a sequence's first
-block also covers what else its keys and values depend on (cache salt, adapter). A digest only finds a candidate: a hit
-then compares the tokens of the whole chain, so that a hash collision can't show one request another one's text.
+A block's digest is the hash of the digest of the block before it, of its own tokens, and of what else its content
+depends on: in a sequence's first block the cache salt, in others whatever `KeyPart`s lie on them (an adapter, a version
+of the weights, an image's pixels). A digest only finds a candidate: a hit then compares the whole chain, so that a hash
+collision can't show one request another one's text.
 """
 
 from __future__ import annotations
@@ -11,13 +12,26 @@ import hashlib
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 DigestFunction = Callable[[bytes, tuple[int, ...], tuple[str, ...]], bytes]
 
 
+class KeyPart(NamedTuple):
+    """Something besides the tokens on which what is computed for a stretch of a sequence depends."""
+
+    name: str
+    """Different for different content, such as a digest of it."""
+    start: int = 0
+    """The first token of the stretch. Blocks behind it depend on it, too, as they do on all tokens before them."""
+    end: int | None = None
+    """Behind the last one; None: to the end, however long the sequence grows."""
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class BlockKey:
-    """Identity of what a block holds: its tokens, and through `parent` all those before it.
+    """Identity of what a block holds: its tokens, and through `parent` all those before it. A block of a state (see
+    `StateSpec`) has no tokens of its own.
 
     `parent` may be replaced by an equal key, which keeps comparisons of long chains short.
     """

@@ -12,15 +12,16 @@ prefix cache: its result is discarded for a request that no longer has its row.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import compress
 
 from quire.engine.block_key import BlockKey
 from quire.engine.block_pool import Block, BlockPool
 from quire.engine.config import SchedulerConfig
 from quire.engine.host_tier import HostTier
-from quire.engine.prefix_cache import PrefixCache
-from quire.engine.request import Request
+from quire.engine.prefix_cache import PrefixCache, part_keys
+from quire.engine.request import Request, RequestState
+from quire.engine.state_keeper import StateKeeper
 from quire.errors import QuireError
 from quire.step import BlockCopy
 
@@ -38,6 +39,33 @@ _Hit = Block | tuple[BlockKey, int] | None
 """Where a block is cached: on the device, or on the host tier (key and slot); None: not needed, before the window."""
 
 
+@dataclass(slots=True)
+class _Match:
+    """What is cached of a request's prefix."""
+
+    found: list[_Hit] = field(default_factory=list)
+    """Its first blocks, those of all groups of layers side by side."""
+    state: list[_Hit] = field(default_factory=list)
+    """The blocks of the state of the chunk in which `found` ends; none in the first chunk."""
+    partial: list[Block] = field(default_factory=list)
+    """Then partly filled blocks, one per group of layers. These are copied, not shared, since the request that filled
+    them may go on writing into them."""
+    num_partial: int = 0
+    """How many of the request's next tokens they hold."""
+    num_blocks_alike: int = 0
+    """How many blocks of each group that keeps all its tokens were found, though the others may have less."""
+
+    @property
+    def shared(self) -> list[Block]:
+        """Blocks on the device that will be in the request's block table."""
+        return [hit for hit in self.found if isinstance(hit, Block)]
+
+    @property
+    def copied(self) -> list[Block]:
+        """Blocks on the device of which the request gets copies."""
+        return [*self.partial, *(hit for hit in self.state if isinstance(hit, Block))]
+
+
 class BlockManager:
     """Owner of the block pool, the prefix cache and the host tier."""
 
@@ -49,8 +77,9 @@ class BlockManager:
         self.pool = pool or BlockPool(config.num_blocks)
         self.cache = cache or PrefixCache(config.block_size)
         self.host = HostTier(config.num_host_blocks)
+        self.states = None if config.state is None else StateKeeper(config, config.state, self.pool)
         self._groups = config.num_groups
-        self._num_full = config.num_groups - config.num_windowed
+        self._leaving = config.leaving_groups
         self._copies: list[BlockCopy] = []
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
@@ -74,94 +103,170 @@ class BlockManager:
     def place(self, request: Request, reserve_tokens: int) -> Placement | None:
         """Fills a request's table with blocks for all its known tokens: cached blocks for its prefix, free ones for the
         rest. Returns None, with nothing changed, unless there are free blocks for `reserve_tokens` tokens too."""
-        found, partial, num_partial = self._match(request)
-        on_device = [hit for hit in found if isinstance(hit, Block)]
-        on_host = [hit for hit in found if isinstance(hit, tuple)]
-        num_covered = len(found) - len(on_host)
-        num_fresh = self.config.blocks_for(len(request.token_ids)) - num_covered
-        num_needed = self.config.blocks_for(reserve_tokens) - num_covered
-        num_free = self.pool.num_free - sum(not block.ref_count for block in on_device)
-        if num_needed > num_free - sum(not block.ref_count for block in partial):
-            partial, num_partial = [], 0  # these blocks are needed as free ones
-        if num_needed > num_free:
+        match = self._match(request)
+        if not self._has_room(match, reserve_tokens):
+            match = replace(match, partial=[], num_partial=0)  # these blocks are needed as free ones
+            if match.copied and not self._has_room(match, reserve_tokens):
+                match = _Match()  # and those of a state, without which nothing else is of use
+        if not self._has_room(match, reserve_tokens):
             return None
-        fresh = self._share_and_allocate([*on_device, *partial], (slot for _, slot in on_host), num_fresh)
+        found, state_blocks = match.found, self.config.num_state_blocks
+        on_host = [hit for hit in (*found, *match.state) if isinstance(hit, tuple)]
+        num_host = sum(isinstance(hit, tuple) for hit in found)
+        num_fresh = self.config.blocks_for(len(request.token_ids)) - (len(found) - num_host)
+        taken = [*match.shared, *match.copied]
+        fresh = self._share_and_allocate(taken, (slot for _, slot in on_host), num_fresh + state_blocks)
         if fresh is None:
             return None
-        taken = iter(fresh)
+        free = iter(fresh[: len(fresh) - state_blocks])
         for hit in found:
             if hit is None or isinstance(hit, Block):
                 request.block_table.append(hit or self.pool.blocks[0])
                 continue
-            key, slot = hit
-            block = next(taken)
-            self._copies.append(BlockCopy("host_to_device", slot, block.block_id))
-            self.cache.publish(key, block)
+            block = next(free)
+            self._fill(hit, block)
+            self.cache.publish(hit[0], block)
             request.block_table.append(block)
-        empty = list(taken)
-        for source, target in zip(partial, empty, strict=False):
-            self._copies.append(BlockCopy("device_to_device", source.block_id, target.block_id))
-            self.pool.release(source)
+        empty = list(free)
+        for source, target in zip(match.partial, empty, strict=False):
+            self._fill(source, target)
         request.block_table += empty
+        num_found = len(found) // self._groups
+        if self.states is not None:
+            self._place_states(request, match, fresh[len(fresh) - state_blocks :])
+        for block in match.copied:
+            self.pool.release(block)
         for key, _ in reversed(on_host):
             # Last block first: the tier drops what was used longest ago, and a prefix should outlive its continuation.
             self.host.touch(key)
-        request.num_published_blocks = num_found = len(found) // self._groups
-        request.num_left_blocks = self.config.first_kept(num_found * self.block_size)
-        num_host = -(-len(on_host) // self._groups)
+        request.num_published_blocks = num_found
+        request.num_left_blocks = {
+            group: self.config.first_kept(group, num_found * self.block_size) for group in self._leaving
+        }
+        num_host = -(-num_host // self._groups)
         return Placement(
-            num_ready_blocks=len(found) + len(partial),
-            num_device_tokens=(num_found - num_host) * self.block_size + num_partial,
+            num_ready_blocks=len(found) + len(match.partial),
+            num_device_tokens=(num_found - num_host) * self.block_size + match.num_partial,
             num_host_tokens=num_host * self.block_size,
         )
 
+    def _has_room(self, match: _Match, num_tokens: int) -> bool:
+        """Whether free blocks are left for this number of tokens, and for states, if what is cached is used."""
+        num_covered = sum(not isinstance(hit, tuple) for hit in match.found)
+        num_needed = self.config.blocks_for(num_tokens) - num_covered + self.config.num_state_blocks
+        return num_needed <= self.pool.num_free - sum(not block.ref_count for block in (*match.shared, *match.copied))
+
+    def _place_states(self, request: Request, match: _Match, fresh: list[Block]) -> None:
+        """Gives a request its two states; that in which computing begins is copied from where it is cached."""
+        assert self.states is not None
+        count, chunk = self.states.spec.num_blocks, self.states.spec.chunk
+        request.states = [RequestState(fresh[:count]), RequestState(fresh[count:])]
+        num_tokens = len(match.found) // self._groups * self.block_size
+        if match.state:
+            state = request.states[num_tokens // chunk % 2]
+            state.chunk = num_tokens // chunk
+            for hit, block in zip(match.state, state.blocks, strict=True):
+                assert hit is not None
+                self._fill(hit, block)
+        parts = match.num_blocks_alike * self.block_size // chunk * chunk
+        request.state_ends = (parts,) if parts > num_tokens else ()
+
+    def _fill(self, hit: Block | tuple[BlockKey, int], target: Block) -> None:
+        """Lists the copy of a cached block into a fresh one."""
+        if isinstance(hit, Block):
+            self._copies.append(BlockCopy("device_to_device", hit.block_id, target.block_id))
+        else:
+            self._copies.append(BlockCopy("host_to_device", hit[1], target.block_id))
+
+    def advance_states(self, request: Request, start: int, end: int, reserve: int) -> None:
+        """Notes that a step computes a request's tokens `start` to `end`; states that it overwrites are copied, if they
+        are to be kept, but not into the last `reserve` free blocks."""
+        if self.states is None:
+            return
+
+        def allocate(count: int) -> list[Block] | None:
+            return self._allocate(count) if self.pool.num_free - count >= reserve else None
+
+        self._copies += self.states.advance(self.cache, request, start, end, allocate)
+
     def publish(self, request: Request) -> None:
-        """Puts the blocks that committed tokens have filled into the prefix cache, and gives up blocks before the
-        sliding window: no later step of this request reads them."""
+        """Puts the blocks that committed tokens have filled into the prefix cache, and gives up blocks that no later
+        step of this request reads."""
         num_full = request.num_committed_tokens // self.block_size
         groups = self._groups
         if self.config.prefix_caching:
-            self.cache.extend_keys(request.block_keys, request.token_ids, num_full, self._extra_keys(request))
+            self._extend_keys(request, num_full)
             for index in range(request.num_published_blocks * groups, num_full * groups):
                 self.cache.publish(request.block_keys[index], request.block_table[index])
         request.num_published_blocks = num_full
-        kept = self.config.first_kept(request.num_committed_tokens)
-        for index in range(request.num_left_blocks * groups, kept * groups):
-            if index % groups >= self._num_full:
-                self.pool.release(request.block_table[index])
-                request.block_table[index] = self.pool.blocks[0]
-        request.num_left_blocks = kept
+        if self.states is not None:
+            self.states.publish(self.cache, request)
+        for group in self._leaving:
+            kept = self.config.first_kept(group, request.num_committed_tokens)
+            for place in range(request.num_left_blocks[group], kept):
+                self._leave(request, place * groups + group)
+            request.num_left_blocks[group] = kept
+
+    def _leave(self, request: Request, index: int) -> None:
+        """A request gives up a block that it will not look at again."""
+        block = request.block_table[index]
+        is_record = self.config.groups[index % self._groups].keeps == "records"
+        if is_record and block.key is not None and block.ref_count == 1:
+            self.cache.remove(block)  # the next chunk's state says all that it did
+        self.pool.release(block)
+        request.block_table[index] = self.pool.blocks[0]
 
     def publish_partial(self, request: Request) -> None:
-        """Puts the last, partly filled block of its committed tokens into the prefix cache, for requests whose prompt
-        continues there: the other answers to its prompt, or the next beams of a beam search."""
+        """Puts the last, partly filled block of its committed tokens into the prefix cache, and the state before them,
+        for requests whose prompt continues there: the other answers to its prompt, or the next beams of a beam search.
+        """
         num_full, num_rest = divmod(request.num_committed_tokens, self.block_size)
-        place, extra_keys = num_full * self._groups, self._extra_keys(request)
-        if not self.config.prefix_caching or not num_rest or request.block_table[place].key is not None:
+        if not self.config.prefix_caching:
+            return
+        self._extend_keys(request, num_full)
+        if self.states is not None:
+            self.states.publish_last(self.cache, request)
+        place = num_full * self._groups
+        if not num_rest or request.block_table[place].key is not None:
             return
         first = num_full * self.block_size
-        self.cache.extend_keys(request.block_keys, request.token_ids, num_full, extra_keys)
         tokens = request.token_ids[first : first + num_rest]
-        for group, extra in enumerate(extra_keys):
-            parent = request.block_keys[place + group - self._groups] if num_full else None
+        for group, (parent, extra) in enumerate(self._partial_keys(request, num_full)):
             self.cache.publish(self.cache.key(parent, tokens, extra), request.block_table[place + group])
+
+    def publish_end(self, request: Request) -> None:
+        """Puts what later requests may continue from into the prefix cache: the state at its end, and if it says so its
+        last block."""
+        if request.caches_partial_block:
+            self.publish_partial(request)
+        elif self.states is not None and self.config.prefix_caching:
+            self._extend_keys(request, request.num_committed_tokens // self.block_size)
+            self.states.publish_last(self.cache, request)
 
     def demote(self, request: Request) -> bool:
         """Saves a request's cached blocks to the host tier; whether any of them is there now."""
         if not self.host.num_slots:
             return False
+        table = request.block_table
+        if self.states is not None:
+            self._extend_keys(request, request.num_committed_tokens // self.block_size)
+            self.states.publish_last(self.cache, request)
+            table = [*(block for state in request.states for block in state.blocks), *table]
         # More blocks than the tier has slots would only evict those saved just before.
-        is_full = [block.key is not None and not self.cache.is_partial(block.key) for block in request.block_table]
-        saved = list(compress(request.block_table, is_full))[: self.host.num_slots]
+        is_full = [block.key is not None and not self.cache.is_partial(block.key) for block in table]
+        saved = list(compress(table, is_full))[: self.host.num_slots]
         for block in reversed(saved):
             self._save(block)
         return any(block.key is not None and self.host.find(block.key) is not None for block in saved)
 
     def release(self, request: Request) -> None:
         """Gives up all its blocks, the last first, so that the beginning, which others may share, is evicted last."""
+        if self.states is not None:
+            self.states.release(request)
         self._give_back([block for block in request.block_table if block.block_id])
         request.block_table = []
-        request.num_published_blocks = request.num_left_blocks = 0
+        request.num_published_blocks = 0
+        request.num_left_blocks = {}
 
     def void(self, copies: Iterable[BlockCopy]) -> None:
         """These copies may not have been made: what they should have written leaves the cache and the tier."""
@@ -175,38 +280,39 @@ class BlockManager:
                 if block.ref_count == 0:
                     self.pool.place(block)
 
-    def _match(self, request: Request) -> tuple[list[_Hit], list[Block], int]:
-        """The cached blocks a request can start with; one token is always left to compute. Then partly filled blocks,
-        one per group of layers, and how many of the request's next tokens they hold. These are copied, not shared,
-        since the request that filled them may go on writing into them."""
+    def _match(self, request: Request) -> _Match:
+        """The cached blocks a request can start with; one token is always left to compute."""
         # The cache holds keys and values, no hidden states: a mean over all hidden states needs every token computed.
         if not self.config.prefix_caching or request.pooling == "mean":
-            return [], [], 0
+            return _Match()
         num_usable = len(request.token_ids) - 1
         if request.score_prompt_from is not None:
             # A prompt position is scored by computing the token before it.
             num_usable = min(num_usable, request.score_prompt_from - 1)
         num_blocks, groups = num_usable // self.block_size, self._groups
-        keys, extra_keys = request.block_keys, self._extra_keys(request)
-        self.cache.extend_keys(keys, request.token_ids, num_blocks, extra_keys)
-        found = self._find_blocks(keys, num_blocks)
-        num_found = len(found) // groups
+        self._extend_keys(request, num_blocks)
+        match = self._find_blocks(request, num_blocks)
+        num_found = len(match.found) // groups
         first = num_found * self.block_size
         rest = request.token_ids[first : min(num_usable, first + self.block_size)]
-        parents = keys[(num_found - 1) * groups : num_found * groups] if num_found else [None] * groups
-        partial = (self.cache.find_partial(one, rest, extra) for one, extra in zip(parents, extra_keys, strict=True))
+        partial = (
+            self.cache.find_partial(parent, rest, extra) for parent, extra in self._partial_keys(request, num_found)
+        )
         held = [one for one in partial if one is not None]
-        if len(held) < groups:
-            return found, [], 0
-        return found, [block for block, _ in held], min(count for _, count in held)
+        if len(held) == groups:
+            match.partial = [block for block, _ in held]
+            match.num_partial = min(count for _, count in held)
+        return match
 
-    def _find_blocks(self, keys: list[BlockKey], num_blocks: int) -> list[_Hit]:
+    def _find_blocks(self, request: Request, num_blocks: int) -> _Match:
         """Where the first blocks of a sequence are cached, up to the last one after which no group lacks anything: a
-        group of layers without a window needs all blocks, one with a window those from its begin on."""
-        groups, full = self._groups, self._num_full
+        group that keeps all needs all blocks, others those that later tokens can see, and there is a state."""
+        groups, keys, config = self._groups, request.block_keys, self.config
+        keeps_all = [group.keeps == "all" for group in config.groups]
         found: list[_Hit] = []
         unbroken = [0] * groups
         """By group of layers: how many blocks, up to the one looked at, were found without a gap."""
+        best = _Match()
         num_found = 0
         for place in range(num_blocks * groups):
             group, key = place % groups, keys[place]
@@ -218,21 +324,60 @@ class BlockManager:
                 assert stored is not None
                 stored.parent = key.parent
                 keys[place] = stored
-            elif group < full:
+            elif keeps_all[group]:
                 break
             found.append(hit)
             unbroken[group] = unbroken[group] + 1 if hit is not None else 0
+            if group < groups - 1:
+                continue
             number = place // groups + 1
-            if group == groups - 1 and min(unbroken) >= number - self.config.first_kept(number * self.block_size):
-                num_found = number
-        kept = self.config.first_kept(num_found * self.block_size)
-        needed = (place % groups < full or place // groups >= kept for place in range(num_found * groups))
-        return [hit if is_needed else None for hit, is_needed in zip(found, needed, strict=False)]
+            best.num_blocks_alike = number if any(keeps_all) else 0
+            needed = (number - config.first_kept(one, number * self.block_size) for one in range(groups))
+            if all(have >= need for have, need in zip(unbroken, needed, strict=True)):
+                state = self._find_state(request, number * self.block_size)
+                if state is not None:
+                    num_found, best.state = number, state
+        kept = [config.first_kept(group, num_found * self.block_size) for group in range(groups)]
+        best.found = [
+            hit if place // groups >= kept[place % groups] else None
+            for place, hit in enumerate(found[: num_found * groups])
+        ]
+        return best
+
+    def _find_state(self, request: Request, num_tokens: int) -> list[_Hit] | None:
+        """Where the blocks of the state before a chunk are cached; none are needed before the first one."""
+        if self.states is None or num_tokens < self.states.spec.chunk:
+            return []
+        keys = self.states.keys(self.cache, request, num_tokens // self.states.spec.chunk)
+        found: list[_Hit] = []
+        for key in keys:
+            hit = self.cache.find(key) or self.host.find(key)
+            if hit is None:
+                return None
+            found.append(hit)
+        return found
+
+    def _extend_keys(self, request: Request, num_blocks: int) -> None:
+        keys, tokens, parts = request.block_keys, request.token_ids, request.key_parts
+        self.cache.extend_keys(keys, tokens, num_blocks, self._extra_keys(request), parts)
 
     def _extra_keys(self, request: Request) -> list[tuple[str, ...]]:
-        """The extra keys of each group of layers: their blocks hold different keys and values for the same tokens."""
-        extra = request.extra_keys
-        return [extra, *((*extra, f"group {group}") for group in range(1, self._groups))]
+        """What the first block of each group of layers depends on. Groups hold different content for the same tokens;
+        the number of the salts stands beside a group's name, so that no salt can pass for one."""
+        extra, is_plain = request.extra_keys, not request.key_parts
+        return [
+            extra if is_plain and not group else (f"group {group}", str(len(extra)), *extra)
+            for group in range(self._groups)
+        ]
+
+    def _partial_keys(self, request: Request, num_full: int) -> list[tuple[BlockKey | None, tuple[str, ...]]]:
+        """By group, what identifies a partly filled block after its first full ones besides the tokens: the block
+        before it, and what else it depends on."""
+        own = part_keys(request.key_parts, num_full * self.block_size, self.block_size)
+        if not num_full:
+            return [(None, extra + own) for extra in self._extra_keys(request)]
+        last = (num_full - 1) * self._groups
+        return [(key, own) for key in request.block_keys[last : last + self._groups]]
 
     def _share_and_allocate(self, shared: list[Block], host_slots: Iterable[int], num_fresh: int) -> list[Block] | None:
         """References `shared` and takes `num_fresh` free blocks; None, with nothing changed, if too few are free."""

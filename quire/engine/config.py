@@ -2,10 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from quire.errors import InvalidRequestError
+
+
+class BlockGroup(NamedTuple):
+    """A group of layers that read equally far back: each has a block of its own for the same tokens, and gives it up
+    when no later token can see it."""
+
+    keeps: Literal["all", "window", "chunk", "records"] = "all"
+    """all: every token. window: the last `size` tokens. chunk: those from the begin of the present chunk of `size`
+    tokens on. records: likewise, and when a chunk is over the `StateSpec`'s state has all there was to know of it."""
+    size: int = 0
+
+    def first_token(self, position: int) -> int:
+        """The first token that tokens from `position` on can see."""
+        if self.keeps == "all":
+            return 0
+        if self.keeps == "window":
+            return max(0, position - self.size + 1)
+        return position // self.size * self.size
+
+
+class StateSpec(NamedTuple):
+    """A state that recurrent layers carry from chunk to chunk: what they know of all tokens before the present chunk.
+
+    The state at a chunk's begin is made by the step that computes the last token before it. A running request has room
+    for two: those of even and of odd chunks. So a step whose last tokens are guesses can go over a chunk's end, and if
+    they are wrong, the state before it is still there. Of a step that passes several chunks' ends, the last two stay.
+    """
+
+    chunk: int
+    """Tokens of a chunk; a multiple of the block size."""
+    num_blocks: int
+    """Blocks of one state, in all layers together."""
+    interval: int
+    """Steps that compute a prompt end at multiples of this number of tokens: states there are kept in the prefix cache,
+    like those at a prompt's and an answer's end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +62,20 @@ class SchedulerConfig:
     num_host_blocks: int = 0
     """Blocks of the host tier below the prefix cache; 0 turns it off, and preemption recomputes."""
     prefix_caching: bool = True
-    num_groups: int = 1
+    groups: tuple[BlockGroup, ...] = (BlockGroup(),)
     """Groups of layers. Each group has a block of its own for the same `block_size` tokens; a request's block table has
-    first each group's block for the first tokens, then each group's for the next ones."""
-    num_windowed: int = 0
-    """How many groups, the last ones, consist of layers with a sliding window; blocks before the window are freed."""
-    window: int = 0
-    """How far back those layers read, in tokens (kernels read whole tiles, so it may be more than the model's)."""
+    first each group's block for the first tokens, then each group's for the next ones. Windows are as far as kernels
+    read, which take whole tiles, so they may be longer than the model's."""
+    state: StateSpec | None = None
+    """The state of recurrent layers; None where there are none."""
+    bytes_per_block: int = 0
+    """The same for all blocks, whatever they hold: so all groups and states share one budget."""
     max_checked_tokens: int = 0
     """The most tokens of a step that is a CUDA graph. Steps with guesses have no more, and a step of up to half as many
     again is cut to it; 0: there are no graphs."""
 
     def __post_init__(self) -> None:
-        lowest = {"num_blocks": 2, "max_model_len": 2, "num_host_blocks": 0}
+        lowest = {"num_blocks": 2, "max_model_len": 2, "num_host_blocks": 0, "bytes_per_block": 0}
         for field in ("max_num_seqs", "max_batched_tokens", "block_size", *lowest):
             value, low = getattr(self, field), lowest.get(field, 1)
             if value < low:
@@ -57,14 +94,60 @@ class SchedulerConfig:
                 "num_host_blocks", "the host tier lies below the prefix cache: turn prefix_caching on or set this to 0"
             )
 
+        if not self.groups:
+            raise InvalidRequestError("groups", "must have at least one")
+        if any(group.keeps != "all" and group.size < 1 for group in self.groups):
+            raise InvalidRequestError("groups", "a window or chunk has at least one token")
+        chunks = {group.size for group in self.groups if group.keeps == "records"}
+        state = self.state
+        if state is not None and (state.chunk < 1 or state.chunk % self.block_size or state.num_blocks < 1):
+            raise InvalidRequestError("state", f"chunks of {state.chunk} tokens are not whole blocks, or it has none")
+        if state is not None and (state.interval < state.chunk or state.interval % state.chunk):
+            raise InvalidRequestError("state", f"its interval of {state.interval} tokens is not whole chunks")
+        if chunks != (set() if state is None else {state.chunk}):
+            raise InvalidRequestError("groups", f"records of chunks of {sorted(chunks)} tokens, with the state {state}")
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> SchedulerConfig:
+        """From plain values, as step logs have them; older logs have one window for the last groups."""
+        given = dict(settings)
+        num_groups, num_windowed = given.pop("num_groups", 1), given.pop("num_windowed", 0)
+        windowed = BlockGroup("window", given.pop("window", 0))
+        groups = given.pop("groups", [BlockGroup()] * (num_groups - num_windowed) + [windowed] * num_windowed)
+        state = given.pop("state", None)
+        return cls(
+            **given,
+            groups=tuple(BlockGroup(*group) for group in groups),
+            state=None if state is None else StateSpec(*state),
+        )
+
     @property
     def num_usable_blocks(self) -> int:
         return self.num_blocks - 1
 
+    @property
+    def num_groups(self) -> int:
+        return len(self.groups)
+
+    @property
+    def leaving_groups(self) -> tuple[int, ...]:
+        """The groups that give up blocks while a request runs."""
+        return tuple(index for index, group in enumerate(self.groups) if group.keeps != "all")
+
+    @property
+    def num_state_blocks(self) -> int:
+        """Blocks that a running request has for its two states."""
+        return 0 if self.state is None else 2 * self.state.num_blocks
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens one request can have in the cache, if no other runs and no block is given up."""
+        return max(0, self.num_usable_blocks - self.num_state_blocks) // self.num_groups * self.block_size
+
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks that many tokens need, in all groups together."""
+        """How many blocks that many tokens need, in all groups together, besides those of states."""
         return -(-num_tokens // self.block_size) * self.num_groups
 
-    def first_kept(self, num_tokens: int) -> int:
-        """The index of the first block of a windowed group that tokens from position `num_tokens` on can see."""
-        return max(0, num_tokens - self.window + 1) // self.block_size if self.num_windowed else 0
+    def first_kept(self, group: int, num_tokens: int) -> int:
+        """The index of a group's first block that tokens from position `num_tokens` on can see."""
+        return self.groups[group].first_token(num_tokens) // self.block_size

@@ -47,7 +47,10 @@ def check_blocks(blocks: BlockManager, holders: Iterable[Request]) -> None:
     references: Counter[int] = Counter()
     for request in holders:
         references.update([block.block_id for block in request.block_table if block.block_id])
+        for state in (*request.states, *request.left_states):
+            references.update([block.block_id for block in state.blocks])
         check_table(blocks, request)
+        check_states(blocks, request)
     for block in pool.blocks:
         check_block(blocks, block, references[block.block_id])
     # Every block that has a name is listed by it, so with equal numbers nothing else is listed.
@@ -73,9 +76,9 @@ def check_block(blocks: BlockManager, block: Block, num_tables: int) -> None:
 def check_table(blocks: BlockManager, request: Request) -> None:
     """One request's blocks carry its own tokens, as many as it has computed."""
     config, groups = blocks.config, blocks.config.num_groups
-    kept = config.first_kept(request.num_committed_tokens)
+    kept = [config.first_kept(group, request.num_committed_tokens) for group in range(groups)]
     for index, block in enumerate(request.block_table):
-        if block.block_id == 0 and (index // groups >= kept or index % groups < groups - config.num_windowed):
+        if block.block_id == 0 and index // groups >= kept[index % groups]:
             raise InvariantError(f"request {request.request_id} lacks a block at {index}, which it may look at")
         if block.key is None:
             continue
@@ -91,6 +94,27 @@ def check_table(blocks: BlockManager, request: Request) -> None:
             f"request {request.request_id} computed {request.num_computed_tokens} tokens into "
             f"{len(request.block_table)} blocks"
         )
+
+
+def check_states(blocks: BlockManager, request: Request) -> None:
+    """A running request has the two states it may need next, and those of its states that are cached are its own."""
+    spec = blocks.config.state
+    if spec is None:
+        return
+    if len(request.states) != 2 or any(len(state.blocks) != spec.num_blocks for state in request.states):
+        raise InvariantError(f"request {request.request_id} lacks blocks for its states: {request.states}")
+    # Where guesses in flight may be wrong, computing goes on from before them.
+    for position in (request.num_computed_tokens, request.num_computed_tokens - request.num_guesses):
+        chunk = position // spec.chunk
+        if chunk and request.states[chunk % 2].chunk != chunk:
+            raise InvariantError(f"request {request.request_id} is at token {position}, without the state before it")
+    for state in (*request.states, *request.left_states):
+        for block in state.blocks:
+            if block.key is None or state.chunk * spec.chunk > len(request.block_keys) * blocks.block_size:
+                continue
+            last = (state.chunk * spec.chunk // blocks.block_size - 1) * blocks.config.num_groups
+            if state.chunk == 0 or not same_prefix(block.key.parent, request.block_keys[last]):
+                raise InvariantError(f"request {request.request_id} has the state of another prefix in {block}")
 
 
 def check_host_sums(host: HostTier) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import takewhile
 
-from quire.engine.block_key import BlockKey, DigestFunction, same_prefix, sha256_digest
+from quire.engine.block_key import BlockKey, DigestFunction, KeyPart, same_prefix, sha256_digest
 from quire.engine.block_pool import Block
 
 
@@ -24,22 +24,29 @@ class PrefixCache:
         return len(self._blocks)
 
     def extend_keys(
-        self, keys: list[BlockKey], token_ids: list[int], num_blocks: int, extra_keys: Sequence[tuple[str, ...]]
+        self,
+        keys: list[BlockKey],
+        token_ids: list[int],
+        num_blocks: int,
+        extra_keys: Sequence[tuple[str, ...]],
+        parts: Sequence[KeyPart] = (),
     ) -> None:
         """Appends the missing keys of a sequence's first `num_blocks` blocks, so that each block is hashed once. Each
         group of layers has a chain of keys of its own, which begins with its entry of `extra_keys`."""
         size, groups = self.block_size, len(extra_keys)
         for first in range(len(keys) // groups * size, num_blocks * size, size):
             tokens = tuple(token_ids[first : first + size])
-            parents: Sequence[BlockKey | None] = keys[-groups:] or [None] * groups
-            keys += [self.key(parent, tokens, extra) for parent, extra in zip(parents, extra_keys, strict=True)]
+            own = part_keys(parts, first, size) if parts else ()
+            if first == 0:
+                keys += [self.key(None, tokens, extra + own) for extra in extra_keys]
+            else:
+                keys += [self.key(parent, tokens, own) for parent in keys[-groups:]]
 
     def key(self, parent: BlockKey | None, token_ids: Sequence[int], extra_keys: tuple[str, ...]) -> BlockKey:
         """The key of a block that holds these tokens, after the tokens of `parent`."""
         tokens = tuple(token_ids)
-        if parent is None:
-            return BlockKey(self._digest(b"", tokens, extra_keys), tokens, None, extra_keys)
-        return BlockKey(self._digest(parent.digest, tokens, ()), tokens, parent, ())
+        before = b"" if parent is None else parent.digest
+        return BlockKey(self._digest(before, tokens, extra_keys), tokens, parent, extra_keys)
 
     def find(self, key: BlockKey) -> Block | None:
         """The block that holds exactly this prefix."""
@@ -65,7 +72,7 @@ class PrefixCache:
         return block.key is not None and self._blocks.get(block.key.digest) is block
 
     def is_partial(self, key: BlockKey) -> bool:
-        return len(key.token_ids) < self.block_size
+        return 0 < len(key.token_ids) < self.block_size
 
     def publish(self, key: BlockKey, block: Block) -> bool:
         """Lists a block under its key. If another block is listed for the same prefix, that one stays: block tables in
@@ -95,5 +102,15 @@ class PrefixCache:
         return key
 
 
+def part_keys(parts: Sequence[KeyPart], first: int, size: int) -> tuple[str, ...]:
+    """What a block depends on besides its tokens and all before it: each part that lies on it, and where."""
+    found: list[str] = []
+    for part in parts:
+        start, end = part.start - first, size if part.end is None else part.end - first
+        if start < size and end > 0:
+            found += (part.name, f"{max(start, 0)}:{min(end, size)}")
+    return tuple(found)
+
+
 def _place(parent: BlockKey | None, extra_keys: tuple[str, ...]) -> tuple[bytes, tuple[str, ...]]:
-    return (b"", extra_keys) if parent is None else (parent.digest, ())
+    return (b"" if parent is None else parent.digest, extra_keys)

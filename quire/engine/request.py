@@ -6,11 +6,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from quire.engine.block_key import BlockKey
+from quire.engine.block_key import BlockKey, KeyPart
 from quire.engine.block_pool import Block
 from quire.errors import InvalidRequestError
 from quire.sampling_params import ResolvedTokens, SamplingParams
 from quire.step import FinishReason, Pooling, RequestMetrics
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """What recurrent layers know of a request's tokens before one of its chunks."""
+
+    blocks: list[Block]
+    chunk: int = 0
+    """The index of that chunk, once the submitted steps are done; 0: of none yet."""
+    is_published: bool = False
+    """Whether it was offered to the prefix cache."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +57,8 @@ class Request:
     """Counts as its time of arrival in the waiting queue; None: the time of `add`."""
     pooling: Pooling | None = None
     """The request wants its prompt's hidden states, pooled this way (an embedding), instead of an answer."""
+    key_parts: tuple[KeyPart, ...] = ()
+    """What its blocks depend on besides tokens and cache salt, such as an adapter: others must agree to share them."""
 
     priority: int = 0
     sequence: int = -1
@@ -82,8 +95,14 @@ class Request:
     """Hash keys of its full blocks, as far as they were needed so far; kept when it is preempted."""
     num_published_blocks: int = 0
     """Blocks of the table already offered to the prefix cache."""
-    num_left_blocks: int = 0
-    """How many of its first blocks lie before the sliding window: the windowed groups' entries for them are block 0."""
+    num_left_blocks: dict[int, int] = field(default_factory=dict)
+    """For each group that gives blocks up: how many of its first ones it gave up; their entries are block 0."""
+    states: list[RequestState] = field(default_factory=list)
+    """Those of even and of odd chunks, if there are recurrent layers and it runs."""
+    left_states: list[RequestState] = field(default_factory=list)
+    """Copies of states that others may want, made before the steps that computed them came back."""
+    state_ends: tuple[int, ...] = ()
+    """Tokens at which a step should end because the state there is worth keeping: where a cached prefix parts."""
     admitted_step: int = -1
     """The step that gave it its present row: results of earlier steps say nothing about its present blocks."""
     has_failed: bool = False
@@ -146,6 +165,7 @@ def make_requests(
     eos_token_ids: Iterable[int] = (),
     resolved: ResolvedTokens | None = None,
     pooling: Pooling | None = None,
+    key_parts: tuple[KeyPart, ...] = (),
 ) -> list[Request]:
     """One request per answer of a call (`best_of`, or else `n`): answer i is that of a call with n = 1 and seed + i.
 
@@ -171,6 +191,7 @@ def make_requests(
             resolved=resolved or ResolvedTokens(),
             prompt_progress=progress,
             pooling=pooling,
+            key_parts=key_parts,
         )
         for i in range(count)
     ]

@@ -118,8 +118,8 @@ class RequestTable:
             self.waiting.remove(request)
         else:
             self._give_up_row(request)
-        if row is not None and request.caches_partial_block and reason in ("stop", "length"):
-            self.blocks.publish_partial(request)
+        if row is not None and reason in ("stop", "length"):
+            self.blocks.publish_end(request)
         self.blocks.release(request)
         request.block_keys = []
         request.drafts, request.draft_state = (), None
@@ -160,13 +160,12 @@ class RequestTable:
         if request.params.max_tokens is not None:
             limit = min(limit, num_prompt + request.params.max_tokens)
         # The last token is sampled but never computed, so it needs no room.
-        num_blocks = config.num_usable_blocks // config.num_groups
-        if limit - 1 > num_blocks * config.block_size:
+        if limit - 1 > config.num_tokens:
             raise CapacityError(
                 f"request {request.request_id}: prompt ({num_prompt} tokens) and answer (up to "
                 f"{limit - num_prompt}) need room for {limit - 1} tokens, the cache holds "
-                f"{num_blocks * config.block_size} ({num_blocks} blocks of {config.block_size}): lower max_tokens, "
-                "shorten the prompt or give the cache more memory"
+                f"{config.num_tokens} ({config.num_tokens // config.block_size} blocks of {config.block_size}): lower "
+                "max_tokens, shorten the prompt or give the cache more memory"
             )
         return limit
 
@@ -188,7 +187,8 @@ class RequestTable:
                 f"max_model_len ({self.config.max_model_len}): shorten it",
             )
         for member in self.members(request.group_id)[:1]:
-            if (member.prompt_token_ids, member.extra_keys) != (prompt, request.extra_keys):
+            same = (member.prompt_token_ids, member.extra_keys, member.key_parts)
+            if same != (prompt, request.extra_keys, request.key_parts):
                 raise InvalidRequestError(
-                    "group_id", f"{request.group_id} has another prompt or cache salt than {request_id}"
+                    "group_id", f"{request.group_id} has another prompt, cache salt or key parts than {request_id}"
                 )

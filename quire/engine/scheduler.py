@@ -116,6 +116,8 @@ class Scheduler:
         self._cut_to_graph(plan)
         if self._guess is not None and not plan.preempting:
             self._add_guesses(plan, self._guess)
+        if self.config.state is not None:
+            self._advance_states(plan)
         step = Step(
             step_id=plan.step_id,
             now=now,
@@ -210,6 +212,8 @@ class Scheduler:
         assert request.row is not None
         start = request.num_computed_tokens
         end = min(request.num_tokens, start + plan.budget)
+        if self.blocks.states is not None:
+            end = self.blocks.states.cut(request, start, end)
         samples = end == request.num_tokens
         request.recomputed_tokens += max(0, min(end, request.computed_before) - start)
         plan.scheduled.append(
@@ -310,6 +314,7 @@ class Scheduler:
                 resolved=request.resolved,
                 score_prompt_from=request.score_prompt_from,
                 pooling=request.pooling,
+                state_ids=tuple(tuple(block.block_id for block in state.blocks) for state in request.states),
             )
         )
         self._schedule_chunk(request, plan, block_ids[placement.num_ready_blocks :])
@@ -321,13 +326,15 @@ class Scheduler:
         share = ((self.config.max_checked_tokens or most) - (most - plan.budget)) // max(len(plan.requests), 1)
         if share <= 0:
             return
-        num_drafts = self._num_drafts
+        num_drafts, state = self._num_drafts, self.config.state
         for index, request in enumerate(plan.requests):
             if request.guess_pause:
                 request.guess_pause -= request.guess_pause > 0
             elif plan.scheduled[index].samples and request.pooling is None:
                 # - 1: the sampled token itself takes one place.
                 room = min(plan.budget, share, request.max_total_tokens - request.num_computed_tokens - 1)
+                if state is not None:  # guesses in flight pass one chunk's end at most: the state before it is kept
+                    room = min(room, state.chunk - 1 - request.num_guesses)
                 guesses = guess(request, room) if room > 0 else ()
                 drafts = 0 if num_drafts is None else num_drafts(request)
                 if guesses or drafts:
@@ -355,6 +362,12 @@ class Scheduler:
         name, row, start, num_tokens, _, _, _, runs_ahead, _ = entry
         changed = (name, row, start, num_tokens + count, True, new_block_ids, guesses, runs_ahead, num_drafts)
         plan.scheduled[index] = make_tuple(ScheduledRequest, changed)
+
+    def _advance_states(self, plan: _StepPlan) -> None:
+        """Notes which states of recurrent layers the step makes, and has those copied that are kept."""
+        reserve = self.config.num_groups * len(self.table.running)
+        for request, entry in zip(plan.requests, plan.scheduled, strict=True):
+            self.blocks.advance_states(request, entry.start, entry.start + entry.num_tokens, reserve)
 
     def _grow_for_guesses(self, request: Request, end: int) -> tuple[int, ...]:
         """New blocks for tokens up to `end`, while one stays free for each running request."""

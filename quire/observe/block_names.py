@@ -40,9 +40,9 @@ class BlockNamer:
         encoded = [extra_key.encode("utf-8", "surrogatepass") for extra_key in extra_keys]
         return _digest(b"".join(len(one).to_bytes(8, "little") + one for one in encoded))
 
-    def following(self, before: int, token_ids: Sequence[int]) -> int:
-        """The name of a block of these tokens, by that of the block before it."""
-        own: int = sum(map(mul, self._factors, token_ids))
+    def following(self, before: int, token_ids: Sequence[int], extra_keys: Sequence[str] = ()) -> int:
+        """The name of a block of these tokens, by that of the block before it and by what else it depends on."""
+        own: int = sum(map(mul, self._factors, token_ids)) + (self.start(extra_keys) if extra_keys else 0)
         return (before * _STEP + own) & _MASK
 
     def names(self, packed: bytes, cache_salt: str | None = None) -> Names:

@@ -26,7 +26,7 @@ _Changes = dict[bytes, BlockKey | None]
 
 
 class _Cache(PrefixCache):
-    """A prefix cache that notes which full blocks were published or removed."""
+    """A prefix cache that notes which full blocks of tokens were published or removed; states are not told of."""
 
     def __init__(self, block_size: int, changed: _Changes) -> None:
         super().__init__(block_size)
@@ -34,13 +34,13 @@ class _Cache(PrefixCache):
 
     def publish(self, key: BlockKey, block: Block) -> bool:
         is_new = super().publish(key, block)
-        if is_new and not self.is_partial(key):
+        if is_new and len(key.token_ids) == self.block_size:
             self._changed[key.digest] = key
         return is_new
 
     def remove(self, block: Block) -> BlockKey:
         key = super().remove(block)
-        if not self.is_partial(key):
+        if len(key.token_ids) == self.block_size:
             self._changed.setdefault(key.digest, None)
         return key
 
@@ -57,7 +57,7 @@ class _Tier(HostTier):
 
     def store(self, key: BlockKey) -> int | None:
         slot = super().store(key)
-        if slot is not None:
+        if slot is not None and key.token_ids:
             self._changed[key.digest] = key
         return slot
 
@@ -97,7 +97,8 @@ class _Stored:
 
 def window_of(config: SchedulerConfig) -> int:
     """How many tokens the layers look back, if all of them have windows; else 0."""
-    return config.window if config.num_windowed == config.num_groups else 0
+    has_windows = all(group.keeps == "window" for group in config.groups)
+    return max(group.size for group in config.groups) if has_windows else 0
 
 
 class CacheEvents:
@@ -173,5 +174,6 @@ class CacheEvents:
             chain.append(parent)
         name = self._namer.start(chain[-1].extra_keys) if parent is None else self._stored[parent.digest].name
         while chain:
-            name = self._namer.following(name, chain.pop().token_ids)
+            key = chain.pop()
+            name = self._namer.following(name, key.token_ids, key.extra_keys if key.parent is not None else ())
         return name

@@ -76,8 +76,11 @@ class LiveRequest:
     table: list[int] = field(default_factory=list)
     """Block 0 stands where there is none: what it held has left the window."""
     num_published: int = 0
-    num_left: int = 0
-    """Full blocks of its tokens, and those before the window, of each group of layers."""
+    """Full blocks of its tokens, of each group of layers."""
+    num_left: dict[int, int] = field(default_factory=dict)
+    """By group of layers that gives blocks up: how many of its first ones it gave up."""
+    states: list[int] = field(default_factory=list)
+    """The blocks of its recurrent layers' states."""
 
     def describe(self) -> list[Any]:
         about = [self.index, self.name, self.arrival, self.prompt_tokens, self.cached_tokens, self.preemptions]
@@ -143,9 +146,9 @@ class LiveView:
                 right = max(0, len(entry.result.tokens.get(one.request_id, ())) - 1)
                 accepted += right
                 refused += len(one.guesses) - right
-        if self._config.num_windowed and entry.result is not None:
+        if self._config.leaving_groups and entry.result is not None:
             for one in step.scheduled:
-                self._leave_window(one, len(entry.result.tokens.get(one.request_id, ())))
+                self._leave_blocks(one, len(entry.result.tokens.get(one.request_id, ())))
         sampled = len(entry.result.tokens) + accepted if entry.result is not None else 0
         self._columns.append(_column(entry, prompt_tokens, decodes, accepted, refused, sampled))
         self._last = entry
@@ -201,7 +204,11 @@ class LiveView:
             self.blocks.share(block)
         request.table = list(admission.block_ids)
         request.num_published = request.computed // self._config.block_size
-        request.num_left = self._config.first_kept(request.num_published * self._config.block_size)
+        kept = request.num_published * self._config.block_size
+        request.num_left = {group: self._config.first_kept(group, kept) for group in self._config.leaving_groups}
+        request.states = [block for state in admission.state_ids for block in state]
+        for block in request.states:
+            self.blocks.take(block, request.index)
         self._changed[request.name] = request
 
     def _copy(self, copy: BlockCopy, has_failed: bool) -> None:
@@ -252,11 +259,13 @@ class LiveView:
         for place in range(len(request.table) - 1, -1, -1):
             if request.table[place]:
                 self.blocks.give_up(request.table[place], place < num_full * self._config.num_groups)
-        request.table = []
-        request.num_published = request.num_left = 0
+        for block in request.states:
+            self.blocks.give_up(block, False)
+        request.table, request.states = [], []
+        request.num_published, request.num_left = 0, {}
 
-    def _leave_window(self, one: ScheduledRequest, num_drawn: int) -> None:
-        """When blocks have been filled, layers that look no further back than a window give up the ones before it."""
+    def _leave_blocks(self, one: ScheduledRequest, num_drawn: int) -> None:
+        """When blocks have been filled, layers that don't look at all tokens give up those they will not see again."""
         request, config = self.requests.get(one.request_id), self._config
         if request is None or not request.table:
             return
@@ -264,13 +273,15 @@ class LiveView:
         if computed // config.block_size <= request.num_published:
             return
         request.num_published = computed // config.block_size
-        kept = config.first_kept(computed)
-        last = min(kept * config.num_groups, len(request.table))
-        for place in range(request.num_left * config.num_groups, last):
-            if place % config.num_groups >= config.num_groups - config.num_windowed and request.table[place]:
-                self.blocks.give_up(request.table[place], config.prefix_caching)
-                request.table[place] = 0
-        request.num_left = kept
+        for group in config.leaving_groups:
+            kept = config.first_kept(group, computed)
+            is_cached = config.prefix_caching and config.groups[group].keeps != "records"
+            own = range(request.num_left.get(group, 0) * config.num_groups + group, len(request.table), config.num_groups)
+            for place in own[: kept - request.num_left.get(group, 0)]:
+                if request.table[place]:
+                    self.blocks.give_up(request.table[place], is_cached)
+                    request.table[place] = 0
+            request.num_left[group] = kept
 
     # What is told
 

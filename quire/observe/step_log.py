@@ -176,7 +176,7 @@ def last_run(path: Path) -> tuple[list[StepLogEntry], LoggedEngine | None]:
     costs = _build(StepCosts, settings.pop("costs", {"head_share": share}))
     named = settings.pop("model", None)
     model = None if named is None else _build(LoggedModel, named)
-    return entries[first:], LoggedEngine(depth, SchedulerConfig(**settings), costs, model)
+    return entries[first:], LoggedEngine(depth, SchedulerConfig.from_settings(settings), costs, model)
 
 
 def encode_entry(entry: StepLogEntry, engine: Mapping[str, Any] | None = None) -> str:

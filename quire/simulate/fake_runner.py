@@ -1,117 +1,22 @@
-"""A model made of hashes, and a runner that keeps its keys and values in blocks as a real one does.
+"""A runner for the fake model that keeps its states in blocks as a real one does.
 
-A token's state is the hash of its position, its value and the states of all tokens before it (in groups of layers with
-a window, of those in it), read from wherever the row's block table says they lie. So a wrong block, a missed copy or a
-block reused too early changes the answer, and `solo_run`, which knows no blocks, tells.
+They are read from wherever the row's block table says they lie. So a wrong block, a missed copy or a block reused too
+early changes the answer, and `solo_run`, which knows no blocks, tells.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from quire.engine.block_key import KeyPart
 from quire.engine.config import SchedulerConfig
 from quire.errors import EngineError
-from quire.sampling_params import SamplingParams
-from quire.step import Admission, PromptScores, ScheduledRequest, Step, StepResult, TokenScore
+from quire.simulate.fake_model import Memory, choose_token, fake_score, fake_vector, salts_of, token_state
+from quire.step import Admission, PromptScores, ScheduledRequest, Step, StepResult
 
 StepFault = Literal["submit", "result"]
-
-
-def token_state(position: int, token_id: int, context: Sequence[int], salt: int) -> int:
-    """The fake model's keys and values of one token. They depend on the salt, as they would on an adapter, so
-    sharing across salts shows."""
-    return hash((position, token_id, salt, tuple(context)))
-
-
-def windows_of(config: SchedulerConfig) -> tuple[int, ...]:
-    """How far back each group of layers looks; 0: to the beginning."""
-    return (0,) * (config.num_groups - config.num_windowed) + (config.window,) * config.num_windowed
-
-
-def visible(states: Sequence[Sequence[int]], windows: Sequence[int], position: int) -> list[int]:
-    """What a token sees: by group, the states of the tokens before it."""
-    seen: list[int] = []
-    for own, window in zip(states, windows, strict=True):
-        seen += own[max(0, position - window + 1) if window else 0 : position]
-    return seen
-
-
-def salt_number(params: SamplingParams) -> int:
-    """The cache salt as a number that is the same in every process."""
-    return -1 if params.cache_salt is None else zlib.crc32(params.cache_salt.encode())
-
-
-def choose_token(
-    state: int, seed: int, position: int, vocab_size: int, params: SamplingParams, eos: Sequence[int], num_output: int
-) -> int:
-    """The token that follows, as a sampler would: a function of state, seed and position, with end and stop
-    tokens masked below `min_tokens`."""
-    allowed: Sequence[int] = range(vocab_size)
-    if num_output < params.min_tokens:
-        stops = params.end_token_ids(tuple(eos))
-        allowed = [token for token in allowed if token not in stops] or allowed
-    return allowed[hash((state, seed, position)) % len(allowed)]
-
-
-def fake_score(state: int, token_id: int) -> TokenScore:
-    """How likely the fake model holds a token to follow one of that state."""
-    mixed = hash((state, token_id, 1))
-    return TokenScore(token_id, -(mixed % 4096) / 64, 1 + mixed % 7)
-
-
-def fake_vector(state: int) -> bytes:
-    """What pooling gives with the fake model: the sum of the states, or the last one."""
-    return str(state).encode()
-
-
-def solo_states(prompt: Sequence[int], params: SamplingParams, windows: Sequence[int] = (0,)) -> list[int]:
-    """The states of a prompt's tokens, without any engine."""
-    salt = salt_number(params)
-    states: list[int] = []
-    for position, token_id in enumerate(prompt):
-        states.append(token_state(position, token_id, visible([states] * len(windows), windows, position), salt))
-    return states
-
-
-def solo_prompt_scores(
-    prompt: Sequence[int], params: SamplingParams, windows: Sequence[int] = (0,)
-) -> list[TokenScore]:
-    """The scores of a prompt's tokens from the second on, without any engine."""
-    states = solo_states(prompt, params, windows)
-    return [fake_score(state, token_id) for state, token_id in zip(states, prompt[1:], strict=False)]
-
-
-def solo_run(
-    prompt: Sequence[int],
-    params: SamplingParams,
-    seed: int,
-    eos: Sequence[int],
-    vocab_size: int,
-    max_model_len: int,
-    windows: Sequence[int] = (0,),
-) -> tuple[list[int], str]:
-    """A request all by itself, without any engine: its answer and why it ended."""
-    limit = max_model_len
-    if params.max_tokens is not None:
-        limit = min(limit, len(prompt) + params.max_tokens)
-    stops = params.end_token_ids(tuple(eos))
-    salt = salt_number(params)
-    states: list[int] = []
-    tokens = list(prompt)
-    while True:
-        for position in range(len(states), len(tokens)):
-            seen = visible([states] * len(windows), windows, position)
-            states.append(token_state(position, tokens[position], seen, salt))
-        num_output = len(tokens) - len(prompt)
-        token = choose_token(states[-1], seed, len(tokens), vocab_size, params, eos, num_output)
-        tokens.append(token)
-        if token in stops and num_output >= params.min_tokens:
-            return tokens[len(prompt) :], "stop"
-        if len(tokens) >= limit:
-            return tokens[len(prompt) :], "length"
 
 
 @dataclass(slots=True)
@@ -123,6 +28,8 @@ class _Row:
     """All that are certain: a step that runs ahead may count on more."""
     block_ids: list[int]
     num_computed: int
+    salts: list[int]
+    """By position."""
     sum_of_states: int = 0
     """Of the tokens computed in this row since its admission."""
     last_state: int = 0
@@ -157,6 +64,8 @@ class FakeRunner:
     violations: list[str] = field(default_factory=list)
     """What no step should have asked for. Kept here, since an exception would be an ordinary step failure."""
     num_computed_tokens: int = 0
+    key_parts: dict[str, tuple[KeyPart, ...]] = field(default_factory=dict)
+    """What requests depend on besides their tokens, by name: as a real runner knows their adapters."""
 
     def __post_init__(self) -> None:
         size = self.config.block_size
@@ -164,7 +73,6 @@ class FakeRunner:
         self._device = [[-(1 + block * size + i) for i in range(size)] for block in range(self.config.num_blocks)]
         self._host: list[list[int]] = [[-(10**6)] * size for _ in range(self.config.num_host_blocks)]
         self._rows: dict[int, _Row] = {}
-        self._windows = windows_of(self.config)
         self._has_failed = False
         self._num_restoring_steps = 0
 
@@ -230,8 +138,14 @@ class FakeRunner:
             if admission.row in self._rows and not self._has_failed:
                 self.violations.append(f"step {step.step_id}: row {admission.row} is given twice")
             num_ready = admission.num_cached_tokens + admission.num_host_tokens
-            tokens, blocks = list(admission.token_ids), list(admission.block_ids)
-            self._rows[admission.row] = _Row(admission, tokens, blocks, num_ready)
+            parts = self.key_parts.get(admission.request_id, ())
+            self._rows[admission.row] = _Row(
+                admission=admission,
+                token_ids=list(admission.token_ids),
+                block_ids=list(admission.block_ids),
+                num_computed=num_ready,
+                salts=salts_of(admission.params, parts, self.config.max_model_len + 1),
+            )
 
     def _check(self, step: Step) -> None:
         """What every step must keep to, whatever it is for."""
@@ -263,28 +177,32 @@ class FakeRunner:
                 problems.append(f"{entry} has no blocks for all of its tokens")
             if 0 in blocks or written & set(blocks):
                 problems.append(f"{entry} writes to blocks {blocks}, which are not its own")
-            kept = self.config.first_kept(row.num_computed)
+            kept = [self.config.first_kept(group, row.num_computed) for group in range(groups)]
             lacking = (place for place, block in enumerate(held) if block == 0)
-            if any(place // groups >= kept or not self._windows[place % groups] for place in lacking):
+            if any(place // groups >= kept[place % groups] for place in lacking):
                 problems.append(f"{entry} lacks blocks that it looks at: {held}")
             written.update(blocks)
+            owned = [block for state in row.admission.state_ids for block in state]
+            if 0 in owned or written & set(owned) or len(set(owned)) != self.config.num_state_blocks:
+                problems.append(f"{entry} has the states {owned}, which are not its own")
+            written.update(owned)
         self.violations.extend(f"step {step.step_id}: {problem}" for problem in problems)
 
     def _compute(self, row: _Row, entry: ScheduledRequest, broken: bool) -> list[int]:
         """Computes an entry's tokens from where the row stands; returns those drawn after the last real one and after
         every guess that was right."""
         start = row.num_computed
-        states = self._states(row)
-        context = states[0]
-        salt = salt_number(row.admission.params)
+        memory = self._memory(row)
+        context = memory.states[0]
         num_known = start + entry.num_tokens - len(entry.guesses)
         given = [*row.token_ids[start:num_known], *entry.guesses]
         for position, token_id in enumerate(given, start=start):
-            seen = visible(states, self._windows, position)
-            state = 0 if broken else token_state(position, token_id, seen, salt)
+            seen = memory.visible(position)
+            state = 0 if broken else token_state(position, token_id, seen, row.salts[position])
             self._write(row, position, state)
-            for own in states:
-                own.append(state)
+            memory.add(state)
+        for chunk in sorted(memory.made)[-2:]:
+            self._write_state(row.admission.state_ids[chunk % 2], memory.made[chunk])
         self.num_computed_tokens += len(given)
         row.sum_of_states += sum(context[start:num_known])
         row.last_state = context[num_known - 1]
@@ -296,28 +214,41 @@ class FakeRunner:
         row.num_computed = num_known + len(drawn) - 1
         return drawn
 
-    def _states(self, row: _Row) -> list[list[int]]:
-        """By group, those of the tokens computed so far; whatever lies there where a block was given up."""
-        groups = len(self._windows)
+    def _memory(self, row: _Row) -> Memory:
+        """What the row's blocks hold of the tokens computed so far; whatever lies there where one was given up."""
+        groups, spec = self.config.num_groups, self.config.state
         lanes = (row.block_ids[group::groups] for group in range(groups))
-        return [[state for block in lane for state in self._device[block]][: row.num_computed] for lane in lanes]
+        states = [[state for block in lane for state in self._device[block]][: row.num_computed] for lane in lanes]
+        if spec is None or row.num_computed < spec.chunk:
+            return Memory(self.config, states)
+        return Memory(
+            self.config, states, self._read_state(row.admission.state_ids[row.num_computed // spec.chunk % 2])
+        )
+
+    def _write_state(self, blocks: Sequence[int], state: int) -> None:
+        """Each block has a part of it."""
+        for number, block in enumerate(blocks):
+            self._device[block] = [state + number] * self.config.block_size
+
+    def _read_state(self, blocks: Sequence[int]) -> int:
+        parts = [self._device[block][0] - number for number, block in enumerate(blocks)]
+        return parts[0] if len(set(parts)) == 1 else hash(tuple(parts))
 
     def _write(self, row: _Row, position: int, state: int) -> None:
-        size, groups = self.config.block_size, len(self._windows)
+        size, groups = self.config.block_size, self.config.num_groups
         for block in row.block_ids[position // size * groups : (position // size + 1) * groups]:
             self._device[block][position % size] = state
 
     def _draft(self, row: _Row, count: int) -> list[int]:
         """Tokens that may follow, some of them wrong. As a model that drafts on the same cache does, it writes what is
         no good to the places of the drawn token and of all drafts but the last."""
-        states = self._states(row)
-        context = states[0]
-        salt, token_id = salt_number(row.admission.params), row.token_ids[-1]
+        memory = self._memory(row)
+        context, token_id = memory.states[0], row.token_ids[-1]
+        if self.config.state is not None:  # the state of a chunk that begins with drafts has no place
+            count = min(count, self.config.state.chunk - 1 - row.num_computed % self.config.state.chunk)
         drafts = []
         for position in range(row.num_computed, row.num_computed + count):
-            state = token_state(position, token_id, visible(states, self._windows, position), salt)
-            for own in states:
-                own.append(state)
+            memory.add(token_state(position, token_id, memory.visible(position), row.salts[position]))
             self._write(row, position, -(10**7) - position)
             token_id = self._draw(row, context, position + 1)
             if hash((context[-1], 2)) % 1000 >= 1000 * self.right_chance:
@@ -347,7 +278,7 @@ class FakeRunner:
         end = min(start + num_tokens + 1, admission.num_prompt_tokens)
         if first >= end:
             return None
-        size, groups = self.config.block_size, len(self._windows)
+        size, groups = self.config.block_size, self.config.num_groups
         states = [self._device[row.block_ids[p // size * groups]][p % size] for p in range(first - 1, end - 1)]
         tokens = admission.token_ids[first:end]
         return PromptScores(first, tuple(map(fake_score, states, tokens)))

@@ -6,8 +6,10 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from quire.engine.block_key import KeyPart
 from quire.engine.block_pool import Block, BlockPool
-from quire.engine.config import SchedulerConfig
+from quire.engine.config import BlockGroup, SchedulerConfig, StateSpec
+from quire.engine.request import Request
 from quire.errors import CapacityError
 from quire.sampling_params import SamplingParams
 from quire.simulate.fake_runner import StepFault
@@ -26,6 +28,7 @@ class Arrival:
     params: SamplingParams
     seed: int
     pooling: Pooling | None = None
+    key_parts: tuple[KeyPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,10 @@ def make_scenario(seed: int) -> Scenario:
         arrivals.append(_make_arrival(rng, config, vocab_size, prefixes, turn))
     if seed % 3 == 1:
         config = _with_groups(random.Random(-7 - seed), config)
+    if seed % 6 in (2, 4):
+        config = _with_states(random.Random(-11 - seed), config)
+    if seed % 7 in (1, 4):
+        arrivals = _with_parts(random.Random(-13 - seed), arrivals)
     if seed % 5 == 2:
         config = replace(config, max_checked_tokens=random.Random(-9 - seed).choice([1, 2, 5, 12, 30]))
     if seed % 4 == 3:
@@ -126,12 +133,14 @@ def make_scenario(seed: int) -> Scenario:
     )
 
 
-def make_follower(rng: random.Random, scenario: Scenario, tokens: list[int], salt: str | None) -> Arrival:
-    """A request that goes on from a sequence, from anywhere in it, with some tokens of its own."""
+def make_follower(rng: random.Random, scenario: Scenario, leader: Request) -> Arrival:
+    """A request that goes on from another's tokens, from anywhere in them, with some of its own."""
+    tokens = leader.token_ids
     position = rng.choice([len(tokens), max(1, len(tokens) - 1), rng.randint(1, len(tokens))])
     own = rng.choices(range(scenario.vocab_size), k=rng.choice([0, 1, 1, 2, 5]))
     arrival = _arrival_of(rng, scenario.config, scenario.vocab_size, (*tokens[:position], *own), turn=0)
-    return replace(arrival, params=replace(arrival.params, cache_salt=salt))
+    parts = leader.key_parts if rng.random() < 0.9 or not leader.key_parts else draw_parts(rng)
+    return replace(arrival, params=replace(arrival.params, cache_salt=leader.params.cache_salt), key_parts=parts)
 
 
 def _pool_some(rng: random.Random, arrivals: list[Arrival]) -> list[Arrival]:
@@ -160,16 +169,45 @@ def _make_config(rng: random.Random) -> SchedulerConfig:
 
 
 def _with_groups(rng: random.Random, config: SchedulerConfig) -> SchedulerConfig:
-    """Layers in groups, with windows on some of them or on all."""
+    """Layers in groups, with windows or chunks on some of them or on all."""
     groups = rng.randint(1, 3)
+    kinds = [BlockGroup(), BlockGroup("window", rng.choice([1, 2, 5, 9])), BlockGroup("window", rng.choice([1, 4, 12]))]
+    kinds.append(BlockGroup("chunk", rng.choice([1, 3, 8])))
     return replace(
         config,
         num_blocks=1 + (config.num_blocks - 1) * groups,
         num_host_blocks=config.num_host_blocks * groups,
-        num_groups=groups,
-        num_windowed=rng.randint(1 if groups == 1 else 0, groups),
-        window=rng.choice([1, 2, 5, 9]),
+        groups=tuple(rng.choices(kinds, k=groups)),
     )
+
+
+def _with_states(rng: random.Random, config: SchedulerConfig) -> SchedulerConfig:
+    """Recurrent layers beside others, or alone."""
+    chunk = config.block_size * rng.choice([1, 1, 2, 3])
+    state = StateSpec(chunk, num_blocks=rng.randint(1, 3), interval=chunk * rng.choice([1, 2, 5]))
+    groups = [*rng.choice([(), (BlockGroup(),), (BlockGroup(), BlockGroup("window", 5))]), BlockGroup("records", chunk)]
+    groups += [BlockGroup("records", chunk)] * rng.choice([0, 0, 1])
+    rng.shuffle(groups)
+    # Room for the states of one request at least, or of nearly all.
+    extra = 2 * state.num_blocks * rng.randint(1, config.max_num_seqs + 1)
+    return replace(
+        config,
+        num_blocks=1 + (config.num_blocks - 1) * len(groups) + extra,
+        num_host_blocks=config.num_host_blocks * (len(groups) + state.num_blocks),
+        groups=tuple(groups),
+        state=state,
+    )
+
+
+def _with_parts(rng: random.Random, arrivals: list[Arrival]) -> list[Arrival]:
+    """What some callers get depends on more than tokens, from the start or on a stretch, as with adapters and images."""
+    return [replace(one, key_parts=draw_parts(rng)) for one in arrivals]
+
+
+def draw_parts(rng: random.Random) -> tuple[KeyPart, ...]:
+    starts = rng.choices([0, 0, 1, 4, 9], k=rng.choice([0, 1, 1, 2]))
+    ends = [rng.choice([None, start + 1, start + 6]) for start in starts]
+    return tuple(KeyPart(rng.choice("xy"), start, end) for start, end in zip(starts, ends, strict=True))
 
 
 def _make_arrival(
@@ -187,7 +225,7 @@ def _arrival_of(
     max_tokens: int | None
     if rng.random() < 0.95:
         # Mostly something that fits: the rest checks that refusals come when they should.
-        capacity = min(config.max_model_len, config.num_usable_blocks // config.num_groups * config.block_size + 1)
+        capacity = min(config.max_model_len, config.num_tokens + 1)
         prompt = (prompt or (0,))[: max(1, capacity - 1)]
         most = max(1, capacity - len(prompt))
         max_tokens = rng.choice([rng.randint(1, most), min(most, rng.randint(1, 4)), most])

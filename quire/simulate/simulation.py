@@ -26,7 +26,8 @@ from quire.errors import CapacityError, InvalidRequestError
 from quire.observe.engine_metrics import EngineMetrics
 from quire.observe.step_log import StepLog
 from quire.sampling_params import ResolvedTokens
-from quire.simulate.fake_runner import FakeRunner, fake_vector, solo_prompt_scores, solo_run, solo_states, windows_of
+from quire.simulate.fake_model import fake_vector, solo_prompt_scores, solo_run, solo_states
+from quire.simulate.fake_runner import FakeRunner
 from quire.simulate.scenario import Arrival, FaultyPool, Scenario, make_follower, make_scenario
 from quire.speculate.speculator import Speculator
 from quire.step import RequestMetrics, RequestUpdate, StepLogEntry, TokenScore
@@ -91,10 +92,6 @@ class Simulation:
         log = StepLog(capacity=16, listeners=(self.metrics.observe, self.speculator.observe, self._show))
         self.core = EngineCore(self.scheduler, self.runner, scenario.max_depth, log.append)
 
-    @property
-    def windows(self) -> tuple[int, ...]:
-        return windows_of(self.scenario.config)
-
     def run(self) -> int:
         """Plays the scenario to its end; returns the number of steps."""
         arrivals = list(self.scenario.arrivals)
@@ -123,11 +120,19 @@ class Simulation:
         while any(key == name or key.startswith(f"{name}/") for key in self.live):
             name += "'"
         eos = self.scenario.eos_token_ids
-        for request in make_requests(name, arrival.prompt, arrival.params, arrival.seed, eos, pooling=arrival.pooling):
+        for request in make_requests(
+            name,
+            arrival.prompt,
+            arrival.params,
+            arrival.seed,
+            eos,
+            pooling=arrival.pooling,
+            key_parts=arrival.key_parts,
+        ):
             num_prompt = len(arrival.prompt)
             total = min(config.max_model_len, num_prompt + (arrival.params.max_tokens or config.max_model_len))
             fits = 0 < num_prompt < config.max_model_len
-            fits = fits and total - 1 <= config.num_usable_blocks // config.num_groups * config.block_size
+            fits = fits and total - 1 <= config.num_tokens
             if (
                 config.block_size % 2 and fits and arrival.pooling is None
             ):  # the client has an idea, which is not always right
@@ -140,6 +145,7 @@ class Simulation:
                 self._require(not fits, f"{name} was refused, though it fits: {error}")
             else:
                 self._require(fits, f"{name} was taken in, though it can't fit")
+                self.runner.key_parts[request.request_id] = request.key_parts
                 self.live[request.request_id] = (request, [])
                 self.everyone.append(request)
                 self.prompt_scores.setdefault(request.prompt_progress, {})
@@ -160,7 +166,7 @@ class Simulation:
         if self.everyone and self.num_followers < MAX_FOLLOWERS and rng.random() < scenario.follow_chance:
             self.num_followers += 1
             leader = rng.choice(self.everyone)
-            self._arrive(make_follower(rng, scenario, leader.token_ids, leader.params.cache_salt))
+            self._arrive(make_follower(rng, scenario, leader))
 
     def _guess(self, request: Request, most: int) -> list[int]:
         """What may follow a request, right or wrong, as if all guesses in flight were right."""
@@ -208,15 +214,21 @@ class Simulation:
         if request.pooling is not None:
             return [], "stop"
         if request not in self.solo_runs:
-            limits = self.scenario.vocab_size, self.scenario.config.max_model_len, self.windows
-            prompt, params = request.prompt_token_ids, request.params
-            self.solo_runs[request] = solo_run(prompt, params, request.seed, request.eos_token_ids, *limits)
+            self.solo_runs[request] = solo_run(
+                request.prompt_token_ids,
+                request.params,
+                request.seed,
+                request.eos_token_ids,
+                self.scenario.vocab_size,
+                self.scenario.config,
+                request.key_parts,
+            )
         return self.solo_runs[request]
 
     def _check_pooled(self, request: Request, found: bytes | None) -> None:
         expected = None
         if request.pooling is not None:
-            states = solo_states(request.prompt_token_ids, request.params, self.windows)
+            states = solo_states(request.prompt_token_ids, request.params, self.scenario.config, request.key_parts)
             expected = fake_vector(sum(states) if request.pooling == "mean" else states[-1])
         self._require(found == expected, f"{request.request_id}: pooled {found!r}, alone {expected!r}")
 
@@ -225,9 +237,10 @@ class Simulation:
         found = self.prompt_scores[request.prompt_progress]
         expected = {}
         if request.params.prompt_logprobs is not None:
-            expected = dict(
-                enumerate(solo_prompt_scores(request.prompt_token_ids, request.params, self.windows), start=1)
+            scores = solo_prompt_scores(
+                request.prompt_token_ids, request.params, self.scenario.config, request.key_parts
             )
+            expected = dict(enumerate(scores, start=1))
         self._require(found == expected, f"{request.request_id}: the prompt's scores are {found}, alone {expected}")
 
     def _check_end(self) -> None:
