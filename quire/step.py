@@ -20,7 +20,7 @@ Pooling = Literal["mean", "last"]
 
 
 StateIds = tuple[tuple[int, ...], ...]
-"""Blocks of two states of recurrent layers, at the begin of an even chunk, and of an odd one; () where there are none."""
+"""Blocks of two states of recurrent layers, at the begin of an even chunk and of an odd one; () if there are none."""
 
 
 class ScheduledRequest(NamedTuple):

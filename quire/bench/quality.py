@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -107,20 +106,18 @@ class _Reader:
     def logits(self, window: Sequence[int]) -> Iterator[Tensor]:
         """Float64 scores of the token after each of the window's but the last, some rows at a time."""
         decoder, length = self._decoder, len(window)
-        counts, rows = np.array([length], np.int32), np.zeros(1, np.int32)
-        work = decoder.kernels.attention_work(counts, counts, rows, decoder.spec.heads)
         bounds = torch.tensor([0, length], dtype=torch.int32, device=decoder.device)
         positions = torch.arange(length, device=decoder.device)
         batch = PagedBatch(
             query_start=bounds,
             context_lens=bounds[1:],
             block_tables=self._tables,
-            table_rows=torch.from_numpy(rows).to(decoder.device),
+            table_rows=torch.zeros(1, dtype=torch.int32, device=decoder.device),
             slot_mapping=positions + _BLOCK_SIZE,
             max_context_len=length,
-            work={name: torch.from_numpy(values).to(decoder.device) for name, values in work.items()},
         )
-        hidden = decoder(torch.tensor(window, device=decoder.device), positions, (batch,), self._cache.layers)
+        batches = (batch,) * self._cache.num_groups
+        hidden = decoder(torch.tensor(window, device=decoder.device), positions, batches, self._cache.layers)
         for some in torch.split(hidden[:-1], _ROWS_AT_ONCE):
             yield decoder.logits(some).double()
 

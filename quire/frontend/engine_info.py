@@ -21,6 +21,7 @@ class EngineInfo:
     num_layers: int
     hidden_size: int
     num_heads: int
+    """This and the next two: of the first layer, if layers differ."""
     num_kv_heads: int
     head_dim: int
     vocab_size: int
@@ -59,14 +60,15 @@ def engine_info(
     plain = {str(dtype).removeprefix("torch."): format.name for dtype, format in PLAIN.items()}
     stored = (name.rpartition("packed_")[2] for name in names)  # however a backend lays them out
     formats = dict.fromkeys(plain.get(name, name) for name in stored)
+    heads = spec.head_shapes[0]
     return EngineInfo(
         family=spec.family,
         num_parameters=spec.num_parameters,
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
-        num_heads=spec.heads.num_heads,
-        num_kv_heads=spec.heads.num_kv_heads,
-        head_dim=spec.heads.head_dim,
+        num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
         vocab_size=spec.vocab_size,
         device=str(decoder.device),
         dtype=str(decoder.dtype).removeprefix("torch."),
@@ -76,7 +78,7 @@ def engine_info(
         cache_dtype=str(plan.dtype).removeprefix("torch."),
         cache_bytes=plan.nbytes,
         cache_tokens=plan.num_tokens,
-        cache_bytes_per_token=plan.bytes_per_block // plan.block_size,
+        cache_bytes_per_token=plan.bytes_per_token,
         host_cache_tokens=plan.num_host_blocks * plan.block_size,
         block_size=plan.block_size,
         max_model_len=plan.max_model_len,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -48,13 +49,15 @@ def trace(decoder: Decoder, token_ids: Sequence[int]) -> Iterator[Stage]:
     yield _stage("embedding", x)
     residual: Tensor | None = None
     inner: list[Stage] = []
-    for i, (layer, layer_cache) in enumerate(zip(decoder.layers, cache.layers, strict=True)):
+    caches = iter(cache.layers)
+    for i, layer in enumerate(decoder.layers):
         inner.clear()
-        parts = {"attention": layer.attention, "mlp": layer.mlp}
+        own = list(islice(caches, len(layer.attention.parts)))
+        parts = {"attention": layer.attention} | ({} if layer.mlp is None else {"mlp": layer.mlp})
         try:
             for name, part in parts.items():
                 setattr(layer, name, _Watched(part, f"layers.{i}.{name}", inner))
-            x, residual = layer(batch, x, residual, layer_cache)
+            x, residual = layer(batch, x, residual, own)
         finally:
             for name, part in parts.items():
                 setattr(layer, name, part)

@@ -19,7 +19,7 @@ from quire.models.load import open_model
 from quire.models.spec import ModelSpec
 from quire.models.weight_plan import ModelFiles
 from quire.runner.device import free_memory, pick_cache_dtype, pick_device
-from quire.runner.kv_cache import bytes_per_block
+from quire.runner.kv_cache import token_bytes
 from quire.runner.worker import choose_weights, expected_plan
 
 
@@ -68,13 +68,14 @@ def look_at(source: ModelSource, config: EngineConfig) -> tuple[ModelFacts, Mode
 
 def spec_facts(spec: ModelSpec) -> dict[str, Any]:
     """The settings people look for first, by their names in config.json where they have one."""
-    heads, first = spec.heads, spec.layers[0]
+    first = spec.layers[0]
+    shapes = (f"{one.num_heads} of {one.head_dim}, {one.num_kv_heads} for keys and values" for one in spec.head_shapes)
     facts: dict[str, Any] = {
         "family": spec.family,
         "parameters": spec.num_parameters,
         "layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
-        "heads": f"{heads.num_heads} of {heads.head_dim}, {heads.num_kv_heads} for keys and values",
+        "heads": "; ".join(shapes),
         "vocab_size": spec.vocab_size,
         "max_position": spec.max_position,
         "tied_embeddings": spec.tie_embeddings,
@@ -83,12 +84,12 @@ def spec_facts(spec: ModelSpec) -> dict[str, Any]:
     }
     if first.rope is not None:
         facts["rope"] = f"{first.rope.kind}, theta {first.rope.theta:g}"
-    sizes = dict.fromkeys(layer.mlp.intermediate_size for layer in spec.layers)
+    sizes = dict.fromkeys(layer.mlp.intermediate_size for layer in spec.layers if layer.mlp is not None)
     facts["intermediate_size"] = ", ".join(map(str, sizes))
     experts = next((layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec)), None)
     if experts is not None:
         facts["experts"] = f"{experts.top_k} of {experts.num_experts}"
-    windows = dict.fromkeys(layer.attention.sliding_window for layer in spec.layers)
+    windows = dict.fromkeys(mixer.sliding_window for layer in spec.layers for mixer in layer.mixers)
     if any(windows):
         facts["attention_windows"] = ", ".join("all" if one is None else str(one) for one in windows)
     return facts
@@ -135,7 +136,7 @@ def _memory(files: ModelFiles, config: EngineConfig) -> dict[str, Any]:
         weights = choose_weights(files, config, device)
         facts["weights"] = f"{format_bytes(weights.nbytes)} ({weights.describe()})"
         cache_dtype = pick_cache_dtype(config.kv_cache_dtype, weights.dtype, device, files.spec.cache)
-        facts["cache_per_token"] = format_bytes(bytes_per_block(files.spec, 1, cache_dtype))
+        facts["cache_per_token"] = format_bytes(token_bytes(files.spec, 1, cache_dtype))
         facts["cache"] = expected_plan(weights, config).describe()
     except QuireError as error:
         facts["problem"] = str(error)

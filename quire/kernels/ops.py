@@ -24,9 +24,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor, dtype
+from torch import Tensor, dtype, float32, int8
 
 from quire.kernels.formats import Format
+from quire.kernels.layer_state import LayerState, StoredPart
 from quire.kernels.weights import Weight
 
 Int32Array = npt.NDArray[np.int32]
@@ -57,7 +58,7 @@ class PagedBatch:
 
 
 Batches = tuple[PagedBatch, ...]
-"""A `PagedBatch` for each group of layers; they differ in block tables and slots only."""
+"""A `PagedBatch` for each group of layers; they differ in block tables, slots and lists of work only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,14 @@ class AttentionSpec:
     """A query sees this many most recent keys, its own included; None: all."""
     soft_cap: float = 0.0
     """Scaled products become cap * tanh(product / cap); 0: no cap."""
+
+    def layer_state(self, cache_dtype: dtype) -> LayerState:
+        """Keys and values of every token, or of those in the window; with int8, the scales of both."""
+        heads = self.heads.num_kv_heads
+        sides = (StoredPart(heads, (self.heads.head_dim,), cache_dtype),) * 2
+        scales = (StoredPart(heads, (), float32),) * 2 if cache_dtype == int8 else ()
+        window = self.sliding_window or 0
+        return LayerState((*sides, *scales), "window" if window else "all", window, self.heads.num_heads)
 
 
 class HeadNorms(NamedTuple):
@@ -278,6 +287,11 @@ class Kernels(Protocol):
         heads, rotates both by `cos_sin[positions]` [max_position, head_dim] (cosines in the
         first half, sines in the second; dimension i pairs with i + head_dim / 2; None: no rotation), stores keys and
         values into their slots (none where the slot is negative) and returns queries [rows, heads, head_dim]."""
+
+    def query_heads(
+        self, query: Tensor, shape: HeadShape, norms: HeadNorms | None, positions: Tensor, cos_sin: Tensor | None
+    ) -> Tensor:
+        """What `qkv_to_cache_` makes of queries [rows, query heads] alone, in layers that read another's keys."""
 
     def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
         """sigmoid(gate) * x of [rows, 1] and [rows, size]."""

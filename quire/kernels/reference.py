@@ -135,6 +135,18 @@ class ReferenceKernels:
         self.write_kv_(key, value, cache, slot_mapping)
         return query
 
+    def query_heads(
+        self, query: Tensor, shape: HeadShape, norms: HeadNorms | None, positions: Tensor, cos_sin: Tensor | None
+    ) -> Tensor:
+        query = query.view(query.shape[0], -1, shape.head_dim)
+        if norms is not None and not norms.after_rope:
+            query, _ = self.norm_heads(query, query, norms)
+        if cos_sin is not None:
+            query = self.rope(query, positions, cos_sin)
+        if norms is not None and norms.after_rope:
+            query, _ = self.norm_heads(query, query, norms)
+        return query
+
     def norm_heads(self, query: Tensor, key: Tensor, norms: HeadNorms) -> tuple[Tensor, Tensor]:
         """Norms queries and keys [rows, heads, head_dim], head by head or all heads of a row together."""
 

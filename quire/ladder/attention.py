@@ -50,6 +50,6 @@ def attention_ways(decoder: Decoder, backends: Sequence[Kernels], tokens: int) -
     spec, device = decoder.spec, decoder.device
     ways: dict[str, Attend] = {"by definition": attention_by_definition, "torch's fused one": torch_attention}
     for kernels in backends:
-        batch = contiguous_batch([(0, 0, tokens)], tokens, kernels, spec.heads, device)
+        batch = contiguous_batch([(0, 0, tokens)], tokens, kernels, spec.head_shapes[0], device)
         ways[f"{kernels.name} kernels"] = partial(kernel_attention, kernels, batch)
     return ways

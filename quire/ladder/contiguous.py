@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.errors import InvalidRequestError
+from quire.errors import InvalidRequestError, UnsupportedModelError
 from quire.kernels.noise import noise_keys
 from quire.kernels.ops import HeadShape, Kernels, LayerCache, PagedBatch
 from quire.models.decoder import Decoder
@@ -23,12 +23,15 @@ class ContiguousCache:
 
     def __init__(self, decoder: Decoder, num_sequences: int, capacity: int) -> None:
         spec, device = decoder.spec, decoder.device
-        shape = (num_sequences, spec.heads.num_kv_heads, capacity, spec.heads.head_dim)
+        if len(spec.head_shapes) > 1 or any(layer.reads_layer is not None for layer in spec.layers):
+            raise UnsupportedModelError(f"{spec.family}: a contiguous cache is for layers with the same heads")
+        self.heads = spec.head_shapes[0]
+        shape = (num_sequences, self.heads.num_kv_heads, capacity, self.heads.head_dim)
 
         def side() -> Tensor:
             return torch.empty(shape, dtype=decoder.dtype, device=device)
 
-        self.layers = [LayerCache(side(), side()) for _ in range(spec.num_layers)]
+        self.layers = [LayerCache(side(), side()) for layer in spec.layers for _ in layer.mixers]
         self.capacity = capacity
         self.max_length = min(capacity, decoder.max_position)
         """Of a sequence: what its room holds, and what the model has positions for."""
@@ -60,7 +63,7 @@ class ContiguousCache:
     def batch(self, decoder: Decoder, spans: Sequence[tuple[int, int, int]]) -> PagedBatch:
         """What the kernels need to compute these tokens."""
         self.check(spans)
-        return contiguous_batch(spans, self.capacity, decoder.kernels, decoder.spec.heads, decoder.device)
+        return contiguous_batch(spans, self.capacity, decoder.kernels, self.heads, decoder.device)
 
     @property
     def num_bytes(self) -> int:

@@ -94,7 +94,7 @@ def forward(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
 
 def _attend(x: Tensor, own: dict[str, Tensor], layer: LayerSpec, eps: float) -> Tensor:
     """Projects to queries, keys and values, lets tokens look back, and mixes the heads."""
-    heads = layer.attention.heads
+    heads = layer.mixers[0].heads
     projected = x @ own["attention.qkv.weight"].T + own.get("attention.qkv.bias", torch.zeros(()))
     sizes = [count * heads.head_dim for count in (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)]
     query, key, value = (part.view(len(x), -1, heads.head_dim) for part in projected.split_with_sizes(sizes, -1))
@@ -124,7 +124,8 @@ def _check(spec: ModelSpec) -> None:
 
 def _plain(layer: LayerSpec) -> LayerSpec:
     """A layer of the same sizes without anything special."""
-    heads, mlp = layer.attention.heads, layer.mlp
+    heads, mlp = layer.mixers[0].heads, layer.mlp
+    assert mlp is not None
     same: MlpSpec | MoeSpec = MlpSpec(mlp.intermediate_size)
     if isinstance(mlp, MoeSpec):
         same = MoeSpec(mlp.num_experts, mlp.top_k, mlp.intermediate_size, mlp.normalize_weights)

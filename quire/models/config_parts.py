@@ -109,7 +109,7 @@ def read_window(config: Fields, default: int | None) -> int | None:
 
 def with_window(config: Fields, spec: ModelSpec, default: int | None) -> ModelSpec:
     """Sets the same window on all layers."""
-    return spec.with_layers(attention=replace(spec.layers[0].attention, sliding_window=read_window(config, default)))
+    return spec.with_attention(sliding_window=read_window(config, default))
 
 
 def kinds_of_layers(config: Fields, spec: ModelSpec, default: list[str] | int) -> list[str]:
@@ -131,8 +131,7 @@ def with_windows(
     layers = []
     for layer, kind in zip(spec.layers, kinds_of_layers(config, spec, default), strict=True):
         if kind == "sliding_attention":
-            attention = replace(layer.attention, sliding_window=window)
-            layer = replace(layer, attention=attention, rope=layer.rope if rope is None else rope)
+            layer = replace(layer.with_attention(sliding_window=window), rope=layer.rope if rope is None else rope)
         layers.append(layer)
     return replace(spec, layers=tuple(layers))
 

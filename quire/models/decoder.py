@@ -14,10 +14,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import Batches, ExpertWeights, HeadNorms, Kernels, LayerCache, MoeSpec
+from quire.kernels.ops import AttentionSpec, Batches, ExpertWeights, HeadNorms, Kernels, LayerCache, MoeSpec
 from quire.kernels.weights import Weight
 from quire.models.rope import cos_sin_table
-from quire.models.spec import LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from quire.models.spec import LayerSpec, MlpSpec, ModelSpec, RopeSpec, mixer_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +100,21 @@ class Attention:
     """Packed query, key and value projections, perhaps normed heads, rope, attention over the cache."""
 
     def __init__(
-        self, parameters: Parameters, name: str, spec: ModelSpec, layer: LayerSpec, cos_sin: Tensor | None
+        self,
+        parameters: Parameters,
+        name: str,
+        spec: ModelSpec,
+        layer: LayerSpec,
+        mixer: AttentionSpec,
+        cos_sin: Tensor | None,
     ) -> None:
-        self.spec = layer.attention
+        self.spec = mixer
         self.cos_sin = cos_sin
+        self.has_keys = layer.reads_layer is None
         self.norms: HeadNorms | None = None
         if layer.qk_norm:
-            query, key = (parameters.vector(f"{name}.{side}_norm") for side in ("query", "key"))
+            query = parameters.vector(f"{name}.query_norm")
+            key = parameters.vector(f"{name}.key_norm") if self.has_keys else query
             self.norms = HeadNorms(query, key, spec.rms_norm_eps, spec.norm_offset, layer.qk_norm_after_rope)
         self.sinks = parameters.vector(f"{name}.sinks") if layer.sinks else None
         self.qkv = Linear(parameters, f"{name}.qkv")
@@ -115,11 +123,29 @@ class Attention:
     def __call__(self, batch: Batch, x: Tensor, cache: LayerCache) -> Tensor:
         kernels, paged, spec = batch.kernels, batch.paged[cache.group], self.spec
         qkv = self.qkv(batch, x)
-        query = kernels.qkv_to_cache_(
-            qkv, spec.heads, self.norms, batch.positions, self.cos_sin, cache, paged.slot_mapping
-        )
+        if self.has_keys:
+            query = kernels.qkv_to_cache_(
+                qkv, spec.heads, self.norms, batch.positions, self.cos_sin, cache, paged.slot_mapping
+            )
+        else:
+            query = kernels.query_heads(qkv, spec.heads, self.norms, batch.positions, self.cos_sin)
         attended = kernels.attention(query, cache, paged, spec, self.sinks)
         return self.output(batch, attended.flatten(1))
+
+
+class Mixers:
+    """A layer's mixer, or several that are side by side: their outputs are added."""
+
+    def __init__(self, parts: Sequence[Attention]) -> None:
+        self.parts = parts
+
+    def __call__(self, batch: Batch, x: Tensor, caches: Sequence[LayerCache]) -> Tensor:
+        total: Tensor | None = None
+        for part, cache in zip(self.parts, caches, strict=True):
+            output = part(batch, x, cache)
+            total = output if total is None else batch.kernels.scale_add(total, 1.0, output)
+        assert total is not None
+        return total
 
 
 class Mlp:
@@ -170,22 +196,37 @@ class DecoderLayer:
     """Attention and MLP, each adding to the residual stream, with norms before or after them."""
 
     def __init__(
-        self, parameters: Parameters, name: str, spec: ModelSpec, layer: LayerSpec, cos_sin: Tensor | None
+        self,
+        parameters: Parameters,
+        name: str,
+        spec: ModelSpec,
+        layer: LayerSpec,
+        tables: Sequence[Tensor | None],
     ) -> None:
+        """`tables`: those of the rope of its mixers."""
         self.parallel = layer.parallel
         self.scale = spec.residual_scale
         norms = {one: Norm(parameters, f"{name}.{one}", spec) for one in layer.norms}
         self.attention_norm, self.mlp_norm = norms.get("attention_norm"), norms.get("mlp_norm")
         self.attention_post_norm, self.mlp_post_norm = norms.get("attention_post_norm"), norms.get("mlp_post_norm")
-        self.attention = Attention(parameters, f"{name}.attention", spec, layer, cos_sin)
-        kind = Mlp if isinstance(layer.mlp, MlpSpec) else MoeMlp
-        self.mlp: Mlp | MoeMlp = kind(parameters, f"{name}.mlp", layer.mlp)  # type: ignore[arg-type]
+        mixers = zip(mixer_names(layer), layer.mixers, tables, strict=True)
+        self.attention = Mixers(
+            [Attention(parameters, f"{name}.{own}", spec, layer, mixer, table) for own, mixer, table in mixers]
+        )
+        self.mlp: Mlp | MoeMlp | None = None
+        if layer.mlp is not None:
+            kind = Mlp if isinstance(layer.mlp, MlpSpec) else MoeMlp
+            self.mlp = kind(parameters, f"{name}.mlp", layer.mlp)  # type: ignore[arg-type]
 
-    def __call__(self, batch: Batch, x: Tensor, residual: Tensor | None, cache: LayerCache) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, batch: Batch, x: Tensor, residual: Tensor | None, caches: Sequence[LayerCache]
+    ) -> tuple[Tensor, Tensor]:
         """Takes x, the last layer's output that is not added to the residual stream yet (adding is fused with the
         norm), and returns this layer's output in the same way, with the residual stream before it."""
         normed, residual = _enter(batch, x, residual, self.attention_norm)
-        attended = self._leave(batch, self.attention(batch, normed, cache), self.attention_post_norm)
+        attended = self._leave(batch, self.attention(batch, normed, caches), self.attention_post_norm)
+        if self.mlp is None:
+            return attended, residual
         if self.parallel:
             return batch.kernels.scale_add(self.mlp(batch, normed), self.scale, attended), residual
         normed, residual = _enter(batch, attended, residual, self.mlp_norm)
@@ -230,25 +271,34 @@ class Decoder:
         self.head = self.embedding if spec.tie_embeddings else parameters.matrix("head")
         self.final_norm = Norm(parameters, "final_norm", spec)
         self.layers: list[DecoderLayer] = []
-        tables: dict[RopeSpec | None, Tensor | None] = {None: None}
-        """Layers with the same rope share a table."""
+        tables: dict[tuple[RopeSpec, int], Tensor] = {}
+        """Layers with the same rope and head size share a table."""
+
+        def table_of(rope: RopeSpec | None, head_dim: int) -> Tensor | None:
+            if rope is None:
+                return None
+            if (rope, head_dim) not in tables:
+                tables[rope, head_dim] = cos_sin_table(rope, head_dim, self.max_position).to(self.device)
+            return tables[rope, head_dim]
+
         for i, layer in enumerate(spec.layers):
-            if layer.rope is not None and layer.rope not in tables:
-                table = cos_sin_table(layer.rope, spec.heads.head_dim, self.max_position)
-                tables[layer.rope] = table.to(self.device)
-            self.layers.append(DecoderLayer(parameters, f"layers.{i}", spec, layer, tables[layer.rope]))
+            own = [table_of(layer.rope, mixer.heads.head_dim) for mixer in layer.mixers]
+            self.layers.append(DecoderLayer(parameters, f"layers.{i}", spec, layer, own))
         self.weights = parameters.taken
         """All of them by name, as the kernels packed them."""
 
     def __call__(self, token_ids: Tensor, positions: Tensor, paged: Batches, caches: Sequence[LayerCache]) -> Tensor:
-        """The final hidden states [rows, hidden] of int64 token_ids [rows] at int64 positions [rows]."""
+        """The final hidden states [rows, hidden] of int64 token_ids [rows] at int64 positions [rows]. `caches` has
+        one for every mixer, in the order of the layers."""
         batch = Batch(self.kernels, positions, paged)
         x = self.kernels.embedding(token_ids, self.embedding).to(self.dtype)
         if self.spec.embedding_scale != 1:
             x = self.kernels.scale_add(x, self.spec.embedding_scale)
-        residual = None
-        for layer, cache in zip(self.layers, caches, strict=True):
-            x, residual = layer(batch, x, residual, cache)
+        residual, first = None, 0
+        for layer in self.layers:
+            end = first + len(layer.attention.parts)
+            x, residual = layer(batch, x, residual, caches[first:end])
+            first = end
         return _enter(batch, x, residual, self.final_norm)[0]
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

@@ -138,7 +138,7 @@ def _gemma(
 ) -> ModelSpec:
     if config.boolean("use_bidirectional_attention", False):
         raise UnsupportedModelError(f"{config.file}: attention to later tokens is not supported.")
-    heads, bias = spec.heads, config.boolean("attention_bias", False)
+    heads, bias = spec.head_shapes[0], config.boolean("attention_bias", False)
     # GGUF files leave it out; the models of 27B are those with 46 and 62 layers.
     divided = spec.hidden_size / heads.num_heads if spec.num_layers in (46, 62) else float(heads.head_dim)
     scale = config.number("query_pre_attn_scalar", divided, low=1e-6) ** -0.5
@@ -146,8 +146,8 @@ def _gemma(
     cap, logit_cap = (config.number(key, 0.0) if config.declares(key) else default for key, default in keys)
     if cap and not caps[0]:
         raise UnsupportedModelError(f"{config.file}: attn_logit_softcapping is not supported in this family.")
-    attention = replace(spec.layers[0].attention, scale=scale, soft_cap=cap)
-    spec = spec.with_layers(attention=attention, post_norms=True, qkv_bias=bias, output_bias=bias)
+    spec = spec.with_attention(scale=scale, soft_cap=cap)
+    spec = spec.with_layers(post_norms=True, qkv_bias=bias, output_bias=bias)
     spec = replace(spec, norm_offset=1.0, embedding_scale=spec.hidden_size**0.5, logit_cap=logit_cap)
     return with_windows(config, spec, full_every, rope=rope)
 
@@ -161,7 +161,7 @@ def _local_rope(config: Fields, spec: ModelSpec, default: RopeSpec) -> RopeSpec:
     """The rope of layers with a sliding window, which is not stretched for longer contexts."""
     if "sliding_attention" not in config.part("rope_parameters"):
         return default
-    return read_rope(config, spec.heads.head_dim, default.theta, None, ROPE_TYPES, "sliding_attention")
+    return read_rope(config, spec.head_shapes[0].head_dim, default.theta, None, ROPE_TYPES, "sliding_attention")
 
 
 def _olmo2(config: Fields, spec: ModelSpec) -> ModelSpec:
@@ -176,7 +176,7 @@ def _olmo3(config: Fields, spec: ModelSpec) -> ModelSpec:
 def _granite(config: Fields, spec: ModelSpec) -> ModelSpec:
     scale = config.number("attention_multiplier", 1.0)
     return replace(
-        _llama(config, spec).with_layers(attention=replace(spec.layers[0].attention, scale=scale)),
+        _llama(config, spec).with_attention(scale=scale),
         embedding_scale=config.number("embedding_multiplier", 1.0),
         residual_scale=config.number("residual_multiplier", 1.0),
         logit_scale=1 / config.number("logits_scaling", 1.0, low=1e-6),
@@ -214,7 +214,7 @@ def _glm4_moe(config: Fields, spec: ModelSpec) -> ModelSpec:
 
 def _cohere2(config: Fields, spec: ModelSpec) -> ModelSpec:
     spec = with_windows(config, _llama(config, spec).with_layers(parallel=True), 4)
-    layers = tuple(one if one.attention.sliding_window else replace(one, rope=None) for one in spec.layers)
+    layers = tuple(one if one.mixers[0].sliding_window else replace(one, rope=None) for one in spec.layers)
     eps, scale = config.number("layer_norm_eps", 1e-5), config.number("logit_scale", 0.0625)
     return replace(spec, layers=layers, layer_norm=True, rms_norm_eps=eps, logit_scale=scale)
 

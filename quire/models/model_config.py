@@ -59,13 +59,13 @@ def check_spec(spec: ModelSpec, file: str) -> None:
         if not holds:
             raise ModelFormatError(f"{file}: {message}")
 
-    heads = spec.heads
-    queries, keys = heads.num_heads, heads.num_kv_heads
-    require(queries % keys == 0, f"{queries} attention heads can't share {keys} key-value heads evenly")
-    require(heads.head_dim % 2 == 0, f"head_dim is {heads.head_dim}, but rope needs an even number")
+    for heads in spec.head_shapes:
+        queries, keys = heads.num_heads, heads.num_kv_heads
+        require(queries % keys == 0, f"{queries} attention heads can't share {keys} key-value heads evenly")
+        require(heads.head_dim % 2 == 0, f"head_dim is {heads.head_dim}, but rope needs an even number")
     for layer in spec.layers:
         if layer.rope is not None and layer.rope.kind == "factors":
-            pairs = (layer.rope.rotated or heads.head_dim) // 2
+            pairs = (layer.rope.rotated or layer.mixers[0].heads.head_dim) // 2
             for factors in (layer.rope.freq_factors, layer.rope.short_factors or layer.rope.freq_factors):
                 require(len(factors) == pairs, f"{len(factors)} rope factors for {pairs} frequencies")
         if isinstance(layer.mlp, MoeSpec):

@@ -182,7 +182,7 @@ class _Layer(NamedTuple):
             yield Piece(f"{names[norm]}.{'weight' if kind == norm else 'bias'}", path, order=self._order(norm))
 
     def _order(self, part: str) -> RowOrder | None:
-        heads, rope, is_whole = self.layer.attention.heads, self.layer.rope, self.layer.qk_norm_is_whole
+        heads, rope, is_whole = self.layer.mixers[0].heads, self.layer.rope, self.layer.qk_norm_is_whole
         counts = {"query": heads.num_heads, "key": heads.num_kv_heads, "qkv": heads.num_heads + heads.num_kv_heads}
         counts |= {f"{name}_norm": counts[name] if is_whole else 1 for name in ("query", "key")}
         rotated = heads.head_dim if rope is None or not rope.rotated else rope.rotated

@@ -56,13 +56,27 @@ class MlpSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerSpec:
-    """One layer: attention and what follows it."""
+class SideBySide:
+    """Several mixers of one layer: they take the same input, and their outputs are added in this order."""
 
-    attention: AttentionSpec
+    parts: tuple[AttentionSpec, ...]
+
+
+Mixer = AttentionSpec | SideBySide
+"""What lets tokens see those before them. A new kind says what it keeps (`layer_state`), which parameters it has
+(`ModelSpec.parameters`), how they are divided among devices (`quire.parallel.division`), and how it is computed (a
+class in decoder.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer: what lets tokens see those before them (its mixer), and the MLP that follows it."""
+
+    mixer: Mixer
     rope: RopeSpec | None
     """How queries and keys are rotated; None: not at all."""
-    mlp: MlpSpec | MoeSpec
+    mlp: MlpSpec | MoeSpec | None
+    """None: the layer is its mixer alone."""
     qk_norm: bool = False
     """RMSNorm over each query and key head before rope."""
     qk_norm_is_whole: bool = False
@@ -78,12 +92,24 @@ class LayerSpec:
     """Attention and MLP take the same normed input, and their sum is added to the residual stream."""
     sinks: bool = False
     """Each head has one more score in its softmax, which belongs to no key."""
+    reads_layer: int | None = None
+    """The layer whose keys and values it reads, an earlier one with the same mixer; it has none of its own then."""
+
+    @property
+    def mixers(self) -> tuple[AttentionSpec, ...]:
+        """Its mixer, or those that are side by side."""
+        return self.mixer.parts if isinstance(self.mixer, SideBySide) else (self.mixer,)
+
+    def with_attention(self, **changes: Any) -> LayerSpec:
+        """The same layer with these fields of its attention changed."""
+        changed = tuple(replace(mixer, **changes) for mixer in self.mixers)
+        return replace(self, mixer=SideBySide(changed) if isinstance(self.mixer, SideBySide) else changed[0])
 
     @property
     def norms(self) -> tuple[str, ...]:
         """The names of the layer's norms, besides those of queries and keys."""
-        before = ("attention_norm",) if self.parallel else ("attention_norm", "mlp_norm")
-        after = ("attention_post_norm", "mlp_post_norm")
+        before = ("attention_norm",) if self.parallel or self.mlp is None else ("attention_norm", "mlp_norm")
+        after = ("attention_post_norm",) if self.mlp is None else ("attention_post_norm", "mlp_post_norm")
         return (before if self.pre_norms else ()) + (after if self.post_norms else ())
 
 
@@ -136,13 +162,17 @@ class ModelSpec:
         return len(self.layers)
 
     @property
-    def heads(self) -> HeadShape:
-        """The head sizes, the same in all layers: they share one cache and one list of attention work."""
-        return self.layers[0].attention.heads
+    def head_shapes(self) -> tuple[HeadShape, ...]:
+        """The different shapes of heads among its layers, in the order of the first layers that have them."""
+        return tuple(dict.fromkeys(mixer.heads for layer in self.layers for mixer in layer.mixers))
 
     def with_layers(self, **changes: Any) -> ModelSpec:
         """The same model with these fields of all its layers changed."""
         return replace(self, layers=tuple(replace(layer, **changes) for layer in self.layers))
+
+    def with_attention(self, **changes: Any) -> ModelSpec:
+        """The same model with these fields of all its attention changed."""
+        return replace(self, layers=tuple(layer.with_attention(**changes) for layer in self.layers))
 
     def parameters(self) -> dict[str, Parameter]:
         """Names and shapes of all parameters of the decoder."""
@@ -162,19 +192,15 @@ class ModelSpec:
             yield one, Parameter((self.hidden_size,))
 
     def _layer_parameters(self, layer: LayerSpec) -> Iterator[tuple[str, Parameter]]:
-        hidden, heads = self.hidden_size, layer.attention.heads
-        query, kv = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+        hidden = self.hidden_size
         for name in layer.norms:
             yield from self._norm(name)
-        if layer.qk_norm:
-            sizes = (query, kv) if layer.qk_norm_is_whole else (heads.head_dim, heads.head_dim)
-            yield "attention.query_norm", Parameter(sizes[:1])
-            yield "attention.key_norm", Parameter(sizes[1:])
-        if layer.sinks:
-            yield "attention.sinks", Parameter((heads.num_heads,), wide=True)
-        yield from _linear("attention.qkv", hidden, (query, kv, kv), layer.qkv_bias)
-        yield from _linear("attention.output", query, (hidden,), layer.output_bias)
+        for name, mixer in zip(mixer_names(layer), layer.mixers, strict=True):
+            for one, parameter in self._attention_parameters(layer, mixer.heads):
+                yield f"{name}.{one}", parameter
         mlp = layer.mlp
+        if mlp is None:
+            return
         if isinstance(mlp, MlpSpec):
             yield from _mlp("mlp", hidden, mlp)
             return
@@ -192,6 +218,24 @@ class ModelSpec:
             yield from _mlp("mlp.shared", hidden, MlpSpec(shared))
         if shared and mlp.shared_gate:
             yield from _linear("mlp.shared_gate", hidden, (1,))
+
+    def _attention_parameters(self, layer: LayerSpec, heads: HeadShape) -> Iterator[tuple[str, Parameter]]:
+        hidden, has_keys = self.hidden_size, layer.reads_layer is None
+        query, kv = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+        if layer.qk_norm:
+            sizes = (query, kv) if layer.qk_norm_is_whole else (heads.head_dim, heads.head_dim)
+            yield "query_norm", Parameter(sizes[:1])
+            if has_keys:
+                yield "key_norm", Parameter(sizes[1:])
+        if layer.sinks:
+            yield "sinks", Parameter((heads.num_heads,), wide=True)
+        yield from _linear("qkv", hidden, (query, kv, kv) if has_keys else (query,), layer.qkv_bias)
+        yield from _linear("output", query, (hidden,), layer.output_bias)
+
+
+def mixer_names(layer: LayerSpec) -> tuple[str, ...]:
+    """What the names of its mixers' parameters begin with."""
+    return ("attention", *(f"attention_{number}" for number in range(1, len(layer.mixers))))
 
 
 def _linear(name: str, size: int, rows: tuple[int, ...], bias: bool = False) -> Iterator[tuple[str, Parameter]]:

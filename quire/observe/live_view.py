@@ -276,8 +276,8 @@ class LiveView:
         for group in config.leaving_groups:
             kept = config.first_kept(group, computed)
             is_cached = config.prefix_caching and config.groups[group].keeps != "records"
-            own = range(request.num_left.get(group, 0) * config.num_groups + group, len(request.table), config.num_groups)
-            for place in own[: kept - request.num_left.get(group, 0)]:
+            own = range(group, len(request.table), config.num_groups)
+            for place in own[request.num_left.get(group, 0) : kept]:
                 if request.table[place]:
                     self.blocks.give_up(request.table[place], is_cached)
                     request.table[place] = 0

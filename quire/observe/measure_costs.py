@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from quire.config import EngineConfig
-from quire.kernels.ops import PagedBatch
+from quire.kernels.ops import MoeSpec, PagedBatch
 from quire.models.decoder import Batch, Decoder
-from quire.models.spec import MlpSpec, ModelSpec
+from quire.models.spec import ModelSpec
 from quire.observe.step_costs import StepCosts
 from quire.observe.step_log import LoggedModel
 from quire.runner.kv_cache import KVCache
@@ -51,13 +51,14 @@ def measured_costs(decoder: Decoder, costs: StepCosts) -> StepCosts:
         return costs
     by_dimension = decoder.kernels.keys_by_dimension(decoder.dtype, _BLOCK_SIZE)
     cache = KVCache(spec, 1, 0, _BLOCK_SIZE, decoder.dtype, decoder.device, by_dimension)
-    layers = list(zip(decoder.layers, cache.layers, strict=True))
+    caches = iter(cache.layers)
+    layers = [(layer, list(islice(caches, len(layer.attention.parts)))) for layer in decoder.layers]
     chance = torch.Generator().manual_seed(0)
     # All different: experts are chosen by them.
     hidden = torch.randn(_ROWS[-1], spec.hidden_size, generator=chance).to(decoder.dtype)
 
     def compute(count: int, every: int) -> float:
-        batch = _batch(decoder, count)
+        batch = _batch(decoder, count, cache.num_groups)
         began = process_time()
         for layer, own in layers[::every]:
             layer(batch, hidden[:count], None, own)
@@ -91,7 +92,7 @@ def _times(part: Callable[[int], float]) -> tuple[float, ...]:
     return tuple(accumulate(reversed(times), min))[::-1]
 
 
-def _batch(decoder: Decoder, count: int) -> Batch:
+def _batch(decoder: Decoder, count: int, num_groups: int) -> Batch:
     """So many sequences of one token, all in one place of the cache."""
     zeros = torch.zeros(count, dtype=torch.int32)
     paged = PagedBatch(
@@ -102,17 +103,18 @@ def _batch(decoder: Decoder, count: int) -> Batch:
         slot_mapping=zeros.long(),
         max_context_len=1,
     )
-    return Batch(decoder.kernels, zeros.long(), (paged,))
+    return Batch(decoder.kernels, zeros.long(), (paged,) * num_groups)
 
 
 def costs_of_shapes(spec: ModelSpec) -> StepCosts:
     """Without a measurement."""
-    experts = [layer.mlp for layer in spec.layers if not isinstance(layer.mlp, MlpSpec)]
+    experts = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec)]
     part = experts[0].top_k / experts[0].num_experts if experts else 1.0
     layers = 0.0
     for name, parameter in spec.parameters().items():
         if name not in ("embedding", "head"):
             is_stack = len(parameter.shape) > 2  # of experts, of which a token has a few
             layers += math.prod(parameter.shape) * (part if is_stack else 1.0)
-    pair = 2 * spec.heads.num_heads * spec.heads.head_dim * spec.num_layers  # with the key, and with its value
+    heads = (mixer.heads for layer in spec.layers for mixer in layer.mixers)
+    pair = sum(2 * one.num_heads * one.head_dim for one in heads)  # with the key, and with its value
     return StepCosts(spec.vocab_size * spec.hidden_size / layers, pair / layers)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from quire.errors import InvalidRequestError
 from quire.kernels.ops import HeadShape
-from quire.models.spec import ModelSpec, Parameter
+from quire.models.spec import LayerSpec, ModelSpec, Parameter, SideBySide, mixer_names
 
 _UNITS = (64, 16)
 """Rows are divided in runs of so many where there are enough of them: kernels work on whole tiles, and some formats are
@@ -50,7 +50,7 @@ class Division:
     size: int
 
     def __post_init__(self) -> None:
-        num_heads = self.spec.heads.num_heads
+        num_heads = min(heads.num_heads for heads in self.spec.head_shapes)
         if self.size > num_heads:
             raise InvalidRequestError(
                 "tensor_parallel_size", f"is {self.size}, but the model has only {num_heads} query heads to divide"
@@ -67,9 +67,9 @@ class Division:
         """How many of so many rows each rank has."""
         return tuple(_length(self.rows(total, rank)) for rank in range(self.size))
 
-    def heads(self, rank: int | None = None) -> HeadShare:
+    def heads(self, heads: HeadShape, rank: int | None = None) -> HeadShare:
+        """A rank's share of the heads of a layer."""
         rank = self.rank if rank is None else rank
-        heads = self.spec.heads
         group = heads.num_heads // heads.num_kv_heads
         if self.size <= heads.num_kv_heads:
             own = _share(heads.num_kv_heads, self.size, rank)
@@ -92,17 +92,30 @@ class Division:
     @property
     def has_equal_heads(self) -> bool:
         """Whether all ranks have as many."""
-        return len({self.heads(rank).shape for rank in range(self.size)}) == 1
+        return all(
+            len({self.heads(heads, rank).shape for rank in range(self.size)}) == 1 for heads in self.spec.head_shapes
+        )
+
+    def head_widths(self, heads: HeadShape) -> tuple[int, ...]:
+        """How wide each rank's part of the queries is, and of what attention makes of them."""
+        return tuple(self.heads(heads, rank).shape.num_heads * heads.head_dim for rank in range(self.size))
 
     @property
     def local_spec(self) -> ModelSpec:
         """The model as this rank's decoder sees it: with its own heads."""
-        layers = self.spec.layers
-        shape = self.heads().shape
-        return replace(
-            self.spec,
-            layers=tuple(replace(one, attention=replace(one.attention, heads=shape)) for one in layers),
-        )
+        return replace(self.spec, layers=tuple(self._local_layer(layer) for layer in self.spec.layers))
+
+    def _local_layer(self, layer: LayerSpec) -> LayerSpec:
+        own = tuple(replace(mixer, heads=self.heads(mixer.heads).shape) for mixer in layer.mixers)
+        return replace(layer, mixer=SideBySide(own) if isinstance(layer.mixer, SideBySide) else own[0])
+
+    def _heads_of(self, name: str) -> HeadShape | None:
+        """Of the mixer whose parameter has this name; None if it belongs to none."""
+        parts = name.split(".")
+        if parts[0] != "layers":
+            return None
+        layer = self.spec.layers[int(parts[1])]
+        return dict(zip(mixer_names(layer), (mixer.heads for mixer in layer.mixers), strict=True)).get(parts[2])
 
     def segments(self, name: str, parameter: Parameter) -> tuple[slice, ...]:
         """The rows of a parameter that this rank keeps: one run of each of the tensors stacked in it."""
@@ -111,11 +124,13 @@ class Division:
             return (slice(0, total),)
         stacked = parameter.rows or (total,)
         starts = [sum(stacked[:part]) for part in range(len(stacked))]
-        if ".attention.qkv." in name:
-            share, size = self.heads(), self.spec.heads.head_dim
-            runs: Sequence[slice] = [_times(own, size) for own in (share.query, share.kv, share.kv)]
-        elif name.endswith(".attention.sinks"):
-            runs = [self.heads().query]
+        heads = self._heads_of(name)
+        if heads is not None and ".qkv." in name:
+            share = self.heads(heads)
+            sides = (share.query, share.kv, share.kv)[: len(stacked)]  # queries alone, if another layer has the keys
+            runs: Sequence[slice] = [_times(own, heads.head_dim) for own in sides]
+        elif heads is not None and name.endswith(".sinks"):
+            runs = [self.heads(heads).query]
         else:
             runs = [self.rows(count) for count in stacked]
         return tuple(slice(start + run.start, start + run.stop) for start, run in zip(starts, runs, strict=True))
@@ -130,7 +145,7 @@ class Division:
     def gathered(self, name: str, parameter: Parameter) -> tuple[int, ...] | None:
         """How wide each rank's part of a product with this parameter is; None where it stays as it is: every rank has
         all of it, or needs its own part only (queries, keys and values)."""
-        if name.endswith(_WHOLE) or ".attention.qkv." in name or len(parameter.shape) < 2 or name.endswith("_bias"):
+        if name.endswith(_WHOLE) or ".qkv." in name or len(parameter.shape) < 2 or name.endswith("_bias"):
             return None
         total = parameter.shape[-2]
         if parameter.rows:  # gate and up become one

@@ -71,8 +71,12 @@ class ParallelKernels:
         self._own = kernels
         self._group = group
         self._division = division
-        size = division.spec.heads.head_dim
-        self._head_widths = tuple(division.heads(rank).shape.num_heads * size for rank in range(division.size))
+        self._heads = {division.heads(heads).shape: heads for heads in division.spec.head_shapes}
+        """By a rank's own heads: those of the whole layer."""
+        if len(self._heads) < len(division.spec.head_shapes):
+            raise UnsupportedModelError(
+                "layers with different heads have the same on a rank: use another number of them"
+            )
         starts = [division.rows(division.spec.vocab_size, rank).start for rank in range(1, division.size)]
         self._first_tokens = torch.tensor(starts, dtype=torch.int64)
         """Of the ranks after the first."""
@@ -113,14 +117,14 @@ class ParallelKernels:
         cache: LayerCache, slot_mapping: Tensor,
     ) -> Tensor:  # fmt: skip
         if norms is not None and len(norms.query) != shape.head_dim:
-            qkv, norms = self._normed_whole(qkv, norms), None
+            qkv, norms = self._normed_whole(qkv, self._heads[shape], norms), None
         return self._own.qkv_to_cache_(qkv, shape, norms, positions, cos_sin, cache, slot_mapping)
 
     def attention(
         self, query: Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec, sinks: Tensor | None = None
     ) -> Tensor:
         attended = self._own.attention(query, cache, batch, spec, sinks)
-        return self._gather(attended.flatten(1), self._head_widths)
+        return self._gather(attended.flatten(1), self._division.head_widths(self._heads[spec.heads]))
 
     def moe(self, x: Tensor, router_logits: Tensor, experts: ExpertWeights, spec: MoeSpec) -> Tensor:
         gate_up, down = experts.gate_up, experts.down
@@ -150,18 +154,18 @@ class ParallelKernels:
             side_by_side = parts.transpose(0, 1).reshape(rows, -1)
         return side_by_side if out is None else out.copy_(side_by_side)
 
-    def _normed_whole(self, qkv: Tensor, norms: HeadNorms) -> Tensor:
+    def _normed_whole(self, qkv: Tensor, heads: HeadShape, norms: HeadNorms) -> Tensor:
         """A rank's projections with the heads of all ranks normed together: the one case in which they are gathered."""
         if norms.after_rope:
             raise UnsupportedModelError("a norm over all heads comes before rope")
         division = self._division
-        share, size = division.heads(), division.spec.heads.head_dim
+        share, size = division.heads(heads), heads.head_dim
         local = share.shape
         query, key, value = qkv.split_with_sizes(
-            [heads * size for heads in (local.num_heads, local.num_kv_heads, local.num_kv_heads)], 1
+            [count * size for count in (local.num_heads, local.num_kv_heads, local.num_kv_heads)], 1
         )
-        queries = self._gather(query, self._head_widths)
-        others = [division.heads(rank) for rank in range(division.size)]
+        queries = self._gather(query, division.head_widths(heads))
+        others = [division.heads(heads, rank) for rank in range(division.size)]
         gathered = self._gather(key, tuple(one.shape.num_kv_heads * size for one in others))
         # Ranks that share a key head have sent the same: one of them is enough.
         places = {

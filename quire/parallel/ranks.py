@@ -107,7 +107,9 @@ def _check_division(source: ModelSource, size: int) -> None:
     files = open_model(source.path)
     files.checkpoint.close()
     for rank in range(size):
-        Division(files.spec, rank, size).heads()
+        division = Division(files.spec, rank, size)
+        for heads in files.spec.head_shapes:
+            division.heads(heads)
 
 
 def _abort(ranks: weakref.ref[Ranks]) -> None:

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 from quire.config import EngineConfig, format_bytes
 from quire.errors import CapacityError, InvalidRequestError
-from quire.models.spec import MlpSpec, ModelSpec
+from quire.models.spec import ModelSpec
 from quire.parallel.division import Division
 from quire.plan.devices import Device
 from quire.plan.forms import Form
 from quire.plan.model import PlannedModel
-from quire.plan.work import Work, decode_work, gathered, layer_inputs, prompt_work
-from quire.runner.kv_cache import LayerGroups
+from quire.plan.work import Work, decode_work, gathered, layer_inputs, mlp_width, prompt_work
+from quire.runner.layer_groups import LayerGroups
 from quire.runner.memory import CachePlan, Needs, plan_cache
 
 
@@ -72,7 +72,7 @@ def estimate(model: PlannedModel, device: Device, form: Form, load: Load) -> Est
         graphs = _activations(spec, limits.graph_tokens, limits.graph_tokens, item)
         needs = replace(needs, activations=activations, graphs=graphs)
     try:
-        groups = LayerGroups.of(spec, form.keys_at_once, config.max_model_len)
+        groups = LayerGroups.of(spec, config.block_size, form.key_dtype, form.keys_at_once, config.max_model_len)
         plan = plan_cache(spec, config, limits, form.key_dtype, free, needs, groups)
     except CapacityError as error:
         return Estimate(form, False, str(error).split(":")[0])
@@ -91,10 +91,12 @@ def estimate(model: PlannedModel, device: Device, form: Form, load: Load) -> Est
 def _activations(spec: ModelSpec, num_tokens: int, num_scored: int, itemsize: int) -> int:
     """About what `measure_needs` finds on a card: hidden states, the widest matrix's output, and three copies of the
     scores in float32."""
-    layer = spec.layers[0]
-    size = layer.mlp.intermediate_size * (1 if isinstance(layer.mlp, MlpSpec) else layer.mlp.top_k)
-    heads = spec.heads
-    width = max(3 * size, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim * 2)
+    width = 0
+    for layer in spec.layers:
+        projected = (
+            2 * (one.num_heads + 2 * one.num_kv_heads) * one.head_dim for one in (m.heads for m in layer.mixers)
+        )
+        width = max(width, 3 * mlp_width(layer), *projected)
     return num_tokens * (4 * spec.hidden_size + width) * itemsize + 3 * num_scored * spec.vocab_size * 4
 
 

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.models.spec import MlpSpec, ModelSpec
+from quire.kernels.ops import HeadShape
+from quire.models.spec import LayerSpec, MlpSpec, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,26 +42,35 @@ class Rates:
         return f"reads {self.read_bandwidth / 1e9:,.0f} GB/s, multiplies at {self.flops / 1e12:,.1f} TFLOP/s"
 
 
+def mlp_width(layer: LayerSpec) -> int:
+    """How many numbers a row has between the two products of the MLP."""
+    if layer.mlp is None:
+        return 0
+    return layer.mlp.intermediate_size * (1 if isinstance(layer.mlp, MlpSpec) else layer.mlp.top_k)
+
+
 def decode_work(spec: ModelSpec, contexts: Sequence[int], itemsize: float, key_itemsize: float | None = None) -> Work:
     """One step in which sequences of these lengths (the new token included) compute one token each. `itemsize` is what
     a weight takes, on average, and a key or value, unless `key_itemsize` says otherwise."""
     rows = len(contexts)
     keys = _keys_seen(spec, contexts)
-    key_bytes = 2 * spec.heads.num_kv_heads * spec.heads.head_dim * (key_itemsize or itemsize)
+    key_bytes = sum(2 * count * _kv_width(heads) for heads, count in keys.items()) * (key_itemsize or itemsize)
     return Work(
-        bytes_read=_weight_bytes(spec, rows, itemsize) + keys * key_bytes,
-        flops=2.0 * rows * (_layer_parameters(spec) + spec.vocab_size * spec.hidden_size) + keys * _key_flops(spec),
+        bytes_read=_weight_bytes(spec, rows, itemsize) + key_bytes,
+        flops=2.0 * rows * (_layer_parameters(spec) + spec.vocab_size * spec.hidden_size) + _key_flops(keys),
     )
 
 
 def prompt_work(spec: ModelSpec, lengths: Sequence[int], itemsize: float) -> Work:
     """Prompts computed in one step, each with one token sampled. Their own keys need not leave the cache."""
     rows = sum(lengths)
-    keys = sum(_keys_seen_by_all(spec, length) for length in lengths)
+    keys: Counter[HeadShape] = Counter()
+    for length in lengths:
+        keys.update(_keys_seen_by_all(spec, length))
     head = 2.0 * len(lengths) * spec.vocab_size * spec.hidden_size
     return Work(
         bytes_read=_weight_bytes(spec, rows, itemsize),
-        flops=2.0 * rows * _layer_parameters(spec) + head + keys * _key_flops(spec),
+        flops=2.0 * rows * _layer_parameters(spec) + head + _key_flops(keys),
     )
 
 
@@ -77,11 +87,10 @@ def gathered(spec: ModelSpec, rows: int, num_scored: int, ranks: int, itemsize: 
     often, and the bytes that each rank receives."""
     if ranks == 1:
         return 0, 0.0
-    heads, hidden = spec.heads, spec.hidden_size
+    hidden = spec.hidden_size
     numbers = 0
     for layer in spec.layers:
-        wide = layer.mlp.intermediate_size * (1 if isinstance(layer.mlp, MlpSpec) else layer.mlp.top_k)
-        numbers += heads.num_heads * heads.head_dim + wide + 2 * hidden
+        numbers += sum(_query_width(mixer.heads) for mixer in layer.mixers) + mlp_width(layer) + 2 * hidden
     total = rows * (numbers + ranks * hidden) + num_scored * spec.vocab_size
     return 4 * len(spec.layers) + 2, total * itemsize * (ranks - 1) / ranks
 
@@ -89,8 +98,8 @@ def gathered(spec: ModelSpec, rows: int, num_scored: int, ranks: int, itemsize: 
 def layer_inputs(spec: ModelSpec) -> int:
     """Of the four products of a layer, one after the other."""
     layer = spec.layers[0]
-    heads = spec.heads
-    return 2 * spec.hidden_size + heads.num_heads * heads.head_dim + layer.mlp.intermediate_size
+    size = 0 if layer.mlp is None else layer.mlp.intermediate_size
+    return 2 * spec.hidden_size + sum(_query_width(mixer.heads) for mixer in layer.mixers) + size
 
 
 def _weight_bytes(spec: ModelSpec, rows: int, itemsize: float) -> float:
@@ -105,12 +114,14 @@ def _layer_parameters(spec: ModelSpec, rows: int | None = None) -> float:
 
     Rows choose experts evenly: of E experts, n rows that take k each leave out E * (1 - k / E) ** n on average.
     """
-    heads = spec.heads
-    attention = spec.hidden_size * 2 * (heads.num_heads + heads.num_kv_heads) * heads.head_dim
     total = 0.0
     for layer in spec.layers:
-        total += attention
+        for mixer in layer.mixers:
+            own_keys = 0 if layer.reads_layer is not None else _kv_width(mixer.heads)
+            total += spec.hidden_size * 2 * (_query_width(mixer.heads) + own_keys)
         moe = layer.mlp
+        if moe is None:
+            continue
         if isinstance(moe, MlpSpec):
             total += 3 * moe.intermediate_size * spec.hidden_size
             continue
@@ -121,26 +132,37 @@ def _layer_parameters(spec: ModelSpec, rows: int | None = None) -> float:
     return total
 
 
-def _keys_seen(spec: ModelSpec, contexts: Sequence[int]) -> int:
-    """By the last tokens of sequences, over all layers."""
-    windows = Counter(layer.attention.sliding_window for layer in spec.layers)
+def _query_width(heads: HeadShape) -> int:
+    return heads.num_heads * heads.head_dim
+
+
+def _kv_width(heads: HeadShape) -> int:
+    return heads.num_kv_heads * heads.head_dim
+
+
+def _attentions(spec: ModelSpec) -> Counter[tuple[HeadShape, int | None]]:
+    """How many there are, by their heads and windows."""
+    return Counter((mixer.heads, mixer.sliding_window) for layer in spec.layers for mixer in layer.mixers)
+
+
+def _keys_seen(spec: ModelSpec, contexts: Sequence[int]) -> Counter[HeadShape]:
+    """By the last tokens of sequences, over all layers with such heads."""
     lengths = Counter(contexts)
-    return sum(
-        count * times * min(context, window or context)
-        for window, count in windows.items()
-        for context, times in lengths.items()
-    )
+    seen: Counter[HeadShape] = Counter()
+    for (heads, window), count in _attentions(spec).items():
+        seen[heads] += count * sum(times * min(context, window or context) for context, times in lengths.items())
+    return seen
 
 
-def _keys_seen_by_all(spec: ModelSpec, length: int) -> int:
-    """By all tokens of a sequence, over all layers: token i sees i keys, up to the window."""
-    total = 0
-    for window, count in Counter(layer.attention.sliding_window for layer in spec.layers).items():
+def _keys_seen_by_all(spec: ModelSpec, length: int) -> Counter[HeadShape]:
+    """By all tokens of a sequence, over all layers with such heads: token i sees i keys, up to the window."""
+    seen: Counter[HeadShape] = Counter()
+    for (heads, window), count in _attentions(spec).items():
         growing = min(length, window or length)
-        total += count * (growing * (growing + 1) // 2 + (length - growing) * growing)
-    return total
+        seen[heads] += count * (growing * (growing + 1) // 2 + (length - growing) * growing)
+    return seen
 
 
-def _key_flops(spec: ModelSpec) -> float:
+def _key_flops(keys: Counter[HeadShape]) -> float:
     """Per query and key: a product with the key and one with the value, in every head."""
-    return 4.0 * spec.heads.num_heads * spec.heads.head_dim
+    return sum(4.0 * count * _query_width(heads) for heads, count in keys.items())

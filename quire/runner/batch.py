@@ -157,7 +157,10 @@ def build_batch(shape: StepShape, request_rows: RequestRows, decoder: Decoder, l
     """The tensors of a step: the scheduled requests' tokens one after the other."""
     kernels, upload = decoder.kernels, request_rows.uploader.upload
     ends, draw_owners = shape.starts + shape.counts, shape.draw_owners
-    work = kernels.attention_work(shape.counts, ends, shape.request_rows, decoder.spec.heads)
+    work = {
+        heads: kernels.attention_work(shape.counts, ends, shape.request_rows, heads)
+        for heads in decoder.spec.head_shapes
+    }
     sent = upload(
         shape.request_rows[shape.token_owners],
         shape.token_positions,
@@ -167,9 +170,10 @@ def build_batch(shape: StepShape, request_rows: RequestRows, decoder: Decoder, l
         shape.draw_indices,
         shape.request_rows[draw_owners],
         shape.draw_positions.astype(np.int32),
-        *work.values(),
+        *(values for made in work.values() for values in made.values()),
     )
-    lists = dict(zip(work, sent[8:], strict=True))
+    received = iter(sent[8:])
+    lists = {heads: dict(zip(made, received, strict=False)) for heads, made in work.items()}
     if lag is not None:
         owners, drawn_by = upload(shape.token_owners, draw_owners)
         sent[1] = sent[1] - lag[owners]
@@ -177,7 +181,8 @@ def build_batch(shape: StepShape, request_rows: RequestRows, decoder: Decoder, l
         sent[7] = sent[7] - lag[drawn_by]
         by_row = torch.zeros_like(request_rows.num_computed_tokens)
         by_row[sent[4].long()] = lag
-        kernels.shorten_attention_work_(lists, by_row)
+        for made in lists.values():
+            kernels.shorten_attention_work_(made, by_row)
     token_ids, places, paged = request_rows.inputs(
         kernels,
         sent[0],

@@ -54,13 +54,13 @@ class DecodeGraphs:
         self._rows = rows
         self._kernels = decoder.kernels
         self._uploader = Uploader(device)
-        self._heads = spec.heads
+        (self._heads,) = spec.head_shapes
         self._max_context_len = rows.token_ids.shape[1] - 1
         self._sizes = graph_sizes(most_tokens)
         self._most_work: dict[tuple[int, str], int] = {}
         """By graph (size, kind of work list): how many items its work list has room for."""
         for size, before in zip(self._sizes, [0, *self._sizes], strict=False):
-            lists = self._kernels.decode_lists(before + 1, size, self._max_context_len, spec.heads)
+            lists = self._kernels.decode_lists(before + 1, size, self._max_context_len, self._heads)
             self._most_work |= {(size, name): max(min(_MAX_WORK, most), 512) for name, most in lists.items()}
         self._to_capture = list(self._most_work)
         """Graphs not captured yet. The largest is last and captured first."""
@@ -152,7 +152,7 @@ class DecodeGraphs:
             context_lens=positions,
             table_rows=rows,
             max_context_len=self._max_context_len,
-            work={name: work},
+            work={self._heads: {name: work}},
         )
         if not has_inputs:  # kernels are compiled and not run, so these tensors were not written
             token_ids, places = torch.zeros_like(token_ids), torch.zeros_like(places)

@@ -1,55 +1,35 @@
-"""The memory behind the block pool: keys and values of every layer, on the device and on the host tier."""
+"""The memory behind the block pool: what every layer keeps, on the device and on the host tier."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from quire.kernels.ops import LayerCache
 from quire.models.spec import ModelSpec
+from quire.runner.layer_groups import LayerGroups, layer_bytes, part_bytes, state_places
 from quire.step import BlockCopy
 
 
-@dataclass(frozen=True, slots=True)
-class LayerGroups:
-    """The layers in groups of equal size: a block holds keys and values of one group, any block of any group. Layers
-    with a sliding window have groups of their own, the last ones, so that blocks before the window can be freed."""
-
-    size: int
-    members: tuple[tuple[int, ...], ...]
-    """By group, its layers; the last group with a window, and the last without, may have fewer than `size`."""
-    num_windowed: int = 0
-    window: int = 0
-    """How far back layers with a window read, in tokens."""
-
-    @classmethod
-    def of(cls, spec: ModelSpec, keys_at_once: int = 1, longest: int | None = None) -> LayerGroups:
-        """At most eight groups, of the size that leaves the fewest places empty; one group if no window is shorter than
-        the `longest` sequence. `keys_at_once` is that of the kernels: how coarsely they round a window's begin."""
-        windows = [layer.attention.sliding_window or 0 for layer in spec.layers]
-        kinds = [[i for i, window in enumerate(windows) if bool(window) is has_one] for has_one in (False, True)]
-        if not 0 < max(windows) < (longest or spec.max_position):
-            return cls(spec.num_layers, (tuple(range(spec.num_layers)),))
-        counts = {size: sum(-(-len(kind) // size) for kind in kinds) for size in range(1, spec.num_layers + 1)}
-        few = [size for size, count in counts.items() if count <= 8]
-        size = min(few, key=lambda size: (counts[size] * size, counts[size]))
-        members = (tuple(kind[at : at + size]) for kind in kinds for at in range(0, len(kind), size))
-        return cls(size, tuple(members), -(-len(kinds[1]) // size), max(windows) + keys_at_once - 1)
-
-
-def bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype, groups: LayerGroups | None = None) -> int:
-    """What `block_size` tokens take: a block of each group, with keys and values of all layers (and int8's scales)."""
-    heads, groups = spec.heads, groups or LayerGroups.of(spec)
-    per_head = heads.head_dim * dtype.itemsize + (torch.float32.itemsize if dtype == torch.int8 else 0)
-    return 2 * groups.size * len(groups.members) * heads.num_kv_heads * per_head * block_size
+def token_bytes(spec: ModelSpec, num_tokens: int, dtype: torch.dtype, groups: LayerGroups | None = None) -> int:
+    """What a block of so many tokens takes in all groups together, empty places included; states come on top."""
+    groups = groups or LayerGroups.of(spec, num_tokens, dtype)
+    return groups.block_bytes * len(groups.members)
 
 
 class KVCache:
-    """On the device [layers of a group, 2, num_blocks, kv_heads, block_size, head_dim]; on the host tier [slots,
-    layers, 2, ...], where a block is contiguous and pinned, so that it is one asynchronous copy. An int8 cache has a
-    second tensor of scales, without the last dimension.
+    """Blocks on the device, and slots for blocks on the host tier, where each is contiguous and pinned, so that it is
+    one asynchronous copy.
+
+    Where all layers keep the same, the device has [layers of a group, 2, num_blocks, kv_heads, block_size, head_dim]
+    (and int8's scales, without the last dimension): each layer's part of all blocks is in one piece, as kernels read
+    it soonest. Where they differ, it has [num_blocks, bytes], and a layer sees its part of each block with a stride: so
+    any block can hold what any group keeps, or a piece of a state.
 
     The memory is not written here: where pages are committed on first use, a large cache costs nothing until then.
     """
@@ -65,35 +45,85 @@ class KVCache:
         keys_by_dimension: bool = False,
         groups: LayerGroups | None = None,
     ) -> None:
-        """Without `groups` all layers are in one."""
-        groups = groups or LayerGroups(spec.num_layers, (tuple(range(spec.num_layers)),))
-        size, pinned = groups.size, device.type == "cuda"
-        shape = (spec.heads.num_kv_heads, block_size)
-        kinds = [((*shape, spec.heads.head_dim), dtype)] + ([(shape, torch.float32)] if dtype == torch.int8 else [])
-        self._device = [torch.empty(size, 2, num_blocks, *each, dtype=kind, device=device) for each, kind in kinds]
-        self._host = [
-            torch.empty(num_host_blocks, size, 2, *each, dtype=kind, pin_memory=pinned) for each, kind in kinds
-        ]
-        layers: dict[int, LayerCache] = {}
-        for group, own in enumerate(groups.members):
-            for place, layer in enumerate(own):
-                sides = (side for kind in self._device for side in kind[place])
-                fp8_scales = spec.cache.scales_of(layer) if dtype == torch.float8_e4m3fn else (1.0, 1.0)
-                layers[layer] = replace(LayerCache(*sides), fp8_scales=fp8_scales, group=group)
-        self.layers = [layers[layer] for layer in range(spec.num_layers)]
-        if keys_by_dimension:
-            by_dimension = (num_blocks, spec.heads.num_kv_heads, spec.heads.head_dim, block_size)
-            self.layers = [replace(layer, keys=layer.keys.view(by_dimension).mT) for layer in self.layers]
+        """Without `groups` layers are grouped only if they differ in what they keep of a token."""
+        groups = groups or LayerGroups.of(spec, block_size, dtype, longest=1)
+        pinned = device.type == "cuda"
+        self._block_size = block_size
+        self._groups = groups
+        self._device: list[Tensor] = []
+        self._host: list[Tensor] = []
+        places: dict[int, list[Tensor]] = {}
+        if groups.is_uniform:
+            size = groups.block_bytes // layer_bytes(groups.states[0], block_size)
+            for part, count in Counter(groups.states[0].per_token).items():  # keys and values are equal parts
+                shape = (part.heads, block_size, *part.shape)
+                on_device = torch.empty(size, count, num_blocks, *shape, dtype=part.dtype, device=device)
+                on_host = torch.empty(num_host_blocks, size, count, *shape, dtype=part.dtype, pin_memory=pinned)
+                self._device.append(on_device)
+                self._host.append(on_host)
+            for members in groups.members:
+                for number, place in enumerate(members):
+                    places[place] = [side for kind in self._device for side in kind[number]]
+        else:
+            self._device.append(torch.empty(num_blocks, groups.block_bytes, dtype=torch.uint8, device=device))
+            self._host.append(torch.empty(num_host_blocks, groups.block_bytes, dtype=torch.uint8, pin_memory=pinned))
+            for members, state in zip(groups.members, groups.states, strict=True):
+                at = 0
+                for place in members:
+                    places[place] = []
+                    for part in state.per_token:
+                        shape = (part.heads, block_size, *part.shape)
+                        places[place].append(self._view(at, shape, part.dtype))
+                        at += part_bytes(part, block_size)
+        self.places = places
+        """What each mixer keeps, by its number in the model: a tensor [num_blocks, heads, block_size, ...] per part."""
+        number_of = {place: group for group, members in enumerate(groups.members) for place in members}
+        self.layers: list[LayerCache] = []
+        """What each mixer reads and writes; one that has no keys of its own has those of the layer it reads."""
+        firsts: list[int] = []
+        for index, layer in enumerate(spec.layers):
+            firsts.append(len(self.layers))
+            for number in range(len(layer.mixers)):
+                place = len(self.layers)
+                if layer.reads_layer is not None:
+                    self.layers.append(self.layers[firsts[layer.reads_layer] + number])
+                    continue
+                fp8_scales = spec.cache.scales_of(index) if dtype == torch.float8_e4m3fn else (1.0, 1.0)
+                parts = dict(zip(("keys", "values", "key_scales", "value_scales"), places[place], strict=False))
+                cache = LayerCache(**parts, fp8_scales=fp8_scales, group=number_of[place])
+                if keys_by_dimension:
+                    shape = cache.keys.shape
+                    by_dimension = cache.keys.view(*shape[:2], shape[3], shape[2])
+                    cache = replace(cache, keys=by_dimension.mT)
+                self.layers.append(cache)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self._groups.members)
+
+    def state_head(self, part: int, head: int) -> tuple[int, Tensor]:
+        """Where one head of one part of a state lies: in the state's block of that number, [num_blocks, *shape]."""
+        places, _ = state_places(self._groups.carried, self._groups.block_bytes)
+        number, at = places[part][head]
+        stored = self._groups.carried[part]
+        return number, self._view(at, stored.shape, stored.dtype)
+
+    def _view(self, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The numbers that begin at one byte of every block."""
+        (blocks,) = self._device
+        numbers = blocks[:, at : at + dtype.itemsize * math.prod(shape)].view(dtype)
+        return numbers.view(len(blocks), *shape) if shape else numbers.squeeze(1)
 
     def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
         """Carries out a step's copies in their order."""
+        axis = 2 if self._groups.is_uniform else 0
         for copy in copies:
             for device, host in zip(self._device, self._host, strict=True):
-                source = host[copy.source] if copy.kind == "host_to_device" else device[:, :, copy.source]
-                target = host[copy.target] if copy.kind == "device_to_host" else device[:, :, copy.target]
+                source = host[copy.source] if copy.kind == "host_to_device" else device.select(axis, copy.source)
+                target = host[copy.target] if copy.kind == "device_to_host" else device.select(axis, copy.target)
                 target.copy_(source, non_blocking=True)
 
     def release(self) -> None:
         """Gives the memory back; the cache can't be used afterwards."""
-        self.layers = []
+        self.layers, self.places = [], {}
         self._device = self._host = []

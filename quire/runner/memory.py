@@ -9,11 +9,12 @@ import torch
 
 from quire.config import EngineConfig, Limits, format_bytes, parse_bytes
 from quire.errors import CapacityError, InvalidRequestError
-from quire.kernels.ops import LayerCache, PagedBatch
+from quire.kernels.ops import PagedBatch
 from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec
 from quire.models.weight_plan import WeightPlan
-from quire.runner.kv_cache import KVCache, LayerGroups, bytes_per_block
+from quire.runner.kv_cache import KVCache
+from quire.runner.layer_groups import LayerGroups
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class CachePlan:
     num_host_blocks: int
     block_size: int
     bytes_per_block: int
-    """What `block_size` tokens take: one block of each group of layers."""
+    """Of every block, whatever it holds, with its part of a draft model's cache."""
     groups: LayerGroups
     dtype: torch.dtype
     """Of keys and values."""
@@ -35,18 +36,21 @@ class CachePlan:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens fit, if no block is freed for lying before a sliding window."""
+        """How many tokens fit, if no block is given up; states are not counted."""
         return (self.num_blocks - 1) // len(self.groups.members) * self.block_size
 
     @property
     def nbytes(self) -> int:
-        return self.num_blocks * self.bytes_per_block // len(self.groups.members)
+        return self.num_blocks * self.bytes_per_block
+
+    @property
+    def bytes_per_token(self) -> int:
+        """In all groups together, before any is given up; states come on top."""
+        return len(self.groups.members) * self.bytes_per_block // self.block_size
 
     def blocks_at(self, num_tokens: int) -> int:
         """How many blocks a request of that length holds when it computes its next token."""
-        groups, size = self.groups, self.block_size
-        windowed = -(-min(num_tokens, groups.window + size) // size) * groups.num_windowed
-        return windowed + -(-num_tokens // size) * (len(groups.members) - groups.num_windowed)
+        return blocks_at(self.groups, num_tokens, self.block_size)
 
     def describe(self) -> str:
         """For the start-up message: what fits."""
@@ -58,9 +62,21 @@ class CachePlan:
         )
         if self.num_host_blocks:
             num_host = self.num_host_blocks // len(self.groups.members)
-            host_bytes = format_bytes(num_host * self.bytes_per_block)
+            host_bytes = format_bytes(self.num_host_blocks * self.bytes_per_block)
             text += f"; host tier of {num_host * self.block_size:,} tokens ({host_bytes})"
+        if self.groups.state is not None:
+            size = format_bytes(self.groups.state.num_blocks * self.bytes_per_block)
+            text += f"; a state of its recurrent layers takes {size}, every request has two"
         return f"{text} ({self.needs})"
+
+
+def blocks_at(groups: LayerGroups, num_tokens: int, block_size: int) -> int:
+    """How many blocks a request of that length holds, in all groups, and for its two states."""
+    count = 0 if groups.state is None else 2 * groups.state.num_blocks
+    for kept in groups.kept:
+        seen = num_tokens if kept.keeps == "all" else min(num_tokens, kept.size + (kept.keeps == "window") * block_size)
+        count += -(-seen // block_size)
+    return count
 
 
 def check_weights_fit(plan: WeightPlan, free: int) -> int:
@@ -109,9 +125,9 @@ def measure_needs(decoder: Decoder, limits: Limits, block_size: int, cache_dtype
     tokens = limits.graph_tokens
 
     def peaks() -> tuple[int, int]:
-        caches = KVCache(decoder.spec, 1, 0, block_size, cache_dtype, device).layers
-        largest = _peak_of_step(decoder, limits.max_batched_tokens, limits.max_num_seqs, caches)
-        return largest, _peak_of_step(decoder, tokens, tokens, caches) if tokens else 0
+        cache = KVCache(decoder.spec, 1, 0, block_size, cache_dtype, device)
+        largest = _peak_of_step(decoder, limits.max_batched_tokens, limits.max_num_seqs, cache)
+        return largest, _peak_of_step(decoder, tokens, tokens, cache) if tokens else 0
 
     try:
         decoder.kernels.compile_together(peaks)
@@ -126,8 +142,8 @@ def measure_needs(decoder: Decoder, limits: Limits, block_size: int, cache_dtype
     return Needs(weights=weights, activations=activations, graphs=graphs)
 
 
-def _peak_of_step(decoder: Decoder, num_tokens: int, num_scored: int, caches: list[LayerCache]) -> int:
-    """The peak of memory that a step of sequences of full length adds; its caches have a single block."""
+def _peak_of_step(decoder: Decoder, num_tokens: int, num_scored: int, cache: KVCache) -> int:
+    """The peak of memory that a step of sequences of full length adds; its cache has a single block."""
     device, spec = decoder.device, decoder.spec
     longest = min(num_tokens, decoder.max_position)
     lengths = [longest] * (num_tokens // longest) + ([num_tokens % longest] if num_tokens % longest else [])
@@ -136,7 +152,7 @@ def _peak_of_step(decoder: Decoder, num_tokens: int, num_scored: int, caches: li
     batch = PagedBatch(
         query_start=starts,
         context_lens=starts.diff(),
-        block_tables=torch.zeros(1, -(-longest // caches[0].block_size), dtype=torch.int32, device=device),
+        block_tables=torch.zeros(1, -(-longest // cache.layers[0].block_size), dtype=torch.int32, device=device),
         table_rows=torch.zeros(len(lengths), dtype=torch.int32, device=device),
         slot_mapping=torch.zeros(num_tokens, dtype=torch.int64, device=device),
         max_context_len=longest,
@@ -144,7 +160,7 @@ def _peak_of_step(decoder: Decoder, num_tokens: int, num_scored: int, caches: li
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    hidden = decoder(places % spec.vocab_size, places, (batch,), caches)
+    hidden = decoder(places % spec.vocab_size, places, (batch,) * cache.num_groups, cache.layers)
     scores = decoder.logits(hidden[:num_scored]).float()
     _ = scores.clone(), scores.exp()  # sampling with filters holds about as much at once
     torch.cuda.synchronize(device)
@@ -168,7 +184,9 @@ def plan_cache(
         raise InvalidRequestError(
             "max_model_len", f"is {config.max_model_len}, but the model was made for at most {spec.max_position}"
         )
-    block_bytes = bytes_per_block(spec, config.block_size, dtype, groups) + needs.draft_block
+    count = len(groups.members)
+    span_bytes = count * groups.block_bytes + needs.draft_block  # what a block of tokens takes in all groups
+    state_blocks = 0 if groups.state is None else 2 * groups.state.num_blocks
     wanted = limits.kv_cache_memory
     budget = int(wanted * free) if isinstance(wanted, float) else parse_bytes("kv_cache_memory", wanted)
     if budget > free:
@@ -176,24 +194,28 @@ def plan_cache(
             f"the cache does not fit: kv_cache_memory is {format_bytes(budget)}, but {format_bytes(free)} are free "
             f"({table}). Lower kv_cache_memory, or max_batched_tokens and max_num_seqs."
         )
-    affordable = budget // block_bytes - 1
+    usable = count * (budget // span_bytes - 1)
+    affordable = (usable - state_blocks) // count
     longest = config.max_model_len or spec.max_position
     needed = 1 if config.max_model_len is None else -(-longest // config.block_size)
     if affordable < needed:
+        taken = (needed + 1) * span_bytes + state_blocks * groups.block_bytes
+        states = f" and {state_blocks:,} blocks of its states" if state_blocks else ""
         raise CapacityError(
             f"one request of {needed * config.block_size:,} tokens does not fit: {needed + 1:,} blocks of "
-            f"{config.block_size} tokens x {format_bytes(block_bytes)} = {format_bytes((needed + 1) * block_bytes)}, "
+            f"{config.block_size} tokens x {format_bytes(span_bytes)}{states} = {format_bytes(taken)}, "
             f"but kv_cache_memory is {format_bytes(budget)} ({wanted} asked for, {format_bytes(free)} free: {table}). "
             "Raise kv_cache_memory or lower max_model_len."
         )
     longest = min(longest, affordable * config.block_size)
-    # More blocks than all rows need at full length would never be used.
-    useful, count = limits.max_num_seqs * -(-longest // config.block_size), len(groups.members)
+    # More blocks than all rows need at full length would never be used, but for states that are kept.
+    useful = count * limits.max_num_seqs * -(-longest // config.block_size) if groups.state is None else usable
+    host_bytes = parse_bytes("host_cache_memory", config.host_cache_memory)
     return CachePlan(
-        num_blocks=1 + count * min(affordable, useful),
-        num_host_blocks=parse_bytes("host_cache_memory", config.host_cache_memory) // block_bytes * count,
+        num_blocks=1 + min(usable, useful),
+        num_host_blocks=host_bytes // span_bytes * count,
         block_size=config.block_size,
-        bytes_per_block=block_bytes,
+        bytes_per_block=span_bytes // count,
         groups=groups,
         dtype=dtype,
         max_model_len=longest,

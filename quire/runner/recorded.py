@@ -50,7 +50,9 @@ class RecordedSteps:
     @staticmethod
     def fit(decoder: Decoder) -> bool:
         """Whether all that the decoder computes can be recorded: not a mixture of experts, which Python chooses."""
-        is_plain = all(isinstance(layer.mlp, MlpSpec) for layer in decoder.spec.layers)
+        layers = decoder.spec.layers
+        is_plain = all(isinstance(layer.mlp, MlpSpec) and layer.reads_layer is None for layer in layers)
+        is_plain = is_plain and len(decoder.spec.head_shapes) == 1
         keeps_dtype = decoder.dtype == torch.float32 or decoder.embedding.parts[0].tensors[0].dtype == decoder.dtype
         return decoder.kernels.record is not None and is_plain and keeps_dtype
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import Batches, Kernels, PagedBatch
+from quire.kernels.ops import Batches, HeadShape, Kernels, PagedBatch
 from quire.sampling.draws import Indices, effective_temperature
 from quire.sampling.upload import Uploader
 from quire.step import Admission, Step
@@ -22,13 +23,25 @@ class RequestRows:
     """
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device, num_groups: int = 1
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        group_heads: Sequence[HeadShape | None] = (None,),
+        num_state_blocks: int = 0,
     ) -> None:
+        """`group_heads`: the heads of each group of layers; None if all of the model's are the same.
+        `num_state_blocks`: of one state of its recurrent layers."""
+        num_groups = len(group_heads)
         max_blocks = -(-max_model_len // block_size)
         self.block_size = block_size
         self.token_ids = torch.zeros(max_num_seqs, max_model_len + 1, dtype=torch.int64, device=device)
         self.block_tables = torch.zeros(num_groups, max_num_seqs, max_blocks, dtype=torch.int32, device=device)
         """One table per group of layers; a `Step` lists the groups' blocks for the same tokens side by side."""
+        self.state_tables = torch.zeros(2, max_num_seqs, num_state_blocks, dtype=torch.int32, device=device)
+        """The blocks of the states at the begin of even chunks, and of odd ones."""
+        self._group_heads = tuple(group_heads)
         self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.temperatures = torch.zeros(max_num_seqs, dtype=torch.float32, device=device)
         self.num_computed_tokens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
@@ -61,16 +74,25 @@ class RequestRows:
         self.token_ids[where, at] = token_ids
 
     def inputs(
-        self, kernels: Kernels, token_rows: Tensor, positions: Tensor, **sequences: Any
+        self,
+        kernels: Kernels,
+        token_rows: Tensor,
+        positions: Tensor,
+        work: Mapping[HeadShape, Mapping[str, Tensor]] | None = None,
+        **sequences: Any,
     ) -> tuple[Tensor, Tensor, Batches]:
         """The token ids at some positions of request rows, the positions, and a `PagedBatch` for each group of layers;
-        `sequences` are its fields besides block tables and slots."""
+        `work` has the lists of attention's work for each shape of heads, `sequences` are the other fields besides block
+        tables and slots."""
         found = [
             kernels.gather_inputs(token_rows, positions, self.token_ids, tables, self.block_size)
             for tables in self.block_tables
         ]
-        batches = zip(self.block_tables, found, strict=True)
-        paged = (PagedBatch(block_tables=tables, slot_mapping=slots, **sequences) for tables, (_, _, slots) in batches)
+        batches = zip(self.block_tables, found, self._group_heads, strict=True)
+        paged = (
+            PagedBatch(block_tables=tables, slot_mapping=slots, work=_lists_for(work, heads), **sequences)
+            for tables, (_, _, slots), heads in batches
+        )
         return *found[0][:2], tuple(paged)
 
     def draw(
@@ -94,3 +116,19 @@ class RequestRows:
         self.token_ids[owner, place] = tokens
         self.temperatures[index] = temperatures
         self.seeds[index] = seeds
+        if self.state_tables.shape[2]:
+            blocks = np.array([admission.state_ids for admission in admitted], np.int32)  # [requests, 2, blocks]
+            (states,) = self.uploader.upload(blocks.reshape(-1))
+            self.state_tables[:, index] = states.view(blocks.shape).transpose(0, 1)
+
+
+def _lists_for(
+    work: Mapping[HeadShape, Mapping[str, Tensor]] | None, heads: HeadShape | None
+) -> Mapping[str, Tensor] | None:
+    """Those of one group's heads."""
+    if work is None:
+        return None
+    if heads is not None and heads in work:
+        return work[heads]
+    (only,) = work.values()  # of a model whose layers all have the same heads
+    return only

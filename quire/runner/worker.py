@@ -19,7 +19,8 @@ from quire.models.weight_plan import ModelFiles, WeightPlan, plan_weights
 from quire.runner.device import describe, free_memory, pick_cache_dtype, pick_dtype
 from quire.runner.drafting import Graphs, ModelDrafter
 from quire.runner.graphs import DecodeGraphs
-from quire.runner.kv_cache import KVCache, LayerGroups, bytes_per_block
+from quire.runner.kv_cache import KVCache, token_bytes
+from quire.runner.layer_groups import LayerGroups
 from quire.runner.memory import CachePlan, Needs, check_weights_fit, measure_needs, plan_cache
 from quire.runner.recorded import RecordedSteps
 from quire.runner.request_rows import RequestRows
@@ -60,7 +61,7 @@ def expected_plan(weights: WeightPlan, config: EngineConfig) -> CachePlan:
     limits = config.limits(weights.device.type)
     spec = weights.files.spec
     dtype = pick_cache_dtype(config.kv_cache_dtype, weights.dtype, weights.device, spec.cache)
-    groups = LayerGroups.of(spec, weights.kernels.keys_at_once, config.max_model_len)
+    groups = LayerGroups.of(spec, config.block_size, dtype, weights.kernels.keys_at_once, config.max_model_len)
     return plan_cache(spec, config, limits, dtype, free - needs.weights, needs, groups)
 
 
@@ -81,15 +82,19 @@ def start_worker(
     if draft is not None:
         needs = replace(needs, weights=needs.weights + draft.decoder.nbytes)
         if draft.has_own_cache:
-            needs = replace(needs, draft_block=bytes_per_block(draft.decoder.spec, config.block_size, cache_dtype))
+            needs = replace(needs, draft_block=token_bytes(draft.decoder.spec, config.block_size, cache_dtype))
     # A draft model uses the same block tables and may have other windows: then no block is freed by a window.
-    groups = LayerGroups.of(spec, kernels.keys_at_once, config.max_model_len if draft is None else 1)
+    longest = config.max_model_len if draft is None else 1
+    groups = LayerGroups.of(spec, config.block_size, cache_dtype, kernels.keys_at_once, longest)
     plan = plan_cache(spec, config, limits, cache_dtype, free_memory(device), needs, groups)
     plan = plan if agree is None else agree(plan)
     by_dimension = kernels.keys_by_dimension(cache_dtype, plan.block_size)
     sizes = plan.num_blocks, plan.num_host_blocks, plan.block_size
     cache = KVCache(spec, *sizes, cache_dtype, device, by_dimension, plan.groups)
-    rows = RequestRows(limits.max_num_seqs, plan.max_model_len, plan.block_size, device, len(plan.groups.members))
+    num_state_blocks = 0 if plan.groups.state is None else plan.groups.state.num_blocks
+    rows = RequestRows(
+        limits.max_num_seqs, plan.max_model_len, plan.block_size, device, plan.groups.heads, num_state_blocks
+    )
     constrainer = Constrainer(grammars, limits.max_num_seqs, spec.vocab_size, device)
     graphs = _make_graphs(decoder, config, cache, rows)
     drafter: ModelDrafter | None = None
@@ -114,7 +119,9 @@ def _make_graphs(decoder: Decoder, config: EngineConfig, cache: KVCache, rows: R
     kernels = decoder.kernels
     if config.cuda_graphs and RecordedSteps.fit(decoder):
         return RecordedSteps(decoder, cache.layers, rows)
-    if config.cuda_graphs and kernels.decode_lists(1, 1, 1, decoder.spec.heads) and kernels.sample_rows is not None:
+    shapes = decoder.spec.head_shapes  # a graph has one list of attention's work
+    can_capture = len(shapes) == 1 and kernels.decode_lists(1, 1, 1, shapes[0]) and kernels.sample_rows is not None
+    if config.cuda_graphs and can_capture:
         graphs = DecodeGraphs(decoder, cache.layers, rows, config.limits(decoder.device.type).graph_tokens)
         graphs.warm_up()
         return graphs

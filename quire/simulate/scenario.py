@@ -200,7 +200,7 @@ def _with_states(rng: random.Random, config: SchedulerConfig) -> SchedulerConfig
 
 
 def _with_parts(rng: random.Random, arrivals: list[Arrival]) -> list[Arrival]:
-    """What some callers get depends on more than tokens, from the start or on a stretch, as with adapters and images."""
+    """Some answers depend on more than tokens, from the start on or on a stretch, as with adapters and images."""
     return [replace(one, key_parts=draw_parts(rng)) for one in arrivals]
 
 

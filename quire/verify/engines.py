@@ -25,7 +25,7 @@ from quire.frontend.resolve import resolve_tokens
 from quire.models.spec import ModelSpec
 from quire.parallel.division import Division
 from quire.runner.device import free_memory, pick_cache_dtype, return_freed_memory
-from quire.runner.kv_cache import bytes_per_block
+from quire.runner.kv_cache import token_bytes
 from quire.runner.recorded import RecordedSteps
 from quire.sampling_params import SamplingParams
 from quire.step import TokenScore
@@ -165,7 +165,7 @@ class Model:
         num_blocks = -(-longest // block_size) + -(-num_tokens // block_size) + 2
         asked = self._options.get("kv_cache_dtype", "auto")
         cache_dtype = pick_cache_dtype(asked, decoder.dtype, decoder.device, self.spec.cache)
-        block_bytes = bytes_per_block(self.spec, block_size, cache_dtype)
+        block_bytes = token_bytes(self.spec, block_size, cache_dtype)
         given = {
             "max_batched_tokens": max(512, longest, max_num_seqs),
             "prefix_caching": False,
@@ -188,7 +188,9 @@ class Model:
             return "these weights have no files"
         try:
             for rank in range(size):
-                Division(self.spec, rank, size).heads()
+                division = Division(self.spec, rank, size)
+                for heads in self.spec.head_shapes:
+                    division.heads(heads)
         except InvalidRequestError as error:
             return str(error)
         if decoder.device.type == "cpu" and _num_cores() < size:

@@ -16,7 +16,7 @@ from quire.models.load import open_model
 from quire.observe.engine_metrics import EngineMetrics
 from quire.observe.step_log import LoggedEngine
 from quire.runner.device import pick_cache_dtype, pick_device
-from quire.runner.kv_cache import bytes_per_block
+from quire.runner.kv_cache import token_bytes
 from quire.runner.worker import choose_weights
 from quire.simulate.recorded import RecordedRequest
 from quire.step import StepLogEntry
@@ -52,7 +52,7 @@ def open_engine(
                 dtype = choose_weights(files, EngineConfig(**options), device).dtype
                 asked = options.get("kv_cache_dtype", "auto")
                 key_dtype = pick_cache_dtype(asked, dtype, device, files.spec.cache)
-                block = bytes_per_block(files.spec, config.block_size, key_dtype)
+                block = token_bytes(files.spec, config.block_size, key_dtype)
             finally:
                 files.checkpoint.close()
             options |= {

@@ -19,7 +19,7 @@ from quire.engine.invariants import check_invariants
 from quire.kernels.select import select_kernels
 from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec
-from quire.runner.kv_cache import bytes_per_block
+from quire.runner.kv_cache import token_bytes
 from quire.sampling_params import ResolvedTokens, SamplingParams
 from quire.step import TokenScore
 
@@ -82,7 +82,7 @@ class GpuEngine:
     ) -> None:
         """`cache_tokens` is a cache size that is as small for one model as for another."""
         if cache_tokens is not None:
-            options["kv_cache_memory"] = cache_tokens * bytes_per_block(decoder.spec, 1, decoder.dtype)
+            options["kv_cache_memory"] = cache_tokens * token_bytes(decoder.spec, 1, decoder.dtype)
         options = {"max_model_len": MAX_MODEL_LEN, "kv_cache_memory": "12GiB", **options}
         config = EngineConfig(device=str(DEVICE), **options)
         self.engine: Engine = assemble(decoder, config, name="test", eos_token_ids=(decoder.spec.vocab_size - 1,))

@@ -16,7 +16,7 @@ from quire.kernels.select import select_kernels
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from quire.models.weight_plan import QUANTIZED
-from quire.runner.kv_cache import bytes_per_block
+from quire.runner.kv_cache import token_bytes
 from tests.gpu.support import DEVICE, assert_same, decoder_of, mixed_jobs, plain_jobs, run_jobs, shape_of
 from tests.kernels.triton.support import ROW_COUNTS, assert_rows_alone, in_graph
 
@@ -192,7 +192,7 @@ def test_a_cache_of_fp8_is_exact_and_holds_twice_the_tokens(scales: tuple[float,
     assert_same(run_jobs(decoder, jobs, cuda_graphs=False, depth=1, max_num_seqs=50, **fp8), expected, everyone)
     other = run_jobs(decoder, jobs, kv_cache_dtype="model")
     assert other.tokens != expected.tokens  # another model, if a close one
-    sizes = [bytes_per_block(decoder.spec, 16, dtype) for dtype in (torch.bfloat16, torch.float8_e4m3fn)]
+    sizes = [token_bytes(decoder.spec, 16, dtype) for dtype in (torch.bfloat16, torch.float8_e4m3fn)]
     assert sizes[0] == 2 * sizes[1]
 
 

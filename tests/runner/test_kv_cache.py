@@ -7,7 +7,7 @@ import torch
 
 from quire.errors import DeviceError
 from quire.runner.device import pick_cache_dtype
-from quire.runner.kv_cache import KVCache, bytes_per_block
+from quire.runner.kv_cache import KVCache, token_bytes
 from quire.step import BlockCopy
 from tests.random_models import SPECS
 
@@ -21,7 +21,7 @@ def test_a_block_takes_what_the_plan_says_and_comes_back_from_the_host(dtype: to
     cache = KVCache(spec, blocks, 2, 8, dtype, CPU, by_dimension)
     assert all(layer.keys_by_dimension == by_dimension for layer in cache.layers)
     parts = [[part for part in (c.keys, c.values, *c.scales) if part is not None] for c in cache.layers]
-    assert sum(part.nbytes for layer in parts for part in layer) == blocks * bytes_per_block(spec, 8, dtype)
+    assert sum(part.nbytes for layer in parts for part in layer) == blocks * token_bytes(spec, 8, dtype)
     for part in (part for layer in parts for part in layer):
         part.copy_(torch.randint(-100, 100, part.shape))
     kept = [part[2].clone() for layer in parts for part in layer]

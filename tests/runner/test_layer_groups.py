@@ -10,7 +10,7 @@ import torch
 from bench.shapes import spec_of
 from quire.config import EngineConfig
 from quire.models.spec import ModelSpec
-from quire.runner.kv_cache import KVCache, LayerGroups, bytes_per_block
+from quire.runner.kv_cache import KVCache, LayerGroups, token_bytes
 from quire.runner.memory import Needs, plan_cache
 from tests.random_models import SPECS
 
@@ -53,7 +53,7 @@ def test_layers_of_a_group_have_memory_of_their_own() -> None:
     addresses = [layer.keys.data_ptr() for layer in cache.layers]
     assert addresses[0] == addresses[1] != addresses[2] == addresses[3]  # whichever group a block is of
     held = sum({layer.keys.data_ptr(): 2 * layer.keys.nbytes for layer in cache.layers}.values())
-    assert held == 5 * bytes_per_block(spec, 16, torch.float32, groups) // 2
+    assert held == 5 * token_bytes(spec, 16, torch.float32, groups) // 2
 
 
 def planned(spec: ModelSpec, memory: str, length: int = 65_536) -> tuple[int, float]:

@@ -28,7 +28,7 @@ FLOAT32_ON_GPU = (
 def compare_attention(llm: LLM, settings: ClimbSettings, clock: Clock) -> Table:
     """One layer's attention over a whole prompt."""
     decoder = llm.engine.decoder
-    heads, device = decoder.spec.heads, decoder.device
+    heads, device = decoder.spec.head_shapes[0], decoder.device
     both: tuple[Kernels, ...] = (ReferenceKernels(), decoder.kernels)
     backends = list({kernels.name: kernels for kernels in both}.values())  # the model may run on the reference
     rows: list[Row] = []
@@ -47,7 +47,7 @@ def compare_attention(llm: LLM, settings: ClimbSettings, clock: Clock) -> Table:
 
 @torch.inference_mode()
 def _measure(decoder: Decoder, ways: Mapping[str, Attend], tokens: int, repeats: int, clock: Clock) -> Iterable[Row]:
-    heads, device = decoder.spec.heads, decoder.device
+    heads, device = decoder.spec.head_shapes[0], decoder.device
     generator = torch.Generator().manual_seed(tokens)
 
     def draw(*shape: int) -> Tensor:

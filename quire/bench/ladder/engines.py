@@ -11,7 +11,7 @@ from quire.llm import LLM
 from quire.models.load import open_model
 from quire.models.weight_plan import QUANTIZED
 from quire.runner.device import pick_device, pick_dtype
-from quire.runner.kv_cache import bytes_per_block
+from quire.runner.kv_cache import token_bytes
 
 _BLOCK_SIZE = 16
 
@@ -67,7 +67,7 @@ class Engines:
                 max_model_len=self.max_model_len,
                 max_batched_tokens=max(512, max_num_seqs),
                 block_size=_BLOCK_SIZE,
-                kv_cache_memory=blocks * bytes_per_block(self.spec, _BLOCK_SIZE, self.dtype),
+                kv_cache_memory=blocks * token_bytes(self.spec, _BLOCK_SIZE, self.dtype),
                 **options,
             )
         return self._open[key]

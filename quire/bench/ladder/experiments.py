@@ -22,7 +22,7 @@ from quire.ladder.static_batching import serve_static_batches
 from quire.llm import LLM
 from quire.models.decoder import Decoder
 from quire.outputs import RequestOutput
-from quire.runner.kv_cache import bytes_per_block
+from quire.runner.kv_cache import token_bytes
 from quire.sampling_params import SamplingParams
 
 Generate = Callable[..., list[int]]
@@ -80,7 +80,7 @@ def memory_of_allocations(decoder: Decoder, settings: ClimbSettings) -> Table:
     source = random.Random(0)
     longest = settings.max_model_len
     lengths = [source.randint(longest // 16, longest) for _ in range(settings.memory_sequences)]
-    per_token = bytes_per_block(decoder.spec, 1, decoder.dtype)
+    per_token = token_bytes(decoder.spec, 1, decoder.dtype)
     used = sum(lengths) * per_token
     allocated = {"contiguous, the longest for each": ContiguousCache(decoder, len(lengths), longest).num_bytes}
     for size in (64, 16):

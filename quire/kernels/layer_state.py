@@ -1,0 +1,51 @@
+"""What a layer keeps of a sequence, as data: the cache's blocks, the memory plan and the scheduler's groups follow.
+
+A mixer (attention, or whatever else lets tokens see those before them) says which numbers it keeps for each token, how
+far back it reads them, and which it carries on as a state. Nothing else asks what kind of layer it is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import dtype
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """Numbers that a layer keeps for each token, or in each state: those of every head side by side."""
+
+    heads: int
+    shape: tuple[int, ...]
+    """Of one head's numbers; () if it is one."""
+    dtype: dtype
+
+    @property
+    def bytes_per_head(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.heads * self.bytes_per_head
+
+
+@dataclass(frozen=True, slots=True)
+class LayerState:
+    """What one layer keeps. In a block of n tokens a part lies as [heads, n, *shape]."""
+
+    per_token: tuple[StoredPart, ...]
+    keeps: Literal["all", "window", "chunk", "records"] = "all"
+    """How far back tokens are read, as in `quire.engine.config.BlockGroup`."""
+    size: int = 0
+    """Tokens of the window or chunk."""
+    num_heads: int = 0
+    """Query heads. Layers that differ in them divide their attention differently, so they have lists of work and hence
+    groups of their own."""
+    carried: tuple[StoredPart, ...] = ()
+    """The state that is carried from chunk to chunk, if it keeps records; each head's numbers are in one piece."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(part.nbytes for part in self.per_token)
