@@ -83,7 +83,8 @@ def add_norm_case(spec: ModelSpec, rows: int) -> Case:
 
 
 def heads_case(spec: ModelSpec, rows: int) -> Case:
-    num_heads, num_kv_heads, head_dim = spec.heads.num_heads, spec.heads.num_kv_heads, spec.heads.head_dim
+    heads = spec.head_shapes[0]
+    num_heads, num_kv_heads, head_dim = heads.num_heads, heads.num_kv_heads, heads.head_dim
     norm = HeadNorms(randn(head_dim), randn(head_dim), EPS) if spec.layers[0].qk_norm else None
     cos_sin, positions = randn(4096, head_dim, dtype=torch.float32), torch.arange(rows, device=DEVICE) % 4096
     size = rows * (num_heads + 2 * num_kv_heads) * head_dim * SIZE
@@ -93,7 +94,7 @@ def heads_case(spec: ModelSpec, rows: int) -> Case:
         keys, values = (randn(rows // BLOCK_SIZE + 1, num_kv_heads, BLOCK_SIZE, head_dim) for _ in range(2))
         slots = torch.randperm(rows, device=DEVICE)
         cache = LayerCache(keys, values)
-        return lambda: qkv_to_cache_(qkv, spec.heads, norm, positions, cos_sin, cache, slots)
+        return lambda: qkv_to_cache_(qkv, heads, norm, positions, cos_sin, cache, slots)
 
     return Case(make, 2 * size)
 

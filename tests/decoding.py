@@ -31,7 +31,7 @@ def load_decoder(
 def make_caches(decoder: Decoder, num_blocks: int, block_size: int = BLOCK_SIZE) -> list[LayerCache]:
     """Caches full of NaN: whoever reads a slot nobody wrote is found out."""
     spec = decoder.spec
-    shape = (num_blocks, spec.heads.num_kv_heads, block_size, spec.heads.head_dim)
+    shape = (num_blocks, spec.head_shapes[0].num_kv_heads, block_size, spec.head_shapes[0].head_dim)
     device = decoder.device
 
     def side() -> Tensor:

@@ -18,7 +18,8 @@ from quire.models.config_parts import plain_attention
 from quire.models.decoder import Decoder
 from quire.models.spec import LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from quire.observe.step_log import StepLog
-from quire.runner.kv_cache import KVCache, LayerGroups
+from quire.runner.kv_cache import KVCache
+from quire.runner.layer_groups import LayerGroups
 from quire.runner.recorded import RecordedSteps
 from quire.runner.request_rows import RequestRows
 from quire.runner.runner import Runner
@@ -30,7 +31,7 @@ _LAYER = LayerSpec(plain_attention(4, 2, 16), RopeSpec(), MlpSpec(96))
 _PLAIN = ModelSpec(
     family="llama", vocab_size=97, hidden_size=64, rms_norm_eps=1e-5, layers=(_LAYER,) * 2, max_position=2048
 )
-_WINDOW = replace(_LAYER, attention=plain_attention(4, 2, 16, window=24))
+_WINDOW = replace(_LAYER, mixer=plain_attention(4, 2, 16, window=24))
 _EXPERTS = MoeSpec(num_experts=6, top_k=2, intermediate_size=32, normalize_weights=True)
 _SPARSE = replace(_LAYER, mlp=_EXPERTS)
 _SIGMOID_EXPERTS = replace(
@@ -38,7 +39,7 @@ _SIGMOID_EXPERTS = replace(
 )
 _CAPPED = replace(
     _LAYER,
-    attention=replace(_LAYER.attention, soft_cap=2.0),
+    mixer=replace(_LAYER.mixer, soft_cap=2.0),
     mlp=MlpSpec(96, Activation.GELU_TANH),
     post_norms=True,
 )
@@ -50,12 +51,12 @@ SPECS: dict[str, ModelSpec] = {
     "mixtral": replace(_PLAIN, family="mixtral", layers=(_SPARSE,) * 2),
     "qwen2": replace(_PLAIN, family="qwen2").with_layers(qkv_bias=True),
     "qwen2_moe": replace(_PLAIN, family="qwen2_moe").with_layers(mlp=replace(_EXPERTS, shared_intermediate_size=48)),
-    "qwen3": replace(_PLAIN, family="qwen3").with_layers(qk_norm=True, attention=plain_attention(4, 2, 24)),
+    "qwen3": replace(_PLAIN, family="qwen3").with_layers(qk_norm=True, mixer=plain_attention(4, 2, 24)),
     "qwen3_moe": replace(_PLAIN, family="qwen3_moe", layers=(_LAYER, _SPARSE)).with_layers(qk_norm=True),
     "gemma2": replace(
         _PLAIN,
         family="gemma2",
-        layers=(replace(_CAPPED, attention=replace(_CAPPED.attention, sliding_window=24)), _CAPPED),
+        layers=(replace(_CAPPED, mixer=replace(_CAPPED.mixer, sliding_window=24)), _CAPPED),
         norm_offset=1.0,
         embedding_scale=8.0,
         logit_cap=10.0,
@@ -144,7 +145,8 @@ class Bench:
         recorded: bool = True,
         cache_dtype: torch.dtype | None = None,
     ) -> None:
-        groups = LayerGroups.of(decoder.spec, decoder.kernels.keys_at_once, 1024)
+        dtype = cache_dtype or decoder.dtype
+        groups = LayerGroups.of(decoder.spec, block_size, dtype, decoder.kernels.keys_at_once, 1024)
         count = len(groups.members)
         num_blocks, num_host_blocks = 1 + (num_blocks - 1) * count, num_host_blocks * count
         config = SchedulerConfig(
@@ -155,18 +157,16 @@ class Bench:
             block_size=block_size,
             num_host_blocks=num_host_blocks,
             prefix_caching=prefix_caching,
-            num_groups=count,
-            num_windowed=groups.num_windowed,
-            window=groups.window,
+            groups=groups.kept,
+            bytes_per_block=groups.block_bytes,
         )
         spec, device = decoder.spec, decoder.device
-        dtype = cache_dtype or decoder.dtype
         by_dimension = decoder.kernels.keys_by_dimension(dtype, block_size)
         cache = KVCache(spec, num_blocks, num_host_blocks, block_size, dtype, device, by_dimension, groups)
         for layer in cache.layers:  # whoever reads what nobody wrote is found out
             for side, scales in zip((layer.keys, layer.values), layer.scales, strict=True):
                 (side if scales is None else scales).fill_(float("nan"))
-        rows = RequestRows(max_num_seqs, 1024, block_size, device, count)
+        rows = RequestRows(max_num_seqs, 1024, block_size, device, groups.heads)
         graphs = RecordedSteps(decoder, cache.layers, rows) if recorded and RecordedSteps.fit(decoder) else None
         self.runner = Runner(decoder, cache, rows, graphs=graphs)
         self.log = StepLog()

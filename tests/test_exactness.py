@@ -111,7 +111,7 @@ def test_every_family_is_exact_in_every_scenario(family: str, dtype: str) -> Non
     is_whole = IS_LONG or family in OF_ALL_KINDS
     prompts, params = workload(24 if is_whole else 10, seed=len(family))
     expected = solo(decoder, prompts, params)
-    windows = [layer.attention.sliding_window for layer in decoder.spec.layers]
+    windows = [layer.mixer.sliding_window for layer in decoder.spec.layers]
     for name in SCENARIOS if is_whole else OF_EVERY_FAMILY:
         options = SCENARIOS[name]
         if "hardly" in name and any(windows):  # these need less

@@ -33,8 +33,8 @@ def widened(family: str) -> ModelSpec:
         else replace(one, mlp=replace(one.mlp, intermediate_size=256))
         for one in spec.layers
     )
-    attention = replace(layers[0].attention, heads=replace(layers[0].attention.heads, num_heads=8, head_dim=32))
-    return replace(spec, layers=tuple(replace(one, attention=attention) for one in layers))
+    attention = replace(layers[0].mixer, heads=replace(layers[0].mixer.heads, num_heads=8, head_dim=32))
+    return replace(spec, layers=tuple(replace(one, mixer=attention) for one in layers))
 
 
 def in_format(name: str, value: Tensor) -> Weight:

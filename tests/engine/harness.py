@@ -13,7 +13,8 @@ from quire.engine.request import Request, make_requests
 from quire.engine.scheduler import Guess, Scheduler
 from quire.observe.step_log import StepLog
 from quire.sampling_params import SamplingParams
-from quire.simulate.fake_runner import FakeRunner, solo_run
+from quire.simulate.fake_model import solo_run
+from quire.simulate.fake_runner import FakeRunner
 from quire.step import PromptScores, RequestUpdate, Step
 
 VOCAB = 50
@@ -101,7 +102,7 @@ class Harness:
     def solo(self, name: str) -> tuple[list[int], str]:
         request = self.requests[name]
         return solo_run(
-            request.prompt_token_ids, request.params, request.seed, self.eos, VOCAB, self.config.max_model_len
+            request.prompt_token_ids, request.params, request.seed, self.eos, VOCAB, self.config, request.key_parts
         )
 
     def check_answers(self, *names: str) -> None:

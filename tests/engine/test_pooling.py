@@ -9,7 +9,7 @@ import pytest
 from quire.engine.request import Request, make_requests
 from quire.errors import InvalidRequestError
 from quire.sampling_params import SamplingParams
-from quire.simulate.fake_runner import fake_vector, solo_states
+from quire.simulate.fake_model import fake_vector, solo_states
 from quire.step import Pooling, StepResult
 from tests.engine.harness import Harness, config
 
@@ -25,7 +25,7 @@ def add(harness: Harness, name: str, pooling: Pooling, prompt: range = PROMPT) -
 
 
 def expected(pooling: Pooling, prompt: range = PROMPT) -> bytes:
-    states = solo_states(prompt, PARAMS)
+    states = solo_states(prompt, PARAMS, config())
     return fake_vector(sum(states) if pooling == "mean" else states[-1])
 
 

@@ -23,7 +23,8 @@ from quire.engine.invariants import check_invariants
 from quire.engine.request import Request, make_requests
 from quire.engine.scheduler import Scheduler
 from quire.sampling_params import SamplingParams
-from quire.simulate.fake_runner import FakePending, FakeRunner, solo_run
+from quire.simulate.fake_model import solo_run
+from quire.simulate.fake_runner import FakePending, FakeRunner
 from quire.step import RequestUpdate, Step
 from tests.engine.naive_scheduler import NaiveRequest, NaiveScheduler
 from tests.long_runs import short_or_long
@@ -122,7 +123,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             request.caches_partial_block, request.queued_since = caches_partial, since
             self.scheduler.add(request, self.now)
             self.everyone.append(request)
-            answer, reason = solo_run(prompt, params, request.seed, EOS, VOCAB, MAX_LEN)
+            answer, reason = solo_run(prompt, params, request.seed, EOS, VOCAB, self.config)
             rank = params.priority if self.config.policy == "priority" else 0
             order = (rank, self.now if since is None else since, self.count)
             expires = float("inf") if params.deadline is None else self.now + params.deadline

@@ -8,7 +8,7 @@ from quire.engine.request import make_requests
 from quire.engine.scheduler import Scheduler
 from quire.errors import InvalidRequestError
 from quire.sampling_params import ResolvedTokens, SamplingParams
-from quire.simulate.fake_runner import solo_prompt_scores
+from quire.simulate.fake_model import solo_prompt_scores
 from quire.step import PromptScores, StepResult, TokenScore
 from tests.engine.harness import Harness, config
 
@@ -89,7 +89,7 @@ def test_a_prompt_to_be_scored_takes_no_hits_and_leaves_some_for_others() -> Non
     parts = harness.prompt_scores
     assert {name for name, _ in parts} == {"scored"}
     assert parts[0][1].start == 1
-    assert [s for _, found in parts for s in found.scores] == solo_prompt_scores(PROMPT, scored.params)
+    assert [s for _, found in parts for s in found.scores] == solo_prompt_scores(PROMPT, scored.params, config())
 
 
 def test_after_a_preemption_only_the_rest_of_a_prompt_is_scored() -> None:
@@ -121,7 +121,7 @@ def test_scores_outlive_the_answer_that_computed_them() -> None:
             assert update.request_id != "a/0"
             if update.prompt_scores is not None:
                 taken.update(enumerate(update.prompt_scores.scores, start=update.prompt_scores.start))
-    assert taken == dict(enumerate(solo_prompt_scores(PROMPT, SamplingParams()), start=1))
+    assert taken == dict(enumerate(solo_prompt_scores(PROMPT, SamplingParams(), config()), start=1))
 
 
 def test_best_of_makes_that_many_requests_that_are_scored() -> None:

@@ -6,29 +6,26 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config import SchedulerConfig
-from quire.simulate.fake_runner import solo_run, windows_of
+from quire.engine.config import BlockGroup, SchedulerConfig
 from tests.engine.harness import VOCAB, Harness, config
 
 PROMPT = [7 * i % VOCAB for i in range(40)]
-KINDS: dict[str, dict[str, int]] = {
-    "all layers": {"num_groups": 1, "num_windowed": 1, "window": 9},
-    "half of them": {"num_groups": 2, "num_windowed": 1, "window": 9},
-    "most of them": {"num_groups": 4, "num_windowed": 3, "window": 9},
+WINDOWED = BlockGroup("window", 9)
+KINDS = {
+    "all layers": (WINDOWED,),
+    "half of them": (BlockGroup(), WINDOWED),
+    "most of them": (BlockGroup(), WINDOWED, WINDOWED, WINDOWED),
 }
 
 
 def settings(kind: str, num_blocks: int = 33, **changes: Any) -> SchedulerConfig:
     groups = KINDS[kind]
-    return config(num_blocks=1 + (num_blocks - 1) * groups["num_groups"], **groups, **changes)
+    return config(num_blocks=1 + (num_blocks - 1) * len(groups), groups=groups, **changes)
 
 
 def check(engine: Harness) -> None:
     """All answers are those of requests alone."""
-    limits = VOCAB, engine.config.max_model_len, windows_of(engine.config)
-    for name, request in engine.requests.items():
-        alone = solo_run(request.prompt_token_ids, request.params, request.seed, (), *limits)
-        assert (engine.tokens[name], engine.reason(name)) == alone
+    engine.check_answers()
 
 
 def num_held(engine: Harness) -> int:
@@ -41,7 +38,7 @@ def test_a_long_answer_takes_no_more_than_its_windows(kind: str, caching: bool) 
     """Groups without one grow by a block for every four tokens; those with one keep what nine tokens lie in."""
     engine = Harness(settings(kind, 100, max_model_len=512, prefix_caching=caching))
     engine.add("a", PROMPT, max_tokens=300)
-    groups, windowed = engine.config.num_groups, engine.config.num_windowed
+    groups, windowed = engine.config.num_groups, len(engine.config.leaving_groups)
     while engine.core.has_work:
         engine.turn()
         tokens = engine.requests["a"].num_tokens
@@ -72,7 +69,7 @@ def test_a_prefix_is_found_by_the_window_at_its_end(kind: str) -> None:
     engine.turn()
     (admission,) = engine.steps[-1].admitted
     assert admission.num_cached_tokens == len(PROMPT)
-    groups, windowed = engine.config.num_groups, engine.config.num_windowed
+    groups, windowed = engine.config.num_groups, len(engine.config.leaving_groups)
     # Of a prefix of ten blocks the last two hold the eight tokens that the next one sees beside itself.
     held = [[bool(block) for block in admission.block_ids[group::groups]] for group in range(groups)]
     assert held == [[True] * 10] * (groups - windowed) + [[False] * 8 + [True] * 2] * windowed
@@ -90,7 +87,7 @@ def test_a_prefix_whose_window_is_gone_is_not_offered(kind: str) -> None:
     cache = engine.scheduler.blocks.cache
     num_known = len(cache)
     prompt_keys = engine.requests["a"].block_keys[: 10 * engine.config.num_groups]
-    groups, full = engine.config.num_groups, engine.config.num_groups - engine.config.num_windowed
+    groups, full = engine.config.num_groups, engine.config.num_groups - len(engine.config.leaving_groups)
     for place, key in enumerate(prompt_keys):  # as if the next requests had needed exactly these
         block = cache.find(key)
         if place % groups >= full and block is not None and block.ref_count == 0:
@@ -108,7 +105,7 @@ def test_a_prefix_whose_window_is_gone_is_not_offered(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("depth", [1, 3])
 def test_preempted_swapped_and_ahead(kind: str, depth: int) -> None:
-    host = 12 * KINDS[kind]["num_groups"]
+    host = 12 * len(KINDS[kind])
     engine = Harness(settings(kind, 15, num_host_blocks=host), depth=depth)
     for i in range(8):
         engine.add(f"r{i}", PROMPT[i : 20 + i], seed=i, max_tokens=30)

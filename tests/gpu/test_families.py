@@ -30,10 +30,10 @@ def gpu_spec(family: str) -> ModelSpec:
     spec = SPECS[family]
     layers = []
     for layer in spec.layers:
-        plain = plain_attention(4, 2, HEAD_DIMS.get(family, 64), layer.attention.sliding_window)
-        attention = replace(plain, soft_cap=layer.attention.soft_cap)
+        plain = plain_attention(4, 2, HEAD_DIMS.get(family, 64), layer.mixer.sliding_window)
+        attention = replace(plain, soft_cap=layer.mixer.soft_cap)
         mlp = replace(layer.mlp, intermediate_size=192) if isinstance(layer.mlp, MlpSpec) else layer.mlp
-        layers.append(replace(layer, attention=attention, mlp=mlp))
+        layers.append(replace(layer, mixer=attention, mlp=mlp))
     return replace(spec, hidden_size=128, layers=tuple(layers))
 
 

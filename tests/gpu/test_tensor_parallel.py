@@ -105,7 +105,7 @@ def test_gathers_of_nccl_in_graphs(shape: str) -> None:
     group = Group(c10d.HashStore(), 0, 1, torch.device("cuda", 0), False, 60.0)
     division = Division(spec, 0, 1)
     kernels = parallel_kernels(select_kernels(DEVICE, dtype), group, division)
-    assert kernels.decode_lists(1, 1, 1, spec.heads), "no graphs"
+    assert kernels.decode_lists(1, 1, 1, spec.head_shapes[0]), "no graphs"
     decoders = (
         Decoder(spec, select_kernels(DEVICE, dtype), dict(weights), dtype),
         Decoder(spec, kernels, DividedSource(dict(weights), division), dtype),

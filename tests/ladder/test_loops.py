@@ -77,7 +77,7 @@ def test_attention_is_shared_out_once_a_token_and_not_once_a_layer() -> None:
     seen: list[list[int]] = []
     decoder = random_decoder(SPECS["llama"], Sharing(), torch.float32)
     generate_with_kv_cache(decoder, PROMPT, 3)
-    shape = decoder.spec.heads
+    shape = decoder.spec.head_shapes[0]
     assert asked == [([7], [7], [0], shape), ([1], [8], [0], shape), ([1], [9], [0], shape)]
     assert seen == [[length] for length in (7, 8, 9) for _ in decoder.layers]
 
@@ -96,7 +96,7 @@ def test_the_key_length_grows_by_one_per_token(decoder: Decoder) -> None:
 
     generate_with_kv_cache(decoder, PROMPT, 12, on_cache=note)
     spec = decoder.spec
-    assert shapes[0] == [spec.heads.num_kv_heads, len(PROMPT), spec.heads.head_dim]
+    assert shapes[0] == [spec.head_shapes[0].num_kv_heads, len(PROMPT), spec.head_shapes[0].head_dim]
     assert all(after[1] == before[1] + 1 for before, after in pairwise(shapes))
     assert all([after[0], after[2]] == [before[0], before[2]] for before, after in pairwise(shapes))
     assert len(shapes) == 12

@@ -53,7 +53,7 @@ def test_yarn_extends_the_longest_sequence(tmp_path: Path) -> None:
 def test_an_absent_window_is_the_familys_and_null_is_none(tmp_path: Path) -> None:
     mistral = {"architectures": ["MistralForCausalLM"]}
     windows = [
-        read_config(write(tmp_path, **mistral, sliding_window=value)).layers[0].attention.sliding_window
+        read_config(write(tmp_path, **mistral, sliding_window=value)).layers[0].mixer.sliding_window
         for value in ("absent", None, 77)
     ]
     assert windows == [4096, None, 77]

@@ -51,7 +51,7 @@ def test_a_gpu_matches_them_at_the_same_bound(exported: Path) -> None:
 def test_the_exported_model_has_the_promised_sizes(exported: Path) -> None:
     spec = open_model(exported).spec
     mlp = spec.layers[0].mlp
-    sizes = (spec.num_layers, spec.heads.num_heads, spec.hidden_size, mlp.intermediate_size, spec.vocab_size)
+    sizes = (spec.num_layers, spec.head_shapes[0].num_heads, spec.hidden_size, mlp.intermediate_size, spec.vocab_size)
     assert sizes == (2, 4, 256, 1024, 16384)
 
 

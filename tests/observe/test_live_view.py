@@ -65,7 +65,7 @@ def test_blocks_and_requests_are_those_of_the_engine(seed: int) -> None:
         view.observe(entry)
         counts = view.blocks.counts()
         free = counts["free"] + counts["cached"]
-        if simulation.scheduler.config.num_windowed:
+        if simulation.scheduler.config.leaving_groups:
             # What leaves the window does so with a step's result, which the next one may not have waited for.
             assert free >= entry.step.num_free_blocks
         else:

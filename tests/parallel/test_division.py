@@ -74,7 +74,7 @@ def test_every_family_gives_the_same_bits_on_any_number_of_ranks(
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "olmo2"])
 def test_what_does_not_come_out_even(ranks: Callable[[int], Ranks], family: str) -> None:
     """Nine query and three key heads, as SmolLM2 has them: two ranks get two and one, four share one of them."""
-    spec = SPECS[family].with_layers(attention=plain_attention(9, 3, 16))
+    spec = SPECS[family].with_layers(mixer=plain_attention(9, 3, 16))
     check(ranks, spec, torch.float32, (2, 3, 4))
 
 
@@ -86,8 +86,9 @@ def test_quantised_weights_are_divided_by_rows(ranks: Callable[[int], Ranks], na
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 2, 4), (9, 3, 4), (9, 3, 2), (4, 4, 3), (6, 1, 5)])
 def test_every_head_and_row_has_one_owner(heads: int, kv_heads: int, size: int) -> None:
-    spec = SPECS["qwen2"].with_layers(attention=plain_attention(heads, kv_heads, 16))
-    shares = [Division(spec, rank, size).heads() for rank in range(size)]
+    spec = SPECS["qwen2"].with_layers(mixer=plain_attention(heads, kv_heads, 16))
+    (shape,) = spec.head_shapes
+    shares = [Division(spec, rank, size).heads(shape) for rank in range(size)]
     assert [head for one in shares for head in range(one.query.start, one.query.stop)] == list(range(heads))
     group = heads // kv_heads
     for one in shares:
@@ -104,8 +105,8 @@ def test_every_head_and_row_has_one_owner(heads: int, kv_heads: int, size: int) 
 def test_more_ranks_than_heads_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="4 query heads"):
         Division(SPECS["llama"], 0, 5)
-    uneven = SPECS["llama"].with_layers(attention=plain_attention(6, 6, 16))
-    assert Division(uneven, 5, 6).heads().shape.num_heads == 1
+    uneven = SPECS["llama"].with_layers(mixer=plain_attention(6, 6, 16))
+    assert Division(uneven, 5, 6).heads(uneven.head_shapes[0]).shape.num_heads == 1
 
 
 def test_collectives_are_few(ranks: Callable[[int], Ranks]) -> None:

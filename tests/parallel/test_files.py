@@ -122,7 +122,7 @@ def test_what_other_tools_pack_across_rows(tool: str, tmp_path: Path) -> None:
 
 
 def test_key_heads_that_several_ranks_keep(tmp_path: Path) -> None:
-    spec = SPECS["phi3"].with_layers(attention=plain_attention(8, 2, 16))  # one tensor for query, key and value
+    spec = SPECS["phi3"].with_layers(mixer=plain_attention(8, 2, 16))  # one tensor for query, key and value
     check(files_of(spec, list(huggingface_pieces(spec, ())), tmp_path), 4)
 
 

@@ -24,7 +24,7 @@ from quire.plan.forms import Form, forms_of
 from quire.plan.model import PlannedModel, described_model
 from quire.plan.report import Findings, advice
 from quire.plan.work import Rates
-from quire.runner.kv_cache import LayerGroups
+from quire.runner.layer_groups import LayerGroups
 from quire.runner.memory import Needs, plan_cache
 
 H200 = named_device("h200")
@@ -161,7 +161,13 @@ def test_what_fits_is_what_the_allocator_says() -> None:
     free = CPU.memory - form.weight_bytes
     needs = Needs(weights=form.weight_bytes)
     assert small.plan == plan_cache(
-        model.spec, config, config.limits("cpu"), torch.float32, free, needs, LayerGroups.of(model.spec)
+        model.spec,
+        config,
+        config.limits("cpu"),
+        torch.float32,
+        free,
+        needs,
+        LayerGroups.of(model.spec, config.block_size, torch.float32),
     )
     assert small.at_once == (small.plan.num_blocks - 1) // 157
 

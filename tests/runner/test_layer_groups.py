@@ -9,8 +9,10 @@ import torch
 
 from bench.shapes import spec_of
 from quire.config import EngineConfig
+from quire.engine.config import BlockGroup
 from quire.models.spec import ModelSpec
-from quire.runner.kv_cache import KVCache, LayerGroups, token_bytes
+from quire.runner.kv_cache import KVCache, token_bytes
+from quire.runner.layer_groups import LayerGroups
 from quire.runner.memory import Needs, plan_cache
 from tests.random_models import SPECS
 
@@ -25,29 +27,31 @@ from tests.random_models import SPECS
 )
 def test_groups_of_true_shapes(shape: str, size: int, full: int, windowed: int, window: int) -> None:
     spec = spec_of(shape)
-    groups = LayerGroups.of(spec)
-    assert (groups.size, len(groups.members), groups.num_windowed) == (size, full + windowed, windowed)
-    assert groups.window == window
+    groups = LayerGroups.of(spec, 16, torch.bfloat16)
+    assert max(map(len, groups.members)) == size
+    assert groups.kept == (BlockGroup(),) * full + (BlockGroup("window", window),) * windowed
+    assert groups.is_uniform
+    assert groups.block_bytes == size * token_bytes(spec, 16, torch.bfloat16) // (size * (full + windowed))
     assert sorted(layer for own in groups.members for layer in own) == list(range(spec.num_layers))
     for group, own in enumerate(groups.members):
-        kinds = {spec.layers[layer].attention.sliding_window is not None for layer in own}
+        kinds = {spec.layers[layer].mixers[0].sliding_window is not None for layer in own}
         assert kinds == {group >= full}
     if windowed:
-        assert LayerGroups.of(spec, 512).window == window + 511
+        assert LayerGroups.of(spec, 16, torch.bfloat16, 512).kept[-1].size == window + 511
 
 
 def test_one_group_where_no_window_is_ever_left() -> None:
     spec = spec_of("gpt-oss-20b")
-    assert len(LayerGroups.of(spec, 1, longest=128).members) == 1
-    assert len(LayerGroups.of(spec, 1, longest=129).members) == 2
-    plain = spec_of("qwen3-0.6b")
-    everywhere = plain.with_layers(attention=replace(plain.layers[0].attention, sliding_window=4096))
-    assert LayerGroups.of(everywhere) == LayerGroups(28, (tuple(range(28)),), 1, 4096)
+    assert len(LayerGroups.of(spec, 16, torch.bfloat16, longest=128).members) == 1
+    assert len(LayerGroups.of(spec, 16, torch.bfloat16, longest=129).members) == 2
+    everywhere = spec_of("qwen3-0.6b").with_attention(sliding_window=4096)
+    groups = LayerGroups.of(everywhere, 16, torch.bfloat16)
+    assert (groups.members, groups.kept) == ((tuple(range(28)),), (BlockGroup("window", 4096),))
 
 
 def test_layers_of_a_group_have_memory_of_their_own() -> None:
     spec = replace(SPECS["gemma3_text"], layers=SPECS["gemma3_text"].layers * 2)
-    groups = LayerGroups.of(spec)
+    groups = LayerGroups.of(spec, 16, torch.float32)
     cache = KVCache(spec, 5, 0, 16, torch.float32, torch.device("cpu"), groups=groups)
     assert [layer.group for layer in cache.layers] == [1, 0, 1, 0]
     addresses = [layer.keys.data_ptr() for layer in cache.layers]
@@ -59,14 +63,14 @@ def test_layers_of_a_group_have_memory_of_their_own() -> None:
 def planned(spec: ModelSpec, memory: str, length: int = 65_536) -> tuple[int, float]:
     """Tokens in all, and how many requests of a length run at once."""
     config = EngineConfig(device="cpu", max_model_len=length, kv_cache_memory=memory, max_num_seqs=64)
-    groups, needs = LayerGroups.of(spec, 1, length), Needs(weights=0)
+    groups, needs = LayerGroups.of(spec, 16, torch.bfloat16, 1, length), Needs(weights=0)
     plan = plan_cache(spec, config, config.limits("cpu"), torch.bfloat16, 2**40, needs, groups)
     return plan.num_tokens, (plan.num_blocks - 1) / plan.blocks_at(length)
 
 
 def test_windows_make_room_for_more_requests() -> None:
     spec = spec_of("gemma-3-4b")
-    plain = replace(spec, layers=tuple(replace(one, attention=spec.layers[5].attention) for one in spec.layers))
+    plain = replace(spec, layers=tuple(replace(one, mixer=spec.layers[5].mixer) for one in spec.layers))
     tokens, at_once = planned(spec, "64GiB")
     all_tokens, all_at_once = planned(plain, "64GiB")
     assert 0.96 * all_tokens < tokens <= all_tokens  # an empty place in 35

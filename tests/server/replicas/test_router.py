@@ -14,6 +14,7 @@ from bench.router import chat_runs
 from quire.engine import EngineCore, Request, Scheduler, SchedulerConfig
 from quire.engine.block_key import BlockKey
 from quire.engine.block_manager import BlockManager
+from quire.engine.config import BlockGroup
 from quire.observe.block_names import BlockNamer, Names, pack_names, unpack_names
 from quire.observe.cache_events import CacheEvents
 from quire.sampling_params import SamplingParams
@@ -319,6 +320,10 @@ PROMPTS = [(text,) * 4 + tuple(range(20)) for text in range(2)] + [tuple(range(2
 SALTS = ((), ("salt",))
 
 
+def group_of(window: int) -> BlockGroup:
+    return BlockGroup("window", window) if window else BlockGroup()
+
+
 class CacheMachine(RuleBasedStateMachine):
     """Blocks come into the two tiers of a cache and go in any order, so there are holes; now and then the router is
     told. It finds of every prompt what an engine would."""
@@ -327,7 +332,7 @@ class CacheMachine(RuleBasedStateMachine):
     def begin(self, window: int) -> None:
         """With one, some blocks in a row are enough."""
         self.window = window
-        config = SchedulerConfig(12, 3, 16, 64, 4, num_host_blocks=3, num_windowed=window > 0, window=window)
+        config = SchedulerConfig(12, 3, 16, 64, 4, num_host_blocks=3, groups=(group_of(window),))
         self.blocks = BlockManager(config)
         self.events = CacheEvents(self.blocks)
         self.free = [block for block in self.blocks.pool.blocks if block.block_id]
@@ -371,7 +376,7 @@ class CacheMachine(RuleBasedStateMachine):
         for number, (prompt, extra) in enumerate((prompt, extra) for prompt in PROMPTS for extra in SALTS):
             names = BlockNamer(4).names(pack_tokens((*prompt, 0)), *extra)[:5]
             found = [any(cache.find(key) is not None for cache in caches) for key in self.keys[number]]
-            kept = [self.blocks.config.first_kept(4 * count) for count in range(6)]
+            kept = [self.blocks.config.first_kept(0, 4 * count) for count in range(6)]
             wanted = max(count for count in range(6) if all(found[kept[count] : count]))
             if not self.window:
                 found = [place < wanted for place in range(5)]
@@ -390,7 +395,7 @@ def test_engines_tell_what_they_have(num_host_blocks: int, window: int) -> None:
     prompt the router finds what the engine does."""
     config = SchedulerConfig(
         num_blocks=12, max_num_seqs=3, max_batched_tokens=16, max_model_len=64, block_size=4,
-        num_host_blocks=num_host_blocks, num_windowed=window > 0, window=window,
+        num_host_blocks=num_host_blocks, groups=(group_of(window),),
     )  # fmt: skip
     scheduler = Scheduler(config)
     events = CacheEvents(scheduler.blocks)
@@ -424,7 +429,7 @@ def test_engines_tell_what_they_have(num_host_blocks: int, window: int) -> None:
 
 def test_of_a_long_conversation_a_window_is_enough() -> None:
     """All layers have one: what lies before it was given up and has gone to somebody else."""
-    config = SchedulerConfig(12, 3, 32, 64, block_size=4, num_windowed=1, window=6)
+    config = SchedulerConfig(12, 3, 32, 64, block_size=4, groups=(group_of(6),))
     scheduler = Scheduler(config)
     events = CacheEvents(scheduler.blocks)
     core = EngineCore(scheduler, FakeRunner(config, 50))
