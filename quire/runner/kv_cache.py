@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from quire.kernels.ops import LayerCache
+from quire.kernels.select import device_of
 from quire.models.spec import ModelSpec
 from quire.step import BlockCopy
 
@@ -67,13 +68,11 @@ class KVCache:
     ) -> None:
         """Without `groups` all layers are in one."""
         groups = groups or LayerGroups(spec.num_layers, (tuple(range(spec.num_layers)),))
-        size, pinned = groups.size, device.type == "cuda"
+        size, pinned = groups.size, device_of(device).pinned
         shape = (spec.heads.num_kv_heads, block_size)
         kinds = [((*shape, spec.heads.head_dim), dtype)] + ([(shape, torch.float32)] if dtype == torch.int8 else [])
         self._device = [torch.empty(size, 2, num_blocks, *each, dtype=kind, device=device) for each, kind in kinds]
-        self._host = [
-            torch.empty(num_host_blocks, size, 2, *each, dtype=kind, pin_memory=pinned) for each, kind in kinds
-        ]
+        self._host = [pinned((num_host_blocks, size, 2, *each), kind) for each, kind in kinds]
         layers: dict[int, LayerCache] = {}
         for group, own in enumerate(groups.members):
             for place, layer in enumerate(own):
