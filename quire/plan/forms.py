@@ -12,7 +12,7 @@ from quire.checkpoints.quantization_config import FP8_CACHE
 from quire.errors import DeviceError
 from quire.kernels.formats import FORMATS, PLAIN, Format
 from quire.kernels.select import pick_device, select_kernels
-from quire.kernels.triton.device import FP8_CACHE_FROM, CudaDevice
+from quire.kernels.triton.device import FP8_CACHE_FROM
 from quire.models.spec import ModelSpec
 from quire.models.weight_plan import QUANTIZED, WeightPlan, plan_weights
 from quire.plan.cards import CardKernels
@@ -47,7 +47,8 @@ class Form:
 
 def forms_of(model: PlannedModel, device: PlannedDevice, ranks: int = 1) -> Iterator[Form]:
     """The formats that the engine offers on such a device, the usual one first; on a CPU they all fit one device."""
-    place, capability = torch.device(CudaDevice.kind if device.is_gpu else "cpu"), device.capability
+    # Nothing is loaded: a planned card is a place where no memory is.
+    place, capability = torch.device("meta" if device.is_gpu else "cpu"), device.capability
     keys = torch.float8_e4m3fn if _has_fp8_cache(model, capability) else None
     names = set()
     for dtype, quantization, option in _choices(model, device):
