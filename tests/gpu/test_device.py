@@ -30,6 +30,9 @@ def test_results_are_copied_when_they_are_computed_and_not_before() -> None:
     stream = device.copy_stream()
     assert stream is not None
     tensors = [torch.zeros(1000, device=device.torch_device), torch.zeros((), device=device.torch_device)]
+    for tensor in tensors:
+        tensor.add_(0)  # its kernel is loaded, which may wait
+    torch.cuda._sleep(1)
     stream.to_host(tensors)[1].synchronize()  # pinned memory is there from now on
     device.synchronize()
     torch.cuda._sleep(_BUSY)
@@ -77,7 +80,8 @@ def test_graphs_share_a_pool_and_repeat_what_was_captured() -> None:
     def compute(size: int) -> None:
         output[:size] = inputs[:size] * 2 + 1
 
-    compute(512)  # its kernels are loaded
+    for size in (512, 16):
+        compute(size)  # its kernels are loaded
     device.synchronize()
     output.zero_()
     assert gc.isenabled()
@@ -105,11 +109,13 @@ def test_readings_of_memory() -> None:
     def compute() -> None:
         torch.empty(size, dtype=torch.uint8, device=device.torch_device)
 
-    assert device.peak_memory(compute) == size
+    peak = device.peak_memory(compute)
+    assert peak is not None
+    assert size <= peak < 2 * size  # the allocator rounds
     held = torch.empty(size, dtype=torch.uint8, device=device.torch_device)
     after = device.memory()
     assert after is not None
-    assert after.allocated - before.allocated == size
+    assert size <= after.allocated - before.allocated < 2 * size
     del held
     device.return_freed_memory()
     assert device.free_memory() > 0
