@@ -76,8 +76,9 @@ def test_a_model_that_can_not_be_divided(tiny_model: Path, monkeypatch: pytest.M
         model.num_devices = 100
         axes = {axis.name: axis.missing for axis in LoadedModel(model).axes()}
         assert "query heads" in str(axes["devices"])
-        monkeypatch.setattr(CpuDevice, "free_memory", lambda device: model.first_engine.decoder.nbytes)
-        assert "no room" in str(model.no_devices(2))
+        with monkeypatch.context() as little_memory:
+            little_memory.setattr(CpuDevice, "free_memory", lambda device: model.first_engine.decoder.nbytes)
+            assert "no room" in str(model.no_devices(2))
         monkeypatch.setattr(engines, "_num_cores", lambda: 1)
         assert "cores" in str(model.no_devices(2))
     finally:
