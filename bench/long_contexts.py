@@ -32,8 +32,8 @@ from bench.random_engine import capture_graphs, random_decoder
 from bench.shapes import CONFIGS, spec_of
 from quire.assemble import Engine, assemble
 from quire.config import EngineConfig
-from quire.kernels.select import select_kernels
-from quire.runner.device import pick_device, pick_dtype
+from quire.kernels.select import pick_device, select_kernels
+from quire.runner.dtypes import pick_dtype
 from quire.sampling_params import SamplingParams
 from quire.step import Admission, ScheduledRequest, Step
 
@@ -112,8 +112,8 @@ def prompt_seconds(engine: Engine, count: int, length: int, most: int) -> float:
 
 
 def open_engine(options: argparse.Namespace, longest: int, batch: int) -> Engine:
-    device = pick_device("auto")
-    dtype = pick_dtype("auto", device)
+    found = pick_device("auto")
+    device, dtype = found.torch_device, pick_dtype("auto", found)
     spec = replace(spec_of(options.shape), max_position=longest)
     decoder = random_decoder(spec, select_kernels(device, dtype, "auto"), dtype, device, max_position=longest)
     config = EngineConfig(device=str(device), max_model_len=longest, max_num_seqs=batch)

@@ -19,12 +19,12 @@ from quire.engine import EngineCore, Request, make_requests
 from quire.kernels.formats import FORMATS, Format
 from quire.kernels.ops import Kernels
 from quire.kernels.quantize import FP8, quantize, to_codes
-from quire.kernels.select import select_kernels
+from quire.kernels.select import pick_device, select_kernels
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec
 from quire.process.gc_pauses import full_collections_put_off
-from quire.runner.device import pick_device, pick_dtype
+from quire.runner.dtypes import pick_dtype
 from quire.sampling_params import SamplingParams
 
 MAX_MODEL_LEN = 4096
@@ -145,8 +145,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def open_machine(options: argparse.Namespace) -> Machine:
     """Measures the device while its memory is free, then fills it with an engine. Prints what there is."""
-    device = pick_device(options.device)
-    dtype = pick_dtype(options.dtype, device)
+    found = pick_device(options.device)
+    device, dtype = found.torch_device, pick_dtype(options.dtype, found)
     rates = measure_rates(device, dtype)
     config = EngineConfig(
         device=str(device),

@@ -36,9 +36,9 @@ from quire.bench.machine import report_facts
 from quire.bench.report import Row, Table, cell_text
 from quire.bench.spread import Spread
 from quire.config import EngineConfig
-from quire.kernels.select import select_kernels
+from quire.kernels.select import pick_device, select_kernels
 from quire.process.gc_pauses import full_collections_put_off
-from quire.runner.device import pick_device, pick_dtype
+from quire.runner.dtypes import pick_dtype
 from quire.speculate.adaptive import MAX_GUESSES, StepCosts
 from quire.speculate.speculator import Speculator
 from quire.step import ScheduledRequest, Step
@@ -81,7 +81,7 @@ Figures = Iterator[Figure]
 @contextmanager
 def engines(options: argparse.Namespace, *speculations: str, **more: Any) -> Iterator[dict[str, LLM]]:
     """The same model with each kind of speculation; with a `--shape`, one of random weights."""
-    device = pick_device(options.device)
+    device = pick_device(options.device).torch_device
     seqs, memory = (256, "8GiB") if device.type == "cuda" else (64, "1GiB")
     common = {
         "device": options.device,
@@ -109,8 +109,8 @@ def engines(options: argparse.Namespace, *speculations: str, **more: Any) -> Ite
 
 def _random_builder(shape: str, wanted: str) -> Callable[..., Engine]:
     """What stands for `build_engine`: all engines have the same random weights."""
-    device = pick_device(wanted)
-    dtype = pick_dtype("auto", device)
+    found = pick_device(wanted)
+    device, dtype = found.torch_device, pick_dtype("auto", found)
     kernels = select_kernels(device, dtype)
     decoder = random_decoder(spec_of(shape), kernels, dtype, device, max_position=MAX_MODEL_LEN)
 
@@ -381,7 +381,7 @@ def main() -> None:
     for name in chosen:
         if options.shape is not None and name not in _WITH_RANDOM_WEIGHTS:
             parser.error(f"{name} needs a real model: its answers are not those of random weights")
-    facts = report_facts(pick_device(options.device), "python bench/speculation.py")
+    facts = report_facts(pick_device(options.device).torch_device, "python bench/speculation.py")
     rows: list[Row] = []
     for name in chosen:
         print(f"{name}: {(TABLES[name].__doc__ or '').splitlines()[0]}", flush=True)

@@ -15,13 +15,14 @@ from quire.constrain import GrammarCompiler
 from quire.engine import EngineCore, Scheduler
 from quire.frontend.engine_info import EngineInfo, engine_info
 from quire.frontend.tokenizer import Tokenizer
+from quire.kernels.select import device_of, pick_device
 from quire.load import Share, load_model, scheduler_config
 from quire.models.decoder import Decoder
 from quire.models.load import Progress
 from quire.models.spec import ModelSpec
 from quire.observe.measure_costs import about_model
 from quire.observe.step_log import StepLog
-from quire.runner.device import pick_device, use_own_cores
+from quire.process.own_cores import use_own_cores
 from quire.runner.memory import CachePlan
 from quire.runner.runner import Runner
 from quire.runner.worker import Draft, start_worker
@@ -105,21 +106,18 @@ def assemble(
     tokenizer = Tokenizer.of_bytes() if tokenizer is None else tokenizer
     grammars = grammars or GrammarCompiler(tokenizer, decoder.spec.vocab_size, eos_token_ids)
     worker = start_worker(decoder, config, grammars, formats, draft, None if ranks is None else ranks.agree)
-    device = decoder.device
     runner = worker.runner if ranks is None else ranks.runner(worker.runner)
     has_ngrams, has_drafts = config.speculation == "ngram", draft is not None
     speculator = Speculator(decoder.spec.vocab_size, ngrams=has_ngrams, runner_drafts=has_drafts)
     path = Path(config.step_log) if config.step_log is not None else None
-    scheduling = scheduler_config(config, worker.plan, config.limits(device.type))
-    # On a GPU the host prepares a step while the device computes the last one; drafting needs its tokens first.
-    depth = 2 if device.type == "cuda" and draft is None else 1
+    scheduling = scheduler_config(config, worker.plan, config.limits(on_gpu=device_of(decoder.device).is_gpu))
     whole = decoder.spec if spec is None else spec
     about = about_model(name, config, whole, decoder, path is not None and ranks is None)
-    about |= {"depth": depth, **asdict(scheduling)}
+    about |= {"depth": worker.depth, **asdict(scheduling)}
     step_log = StepLog(path=path, listeners=(*listeners, speculator.observe), engine=about)
     num_drafts = None if config.speculation == "off" else speculator.num_drafts
     scheduler = Scheduler(scheduling, guess=speculator.guess, num_drafts=num_drafts)
-    core = EngineCore(scheduler, runner, depth=depth, on_step=step_log.append, clock=time.monotonic)
+    core = EngineCore(scheduler, runner, depth=worker.depth, on_step=step_log.append, clock=time.monotonic)
     description = f"{name}: {worker.description}" + ("" if ranks is None else f"; {ranks.description}")
     logger.info(description)
     return Engine(core, step_log, runner, decoder, whole, tokenizer, worker.plan, eos_token_ids, grammars, description)

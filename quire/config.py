@@ -123,15 +123,15 @@ class EngineConfig:
                 raise InvalidRequestError(name, f"is no engine option; there are: {', '.join(known)}")
         return cls(**options)
 
-    def limits(self, device_type: str) -> Limits:
-        """The limits for a kind of device ("cpu", "cuda"), with its defaults where none were given."""
-        default = _GPU_LIMITS if device_type == "cuda" else _CPU_LIMITS
+    def limits(self, *, on_gpu: bool) -> Limits:
+        """The limits on a GPU or a CPU, with its defaults where none were given."""
+        default = _GPU_LIMITS if on_gpu else _CPU_LIMITS
         max_num_seqs = self.max_num_seqs or default.max_num_seqs
         return Limits(
             max_num_seqs,
             self.max_batched_tokens or default.max_batched_tokens,
             default.kv_cache_memory if self.kv_cache_memory is None else self.kv_cache_memory,
-            max(max_num_seqs, 512) if device_type == "cuda" and self.cuda_graphs else 0,
+            max(max_num_seqs, 512) if on_gpu and self.cuda_graphs else 0,
         )
 
 

@@ -11,19 +11,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from quire.checkpoints.checkpoint import Checkpoint
 from quire.checkpoints.sources import ModelSource, resolve
 from quire.config import EngineConfig, Limits
 from quire.engine import SchedulerConfig
 from quire.errors import InvalidRequestError
 from quire.frontend.tokenizer import Tokenizer
+from quire.kernels.device import Device
+from quire.kernels.select import device_of
 from quire.models.decoder import Decoder, WeightSource
 from quire.models.load import Progress, load_planned, open_model
 from quire.models.spec import ModelSpec
 from quire.models.weight_plan import ModelFiles, WeightPlan, plan_weights
-from quire.runner.device import pick_dtype, return_freed_memory, wake
+from quire.process import gc_pauses
+from quire.runner.dtypes import pick_dtype
 from quire.runner.memory import CachePlan
 from quire.runner.worker import Draft, choose_weights, expected_plan
 
@@ -61,17 +62,18 @@ class LoadedModel:
 
 
 def load_model(
-    source: ModelSource, config: EngineConfig, device: torch.device, share: Share, progress: Progress | None = None
+    source: ModelSource, config: EngineConfig, device: Device, share: Share, progress: Progress | None = None
 ) -> LoadedModel:
     """Opens a model and loads this process's share of its weights; `progress` is called while they are read."""
     pick_dtype(config.dtype, device)  # a dtype that the device lacks is an error before files are opened
     with ThreadPoolExecutor(1, "device") as beside:
-        waking = beside.submit(wake, device)
+        initialising = beside.submit(device.initialise)
         files, tokenizer = _open(source)  # the tokenizer takes long and holds the interpreter's lock
     try:
-        waking.result()
+        initialising.result()
+        device.return_freed_memory()  # of engines that were here before: the plan counts what is free
         weights = _choose(files, config, device, share)
-        scheduler_config(config, expected_plan(weights, config), config.limits(device.type))
+        scheduler_config(config, expected_plan(weights, config), config.limits(on_gpu=device.is_gpu))
         decoder = load_planned(weights, config.max_model_len, progress, share.source_of(files.spec))
         draft = _load_draft(config, files.spec, weights, decoder, tokenizer, share)
     finally:
@@ -80,7 +82,7 @@ def load_model(
     return LoadedModel(files.spec, decoder, tokenizer, ends, weights.describe(), draft)
 
 
-def _choose(files: ModelFiles, config: EngineConfig, device: torch.device, share: Share) -> WeightPlan:
+def _choose(files: ModelFiles, config: EngineConfig, device: Device, share: Share) -> WeightPlan:
     return share.plan(choose_weights(share.files(files), config, device), files.spec)
 
 
@@ -88,7 +90,7 @@ def _load_draft(
     config: EngineConfig, whole: ModelSpec, weights: WeightPlan, decoder: Decoder, tokenizer: Tokenizer, share: Share
 ) -> Draft | None:
     """The decoder that makes guesses, if `speculation` wants one."""
-    device, spec = weights.device, decoder.spec
+    spec = decoder.spec
     if config.speculation == "self":
         stored = weights.files.block_formats()
         if stored and not weights.expanded():
@@ -97,7 +99,7 @@ def _load_draft(
                 f"is self, but the weights are computed with as they are stored ({', '.join(stored)}), and there are "
                 'no quicker ones to draft with: use ngram, or quantization="none"',
             )
-        plan = plan_weights(weights.files, weights.kernels, weights.dtype, device, "auto" if stored else "int4")
+        plan = plan_weights(weights.files, weights.kernels, weights.dtype, weights.device, "auto" if stored else "int4")
         drafter = load_planned(plan, config.max_model_len, wrap_source=share.source_of(whole))
         return Draft(drafter, False, f"drafts by itself in {plan.describe()}")
     if not config.speculation.startswith("draft:"):
@@ -120,7 +122,7 @@ def _load_draft(
             )
         # Its KV cache will have the dtype of the model's, so it must compute in the model's dtype.
         config = replace(config, dtype=str(decoder.dtype).removeprefix("torch."))
-        plan = _choose(files, config, device, share)
+        plan = _choose(files, config, device_of(weights.device), share)
         name = f"{source.name} drafts ({plan.describe()})"
         return Draft(load_planned(plan, decoder.max_position, wrap_source=share.source_of(files.spec)), True, name)
     finally:
@@ -139,7 +141,7 @@ def _open(source: ModelSource) -> tuple[ModelFiles, Tokenizer]:
     try:
         tokenizer = _open_tokenizer(files.checkpoint, source.path)
         files.checkpoint.metadata = {}  # a GGUF file's vocabulary as Python objects, which nobody needs any more
-        return_freed_memory()
+        gc_pauses.return_freed_memory()
         return files, tokenizer
     except BaseException:
         files.checkpoint.close()

@@ -21,6 +21,7 @@ from quire import LLM, SamplingParams
 from quire.cli.main import app
 from quire.errors import InvalidRequestError
 from quire.inspect.activations import first_bad, trace
+from quire.kernels.cpu.device import CpuDevice
 from quire.kernels.cpu.kernels import CpuKernels
 from quire.kernels.reference import ReferenceKernels
 from quire.observe.tracing import Tracing
@@ -93,7 +94,7 @@ def test_inspect_shows_settings_tensors_tokenizer_template_and_memory(folder: Pa
 
 
 def test_what_does_not_fit_is_said_and_the_rest_shown(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.runner.worker.free_memory", lambda device: 1000)
+    monkeypatch.setattr(CpuDevice, "free_memory", lambda device: 1000)
     code, shown = inspect(folder, "--device", "cpu")
     assert code == 0
     assert "the model does not fit" in shown

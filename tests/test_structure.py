@@ -7,6 +7,7 @@ that must hide an import to be loaded at all is in the wrong place.
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -48,6 +49,16 @@ MAX_FILE_LINES = 400
 
 BACKEND_NAMES = ("reference", "cpu", "triton")
 KNOWS_BACKENDS = "kernels/select.py"
+
+MAY_SAY_CUDA = (
+    KNOWS_BACKENDS,  # the table of devices
+    "kernels/triton/",  # the device itself, and kernels for it
+    "bench/",  # measures what only such a device has
+    "server/replicas/shares.py",  # compares what a user typed, in a process that must not import torch
+)
+"""Files, and folders of them, in which a line of code may name the device that torch calls cuda."""
+CUDA_OPTIONS = ("cuda_graphs",)
+"""Names that users write in their programs and settings: they stay, whatever device computes."""
 
 
 def _sources() -> dict[str, Path]:
@@ -171,6 +182,39 @@ def _is_backend_name(node: ast.expr) -> bool:
     """`….name` of anything, or a variable whose name says it holds a backend's name."""
     text = ast.unparse(node)
     return text.endswith(".name") or re.fullmatch(r"(\w+\.)*(kernels|backend)(_name)?", text) is not None
+
+
+def test_only_a_device_says_cuda() -> None:
+    """Everybody else asks the `Device`, so that another one is a device and its kernels. Text for people (help,
+    messages, docstrings) may say what a user would type."""
+    found = []
+    for name, file in SOURCES.items():
+        where = file.relative_to(PACKAGE).as_posix()
+        if not where.startswith(MAY_SAY_CUDA):
+            found += [f"{where}:{line}" for node in ast.walk(_tree(name)) for line in _lines_with_cuda(node)]
+    assert not found, "\n".join(["lines that name a kind of device instead of asking it:", *found])
+
+
+def test_the_check_for_cuda_sees_what_it_is_for() -> None:
+    lines = (
+        'device.type == "cuda"', "torch.cuda.synchronize()", "tensor.is_cuda", 'torch.device("cuda", 1)',
+        'f"cuda:{rank}"', "import torch.cuda", "from torch import cuda", "is_cuda = True", "def f(on_cuda): ...",
+        "f(on_cuda=1)", "CudaDevice(place)",
+    )  # fmt: skip
+    for line in lines:
+        assert [*itertools.chain(*map(_lines_with_cuda, ast.walk(ast.parse(line))))], line
+    for line in ("config.cuda_graphs", "f(cuda_graphs=False)", '"""cpu or cuda."""', 'fail("must be cpu or cuda")'):
+        assert not [*itertools.chain(*map(_lines_with_cuda, ast.walk(ast.parse(line))))], line
+
+
+def _lines_with_cuda(node: ast.AST) -> Iterator[int]:
+    """Where a name has cuda in it, or a string is the name of such a device and nothing else."""
+    names = [getattr(node, field, None) for field in ("id", "attr", "arg", "name", "module")]
+    found = [name for name in names if isinstance(name, str) and "cuda" in name.lower() and name not in CUDA_OPTIONS]
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        found += [node.value] if re.fullmatch(r"cuda(:\d*)?", node.value) else []
+    if found:
+        yield getattr(node, "lineno", 0)
 
 
 def test_nothing_below_the_table_of_families_asks_for_a_familys_name() -> None:

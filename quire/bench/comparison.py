@@ -26,8 +26,9 @@ from quire.bench.report import EMPTY, Bytes, Cell, Factor, Report, Row, Table
 from quire.bench.spread import Spread
 from quire.checkpoints.sources import resolve
 from quire.frontend.progress import BenchmarkBar
+from quire.kernels.select import pick_device
 from quire.models.load import open_model
-from quire.runner.device import pick_device, pick_dtype
+from quire.runner.dtypes import pick_dtype
 
 OWN = "quire"
 _REMOTE = "openai-url"
@@ -153,7 +154,7 @@ def compare_engines(
         if kind != _REMOTE
     }
     choices[OWN] = EngineChoice(OWN, setting, options)  # last: on a GPU it takes what the others leave
-    facts = report_facts(where) | {"instruction sets": instruction_sets()}
+    facts = report_facts(where.torch_device) | {"instruction sets": instruction_sets()}
     with ExitStack() as stack:
         started, starts = start_engines(choices, vocab_size, repeats, stack, limit=limit)
         engines |= started

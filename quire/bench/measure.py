@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import gc
-import re
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from quire.bench.spread import Spread
 from quire.frontend.progress import BenchmarkBar
-from quire.runner.device import return_freed_memory
+from quire.kernels.select import device_of
 
 Clock = Callable[[], float]
 _T = TypeVar("_T")
@@ -50,41 +48,18 @@ def in_turn(
 
 def warm_up(work: Callable[[], object], device: torch.device) -> None:
     """Runs `work` once, unmeasured, on a device whose kernels are compiled when they first meet a shape."""
-    if device.type == "cuda":
+    if device_of(device).is_gpu:
         work()
 
 
 def synchronize(device: torch.device) -> None:
     """Waits for the device; a CPU has nothing in flight."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    device_of(device).synchronize()
 
 
 def peak_memory(work: Callable[[], object], device: torch.device) -> int | None:
     """The most memory `work` held beyond what was held before it, in bytes; None where nothing tells."""
     gc.collect()
-    return_freed_memory()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        work()
-        synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak of resident memory
-    except OSError:
-        return None
-    start = peak_resident()
-    work()
-    end = peak_resident()
-    return None if start is None or end is None else end - start
-
-
-def peak_resident() -> int | None:
-    """The most memory this process has held; None where the system does not say."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return None
-    found = re.search(r"^VmHWM:\s*(\d+)", status, re.MULTILINE)
-    return None if found is None else int(found[1]) * 1024
+    owner = device_of(device)
+    owner.return_freed_memory()
+    return owner.peak_memory(work)

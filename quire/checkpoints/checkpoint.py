@@ -23,6 +23,7 @@ from quire.checkpoints.packed_weights import fp8_scales, int4_tensors
 from quire.checkpoints.quantization_config import FP8_CACHE, Layout
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.formats import FORMATS, Format
+from quire.kernels.select import device_of
 
 MAX_DIMENSIONS = 8
 MAX_CHUNK_ELEMENTS = 2**19
@@ -163,7 +164,7 @@ class Checkpoint:
         if target.dtype == info.format.dtype and target.device.type == "cpu" and target.is_contiguous():
             self._read_bytes(info, target)
             return
-        for chunk, stored in self.chunks(name, is_copied=True, pin_memory=target.is_cuda):
+        for chunk, stored in self.chunks(name, copied_to=target.device):
             self._check_scales(info, *stored)
             # What a chunk expands to has no name here, so it is gone before the next one comes.
             target[chunk.index].copy_(info.format.expand(*stored).view(chunk.shape))
@@ -193,22 +194,21 @@ class Checkpoint:
             if here is not piece:
                 piece.copy_(here)
 
-    def chunks(
-        self, name: str, is_copied: bool = False, pin_memory: bool = False
-    ) -> Iterator[tuple[Chunk, tuple[Tensor, ...]]]:
-        """The tensor as it is stored, in chunks of whole rows: larger ones if plain numbers are only copied from them.
-        What one chunk holds is overwritten by the next."""
+    def chunks(self, name: str, copied_to: torch.device | None = None) -> Iterator[tuple[Chunk, tuple[Tensor, ...]]]:
+        """The tensor as it is stored, in chunks of whole rows: larger ones if plain numbers are only copied from them,
+        to a device. What one chunk holds is overwritten by the next."""
         info = self._info(name)
         format, scales, total = info.format, info.scales, math.prod(info.shape)
         if info.layout is not None:
             yield from self._packed_chunks(info, info.layout)
             return
-        # Read, not mapped: every page of a mapping is a fault of its own. Pinned, so that a GPU fetches it by itself.
-        is_copied = is_copied and format.dtype is not None
-        most = _MAX_STAGED_BYTES // format.num_bytes if is_copied else MAX_CHUNK_ELEMENTS
+        place = copied_to if format.dtype is not None else None
+        most = MAX_CHUNK_ELEMENTS if place is None else _MAX_STAGED_BYTES // format.num_bytes
         most = min(total, max((most, *info.shape[-1:])))
         read_scales = scales.format.expand if scales is not None and scales.dtype in FORMATS else torch.clone
-        staged = torch.empty(info.num_bytes * most // total, dtype=torch.uint8, pin_memory=pin_memory and is_copied)
+        # Read, not mapped: every page of a mapping is a fault of its own. Pinned, so that a GPU fetches it by itself.
+        pinned = device_of(place or torch.device("cpu")).pinned
+        staged = pinned((info.num_bytes * most // total,), torch.uint8)
         for chunk in chunks_of(info.shape, most):
             part = staged[: info.num_bytes * chunk.num_elements // total]
             self._read_bytes(info, part, info.num_bytes * chunk.start // total)

@@ -133,8 +133,8 @@ def _compare(path: Path, files: ModelFiles, against: str, tolerance: float) -> N
 
 def _trace(files: ModelFiles, token_ids: list[int], config: EngineConfig) -> None:
     from quire.inspect.activations import trace
+    from quire.kernels.select import pick_device
     from quire.models.load import load_planned
-    from quire.runner.device import pick_device
     from quire.runner.worker import choose_weights
 
     decoder = load_planned(choose_weights(files, config, pick_device(config.device)))

@@ -51,7 +51,7 @@ def plan(
     planned = open_planned(model)
     device = this_device() if gpu is None else named_device(gpu)
     load = Load(input_tokens, output_tokens, rate, ttft)
-    engines = _num_engines(gpus, tensor_parallel_size, device.kind)
+    engines = _num_engines(gpus, tensor_parallel_size, device.is_gpu)
     found = [estimate(planned, device, form, load) for form in forms_of(planned, device, tensor_parallel_size)]
     fitting = next((one for one in found if one.fits), None)
     serving = serve(planned, device, fitting, load, engines) if fitting is not None and rate is not None else None
@@ -64,9 +64,9 @@ def plan(
         raise typer.Exit(1)
 
 
-def _num_engines(gpus: int | None, ranks: int, kind: str) -> int:
+def _num_engines(gpus: int | None, ranks: int, on_gpu: bool) -> int:
     """How many times the whole model is there."""
-    if ranks > 1 and kind == "cpu":
+    if ranks > 1 and not on_gpu:
         raise InvalidRequestError("--tensor-parallel-size", "is planned for GPUs: on a CPU, ranks share its cores")
     count = ranks if gpus is None else gpus
     if count % ranks:

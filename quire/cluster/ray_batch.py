@@ -66,7 +66,7 @@ def _answer_on_ray(
     num_gpus = _gpus_needed(job)
     engine = job.engine if num_gpus else {**job.engine, "device": "cpu"}
     config = replace(server_config(job), engine=dict(engine), replicas=1)
-    at_once = 2 * EngineConfig.of(engine).limits("cuda" if num_gpus else "cpu").max_num_seqs
+    at_once = 2 * EngineConfig.of(engine).limits(on_gpu=bool(num_gpus)).max_num_seqs
     if job.concurrency is not None:
         at_once = max(1, job.concurrency // job.replicas)
     num_rows = min(_ROWS_AT_ONCE, at_once)

@@ -14,11 +14,12 @@ from quire.config import EngineConfig, format_bytes
 from quire.errors import QuireError
 from quire.frontend.tokenizer import Tokenizer
 from quire.kernels.ops import MoeSpec
+from quire.kernels.select import pick_device
 from quire.load import open_tokenizer
 from quire.models.load import open_model
 from quire.models.spec import ModelSpec
 from quire.models.weight_plan import ModelFiles
-from quire.runner.device import free_memory, pick_cache_dtype, pick_device
+from quire.runner.dtypes import pick_cache_dtype
 from quire.runner.kv_cache import token_bytes
 from quire.runner.worker import choose_weights, expected_plan
 
@@ -131,7 +132,7 @@ def _tokenizer_facts(tokenizer: Tokenizer) -> dict[str, Any]:
 def _memory(files: ModelFiles, config: EngineConfig) -> dict[str, Any]:
     """What loading it here would take, and what would be left for the cache; or why it can't be."""
     device = pick_device(config.device)
-    facts: dict[str, Any] = {"device": str(device), "free": format_bytes(free_memory(device))}
+    facts: dict[str, Any] = {"device": str(device), "free": format_bytes(device.free_memory())}
     try:
         weights = choose_weights(files, config, device)
         facts["weights"] = f"{format_bytes(weights.nbytes)} ({weights.describe()})"

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from quire.errors import EngineError
+from quire.kernels.device import Device
 
 ADDRESS = "127.0.0.1"
 
@@ -29,14 +30,14 @@ class GroupError(EngineError):
 class Group:
     """One rank's way to the others. Every rank must make the same calls in the same order."""
 
-    def __init__(self, store: c10d.Store, rank: int, size: int, device: torch.device, shared: bool, seconds: float):
+    def __init__(self, store: c10d.Store, rank: int, size: int, device: Device, shared: bool, seconds: float):
         """`shared`: several ranks compute on the same GPU, which NCCL refuses, so what they gather goes through the
         host's memory. No gather takes longer than `seconds`."""
         self.rank = rank
         self.size = size
         self.seconds = seconds
-        self._device = device
-        self._is_nccl = device.type == "cuda" and not shared
+        self._place = device.torch_device
+        self._is_nccl = device.collectives == "nccl" and not shared
         self.name = "NCCL" if self._is_nccl else "gloo"
         self._backend = _nccl(store, rank, size, seconds) if self._is_nccl else _gloo(store, rank, size, seconds)
         self.gathered_bytes = 0
@@ -44,7 +45,7 @@ class Group:
         self.num_gathers = 0
 
     @classmethod
-    def meet(cls, folder: Path, rank: int, size: int, device: torch.device, shared: bool, seconds: float) -> Group:
+    def meet(cls, folder: Path, rank: int, size: int, device: Device, shared: bool, seconds: float) -> Group:
         """Waits for all ranks to come to a folder."""
         store = c10d.FileStore(str(folder / "ranks"), size)
         store.set_timeout(timedelta(seconds=seconds))
@@ -52,7 +53,7 @@ class Group:
 
     @property
     def can_capture(self) -> bool:
-        """Whether gathers may be part of a CUDA graph."""
+        """Whether gathers may be part of a graph."""
         return self._is_nccl
 
     @property
@@ -67,7 +68,7 @@ class Group:
             return result
         self.num_gathers += 1
         self.gathered_bytes += own.nbytes * (self.size - 1)
-        is_moved = own.is_cuda and not self._is_nccl
+        is_moved = own.device.type != "cpu" and not self._is_nccl
         # As bytes: a gather changes nothing about them, and not every backend knows every kind of number.
         source = _bytes(own.cpu() if is_moved else own.contiguous())
         target = torch.empty(result.shape, dtype=own.dtype) if is_moved else result
@@ -81,7 +82,7 @@ class Group:
 
     def lowest(self, numbers: Sequence[int]) -> list[int]:
         """Each of some numbers as small as the smallest of any rank."""
-        own = torch.tensor(numbers, device=self._device)
+        own = torch.tensor(numbers, device=self._place)
         lowest: list[int] = self.all_gather(own).amin(0).tolist()
         return lowest
 

@@ -71,8 +71,7 @@ def _work(task: Task, inbox: Inbox, connection: socket.socket) -> None:
     size = task.config.tensor_parallel_size
     device, is_shared = rank_device(task.config.device, task.rank, size)
     torch.set_num_threads(task.num_threads)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device.make_current()
     config = rank_config(task.config, device, is_shared)
     group = Group.meet(Path(task.folder), task.rank, size, device, is_shared, task.start_seconds)
     share = RankShare(group)
@@ -80,7 +79,7 @@ def _work(task: Task, inbox: Inbox, connection: socket.socket) -> None:
     grammars = GrammarCompiler(loaded.tokenizer, loaded.spec.vocab_size, loaded.eos_token_ids)
     worker = start_worker(loaded.decoder, config, grammars, draft=loaded.draft, agree=share.agree)
     group.seconds = task.step_seconds
-    _compute(worker.runner, 2 if device.type == "cuda" and loaded.draft is None else 1, inbox, connection)
+    _compute(worker.runner, worker.depth, inbox, connection)
 
 
 def _compute(runner: Runner, depth: int, inbox: Inbox, connection: socket.socket) -> None:

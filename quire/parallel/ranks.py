@@ -52,8 +52,7 @@ class Ranks:
         # Also where nobody closes the engine: nothing is left behind when this process ends.
         self._finalizer = weakref.finalize(self, _end, self._processes, self._resources)
         try:
-            if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)
+            self.device.make_current()
             torch.set_num_threads(threads)
             self._processes.wait_until_up(_MEET_SECONDS)
             self._group = Group.meet(folder, 0, size, self.device, is_shared, _MEET_SECONDS)
@@ -61,7 +60,7 @@ class Ranks:
             raise self.fail(error) from error
         self._group.seconds = START_SECONDS
         self.share = RankShare(self._group)
-        where = f"{size} GPUs" if self.device.type == "cuda" and not is_shared else f"one {self.device.type}"
+        where = f"{size} GPUs" if self.device.is_gpu and not is_shared else f"one {self.device.kind}"
         self.description = f"this is rank 0 of {size} on {where}, which gather with {self._group.name}"
 
     def agree(self, plan: CachePlan) -> CachePlan:

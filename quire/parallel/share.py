@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-import torch
-
 from quire.config import EngineConfig, parse_bytes
 from quire.errors import DeviceError
+from quire.kernels.device import Device
+from quire.kernels.select import device_class, pick_device
 from quire.load import Share
 from quire.models.decoder import WeightSource
 from quire.models.spec import ModelSpec
@@ -18,7 +18,6 @@ from quire.parallel.division import Division
 from quire.parallel.files import divide_files
 from quire.parallel.group import Group
 from quire.parallel.kernels import DividedSource, parallel_kernels
-from quire.runner.device import pick_device
 from quire.runner.memory import CachePlan
 
 
@@ -46,27 +45,28 @@ class RankShare(Share):
         return Division(whole, self._group.rank, self._group.size)
 
 
-def rank_device(name: str, rank: int, size: int) -> tuple[torch.device, bool]:
+def rank_device(name: str, rank: int, size: int) -> tuple[Device, bool]:
     """Where a rank computes, and whether it shares a GPU with the others (as a test may want it to)."""
-    num_gpus = torch.cuda.device_count()
-    if name == "cpu" or (name == "auto" and not num_gpus):
-        return torch.device("cpu"), False
     if ":" in name:
         return pick_device(name), True
+    kind = device_class(name)
+    if not kind.is_gpu:
+        return pick_device(kind.kind), False
+    num_gpus = kind.count()
     if num_gpus < size:
         raise DeviceError(
             f"tensor_parallel_size is {size}, but torch sees {num_gpus} GPUs here. Use fewer ranks, or --device cpu, "
             "where ranks share the cores."
         )
-    return torch.device("cuda", rank), False
+    return pick_device(f"{kind.kind}:{rank}"), False
 
 
-def rank_config(config: EngineConfig, device: torch.device, is_shared: bool) -> EngineConfig:
+def rank_config(config: EngineConfig, device: Device, is_shared: bool) -> EngineConfig:
     """The engine's options as one rank must see them: with its part of the memory."""
     size = config.tensor_parallel_size
-    wanted = config.limits(device.type).kv_cache_memory
+    wanted = config.limits(on_gpu=device.is_gpu).kv_cache_memory
     if isinstance(wanted, float):
-        wanted = wanted / size if is_shared or device.type == "cpu" else wanted
+        wanted = wanted / size if is_shared or not device.is_gpu else wanted
     else:
         wanted = parse_bytes("kv_cache_memory", wanted) // size
     host = parse_bytes("host_cache_memory", config.host_cache_memory) // size

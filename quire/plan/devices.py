@@ -12,11 +12,10 @@ import torch
 from quire.errors import InvalidRequestError
 from quire.kernels.formats import Format
 from quire.kernels.quantize import INT8, Q4_0, quantize
-from quire.kernels.select import select_kernels
+from quire.kernels.select import pick_device, select_kernels
 from quire.kernels.weights import Weight
 from quire.models.weight_plan import QUANTIZED
 from quire.plan.work import Rates
-from quire.runner.device import free_memory, pick_device
 
 _READ_SHARE, _MULTIPLY_SHARE = 4.5 / 4.8, 790 / 989
 """What an H200 was measured to reach of its data sheet: taken for cards that nobody has measured."""
@@ -70,12 +69,10 @@ NVLINK, PCIE = Link("NVLink", 450e9, 5e-6), Link("PCIe 4.0", 25e9, 10e-6)
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
-    """One device."""
+class PlannedDevice:
+    """One device, as the estimates see it; `quire.kernels.device.Device` is one that is there."""
 
     name: str
-    kind: str
-    """cuda or cpu."""
     memory: int
     """Bytes that weights, activations and cache can take."""
     rates: Rates | None
@@ -86,6 +83,10 @@ class Device:
     link: Link = PCIE
     capability: tuple[int, int] | None = None
     """Of a GPU, as CUDA counts them: which formats there are kernels for."""
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.capability is not None
 
     @property
     def is_measured(self) -> bool:
@@ -123,34 +124,34 @@ _SHEETS: dict[str, tuple[str, float, float, float, Link, tuple[int, int]]] = {
 compute capability."""
 
 
-def named_device(name: str) -> Device:
+def named_device(name: str) -> PlannedDevice:
     """A card by its short name."""
     key = name.lower().replace(" ", "").replace("-", "")
     if key == "h200":
         memory = int(139.8 * 2**30) - _RESERVED
         rates = Rates(4.5e12, 790e12)
-        return Device("NVIDIA H200", "cuda", memory, rates, H200_SHARES, "measured", NVLINK, _HOPPER)
+        return PlannedDevice("NVIDIA H200", memory, rates, H200_SHARES, "measured", NVLINK, _HOPPER)
     if key not in _SHEETS:
         raise InvalidRequestError("--gpu", f"must be one of h200, {', '.join(_SHEETS)}, not {name!r}")
     title, size, read, multiply, link, capability = _SHEETS[key]
     rates = Rates(read * _READ_SHARE, multiply * _MULTIPLY_SHARE)
     origin = "data sheet, with the shares that were measured on an H200"
-    return Device(title, "cuda", int(size) - _RESERVED, rates, H200_SHARES, origin, link, capability)
+    return PlannedDevice(title, int(size) - _RESERVED, rates, H200_SHARES, origin, link, capability)
 
 
-def this_device(name: str = "auto") -> Device:
+def this_device(name: str = "auto") -> PlannedDevice:
     """The device an engine would take here."""
     device = pick_device(name)
-    if device.type == "cuda":
-        title = torch.cuda.get_device_name(device)
+    if device.is_gpu:
+        title = device.name
         for short in ("h200", *_SHEETS):
             if short.removeprefix("rtx") in title.lower().replace(" ", ""):
                 known = named_device(short)
                 origin = f"free memory now; {known.origin}"
-                return replace(known, name=title, memory=free_memory(device), origin=origin)
+                return replace(known, name=title, memory=device.free_memory(), origin=origin)
         raise InvalidRequestError("--gpu", f"{title} is not known here: name one that is like it, such as --gpu a100")
     name = f"this CPU ({torch.get_num_threads()} threads)"
-    return Device(name, "cpu", free_memory(device), None, Shares(), "our matrix products, measured just now")
+    return PlannedDevice(name, device.free_memory(), None, Shares(), "our matrix products, measured just now")
 
 
 @cache

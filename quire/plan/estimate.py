@@ -10,7 +10,7 @@ from quire.config import EngineConfig, format_bytes
 from quire.errors import CapacityError, InvalidRequestError
 from quire.models.spec import ModelSpec
 from quire.parallel.division import Division
-from quire.plan.devices import Device
+from quire.plan.devices import PlannedDevice
 from quire.plan.forms import Form
 from quire.plan.model import PlannedModel
 from quire.plan.work import Work, decode_work, gathered, layer_inputs, mlp_width, prompt_work
@@ -52,7 +52,7 @@ class Estimate:
     """What the steps of answers wait for."""
 
 
-def estimate(model: PlannedModel, device: Device, form: Form, load: Load) -> Estimate:
+def estimate(model: PlannedModel, device: PlannedDevice, form: Form, load: Load) -> Estimate:
     """One form, in an engine with the usual limits and sequences as long as the load's."""
     spec = Division(model.spec, 0, form.ranks).local_spec  # of the rank that has most
     length = load.input_tokens + load.output_tokens
@@ -60,13 +60,13 @@ def estimate(model: PlannedModel, device: Device, form: Form, load: Load) -> Est
         message = f"input and output are {length:,} tokens, but the model was made for {spec.max_position:,}"
         raise InvalidRequestError("--input", message)
     config = EngineConfig(max_model_len=length)
-    limits = config.limits(device.kind)
+    limits = config.limits(on_gpu=device.is_gpu)
     weights = -(-form.weight_bytes // form.ranks)
     free = device.memory - weights
     if free <= 0:
         return Estimate(form, False, f"weights of {format_bytes(weights)} in {format_bytes(device.memory)}")
     needs = Needs(weights=weights)
-    if device.kind == "cuda":
+    if device.is_gpu:
         item = form.dtype.itemsize
         activations = _activations(spec, limits.max_batched_tokens, limits.max_num_seqs, item)
         graphs = _activations(spec, limits.graph_tokens, limits.graph_tokens, item)
@@ -103,7 +103,7 @@ def _activations(spec: ModelSpec, num_tokens: int, num_scored: int, itemsize: in
 class StepTimes:
     """How long steps take."""
 
-    def __init__(self, spec: ModelSpec, device: Device, form: Form) -> None:
+    def __init__(self, spec: ModelSpec, device: PlannedDevice, form: Form) -> None:
         self._spec, self._device, self._form = spec, device, form
         self._itemsize = form.itemsize(spec)
         self._rates = device.rates_for(form.format, form.dtype)
@@ -147,7 +147,7 @@ class StepTimes:
         return times * link.latency + received / link.bandwidth
 
 
-def workload_seconds(model: PlannedModel, device: Device, form: Form, jobs: Sequence[tuple[int, int]]) -> float:
+def workload_seconds(model: PlannedModel, device: PlannedDevice, form: Form, jobs: Sequence[tuple[int, int]]) -> float:
     """Requests of (prompt, answer) tokens, all at once: prompts first, then one token each a step."""
     times = StepTimes(model.spec, device, form)
     total = times.prompt(*[prompt for prompt, _ in jobs])
@@ -173,7 +173,7 @@ class Serving:
     """Requests a second it could take."""
 
 
-def serve(model: PlannedModel, device: Device, found: Estimate, load: Load, num_devices: int) -> Serving:
+def serve(model: PlannedModel, device: PlannedDevice, found: Estimate, load: Load, num_devices: int) -> Serving:
     """With the rate spread over the devices, each with the whole model (or groups of them, each of which has it)."""
     assert load.rate is not None
     times = StepTimes(model.spec, device, found.form)

@@ -11,13 +11,14 @@ import torch
 from quire.checkpoints.quantization_config import FP8_CACHE
 from quire.errors import DeviceError
 from quire.kernels.formats import FORMATS, PLAIN, Format
-from quire.kernels.select import select_kernels
+from quire.kernels.select import pick_device, select_kernels
+from quire.kernels.triton.device import FP8_CACHE_FROM
 from quire.models.spec import ModelSpec
 from quire.models.weight_plan import QUANTIZED, WeightPlan, plan_weights
 from quire.plan.cards import CardKernels
-from quire.plan.devices import Device
+from quire.plan.devices import PlannedDevice
 from quire.plan.model import PlannedModel
-from quire.runner.device import FP8_CACHE_FROM, pick_dtype
+from quire.runner.dtypes import pick_dtype
 
 _ON_A_CARD = ("fp8", "int8", "int4")
 _ON_A_CPU = ("int8", "int4")
@@ -44,9 +45,10 @@ class Form:
         return self.weight_bytes / spec.num_parameters
 
 
-def forms_of(model: PlannedModel, device: Device, ranks: int = 1) -> Iterator[Form]:
+def forms_of(model: PlannedModel, device: PlannedDevice, ranks: int = 1) -> Iterator[Form]:
     """The formats that the engine offers on such a device, the usual one first; on a CPU they all fit one device."""
-    place, capability = torch.device(device.kind), device.capability
+    # Nothing is loaded: a planned card is a place where no memory is.
+    place, capability = torch.device("meta" if device.is_gpu else "cpu"), device.capability
     keys = torch.float8_e4m3fn if _has_fp8_cache(model, capability) else None
     names = set()
     for dtype, quantization, option in _choices(model, device):
@@ -61,11 +63,11 @@ def forms_of(model: PlannedModel, device: Device, ranks: int = 1) -> Iterator[Fo
             yield Form(name, option, plan.nbytes, _main_format(plan), dtype, keys or dtype, kernels.keys_at_once, ranks)
 
 
-def _choices(model: PlannedModel, device: Device) -> Iterator[tuple[torch.dtype, str, str]]:
+def _choices(model: PlannedModel, device: PlannedDevice) -> Iterator[tuple[torch.dtype, str, str]]:
     """What can be asked for: a dtype, a quantization, and in words."""
     is_card, is_quantized = device.capability is not None, model.is_quantized
     usual, quick = (
-        torch.bfloat16 if is_card else pick_dtype("auto", torch.device("cpu"), quantized)
+        torch.bfloat16 if is_card else pick_dtype("auto", pick_device("cpu"), quantized)
         for quantized in (is_quantized, True)
     )
     yield usual, "auto", "quantization=auto" if is_quantized else "dtype=auto"

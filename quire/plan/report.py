@@ -11,7 +11,7 @@ from rich.table import Table
 
 from quire.config import format_bytes
 from quire.errors import InvalidRequestError
-from quire.plan.devices import Device
+from quire.plan.devices import PlannedDevice
 from quire.plan.estimate import Estimate, Load, Serving, estimate
 from quire.plan.forms import Form, forms_of
 from quire.plan.model import PlannedModel
@@ -24,7 +24,7 @@ class Findings(NamedTuple):
     """What was asked, and what was found."""
 
     model: PlannedModel
-    device: Device
+    device: PlannedDevice
     num_engines: int
     """Each of which has the whole model, on one device or divided among several."""
     load: Load
@@ -60,7 +60,7 @@ def print_plan(findings: Findings) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
 
-def _division(device: Device, num_engines: int, ranks: int) -> str:
+def _division(device: PlannedDevice, num_engines: int, ranks: int) -> str:
     if ranks == 1:
         return ""
     repeats = f", {num_engines} times" if num_engines > 1 else ""
@@ -150,13 +150,13 @@ def _what_would_fit(findings: Findings) -> str:
     ranks = smallest.form.ranks
     what = f"{format_bytes(smallest.form.weight_bytes)}" + (f" on {ranks} devices" if ranks > 1 else "")
     text = f"It does not fit: the smallest form takes {what} and one device has {format_bytes(device.memory)}. "
-    for more in _MORE_RANKS if device.kind == "cuda" else ():
+    for more in _MORE_RANKS if device.is_gpu else ():
         if more > ranks and _fits(model, device, load, more):
             return f"{text}Divided among {more} it would: --tensor-parallel-size {more}."
     return text + "Take a smaller model, a larger device, or on a CPU int8 or int4."
 
 
-def _fits(model: PlannedModel, device: Device, load: Load, ranks: int) -> bool:
+def _fits(model: PlannedModel, device: PlannedDevice, load: Load, ranks: int) -> bool:
     try:
         return any(estimate(model, device, form, load).fits for form in forms_of(model, device, ranks))
     except InvalidRequestError:  # it has fewer heads

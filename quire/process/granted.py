@@ -1,15 +1,27 @@
-"""What the operating system, or a container's control groups, grant this process: memory, and time on cores."""
+"""What the operating system, or a container's control groups, grant this process and have given it: memory, and time on
+cores."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 from pathlib import Path
 
 
 def available_memory() -> int:
     """Bytes that can be had now."""
     return min(_system_available(), _cgroup_available())
+
+
+def peak_resident() -> int | None:
+    """The most memory this process has held; None where the system does not say."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    found = re.search(r"^VmHWM:\s*(\d+)", status, re.MULTILINE)
+    return None if found is None else int(found[1]) * 1024
 
 
 def granted_cores(root: Path) -> int:

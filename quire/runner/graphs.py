@@ -1,4 +1,4 @@
-"""Steps of few tokens as CUDA graphs: one launch for a whole step, from the request rows to the sampled tokens.
+"""Steps of few tokens as graphs: one launch for a whole step, from the request rows to the sampled tokens.
 
 A graph treats every token as a decode of its own, also a guess or a token of a prompt. It has fixed memory and a fixed
 number of rows. So there are graphs of a series of sizes; a step takes the smallest one that is large enough, and the
@@ -10,15 +10,17 @@ that the last step lacked; then the rest. A capture takes tens of milliseconds, 
 
 from __future__ import annotations
 
-import gc
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.kernels.device import GraphPool
 from quire.kernels.ops import LayerCache
 from quire.models.decoder import Decoder
 from quire.runner.batch import StepShape
@@ -43,11 +45,13 @@ class DecodeOutput:
 
 
 class DecodeGraphs:
-    """Captures and replays the CUDA graphs."""
+    """Captures the graphs and replays them."""
 
     takes_prompts = True
 
-    def __init__(self, decoder: Decoder, caches: list[LayerCache], rows: RequestRows, most_tokens: int) -> None:
+    def __init__(
+        self, decoder: Decoder, caches: list[LayerCache], rows: RequestRows, most_tokens: int, pool: GraphPool
+    ) -> None:
         spec, device = decoder.spec, rows.token_ids.device
         self._decoder = decoder
         self._caches = caches
@@ -67,12 +71,11 @@ class DecodeGraphs:
         self._wanted = self._to_capture[-1]
         """The graph that the last step lacked: captured next."""
         self._largest = largest = -(-self._sizes[-1] // 16) * 16  # each part of the inputs begins at a multiple of 16
-        self._graphs: dict[tuple[int, str], torch.cuda.CUDAGraph] = {}
+        self._replays: dict[tuple[int, str], Callable[[], None]] = {}
         self._inputs = torch.zeros(3 * largest + 8 * (1 + _MAX_WORK), dtype=torch.int32, device=device)
         self._sampled = torch.zeros(2, largest, dtype=torch.int64, device=device)
         self._logits = torch.zeros(largest, spec.vocab_size, dtype=decoder.dtype, device=device)
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = pool
 
     def run(self, shape: StepShape, lag: Tensor | None = None) -> DecodeOutput | None:
         """Computes a step of decodes, whose positions are `lag` less than `shape` says, if there is a graph for it. The
@@ -83,8 +86,8 @@ class DecodeGraphs:
         lists = self._kernels.attention_work(shape.counts, shape.starts + 1, shape.request_rows, self._heads)
         ((name, work),) = lists.items()
         kind = self._sizes[bisect_left(self._sizes, count)], name
-        graph = self._graphs.get(kind)
-        if graph is None or len(work) > 1 + self._most_work[kind]:
+        replay = self._replays.get(kind)
+        if replay is None or len(work) > 1 + self._most_work[kind]:
             self._wanted = kind
             return None
         self._uploader.upload_into(
@@ -102,7 +105,7 @@ class DecodeGraphs:
             by_row[places[0].long()] = lag
             listed = self._inputs[3 * self._largest :].view(-1, 8)[: len(work)]
             self._kernels.shorten_attention_work_({name: listed}, by_row)
-        graph.replay()
+        replay()
         return DecodeOutput(self._sampled[:, :count].clone(), self._logits[:count])
 
     @torch.inference_mode()
@@ -125,21 +128,9 @@ class DecodeGraphs:
         """Captures one of the missing graphs, if any, while the device goes on computing."""
         if not self._to_capture:
             return
-        is_wanted = bool(self._graphs) and self._wanted in self._to_capture
+        is_wanted = bool(self._replays) and self._wanted in self._to_capture
         size, name = self._to_capture.pop(self._to_capture.index(self._wanted) if is_wanted else -1)
-        graph = torch.cuda.CUDAGraph()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        gc_was_on = gc.isenabled()
-        gc.disable()  # a garbage collection during the capture would record its freeing of memory in the graph
-        try:
-            with torch.cuda.stream(self._stream):
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                self._compute(size, name)
-                graph.capture_end()
-        finally:
-            if gc_was_on:
-                gc.enable()
-        self._graphs[size, name] = graph
+        self._replays[size, name] = self._pool.capture(partial(self._compute, size, name))
 
     def _compute(self, size: int, name: str, has_inputs: bool = True) -> None:
         rows, positions, next_positions = self._inputs[: 3 * self._largest].view(3, -1)[:, :size].unbind()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.ops import LayerCache
+from quire.kernels.select import device_of
 from quire.models.spec import ModelSpec
 from quire.runner.layer_groups import LayerGroups, layer_bytes, part_bytes, state_places
 from quire.step import BlockCopy
@@ -47,7 +48,7 @@ class KVCache:
     ) -> None:
         """Without `groups` layers are grouped only if they differ in what they keep of a token."""
         groups = groups or LayerGroups.of(spec, block_size, dtype, longest=1)
-        pinned = device.type == "cuda"
+        pinned = device_of(device).pinned
         self._block_size = block_size
         self._groups = groups
         self._device: list[Tensor] = []
@@ -58,7 +59,7 @@ class KVCache:
             for part, count in Counter(groups.states[0].per_token).items():  # keys and values are equal parts
                 shape = (part.heads, block_size, *part.shape)
                 on_device = torch.empty(size, count, num_blocks, *shape, dtype=part.dtype, device=device)
-                on_host = torch.empty(num_host_blocks, size, count, *shape, dtype=part.dtype, pin_memory=pinned)
+                on_host = pinned((num_host_blocks, size, count, *shape), part.dtype)
                 self._device.append(on_device)
                 self._host.append(on_host)
             for members in groups.members:
@@ -66,7 +67,7 @@ class KVCache:
                     places[place] = [side for kind in self._device for side in kind[number]]
         else:
             self._device.append(torch.empty(num_blocks, groups.block_bytes, dtype=torch.uint8, device=device))
-            self._host.append(torch.empty(num_host_blocks, groups.block_bytes, dtype=torch.uint8, pin_memory=pinned))
+            self._host.append(pinned((num_host_blocks, groups.block_bytes), torch.uint8))
             for members, state in zip(groups.members, groups.states, strict=True):
                 at = 0
                 for place in members:

@@ -10,6 +10,7 @@ import torch
 from quire.config import EngineConfig, Limits, format_bytes, parse_bytes
 from quire.errors import CapacityError, InvalidRequestError
 from quire.kernels.ops import PagedBatch
+from quire.kernels.select import device_of
 from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec
 from quire.models.weight_plan import WeightPlan
@@ -119,13 +120,13 @@ class Needs:
 def measure_needs(decoder: Decoder, limits: Limits, block_size: int, cache_dtype: torch.dtype) -> Needs:
     """Computes the largest possible step on a GPU and reads the peak of memory; this also compiles the kernels, with
     keys and values of `cache_dtype`."""
-    weights, device = decoder.nbytes, decoder.device
-    if device.type != "cuda":
+    weights, device = decoder.nbytes, device_of(decoder.device)
+    if not device.is_gpu:
         return Needs(weights=weights)
     tokens = limits.graph_tokens
 
     def peaks() -> tuple[int, int]:
-        cache = KVCache(decoder.spec, 1, 0, block_size, cache_dtype, device)
+        cache = KVCache(decoder.spec, 1, 0, block_size, cache_dtype, decoder.device)
         largest = _peak_of_step(decoder, limits.max_batched_tokens, limits.max_num_seqs, cache)
         return largest, _peak_of_step(decoder, tokens, tokens, cache) if tokens else 0
 
@@ -133,12 +134,12 @@ def measure_needs(decoder: Decoder, limits: Limits, block_size: int, cache_dtype
         decoder.kernels.compile_together(peaks)
         activations, graphs = peaks()
     except torch.OutOfMemoryError as error:
-        free = torch.cuda.mem_get_info(device)[0]
+        free = device.free_memory()
         raise CapacityError(
             f"a step of {limits.max_batched_tokens:,} tokens does not fit: weights {format_bytes(weights)}, "
             f"{format_bytes(free)} left. Lower max_batched_tokens or max_num_seqs."
         ) from error
-    torch.cuda.empty_cache()
+    device.return_freed_memory()
     return Needs(weights=weights, activations=activations, graphs=graphs)
 
 
@@ -157,14 +158,13 @@ def _peak_of_step(decoder: Decoder, num_tokens: int, num_scored: int, cache: KVC
         slot_mapping=torch.zeros(num_tokens, dtype=torch.int64, device=device),
         max_context_len=longest,
     )
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    hidden = decoder(places % spec.vocab_size, places, (batch,) * cache.num_groups, cache.layers)
-    scores = decoder.logits(hidden[:num_scored]).float()
-    _ = scores.clone(), scores.exp()  # sampling with filters holds about as much at once
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
+
+    def compute() -> None:
+        hidden = decoder(places % spec.vocab_size, places, (batch,) * cache.num_groups, cache.layers)
+        scores = decoder.logits(hidden[:num_scored]).float()
+        _ = scores.clone(), scores.exp()  # sampling with filters holds about as much at once
+
+    return device_of(device).peak_memory(compute) or 0
 
 
 def plan_cache(

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from quire.constrain.masks import Constrainer
 from quire.constrain.step_grammars import StepGrammars
+from quire.kernels.select import device_of
 from quire.models.decoder import Decoder
 from quire.runner.batch import StepShape, build_batch, lag_of, note_accepted, write_guesses
-from quire.runner.device import return_freed_memory
 from quire.runner.drafting import ModelDrafter
 from quire.runner.graphs import DecodeGraphs, DecodeOutput
 from quire.runner.kv_cache import KVCache
@@ -65,9 +65,8 @@ class Runner:
         self._logprobs = Logprobs(device)
         self._pooling = PoolingRows(device)
         self._grammars = StepGrammars(constrainer)
-        self._copy_stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._device = device_of(device)
+        self._copy_stream = self._device.copy_stream()
         self._graphs = graphs
         self._drafter = drafter
         self._rejects = rejects
@@ -98,7 +97,7 @@ class Runner:
         self._decoder.release()
         self._kv_cache.release()
         self._grammars.close()
-        return_freed_memory()
+        self._device.return_freed_memory()
 
     def _apply(self, step: Step) -> None:
         """Brings the device state up to date: copied blocks, finished and admitted requests, new blocks."""

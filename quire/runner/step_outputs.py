@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from quire.constrain.masks import Advanced
+from quire.kernels.device import CopyStream, Event
 from quire.sampling.logprobs import PromptPart, ScoredDraws, read_scores
 from quire.sampling.sampler import NOT_NUMBERS, SampledTokens
 from quire.step import PromptScores, ScheduledRequest, StepResult, TokenScore
@@ -135,25 +135,18 @@ class StepOutputs:
 class PendingStep:
     """A submitted step: its results are copied to the host in the background, and read when `result` is called."""
 
-    def __init__(self, outputs: StepOutputs, stream: torch.cuda.Stream | None) -> None:
+    def __init__(self, outputs: StepOutputs, stream: CopyStream | None) -> None:
         """Copies the tensors to the host on a `stream` of its own, so that the next step need not wait for the copy.
         None on a CPU, where they are read at once."""
         self._outputs: StepOutputs | None = outputs
         """Keeps the device tensors alive while they are copied."""
         self._result: StepResult | None = None
         self._host = outputs.tensors
-        self._arrived: torch.cuda.Event | None = None
+        self._arrived: Event | None = None
         if stream is None:
             self.result()  # the next step may compute in the same memory
         else:
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                self._host = [
-                    torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-                    for tensor in outputs.tensors
-                ]
-                self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                self._arrived.record()
+            self._host, self._arrived = stream.to_host(outputs.tensors)
 
     @property
     def is_read(self) -> bool:

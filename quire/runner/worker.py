@@ -13,11 +13,12 @@ import torch
 from quire.config import EngineConfig, format_bytes
 from quire.constrain import GrammarCompiler
 from quire.constrain.masks import Constrainer
-from quire.kernels.select import select_kernels
+from quire.kernels.device import Device
+from quire.kernels.select import device_of, select_kernels
 from quire.models.decoder import Decoder
 from quire.models.weight_plan import ModelFiles, WeightPlan, plan_weights
-from quire.runner.device import describe, free_memory, pick_cache_dtype, pick_dtype
 from quire.runner.drafting import Graphs, ModelDrafter
+from quire.runner.dtypes import pick_cache_dtype, pick_dtype
 from quire.runner.graphs import DecodeGraphs
 from quire.runner.kv_cache import KVCache, token_bytes
 from quire.runner.layer_groups import LayerGroups
@@ -33,6 +34,9 @@ class Worker:
 
     runner: Runner
     plan: CachePlan
+    depth: int
+    """How many steps should be in flight: on a GPU the host prepares one while the device computes the last; drafting
+    needs its tokens first."""
     description: str
     """What was loaded, where, and what fits: for the start-up message."""
 
@@ -47,20 +51,21 @@ class Draft:
     description: str
 
 
-def choose_weights(files: ModelFiles, config: EngineConfig, device: torch.device) -> WeightPlan:
+def choose_weights(files: ModelFiles, config: EngineConfig, device: Device) -> WeightPlan:
     """The kernels for a model, its number format, and the formats its weights are kept in."""
     dtype = pick_dtype(config.dtype, device, files.are_quantized(config.quantization))
-    kernels = select_kernels(device, dtype, config.kernels)
-    return plan_weights(files, kernels, dtype, device, config.quantization)
+    kernels = select_kernels(device.torch_device, dtype, config.kernels)
+    return plan_weights(files, kernels, dtype, device.torch_device, config.quantization)
 
 
 def expected_plan(weights: WeightPlan, config: EngineConfig) -> CachePlan:
     """An estimate before the weights are read, to raise errors early; the real plan is made when they are loaded."""
-    free = free_memory(weights.device)
+    device = device_of(weights.device)
+    free = device.free_memory()
     needs = Needs(weights=check_weights_fit(weights, free))
-    limits = config.limits(weights.device.type)
+    limits = config.limits(on_gpu=device.is_gpu)
     spec = weights.files.spec
-    dtype = pick_cache_dtype(config.kv_cache_dtype, weights.dtype, weights.device, spec.cache)
+    dtype = pick_cache_dtype(config.kv_cache_dtype, weights.dtype, device, spec.cache)
     groups = LayerGroups.of(spec, config.block_size, dtype, weights.kernels.keys_at_once, config.max_model_len)
     return plan_cache(spec, config, limits, dtype, free - needs.weights, needs, groups)
 
@@ -75,8 +80,9 @@ def start_worker(
 ) -> Worker:
     """A worker around a decoder whose weights are loaded; memory that is left becomes the cache. `formats` names the
     weights' formats for the start-up message. With tensor parallelism, `agree` returns the plan that fits all ranks."""
-    spec, dtype, device, kernels = decoder.spec, decoder.dtype, decoder.device, decoder.kernels
-    limits = config.limits(device.type)
+    spec, dtype, place, kernels = decoder.spec, decoder.dtype, decoder.device, decoder.kernels
+    device = device_of(place)
+    limits = config.limits(on_gpu=device.is_gpu)
     cache_dtype = pick_cache_dtype(config.kv_cache_dtype, dtype, device, spec.cache)
     needs = measure_needs(decoder, limits, config.block_size, cache_dtype)
     if draft is not None:
@@ -86,20 +92,20 @@ def start_worker(
     # A draft model uses the same block tables and may have other windows: then no block is freed by a window.
     longest = config.max_model_len if draft is None else 1
     groups = LayerGroups.of(spec, config.block_size, cache_dtype, kernels.keys_at_once, longest)
-    plan = plan_cache(spec, config, limits, cache_dtype, free_memory(device), needs, groups)
+    plan = plan_cache(spec, config, limits, cache_dtype, device.free_memory(), needs, groups)
     plan = plan if agree is None else agree(plan)
     by_dimension = kernels.keys_by_dimension(cache_dtype, plan.block_size)
     sizes = plan.num_blocks, plan.num_host_blocks, plan.block_size
-    cache = KVCache(spec, *sizes, cache_dtype, device, by_dimension, plan.groups)
+    cache = KVCache(spec, *sizes, cache_dtype, place, by_dimension, plan.groups)
     num_state_blocks = 0 if plan.groups.state is None else plan.groups.state.num_blocks
     rows = RequestRows(
-        limits.max_num_seqs, plan.max_model_len, plan.block_size, device, plan.groups.heads, num_state_blocks
+        limits.max_num_seqs, plan.max_model_len, plan.block_size, place, plan.groups.heads, num_state_blocks
     )
-    constrainer = Constrainer(grammars, limits.max_num_seqs, spec.vocab_size, device)
+    constrainer = Constrainer(grammars, limits.max_num_seqs, spec.vocab_size, place)
     graphs = _make_graphs(decoder, config, cache, rows)
     drafter: ModelDrafter | None = None
     if draft is not None:
-        own = KVCache(draft.decoder.spec, *sizes, cache_dtype, device) if draft.has_own_cache else cache
+        own = KVCache(draft.decoder.spec, *sizes, cache_dtype, place) if draft.has_own_cache else cache
         own_graphs = _make_graphs(draft.decoder, config, own, rows)
         drafter = ModelDrafter(draft.decoder, own, draft.has_own_cache, rows, own_graphs)
     rejects = config.acceptance == "rejection"
@@ -107,12 +113,15 @@ def start_worker(
     weights = f"{format_bytes(needs.weights)}: {formats}" if formats else format_bytes(needs.weights)
     description = (
         f"{spec.family}, {decoder.num_parameters / 1e6:,.0f}M parameters ({weights}) "
-        f"on {describe(device, dtype)}, {kernels.name} kernels; {plan.describe()}"
+        f"on {device.name}, {str(dtype).removeprefix('torch.')}, {kernels.name} kernels; {plan.describe()}"
     )
     if spec.cache.scales:
         use = "with" if cache_dtype == torch.float8_e4m3fn else "without"
         description += f"; {use} the checkpoint's scales for FP8 keys and values"
-    return Worker(runner, plan, f"{description}; {draft.description}" if draft is not None else description)
+    if draft is not None:
+        description += f"; {draft.description}"
+    depth = 2 if device.is_gpu and draft is None else 1
+    return Worker(runner, plan, depth, description)
 
 
 def _make_graphs(decoder: Decoder, config: EngineConfig, cache: KVCache, rows: RequestRows) -> Graphs | None:
@@ -120,9 +129,12 @@ def _make_graphs(decoder: Decoder, config: EngineConfig, cache: KVCache, rows: R
     if config.cuda_graphs and RecordedSteps.fit(decoder):
         return RecordedSteps(decoder, cache.layers, rows)
     shapes = decoder.spec.head_shapes  # a graph has one list of attention's work
-    can_capture = len(shapes) == 1 and kernels.decode_lists(1, 1, 1, shapes[0]) and kernels.sample_rows is not None
-    if config.cuda_graphs and can_capture:
-        graphs = DecodeGraphs(decoder, cache.layers, rows, config.limits(decoder.device.type).graph_tokens)
+    has_lists = len(shapes) == 1 and bool(kernels.decode_lists(1, 1, 1, shapes[0]))
+    can_decode = has_lists and kernels.sample_rows is not None
+    device = device_of(decoder.device)
+    if config.cuda_graphs and can_decode and (pool := device.graph_pool()) is not None:
+        most_tokens = config.limits(on_gpu=device.is_gpu).graph_tokens
+        graphs = DecodeGraphs(decoder, cache.layers, rows, most_tokens, pool)
         graphs.warm_up()
         return graphs
     return None

@@ -38,7 +38,7 @@ class LogitsProcessors(Feature):
                 failures[row] = f"a logits processor failed: {error!r}"
                 continue
             is_bad = failures[row] = ~(scores < float("inf")).all()
-            if logits.device.type == "cuda":
+            if logits.device.type != "cpu":
                 scores = torch.where(is_bad, logits[row], scores)
             elif is_bad:  # on a CPU the value is there, and reading it is cheaper
                 continue

@@ -15,6 +15,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.kernels.device import Device
+from quire.kernels.select import device_of
+
 Array = npt.NDArray[Any]
 
 _ALIGNMENT = 16
@@ -28,16 +31,18 @@ class Uploader:
     so that nothing ever waits. Used by one thread."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._place = device
+        self._device = device_of(device)
+        self._is_here = not self._device.is_gpu
         self._buffers: deque[_PinnedBuffer] = deque()
         """The least recently used one is first."""
 
     def upload(self, *arrays: Array) -> list[Tensor]:
         """The arrays as tensors on the device. On the CPU they may share the arrays' memory."""
-        if self._device.type != "cuda":
+        if self._is_here:
             return [_as_tensor(values) for values in arrays]
         begins = _begins(arrays)
-        sent = torch.empty(begins[-1], dtype=torch.uint8, device=self._device)
+        sent = torch.empty(begins[-1], dtype=torch.uint8, device=self._place)
         self._copy(arrays, begins, sent)
         views: dict[np.dtype[Any], Tensor] = {}
         tensors = []
@@ -63,21 +68,21 @@ class Uploader:
 
     def _take_buffer(self, size: int) -> _PinnedBuffer:
         if size > _LARGEST:
-            return _PinnedBuffer(size)
+            return _PinnedBuffer(size, self._device)
         buffer = None
-        if self._buffers and self._buffers[0].copied.query():  # type: ignore[no-untyped-call]
+        if self._buffers and self._buffers[0].copied.query():
             buffer = self._buffers.popleft()
         if buffer is None or len(buffer.memory) < size:
-            buffer = _PinnedBuffer(max(1 << (size - 1).bit_length(), _SMALLEST))
+            buffer = _PinnedBuffer(max(1 << (size - 1).bit_length(), _SMALLEST), self._device)
         self._buffers.append(buffer)
         return buffer
 
 
 class _PinnedBuffer:
-    def __init__(self, size: int) -> None:
-        self.memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    def __init__(self, size: int, device: Device) -> None:
+        self.memory = device.pinned((size,), torch.uint8)
         self.array: npt.NDArray[np.uint8] = self.memory.numpy()
-        self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.copied = device.event()
 
 
 def _begins(arrays: Sequence[Array]) -> list[int]:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from quire.kernels.select import device_of
+
 _PAUSE = 1.0
 """Seconds between two looks: asking a driver takes a while."""
 
@@ -15,7 +17,7 @@ class EngineMemory:
     """Looks from time to time. Names are those of `quire_..._bytes` gauges."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device = device_of(device)
         self._next = 0.0
         self.last: dict[str, int] = {}
         """What was found the last time."""
@@ -26,11 +28,10 @@ class EngineMemory:
             return {}
         self._next = now + _PAUSE
         found = {"engine_resident_memory": _resident()}
-        if self._device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self._device)
-            found["gpu_memory_used"] = total - free
-            found["gpu_memory_total"] = total
-            found["gpu_memory_allocated"] = torch.cuda.memory_allocated(self._device)
+        if (memory := self._device.memory()) is not None:
+            found["gpu_memory_used"] = memory.total - memory.free
+            found["gpu_memory_total"] = memory.total
+            found["gpu_memory_allocated"] = memory.allocated
         self.last = found
         return found
 

@@ -33,6 +33,7 @@ from quire.checkpoints.sources import resolve
 from quire.config import EngineConfig
 from quire.errors import EngineError, QuireError
 from quire.frontend.progress import ModelBars
+from quire.kernels.select import pick_device
 from quire.models.load import Progress
 from quire.observe.cache_events import CacheEvents, window_of
 from quire.observe.explain import explain_request
@@ -40,7 +41,6 @@ from quire.observe.explain_outside import add_grammar
 from quire.observe.request_records import describe_request
 from quire.observe.step_log import StepSummary, describe_steps, summarize
 from quire.process.gc_pauses import IdleCollector, full_collections_put_off
-from quire.runner.device import pick_device
 from quire.server import messages
 from quire.server.engine_memory import EngineMemory
 from quire.server.engine_requests import EngineRequests
@@ -228,7 +228,7 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
     """The engine's options with this server's own defaults: while a prompt is computed, every running answer waits for
     its next token, so a step computes fewer tokens here than where only throughput counts."""
     config = EngineConfig(**options)
-    if config.max_batched_tokens is None and pick_device(config.device).type == "cuda":
+    if config.max_batched_tokens is None and pick_device(config.device).is_gpu:
         return replace(config, max_batched_tokens=_MAX_BATCHED_TOKENS)
     return config
 

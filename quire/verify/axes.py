@@ -15,7 +15,7 @@ from functools import partial
 from quire.sampling_params import SamplingParams
 from quire.verify.answers import Answer, Pair
 from quire.verify.cases import Case, draw_cases, structured_is_there
-from quire.verify.engines import Model, forget, run_alone, run_cases
+from quire.verify.engines import Model, run_alone, run_cases
 from quire.verify.subject import Answers, Axis, Comparison, Sizes, pairs_of
 
 _NUM_SEEDS = 8
@@ -54,8 +54,8 @@ class LoadedModel:
         return _reference(self._model, cases)
 
     def tidy(self) -> None:
-        if self._model.first_engine.decoder.device.type == "cuda":
-            forget()  # caches lie there whether they are used or not
+        if self._model.device.is_gpu:
+            self._model.forget()  # caches lie there whether they are used or not
 
 
 _NO_GRAMMARS = "no request with a grammar: llguidance is not installed (pip install 'quire[structured]')"
@@ -127,7 +127,7 @@ def _rows(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
 
 
 def _block_sizes(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
-    sizes = (32,) if model.first_engine.decoder.device.type == "cuda" else (1, 64)
+    sizes = (32,) if model.device.is_gpu else (1, 64)
     pairs = []
     for size in sizes:
         engine = model.engine(cases, max_num_seqs=_num_rows(cases), block_size=size)
@@ -178,13 +178,12 @@ def _without_graphs(model: Model, cases: Sequence[Case], alone: Answers) -> Comp
     return Comparison(pairs_of(alone, run_cases(engine, cases).answers), "without them")
 
 
-def _no_cuda(model: Model) -> str | None:
-    device = model.first_engine.decoder.device
-    return None if device.type == "cuda" else "there are CUDA graphs on a GPU only"
+def _no_graphs(model: Model) -> str | None:
+    return None if model.device.is_gpu else "there are CUDA graphs on a GPU only"
 
 
 def _recorded(model: Model) -> str | None:
-    if model.first_engine.decoder.device.type == "cuda":
+    if model.device.is_gpu:
         return "a GPU has CUDA graphs instead"
     return None if model.has_recordings else "this model's steps can't be recorded"
 
@@ -268,7 +267,7 @@ _AXES: tuple[tuple[str, str, _Compare, Callable[[Model], str | None], float], ..
     ("swapped", "preempted, blocks kept on the host", _swapped, _always, 2.0),
     ("prefix cache", "prompts found in the prefix cache", _prefix_cache, _always, 1.5),
     ("in flight", "more or fewer steps in flight", _depths, _always, 1.0),
-    ("CUDA graphs", "no step captured and launched as a whole", _without_graphs, _no_cuda, 1.0),
+    ("CUDA graphs", "no step captured and launched as a whole", _without_graphs, _no_graphs, 1.0),
     ("recorded steps", "no CPU step recorded and made again", _without_graphs, _recorded, 1.0),
     ("drafted", "tokens guessed and checked (speculation)", _drafted, _always, 2.5),
     ("devices", "the model divided among processes", _devices, _no_devices, 1.0),

@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from quire.assemble import Engine, assemble, build_engine
 from quire.checkpoints.sources import ModelSource, resolve
 from quire.config import EngineConfig
@@ -22,9 +20,11 @@ from quire.engine.invariants import check_invariants
 from quire.errors import CapacityError, EngineError, InvalidRequestError
 from quire.frontend.progress import ModelBars
 from quire.frontend.resolve import resolve_tokens
+from quire.kernels.device import Device
+from quire.kernels.select import device_of
 from quire.models.spec import ModelSpec
 from quire.parallel.division import Division
-from quire.runner.device import free_memory, pick_cache_dtype, return_freed_memory
+from quire.runner.dtypes import pick_cache_dtype
 from quire.runner.kv_cache import token_bytes
 from quire.runner.recorded import RecordedSteps
 from quire.sampling_params import SamplingParams
@@ -91,7 +91,11 @@ class Model:
     @property
     def keeps_engines(self) -> bool:
         """Whether an engine that has done its work is worth keeping."""
-        return self._engine.decoder.device.type == "cuda"
+        return self.device.is_gpu
+
+    @property
+    def device(self) -> Device:
+        return device_of(self._engine.decoder.device)
 
     @property
     def spec(self) -> ModelSpec:
@@ -133,7 +137,7 @@ class Model:
             if not self._kept:
                 raise
             self._kept.clear()  # they have the memory
-            forget()
+            self.forget()
             engine = self._assemble(config)
         if depth is not None:
             engine.core.depth = depth
@@ -164,7 +168,7 @@ class Model:
             max_num_seqs = _round_up(max_num_seqs, 16)
         num_blocks = -(-longest // block_size) + -(-num_tokens // block_size) + 2
         asked = self._options.get("kv_cache_dtype", "auto")
-        cache_dtype = pick_cache_dtype(asked, decoder.dtype, decoder.device, self.spec.cache)
+        cache_dtype = pick_cache_dtype(asked, decoder.dtype, self.device, self.spec.cache)
         block_bytes = token_bytes(self.spec, block_size, cache_dtype)
         given = {
             "max_batched_tokens": max(512, longest, max_num_seqs),
@@ -193,25 +197,25 @@ class Model:
                     division.heads(heads)
         except InvalidRequestError as error:
             return str(error)
-        if decoder.device.type == "cpu" and _num_cores() < size:
+        if not self.device.is_gpu and _num_cores() < size:
             return f"{size} processes need as many cores"
-        if free_memory(decoder.device) < 1.5 * decoder.nbytes:
+        if self.device.free_memory() < 1.5 * decoder.nbytes:
             return "there is no room for the weights a second time"
         return None
 
     @property
     def _own_device(self) -> str:
-        device = self._engine.decoder.device
-        return "cpu" if device.type == "cpu" else f"{device.type}:{device.index or 0}"
+        device = self.device
+        return f"{device.kind}:{device.torch_device.index or 0}" if device.is_gpu else device.kind
 
     @contextmanager
     def divided(self, cases: Sequence[Case], size: int, max_num_seqs: int) -> Iterator[Engine]:
         """An engine whose model is divided among so many processes: on GPUs of their own where there are as many, else
         on the same device."""
         assert self._source is not None
-        device = self._engine.decoder.device
-        has_more = device.type == "cuda" and torch.cuda.device_count() >= size
-        where = "cuda" if has_more and self._options.get("device", "auto") in ("auto", "cuda") else self._own_device
+        kind, asked = self.device.kind, self._options.get("device", "auto")
+        has_more = self.device.is_gpu and self.device.count() >= size
+        where = kind if has_more and asked in ("auto", kind) else self._own_device
         options = {"tensor_parallel_size": size, "device": where}
         config = self._config(cases, None, 0, _BLOCK_SIZE, max_num_seqs, options)
         engine = build_engine(self._source, config)
@@ -247,7 +251,12 @@ class Model:
         engine.step_log.close()
         engine.grammars.close()
         engine.runner.release()
-        forget()
+        self.forget()
+
+    def forget(self) -> None:
+        """Gives back the memory of engines that nobody holds any more."""
+        gc.collect()
+        self.device.return_freed_memory()
 
     def _load(self, report: Callable[[int, int], None]) -> Engine:
         # Its own cache is never used: what one request could ever need, of a little of the memory.
@@ -263,12 +272,6 @@ def _num_cores() -> int:
 
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
-
-
-def forget() -> None:
-    """Gives back the memory of engines that nobody holds any more."""
-    gc.collect()
-    return_freed_memory()
 
 
 def run_cases(

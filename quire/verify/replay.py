@@ -12,10 +12,11 @@ from quire.checkpoints.sources import resolve
 from quire.config import EngineConfig
 from quire.errors import InvalidRequestError
 from quire.frontend.progress import ModelBars
+from quire.kernels.select import pick_device
 from quire.models.load import open_model
 from quire.observe.engine_metrics import EngineMetrics
 from quire.observe.step_log import LoggedEngine
-from quire.runner.device import pick_cache_dtype, pick_device
+from quire.runner.dtypes import pick_cache_dtype
 from quire.runner.kv_cache import token_bytes
 from quire.runner.worker import choose_weights
 from quire.simulate.recorded import RecordedRequest

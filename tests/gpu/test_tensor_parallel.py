@@ -21,7 +21,7 @@ from torch._C import _distributed_c10d as c10d
 from bench.shapes import CONFIGS
 from bench.startup import write_tokenizer
 from quire import LLM, SamplingParams
-from quire.kernels.select import select_kernels
+from quire.kernels.select import pick_device, select_kernels
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from quire.models.model_config import read_config
@@ -102,7 +102,7 @@ def test_gathers_of_nccl_in_graphs(shape: str) -> None:
         spec = spec.with_layers(mlp=replace(spec.layers[0].mlp, num_experts=16))
     dtype = torch.bfloat16
     weights = {name: Weight.dense(one.tensor.to(DEVICE)) for name, one in whole_weights(spec, dtype).items()}
-    group = Group(c10d.HashStore(), 0, 1, torch.device("cuda", 0), False, 60.0)
+    group = Group(c10d.HashStore(), 0, 1, pick_device("cuda:0"), False, 60.0)
     division = Division(spec, 0, 1)
     kernels = parallel_kernels(select_kernels(DEVICE, dtype), group, division)
     assert kernels.decode_lists(1, 1, 1, spec.head_shapes[0]), "no graphs"

@@ -8,7 +8,8 @@ import torch
 from quire.errors import DeviceError
 from quire.kernels.ops import AttentionSpec, HeadShape, LayerCache, PagedBatch
 from quire.kernels.reference import ReferenceKernels
-from quire.runner.device import pick_cache_dtype
+from quire.kernels.select import device_of
+from quire.runner.dtypes import pick_cache_dtype
 
 HEADS = HeadShape(4, 2, 32)
 LENGTH = 40
@@ -55,5 +56,5 @@ def test_what_is_no_number_stays_none() -> None:
 def test_a_gpu_without_fp8_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(DeviceError, match=r"kv_cache_dtype fp8 is for CPUs and for NVIDIA GPUs from Ada .* Use auto"):
-        pick_cache_dtype("fp8", torch.bfloat16, torch.device("cuda"))
-    assert pick_cache_dtype("fp8", torch.float32, torch.device("cpu")) == torch.float8_e4m3fn
+        pick_cache_dtype("fp8", torch.bfloat16, device_of(torch.device("cuda")))
+    assert pick_cache_dtype("fp8", torch.float32, device_of(torch.device("cpu"))) == torch.float8_e4m3fn

@@ -14,9 +14,10 @@ from torch import Tensor
 from quire.checkpoints.checkpoint import StoredCache
 from quire.convert.quantized_folder import quantize_model
 from quire.errors import ModelFormatError, UnsupportedModelError
+from quire.kernels.select import device_of
 from quire.models.load import open_model
 from quire.models.spec import ModelSpec
-from quire.runner.device import pick_cache_dtype
+from quire.runner.dtypes import pick_cache_dtype
 from quire.runner.kv_cache import KVCache
 from tests.decoding import load_decoder
 from tests.models.storing_kernels import StoringKernels
@@ -133,9 +134,9 @@ def test_scales_of_other_caches_are_left_out_and_said_where_fp8_is_wanted(
     write(tmp_path, quantization, {f"model.layers.0.self_attn.{side}_scale": scales.clone() for side in "kv"})
     spec = read(tmp_path)
     assert scales_of(spec) == ((1.0, 1.0), (1.0, 1.0))
-    assert pick_cache_dtype("auto", torch.float32, CPU, spec.cache) == torch.float32
+    assert pick_cache_dtype("auto", torch.float32, device_of(CPU), spec.cache) == torch.float32
     with pytest.raises(UnsupportedModelError, match=f"the checkpoint's scales are for {says}"):
-        pick_cache_dtype("fp8", torch.float32, CPU, spec.cache)
+        pick_cache_dtype("fp8", torch.float32, device_of(CPU), spec.cache)
 
 
 def test_scales_are_not_lost_by_quantising(tmp_path: Path) -> None:
@@ -173,9 +174,9 @@ def test_damaged_scales_are_named(tmp_path: Path, scales: dict[str, Tensor | Non
 
 
 def test_auto_follows_the_checkpoint_where_the_device_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = torch.device("cuda")
+    gpu = device_of(torch.device("cuda"))
     for capability, expected in (((9, 0), torch.float8_e4m3fn), ((8, 0), torch.bfloat16)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         assert pick_cache_dtype("auto", torch.bfloat16, gpu, StoredCache("fp8")) == expected
     assert pick_cache_dtype("model", torch.bfloat16, gpu, StoredCache("fp8")) == torch.bfloat16
-    assert pick_cache_dtype("auto", torch.bfloat16, CPU, StoredCache("fp8")) == torch.bfloat16
+    assert pick_cache_dtype("auto", torch.bfloat16, device_of(CPU), StoredCache("fp8")) == torch.bfloat16

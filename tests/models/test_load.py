@@ -14,6 +14,7 @@ from quire import assemble
 from quire.checkpoints.sources import resolve
 from quire.config import EngineConfig
 from quire.errors import DeviceError, ModelFormatError
+from quire.kernels.cpu.device import CpuDevice
 from quire.kernels.reference import ReferenceKernels
 from quire.models import load
 from quire.models.load import Progress, open_checkpoint, open_model
@@ -111,15 +112,15 @@ def test_who_gives_up_in_the_middle_leaves_no_reader_behind(original: Path) -> N
 def test_a_device_that_can_not_be_had_is_told_as_it_is_and_after_what_is_wrong_with_the_files(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is woken in another thread while files are opened."""
+    """It is initialised in another thread while files are opened."""
 
-    def fail(device: torch.device) -> None:
+    def fail(device: CpuDevice) -> None:
         assert threading.current_thread() is not threading.main_thread()
-        raise DeviceError(f"{device} sleeps")
+        raise DeviceError(f"{device} is broken")
 
-    monkeypatch.setattr("quire.load.wake", fail)
+    monkeypatch.setattr(CpuDevice, "initialise", fail)
     config = EngineConfig(device="cpu", dtype="float32", kv_cache_memory="16MiB", max_model_len=64)
-    with pytest.raises(DeviceError, match="cpu sleeps"):
+    with pytest.raises(DeviceError, match="cpu is broken"):
         assemble.build_engine(resolve(str(folder)), config)
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(ModelFormatError, match=r"tokenizer\.json"):

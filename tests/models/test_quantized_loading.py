@@ -22,11 +22,11 @@ from quire.config import EngineConfig
 from quire.errors import DeviceError, InvalidRequestError, ModelFormatError
 from quire.kernels.formats import FORMATS, Format
 from quire.kernels.quantize import INT8, to_codes, to_q4_0
+from quire.kernels.select import device_of
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from quire.models.load import open_model
 from quire.models.weight_plan import plan_weights
-from quire.runner import device as devices
 from quire.runner.worker import choose_weights
 from tests.decoding import all_logits, load_decoder
 from tests.models.storing_kernels import StoringKernels
@@ -269,14 +269,14 @@ def test_quantised_weights_on_a_cpu_mean_float32(
     tmp_path: Path, quantization: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where bfloat16 would be quicker: other machines compute the same bits."""
-    monkeypatch.setattr(devices, "_cpu_multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr("quire.kernels.cpu.device._multiplies_bfloat16", lambda: True)
     path = tmp_path / "model.gguf"
     write_blocks(path, LLAMA, lambda _: "Q4_0")
     config = EngineConfig(quantization=quantization, kernels="reference", device="cpu")
-    plan = choose_weights(open_model(path), config, CPU)
+    plan = choose_weights(open_model(path), config, device_of(CPU))
     assert plan.dtype == getattr(torch, dtype)
     explicit = EngineConfig(dtype="bfloat16", quantization=quantization, kernels="reference", device="cpu")
-    assert choose_weights(open_model(path), explicit, CPU).dtype == torch.bfloat16
+    assert choose_weights(open_model(path), explicit, device_of(CPU)).dtype == torch.bfloat16
 
 
 def test_the_start_up_message_names_the_formats(folder: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from quire.kernels.ops import Kernels
+from quire.kernels.select import pick_device
 from quire.kernels.weights import Part, Weight
 from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec
@@ -29,7 +30,7 @@ class Ranks:
         self.size = size
         self._threads = ThreadPoolExecutor(size)
         store = c10d.HashStore()
-        self.groups = self._all(lambda rank: Group(store, rank, size, torch.device("cpu"), False, SECONDS))
+        self.groups = self._all(lambda rank: Group(store, rank, size, pick_device("cpu"), False, SECONDS))
 
     def run(self, compute: Callable[[Group], T]) -> list[T]:
         """What each rank computes."""

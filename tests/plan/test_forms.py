@@ -18,11 +18,12 @@ from quire.cli.main import app
 from quire.config import EngineConfig
 from quire.errors import CapacityError
 from quire.kernels.formats import FORMATS, gpu_computes
+from quire.kernels.select import pick_device
 from quire.kernels.triton.packed_size import packed_size
 from quire.models.load import open_model
 from quire.models.weight_plan import plan_weights
 from quire.plan.cards import CardKernels
-from quire.plan.devices import Device, Shares, named_device
+from quire.plan.devices import PlannedDevice, Shares, named_device
 from quire.plan.forms import Form, forms_of
 from quire.plan.model import PlannedModel, described_model, open_planned
 from quire.plan.work import Rates
@@ -30,7 +31,7 @@ from quire.runner.memory import check_weights_fit
 from quire.runner.worker import choose_weights
 
 H200, A100 = named_device("h200"), named_device("a100")
-CPU = Device("a CPU", "cpu", 16 * 2**30, Rates(50e9, 1e12), Shares(), "made up")
+CPU = PlannedDevice("a CPU", 16 * 2**30, Rates(50e9, 1e12), Shares(), "made up")
 BLOCKS = [format for format in FORMATS.values() if format.dtype is None]
 FP8_CONFIG = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
 AWQ_CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
@@ -51,7 +52,7 @@ def planned(name: str) -> PlannedModel:
     return described_model(name, spec_of(name))
 
 
-def named(model: PlannedModel, device: Device) -> dict[str, Form]:
+def named(model: PlannedModel, device: PlannedDevice) -> dict[str, Form]:
     return {form.name: form for form in forms_of(model, device)}
 
 
@@ -132,7 +133,7 @@ def test_formats_are_those_a_card_has_kernels_for() -> None:
 def test_on_a_cpu_the_usual_dtype_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     model = planned("qwen3-0.6b")
     for has_it, names in ((False, ["float32", "bfloat16"]), (True, ["bfloat16", "float32"])):
-        monkeypatch.setattr("quire.runner.device._cpu_multiplies_bfloat16", lambda has_it=has_it: has_it)
+        monkeypatch.setattr("quire.kernels.cpu.device._multiplies_bfloat16", lambda has_it=has_it: has_it)
         forms = list(forms_of(model, CPU))
         assert [form.name for form in forms] == [*names, "int8", "int4"]
         assert [form.option for form in forms[:2]] == ["dtype=auto", f"dtype={names[1]}"]
@@ -153,15 +154,14 @@ def test_the_real_files_weights_are_counted_as_they_are(smollm2_gguf: Path) -> N
     ]
     files = open_model(smollm2_gguf)
     for form, quantization in zip(forms[:2], ("auto", "none"), strict=True):
-        loaded = choose_weights(
-            files, EngineConfig(device="cpu", quantization=quantization, dtype="float32"), torch.device("cpu")
-        )
+        config = EngineConfig(device="cpu", quantization=quantization, dtype="float32")
+        loaded = choose_weights(files, config, pick_device("cpu"))
         assert form.weight_bytes == loaded.nbytes
     files.checkpoint.close()
 
 
 @pytest.mark.parametrize("device", [H200, A100])
-def test_on_a_gpu_a_ggufs_weights_stay_as_stored(smollm2_gguf: Path, device: Device) -> None:
+def test_on_a_gpu_a_ggufs_weights_stay_as_stored(smollm2_gguf: Path, device: PlannedDevice) -> None:
     """All but embedding and head, as in `plan_weights` with that GPU's kernels."""
     model = open_planned(str(smollm2_gguf))
     forms = named(model, device)

@@ -18,7 +18,7 @@ from quire.checkpoints.checkpoint import StoredCache
 from quire.cli.main import app
 from quire.config import EngineConfig
 from quire.errors import InvalidRequestError, ModelNotFoundError
-from quire.plan.devices import PCIE, Device, Shares, named_device
+from quire.plan.devices import PCIE, PlannedDevice, Shares, named_device
 from quire.plan.estimate import Estimate, Load, StepTimes, estimate, serve, workload_seconds
 from quire.plan.forms import Form, forms_of
 from quire.plan.model import PlannedModel, described_model
@@ -28,18 +28,18 @@ from quire.runner.layer_groups import LayerGroups
 from quire.runner.memory import Needs, plan_cache
 
 H200 = named_device("h200")
-CPU = Device("a CPU", "cpu", 16 * 2**30, Rates(50e9, 1e12), Shares(), "made up")
+CPU = PlannedDevice("a CPU", 16 * 2**30, Rates(50e9, 1e12), Shares(), "made up")
 
 
 def planned(name: str) -> PlannedModel:
     return described_model(name, spec_of(name))
 
 
-def form_named(model: PlannedModel, name: str, device: Device = H200) -> Form:
+def form_named(model: PlannedModel, name: str, device: PlannedDevice = H200) -> Form:
     return next(form for form in forms_of(model, device) if form.name == name)
 
 
-def first(model: PlannedModel, device: Device, load: Load) -> Estimate:
+def first(model: PlannedModel, device: PlannedDevice, load: Load) -> Estimate:
     return estimate(model, device, next(iter(forms_of(model, device))), load)
 
 
@@ -163,7 +163,7 @@ def test_what_fits_is_what_the_allocator_says() -> None:
     assert small.plan == plan_cache(
         model.spec,
         config,
-        config.limits("cpu"),
+        config.limits(on_gpu=False),
         torch.float32,
         free,
         needs,

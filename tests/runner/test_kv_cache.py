@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from quire.errors import DeviceError
-from quire.runner.device import pick_cache_dtype
+from quire.kernels.select import device_of
+from quire.runner.dtypes import pick_cache_dtype
 from quire.runner.kv_cache import KVCache, token_bytes
 from quire.step import BlockCopy
 from tests.random_models import SPECS
@@ -34,7 +35,8 @@ def test_a_block_takes_what_the_plan_says_and_comes_back_from_the_host(dtype: to
 
 
 def test_int8_is_for_the_cpu() -> None:
-    assert pick_cache_dtype("int8", torch.float32, CPU) == torch.int8
-    assert pick_cache_dtype("auto", torch.bfloat16, torch.device("cuda")) == torch.bfloat16
+    assert pick_cache_dtype("int8", torch.float32, device_of(CPU)) == torch.int8
+    gpu = device_of(torch.device("cuda"))
+    assert pick_cache_dtype("auto", torch.bfloat16, gpu) == torch.bfloat16
     with pytest.raises(DeviceError, match="Use fp8 or auto on a GPU"):
-        pick_cache_dtype("int8", torch.bfloat16, torch.device("cuda"))
+        pick_cache_dtype("int8", torch.bfloat16, gpu)

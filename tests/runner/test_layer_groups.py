@@ -64,7 +64,7 @@ def planned(spec: ModelSpec, memory: str, length: int = 65_536) -> tuple[int, fl
     """Tokens in all, and how many requests of a length run at once."""
     config = EngineConfig(device="cpu", max_model_len=length, kv_cache_memory=memory, max_num_seqs=64)
     groups, needs = LayerGroups.of(spec, 16, torch.bfloat16, 1, length), Needs(weights=0)
-    plan = plan_cache(spec, config, config.limits("cpu"), torch.bfloat16, 2**40, needs, groups)
+    plan = plan_cache(spec, config, config.limits(on_gpu=False), torch.bfloat16, 2**40, needs, groups)
     return plan.num_tokens, (plan.num_blocks - 1) / plan.blocks_at(length)
 
 

@@ -21,6 +21,7 @@ from quire.frontend.reasoning import ReasoningSplitter
 from quire.frontend.tokenizer import Tokenizer
 from quire.frontend.tool_calls import ToolSupport
 from quire.frontend.tool_calls.hermes import HermesParser
+from quire.kernels.select import device_of
 from quire.observe.prometheus import ServerMetrics
 from quire.observe.request_records import RecordBook, RequestRecord, describe_request
 from quire.observe.step_log import StepLog
@@ -368,8 +369,8 @@ def test_bodies_of_too_many_parts_are_refused_before_they_are_made(body: str, is
 
 def test_a_server_computes_less_at_once_than_the_engine_would(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, where nothing is said; what is said counts."""
-    monkeypatch.setattr("quire.server.engine_process.pick_device", torch.device)
+    monkeypatch.setattr("quire.server.engine_process.pick_device", lambda name: device_of(torch.device(name)))
     chosen = engine_config({"device": "cuda"})
-    assert chosen.limits("cuda").max_batched_tokens == EngineConfig().limits("cuda").max_batched_tokens // 2
+    assert chosen.limits(on_gpu=True).max_batched_tokens == EngineConfig().limits(on_gpu=True).max_batched_tokens // 2
     assert engine_config({"device": "cuda", "max_batched_tokens": 300}).max_batched_tokens == 300
     assert engine_config({"device": "cpu"}).max_batched_tokens is None

@@ -15,6 +15,7 @@ from quire.assemble import Engine
 from quire.cli.main import app
 from quire.config import EngineConfig
 from quire.errors import CapacityError, InvalidRequestError
+from quire.kernels.cpu.device import CpuDevice
 from quire.kernels.select import select_kernels
 from quire.verify import check, engines
 from quire.verify.axes import LoadedModel
@@ -75,8 +76,9 @@ def test_a_model_that_can_not_be_divided(tiny_model: Path, monkeypatch: pytest.M
         model.num_devices = 100
         axes = {axis.name: axis.missing for axis in LoadedModel(model).axes()}
         assert "query heads" in str(axes["devices"])
-        monkeypatch.setattr(engines, "free_memory", lambda device: model.first_engine.decoder.nbytes)
-        assert "no room" in str(model.no_devices(2))
+        with monkeypatch.context() as little_memory:
+            little_memory.setattr(CpuDevice, "free_memory", lambda device: model.first_engine.decoder.nbytes)
+            assert "no room" in str(model.no_devices(2))
         monkeypatch.setattr(engines, "_num_cores", lambda: 1)
         assert "cores" in str(model.no_devices(2))
     finally:

@@ -15,11 +15,12 @@ from quire.bench.ladder.rungs import Rung, find_rungs
 from quire.bench.ladder.settings import FULL, ClimbSettings
 from quire.bench.ladder.weights import compare_rounding, compare_weights
 from quire.bench.machine import report_facts
-from quire.bench.measure import Clock, peak_resident, warm_up
+from quire.bench.measure import Clock, warm_up
 from quire.bench.report import EMPTY, Bytes, Factor, Report, Row, Table
 from quire.bench.spread import Spread
 from quire.config import format_bytes
 from quire.frontend.progress import BenchmarkBar
+from quire.process.granted import peak_resident
 
 _NUM_EXPERIMENTS = 9
 

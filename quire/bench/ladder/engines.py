@@ -7,10 +7,11 @@ from typing import Any, Self
 from quire.checkpoints.sources import resolve
 from quire.kernels.formats import FORMATS
 from quire.kernels.ops import Kernels
+from quire.kernels.select import pick_device
 from quire.llm import LLM
 from quire.models.load import open_model
 from quire.models.weight_plan import QUANTIZED
-from quire.runner.device import pick_device, pick_dtype
+from quire.runner.dtypes import pick_dtype
 from quire.runner.kv_cache import token_bytes
 
 _BLOCK_SIZE = 16
@@ -21,8 +22,9 @@ class Engines:
 
     def __init__(self, model: str, device: str = "auto", dtype: str = "float32", max_model_len: int = 512) -> None:
         self.model = model
-        self.device = pick_device(device)
-        self.dtype = pick_dtype(dtype, self.device)
+        found = pick_device(device)
+        self.device = found.torch_device
+        self.dtype = pick_dtype(dtype, found)
         self.max_model_len = max_model_len
         files = open_model(resolve(model).path)
         self.block_formats = files.block_formats()

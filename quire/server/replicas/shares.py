@@ -70,5 +70,5 @@ def num_cores() -> int:
 
 def _part(engine: EngineConfig, count: int, on_gpu: bool) -> Any:
     """Engines on the same device share the part of its memory that one would take. A number of bytes is each one's."""
-    memory = engine.limits("cuda" if on_gpu else "cpu").kv_cache_memory
+    memory = engine.limits(on_gpu=on_gpu).kv_cache_memory
     return memory / count if isinstance(memory, float) else memory

@@ -16,6 +16,8 @@ import torch
 from triton.runtime.jit import JITFunction, KernelInterface
 
 from bench.shapes import spec_of
+from quire.kernels import select
+from quire.kernels.cpu.device import CpuDevice
 from quire.kernels.formats import FORMATS, gpu_computes
 from quire.kernels.triton import quantized
 from quire.kernels.triton.kernels import TritonKernels
@@ -69,9 +71,15 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> set[Launch]:
         return lambda *arguments, **options: note(kernel, *arguments, **options)
 
     monkeypatch.setattr(KernelInterface, "__getitem__", launcher)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setitem(select.DEVICES, META.type, CpuDevice)
     return found
+
+
+class NoGraphs:
+    """What is compiled is seen without capturing anything."""
+
+    def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
+        raise AssertionError
 
 
 def decoder_of(spec: ModelSpec, format: str) -> Decoder:
@@ -106,7 +114,7 @@ def test_graphs_of_every_size_are_made_of_kernels_that_the_start_compiled(
     spec = replace(spec, layers=spec.layers[:1])
     decoder = decoder_of(spec, format)
     rows = RequestRows(MAX_NUM_SEQS, MAX_MODEL_LEN, 16, META)
-    graphs = DecodeGraphs(decoder, KVCache(spec, 64, 0, 16, cache_dtype, META).layers, rows, 512)
+    graphs = DecodeGraphs(decoder, KVCache(spec, 64, 0, 16, cache_dtype, META).layers, rows, 512, NoGraphs())
     graphs.warm_up()
     at_start = set(launches)
     assert len(at_start) > 10

@@ -17,9 +17,9 @@ from quire.assemble import assemble
 from quire.checkpoints.sources import resolve
 from quire.config import EngineConfig
 from quire.constrain import GrammarCompiler
+from quire.kernels.select import pick_device
 from quire.load import LoadedModel, Share, load_model
 from quire.observe.cache_events import CacheEvents
-from quire.runner.device import pick_device
 from quire.server import engine_client, messages
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
