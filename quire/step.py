@@ -47,7 +47,7 @@ class ScheduledRequest(NamedTuple):
 
 _make = tuple.__new__
 """Makes a named tuple in half the time that its own constructor takes, and checks nothing. So it is used only here,
-next to the types, by functions that take names; `tests/engine/test_step_values.py` compares them with the constructors."""
+next to the types, by functions that take names; `tests/engine/test_step_values.py` compares them with constructors."""
 
 
 def decode_entry(

@@ -197,11 +197,12 @@ class Scheduler:
             if num_tokens - start != 1:
                 chunks.append(request)
                 continue
-            new_block_ids: tuple[int, ...] | None = ()
+            new_block_ids: tuple[int, ...] = ()
             if start * groups == len(request.block_table) * block_size:
-                new_block_ids = self._grow(request, plan)
-                if new_block_ids is None:
+                grown = self._grow(request, plan)
+                if grown is None:
                     continue
+                new_block_ids = grown
             if start < request.computed_before:
                 request.recomputed_tokens += 1
             ahead = guesses and request.num_guesses > 0

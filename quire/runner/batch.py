@@ -190,7 +190,7 @@ def build_batch(shape: StepShape, request_rows: RequestRows, decoder: Decoder, l
         draw_positions=shape.draw_positions.astype(np.int32),
     )
     tensors = upload(*arrays, *work.values())
-    sent = _SentTogether._make(tensors[: len(arrays)])
+    sent: _SentTogether[Tensor] = _SentTogether._make(tensors[: len(arrays)])
     lists = dict(zip(work, tensors[len(arrays) :], strict=True))
     if lag is not None:
         owners, drawn_by = upload(shape.token_owners, draw_owners)
