@@ -34,10 +34,11 @@ class _Kind(NamedTuple):
     packed: str
 
 
-_CALL = """arguments = pack({})
-if recorder.recorded is not None:
-  recorder.recorded.append((address, arguments))
-function(arguments)"""
+_CALL = """_packed = _pack({})
+if _recorder.recorded is not None:
+  _recorder.recorded.append((_address, _packed))
+_function(_packed)"""
+"""What a function does; names of arguments don't begin with an underscore."""
 
 _KINDS: dict[object, _Kind] = {
     Tensor: _Kind("P", "{0}.data_ptr()"),
@@ -52,7 +53,7 @@ _KINDS: dict[object, _Kind] = {
 def packer(declared: Callable[P, None]) -> Callable[P, bytes]:
     """A function that makes a struct of the declared arguments, whose integers are int64_t. Of the library that reads
     it, `check_packer` must be asked."""
-    made: Callable[P, bytes] = _written(declared, "pack", "return pack({})")(_own_layout(declared).pack)
+    made: Callable[P, bytes] = _written(declared, "_pack", "return _pack({})")(_own_layout(declared).pack)
     return made
 
 
@@ -68,7 +69,7 @@ def caller(library: ctypes.CDLL, name: str, declared: Callable[P, None], recorde
     function = exported(library, f"quire_{name}")
     function.argtypes, function.restype = [ctypes.c_char_p], None
     address = ctypes.cast(function, ctypes.c_void_p).value
-    make = _written(declared, "pack, function, address, recorder", _CALL)
+    make = _written(declared, "_pack, _function, _address, _recorder", _CALL)
     made: Callable[P, None] = make(layout.pack, function, address, recorder)
     return made
 
@@ -142,7 +143,7 @@ def _written(declared: Callable[..., None], given: str, body: str) -> Callable[.
     kinds = _kinds(declared)
     numbers = ", ".join(kind.packed.format(name) for name, kind in kinds.items())
     lines = body.format(numbers).splitlines()
-    name = declared.__name__
+    name = declared.__name__  # in tracebacks, and where arguments are missing
     source = [f"def make({given}):", f"  def {name}(*, {', '.join(kinds)}):", *(f"    {line}" for line in lines)]
     scope: dict[str, Any] = {}
     exec("\n".join([*source, f"  return {name}"]), scope)  # noqa: S102  (of names in functions.py only)

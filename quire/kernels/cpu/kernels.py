@@ -317,11 +317,11 @@ class CpuKernels(ReferenceKernels):
         function(
             query=query, query_stride=query.stride(0), keys=cache.keys, values=cache.values,
             key_scales=cache.key_scales, value_scales=cache.value_scales, query_start=batch.query_start,
-            context_lens=batch.context_lens, block_tables=block_tables, table_rows=batch.table_rows, out=out, num_sequences=len(batch.table_rows),
-            max_blocks=block_tables.shape[1], num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim,
-            block_size=block_size, window=spec.sliding_window or 0, keys_by_dimension=cache.keys_by_dimension,
-            sinks=sinks, scale=spec.scale * key_scale * _LOG2_E, cap=spec.soft_cap * _LOG2_E, value_scale=value_scale,
-            num_threads=_threads(),
+            context_lens=batch.context_lens, block_tables=block_tables, table_rows=batch.table_rows, out=out,
+            num_sequences=len(batch.table_rows), max_blocks=block_tables.shape[1], num_heads=num_heads,
+            num_kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, window=spec.sliding_window or 0,
+            keys_by_dimension=cache.keys_by_dimension, sinks=sinks, scale=spec.scale * key_scale * _LOG2_E,
+            cap=spec.soft_cap * _LOG2_E, value_scale=value_scale, num_threads=_threads(),
         )  # fmt: skip
         return out
 
