@@ -11,19 +11,16 @@ step, from `submit` to its tokens, and `Python` what of it is not C++.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import statistics
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from struct import Struct
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
 
@@ -45,35 +42,26 @@ class CallTimes:
         found, self._seconds = self._seconds, defaultdict(float)
         return found
 
-    def timed_function(self) -> Callable[[Calls, str, str], Callable[..., None]]:
-        """Stands for `Calls.function`."""
+    def timed_function(self) -> Callable[..., Callable[..., None]]:
+        """Stands for `Calls.function`. The microsecond in which arguments are packed counts as C++."""
+        make = Calls.function
 
-        def function(calls: Calls, symbol: str, fields: str) -> Callable[..., None]:
-            return self._function(calls, symbol, fields)
+        def function(calls: Calls, declared: Callable[..., None], name: str | None = None) -> Callable[..., None]:
+            return self._timed(make(calls, declared, name), name or declared.__name__)
 
         return function
 
-    def _function(self, calls: Calls, symbol: str, fields: str) -> Callable[..., None]:
-        pack, inner = Struct(fields).pack, calls._library[symbol]
-        inner.argtypes, inner.restype = [ctypes.c_char_p], None
-        address = ctypes.cast(inner, ctypes.c_void_p).value
-
-        def call(*values: Any) -> None:
-            arguments = pack(*[value.data_ptr() if isinstance(value, Tensor) else value or 0 for value in values])
-            if calls._recorded is not None:
-                assert address is not None
-                calls._recorded.append((address, arguments))
+    def _timed(self, inner: Callable[..., None], name: str) -> Callable[..., None]:
+        def call(**values: Any) -> None:
             began = self._clock()
-            inner(arguments)
-            self._seconds[self._part(symbol, values)] += self._clock() - began
+            inner(**values)
+            self._seconds[self._part(name, values)] += self._clock() - began
 
         return call
 
-    def _part(self, symbol: str, values: tuple[Any, ...]) -> str:
-        if "linear" in symbol:  # the sixth of its fields, or the fifth, is what it writes
-            return (
-                "head" if any(isinstance(x, Tensor) and x.shape[-1] == self._vocab_size for x in values) else PARTS[0]
-            )
+    def _part(self, symbol: str, values: dict[str, Any]) -> str:
+        if "linear" in symbol:
+            return "head" if values["out"].shape[-1] == self._vocab_size else PARTS[0]
         if "attention" in symbol:
             return "attention"
         if "norm" in symbol or "rope" in symbol or "activate" in symbol:

@@ -7,7 +7,7 @@ steps happens in the order of submission (one stream), and the scheduler counts 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -47,6 +47,52 @@ class ScheduledRequest(NamedTuple):
     num_drafts: int = 0
     """How many tokens after the sampled one the runner should draft, as guesses for a later step. The row has blocks
     for the keys and values of all of these but the last."""
+
+
+_make = tuple.__new__
+"""Makes a named tuple in half the time that its own constructor takes, and checks nothing. So it is used only here,
+next to the types, by functions that take names; `tests/engine/test_step_values.py` compares them with constructors."""
+
+
+def decode_entry(
+    request_id: str, row: int, start: int, new_block_ids: tuple[int, ...], runs_ahead: bool
+) -> ScheduledRequest:
+    """An entry that computes one token and samples the next."""
+    return _make(ScheduledRequest, (request_id, row, start, 1, True, new_block_ids, (), runs_ahead, 0))
+
+
+def with_guesses(
+    entry: ScheduledRequest, new_block_ids: tuple[int, ...], guesses: tuple[int, ...], num_drafts: int
+) -> ScheduledRequest:
+    """An entry without guesses, which computes and checks these too and has the runner draft tokens after them."""
+    request_id, row, start, num_tokens, samples, _, _, runs_ahead, _ = entry
+    num_tokens += len(guesses)
+    return _make(
+        ScheduledRequest,
+        (request_id, row, start, num_tokens, samples, new_block_ids, guesses, runs_ahead, num_drafts),
+    )
+
+
+class ScheduledColumns(NamedTuple):
+    """Scheduled requests by field: the same names, a tuple with the values of all requests each."""
+
+    request_id: tuple[str, ...]
+    row: tuple[int, ...]
+    start: tuple[int, ...]
+    num_tokens: tuple[int, ...]
+    samples: tuple[bool, ...]
+    new_block_ids: tuple[tuple[int, ...], ...]
+    guesses: tuple[tuple[int, ...], ...]
+    runs_ahead: tuple[bool, ...]
+    num_drafts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, scheduled: Sequence[ScheduledRequest]) -> ScheduledColumns:
+        """Of at least one request."""
+        return cls._make(zip(*scheduled, strict=True))
+
+
+assert ScheduledColumns._fields == ScheduledRequest._fields
 
 
 class BlockCopy(NamedTuple):
@@ -251,3 +297,16 @@ class RequestUpdate(NamedTuple):
     """Scores of prompt positions. The same positions may come twice, for example from two answers to one prompt."""
     pooled: bytes | None = None
     """With the finish reason "stop", if pooling was asked for: the vector, as little-endian float32."""
+
+    @property
+    def is_growth(self) -> bool:
+        """Whether it tells of new tokens and nothing else, as most do in most steps."""
+        return bool(self.new_token_ids) and self[2:] == _NOTHING_ELSE
+
+
+_NOTHING_ELSE = RequestUpdate(request_id="", new_token_ids=())[2:]
+
+
+def tokens_update(request_id: str, new_token_ids: tuple[int, ...], scores: tuple[TokenScore, ...]) -> RequestUpdate:
+    """The update of a request that gained tokens and goes on."""
+    return _make(RequestUpdate, (request_id, new_token_ids, None, None, None, None, scores, None, None))

@@ -20,9 +20,19 @@ from quire.engine.block_manager import BlockManager, Placement
 from quire.engine.config import SchedulerConfig
 from quire.engine.request import Request
 from quire.engine.request_table import RequestTable
-from quire.engine.results import ResultTaker, make_tuple
+from quire.engine.results import ResultTaker
 from quire.errors import EngineError, InvalidRequestError, QuireError
-from quire.step import Admission, FinishReason, RequestMetrics, RequestUpdate, ScheduledRequest, Step, StepResult
+from quire.step import (
+    Admission,
+    FinishReason,
+    RequestMetrics,
+    RequestUpdate,
+    ScheduledRequest,
+    Step,
+    StepResult,
+    decode_entry,
+    with_guesses,
+)
 
 Guess = Callable[[Request, int], Sequence[int]]
 """Called with a request that samples and a number n: returns at most n tokens that may follow the request's own."""
@@ -177,7 +187,7 @@ class Scheduler:
         chunks: list[Request] = []
         block_size, groups = self.config.block_size, self.config.num_groups
         scheduled, requests, guesses = plan.scheduled, plan.requests, self._guess is not None
-        append = scheduled.append
+        append, append_request = scheduled.append, requests.append
         for request in self.table.running.copy():  # which preemptions change
             row = request.row
             if row is None:
@@ -189,16 +199,17 @@ class Scheduler:
             if num_tokens - start != 1:
                 chunks.append(request)
                 continue
-            new_block_ids: tuple[int, ...] | None = ()
+            new_block_ids: tuple[int, ...] = ()
             if start * groups == len(request.block_table) * block_size:
-                new_block_ids = self._grow(request, plan)
-                if new_block_ids is None:
+                grown = self._grow(request, plan)
+                if grown is None:
                     continue
+                new_block_ids = grown
             if start < request.computed_before:
                 request.recomputed_tokens += 1
             ahead = guesses and request.num_guesses > 0
-            append(make_tuple(ScheduledRequest, (request.request_id, row, start, 1, True, new_block_ids, (), ahead, 0)))
-            requests.append(request)
+            append(decode_entry(request.request_id, row, start, new_block_ids, ahead))
+            append_request(request)
             request.num_computed_tokens = num_tokens
             request.num_placeholders += 1
         plan.budget -= len(scheduled)
@@ -359,9 +370,7 @@ class Scheduler:
             request.num_guesses += count
             plan.budget -= count
             plan.num_decodes = min(plan.num_decodes, index)
-        name, row, start, num_tokens, _, _, _, runs_ahead, _ = entry
-        changed = (name, row, start, num_tokens + count, True, new_block_ids, guesses, runs_ahead, num_drafts)
-        plan.scheduled[index] = make_tuple(ScheduledRequest, changed)
+        plan.scheduled[index] = with_guesses(entry, new_block_ids, guesses, num_drafts)
 
     def _advance_states(self, plan: _StepPlan) -> None:
         """Notes which states of recurrent layers the step makes, and has those copied that are kept."""

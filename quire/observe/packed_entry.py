@@ -23,6 +23,7 @@ _OBJECTS = ("params", "resolved")
 """What an admission holds that is no plain value."""
 _PLAIN = [field.name for field in fields(Admission) if field.name not in (*_OBJECTS, "token_ids")]
 _NAME, _NEW_BLOCKS = (ScheduledRequest._fields.index(name) for name in ("request_id", "new_block_ids"))
+_COUNTS = [field.name for field in fields(Step) if field.name.startswith("num_")]
 _plain_fields = attrgetter(*_PLAIN)
 _preemption_fields = attrgetter(*(field.name for field in fields(Preemption)))
 _finished_fields = attrgetter(*(field.name for field in fields(Finished)))
@@ -41,6 +42,28 @@ class PackedEntry(NamedTuple):
     def mentions(self, request_id: str) -> bool:
         """Whether a request of this name, or one whose name has this one in it, may be in it."""
         return request_id.encode("utf-8", "surrogatepass") in self.values
+
+
+class _Values(NamedTuple):
+    """What `PackedEntry.values` holds, plain values all the way down."""
+
+    step_id: int
+    now: float
+    scheduled: list[tuple[Any, ...]]
+    admitted: list[tuple[Sequence[Any], bytes]]
+    """Plain fields, and the prompt as int32."""
+    preempted: list[tuple[Any, ...]]
+    finished: list[tuple[Any, ...]]
+    copies: list[tuple[Any, ...]]
+    counts: dict[str, int]
+    result: dict[str, Any] | None
+    error: str | None
+    committed: float
+    submitted: float | None
+
+    @classmethod
+    def of(cls, packed: PackedEntry) -> _Values:
+        return cls._make(marshal.loads(packed.values))
 
 
 class UnpackedEntries(Sequence[StepLogEntry]):
@@ -79,28 +102,39 @@ def block_events(entries: Sequence[StepLogEntry]) -> Iterator[BlockEvents]:
             yield BlockEvents([(one.request_id, one.new_block_ids) for one in step.scheduled], step.copies)
         return
     for packed in reversed(entries.packed):
-        values = marshal.loads(packed.values)
-        taken = [(one[_NAME], one[_NEW_BLOCKS]) for one in values[2] if one[_NEW_BLOCKS]]
-        yield BlockEvents(taken, [BlockCopy(*one) for one in values[3][3]])
+        values = _Values.of(packed)
+        taken = [(one[_NAME], one[_NEW_BLOCKS]) for one in values.scheduled if one[_NEW_BLOCKS]]
+        yield BlockEvents(taken, [BlockCopy(*one) for one in values.copies])
 
 
 def pack(entry: StepLogEntry) -> PackedEntry:
     """Scores (logprobs) and pooled vectors are left out."""
     step, result = entry.step, entry.result
-    found: tuple[Any, ...] | None = None
+    found: dict[str, Any] | None = None
     if result is not None:
-        found = (result.step_id, dict(result.tokens), dict(result.errors), result.ended, dict(result.drafts))
-    counts = (step.num_free_blocks, step.num_waiting, step.num_running, step.num_decodes)
-    scheduled = [tuple(one) for one in step.scheduled]
-    events: list[list[Any]] = [
-        [(_plain_fields(one), array("i", one.token_ids).tobytes()) for one in step.admitted],
-        [_preemption_fields(one) for one in step.preempted],
-        [_finished_fields(one) for one in step.finished],
-        [tuple(one) for one in step.copies],
-    ]
-    times = (entry.committed, entry.submitted)
+        found = {
+            "step_id": result.step_id,
+            "tokens": dict(result.tokens),
+            "errors": dict(result.errors),
+            "ended": result.ended,
+            "drafts": dict(result.drafts),
+        }
+    values = _Values(
+        step_id=step.step_id,
+        now=step.now,
+        scheduled=list(map(tuple, step.scheduled)),
+        admitted=[(_plain_fields(one), array("i", one.token_ids).tobytes()) for one in step.admitted],
+        preempted=[_preemption_fields(one) for one in step.preempted],
+        finished=[_finished_fields(one) for one in step.finished],
+        copies=list(map(tuple, step.copies)),
+        counts={name: getattr(step, name) for name in _COUNTS},
+        result=found,
+        error=entry.error,
+        committed=entry.committed,
+        submitted=entry.submitted,
+    )
     return PackedEntry(
-        marshal.dumps((step.step_id, step.now, scheduled, events, counts, found, entry.error, times)),
+        marshal.dumps(tuple(values)),
         tuple((_shared(one.params), _shared(one.resolved)) for one in step.admitted),
         sum(len(one.token_ids) for one in step.admitted),
         entry.committed,
@@ -109,23 +143,19 @@ def pack(entry: StepLogEntry) -> PackedEntry:
 
 def unpack(packed: PackedEntry) -> StepLogEntry:
     """An entry equal to the one that was packed."""
-    step_id, now, scheduled, events, counts, found, error, times = marshal.loads(packed.values)
-    admitted, preempted, finished, copies = events
+    values = _Values.of(packed)
     step = Step(
-        step_id,
-        now,
-        tuple(map(ScheduledRequest._make, scheduled)),
-        tuple(map(_admission, admitted, packed.params)),
-        tuple(Preemption(*one) for one in preempted),
-        tuple(Finished(*one) for one in finished),
-        tuple(map(BlockCopy._make, copies)),
-        *counts,
+        step_id=values.step_id,
+        now=values.now,
+        scheduled=tuple(map(ScheduledRequest._make, values.scheduled)),
+        admitted=tuple(map(_admission, values.admitted, packed.params)),
+        preempted=tuple(Preemption(*one) for one in values.preempted),
+        finished=tuple(Finished(*one) for one in values.finished),
+        copies=tuple(map(BlockCopy._make, values.copies)),
+        **values.counts,
     )
-    result = None
-    if found is not None:
-        result_id, tokens, errors, ended, drafts = found
-        result = StepResult(result_id, tokens, errors, ended=ended, drafts=drafts)
-    return StepLogEntry(step, result, error, *times)
+    result = None if values.result is None else StepResult(**values.result)
+    return StepLogEntry(step, result, values.error, values.committed, values.submitted)
 
 
 def _admission(packed: tuple[Sequence[Any], bytes], objects: tuple[SamplingParams, ResolvedTokens]) -> Admission:

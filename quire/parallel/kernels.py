@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from quire.errors import UnsupportedModelError
 from quire.kernels.ops import (
     Activation,
     AttentionSpec,
+    Between,
     ExpertWeights,
     HeadNorms,
     HeadShape,
@@ -58,17 +58,46 @@ class DividedSource:
 
 
 def parallel_kernels(kernels: Kernels, group: Group, division: Division) -> Kernels:
-    return cast(Kernels, ParallelKernels(kernels, group, division))
+    return ParallelKernels(kernels, group, division)
 
 
 class ParallelKernels:
-    """Meets `quire.kernels.ops.Kernels`; what is not here is the device's own and the same on every rank."""
+    """Meets `quire.kernels.ops.Kernels`. Each of its operations is named here once: as the device's own, which
+    `__init__` takes over, or as a method that gathers, divides or declines. A new one is a decision to make: an
+    operation that gave a rank's part where all is expected would be wrong without a word."""
 
     record = None
-    """Gathers can't be recorded."""
+    """Declined: gathers can't be recorded."""
 
     def __init__(self, kernels: Kernels, group: Group, division: Division) -> None:
         self._own = kernels
+        # What the backend is and how it stores things; ranks have the same one.
+        self.name = kernels.name
+        self.computes = kernels.computes
+        self.packed_bytes = kernels.packed_bytes
+        self.keys_at_once = kernels.keys_at_once
+        self.keys_by_dimension = kernels.keys_by_dimension
+        # Every rank has these inputs whole, and so the same result: activations between products are gathered, the
+        # tokens of a step were sent to all.
+        self.rms_norm = kernels.rms_norm
+        self.add_rms_norm = kernels.add_rms_norm
+        self.layer_norm = kernels.layer_norm
+        self.scale_add = kernels.scale_add
+        self.activate = kernels.activate
+        self.sigmoid_mul = kernels.sigmoid_mul
+        self.gather_inputs = kernels.gather_inputs
+        # Of logits, which the head's product has gathered.
+        self.soft_cap_ = kernels.soft_cap_
+        self.gumbel_argmax = kernels.gumbel_argmax
+        self.sample_rows = kernels.sample_rows
+        self.filter_rows_ = kernels.filter_rows_
+        self.match_lengths = kernels.match_lengths
+        self.score_tokens = kernels.score_tokens
+        self.top_values = kernels.top_values
+        self.keep_between_ = kernels.keep_between_
+        # Lists for the rank's own heads, whose shape the caller gives.
+        self.attention_work = kernels.attention_work
+        self.shorten_attention_work_ = kernels.shorten_attention_work_
         self._group = group
         self._division = division
         self._heads = {division.heads(heads).shape: heads for heads in division.spec.head_shapes}
@@ -81,11 +110,8 @@ class ParallelKernels:
         self._first_tokens = torch.tensor(starts, dtype=torch.int64)
         """Of the ranks after the first."""
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
-
     def compile_together(self, call: Callable[[], object]) -> None:
-        """Not here: ranks that differ in what is missing would wait for each other within `call`."""
+        """Declined: ranks that differ in what is missing would wait for each other within `call`."""
 
     def pack(self, weight: Weight) -> Weight:
         if not isinstance(weight, DividedWeight):
@@ -120,21 +146,31 @@ class ParallelKernels:
             qkv, norms = self._normed_whole(qkv, self._heads[shape], norms), None
         return self._own.qkv_to_cache_(qkv, shape, norms, positions, cos_sin, cache, slot_mapping)
 
+    def query_heads(
+        self, query: Tensor, shape: HeadShape, norms: HeadNorms | None, positions: Tensor, cos_sin: Tensor | None
+    ) -> Tensor:
+        if norms is not None and len(norms.query) != shape.head_dim:
+            raise UnsupportedModelError("a norm over all heads in a layer that reads another's keys, on several ranks")
+        return self._own.query_heads(query, shape, norms, positions, cos_sin)
+
     def attention(
         self, query: Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec, sinks: Tensor | None = None
     ) -> Tensor:
         attended = self._own.attention(query, cache, batch, spec, sinks)
         return self._gather(attended.flatten(1), self._division.head_widths(self._heads[spec.heads]))
 
-    def moe(self, x: Tensor, router_logits: Tensor, experts: ExpertWeights, spec: MoeSpec) -> Tensor:
+    def moe(
+        self, x: Tensor, router_logits: Tensor, experts: ExpertWeights, spec: MoeSpec, between: Between | None = None
+    ) -> Tensor:
         gate_up, down = experts.gate_up, experts.down
         assert isinstance(gate_up, DividedWeight)
         assert isinstance(down, DividedWeight)
 
-        def between(hidden: Tensor) -> Tensor:
-            return self._gather(hidden, gate_up.widths)
+        def gathered(hidden: Tensor) -> Tensor:
+            whole = self._gather(hidden, gate_up.widths)
+            return whole if between is None else between(whole)
 
-        own = self._own.moe(x, router_logits, experts._replace(gate_up=gate_up.own, down=down.own), spec, between)
+        own = self._own.moe(x, router_logits, experts._replace(gate_up=gate_up.own, down=down.own), spec, gathered)
         return self._gather(own, down.widths)
 
     def decode_lists(self, fewest: int, most: int, max_context_len: int, shape: HeadShape) -> dict[str, int]:

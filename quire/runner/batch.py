@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,9 @@ from torch import Tensor
 from quire.kernels.ops import Batches, Int32Array
 from quire.models.decoder import Decoder
 from quire.runner.request_rows import RequestRows
-from quire.step import ScheduledRequest, Step
+from quire.step import ScheduledColumns, ScheduledRequest, Step
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,16 @@ class StepShape:
 
     @classmethod
     def of(cls, step: Step) -> StepShape:
-        _, rows, starts, counts, samples, _, guesses, ahead, _ = zip(*step.scheduled, strict=True)
-        numbers = [np.array(values, np.int32) for values in (rows, starts, counts)]
-        is_decode = step.num_decodes == len(rows)
-        return cls(numbers[0], numbers[1], numbers[2], np.array(samples, np.bool_), guesses, ahead, is_decode)
+        columns = ScheduledColumns.of(step.scheduled)
+        return cls(
+            request_rows=np.array(columns.row, np.int32),
+            starts=np.array(columns.start, np.int32),
+            counts=np.array(columns.num_tokens, np.int32),
+            samples=np.array(columns.samples, np.bool_),
+            guesses=columns.guesses,
+            runs_ahead=columns.runs_ahead,
+            is_decode=step.num_decodes == len(step.scheduled),
+        )
 
     @cached_property
     def has_guesses(self) -> bool:
@@ -144,6 +152,19 @@ class InputBatch:
     """int32 [draws]: the position that the sampled token will have."""
 
 
+class _SentTogether(NamedTuple, Generic[T]):
+    """What `build_batch` sends to the device in one copy: arrays, and then tensors, by the same names."""
+
+    token_rows: T
+    token_positions: T
+    query_start: T
+    context_lens: T
+    table_rows: T
+    draw_indices: T
+    draw_request_rows: T
+    draw_positions: T
+
+
 def lag_of(shape: StepShape, request_rows: RequestRows) -> Tensor | None:
     """int32 [requests], on the device: how much earlier than `shape.starts` each request begins, because guesses in
     flight were wrong. None where no request runs ahead."""
@@ -161,39 +182,49 @@ def build_batch(shape: StepShape, request_rows: RequestRows, decoder: Decoder, l
         heads: kernels.attention_work(shape.counts, ends, shape.request_rows, heads)
         for heads in decoder.spec.head_shapes
     }
-    sent = upload(
-        shape.request_rows[shape.token_owners],
-        shape.token_positions,
-        shape.query_start,
-        ends,
-        shape.request_rows,
-        shape.draw_indices,
-        shape.request_rows[draw_owners],
-        shape.draw_positions.astype(np.int32),
-        *(values for made in work.values() for values in made.values()),
+    arrays = _SentTogether(
+        token_rows=shape.request_rows[shape.token_owners],
+        token_positions=shape.token_positions,
+        query_start=shape.query_start,
+        context_lens=ends,
+        table_rows=shape.request_rows,
+        draw_indices=shape.draw_indices,
+        draw_request_rows=shape.request_rows[draw_owners],
+        draw_positions=shape.draw_positions.astype(np.int32),
     )
-    received = iter(sent[8:])
+    tensors = upload(*arrays, *(values for made in work.values() for values in made.values()))
+    sent: _SentTogether[Tensor] = _SentTogether._make(tensors[: len(arrays)])
+    received = iter(tensors[len(arrays) :])
     lists = {heads: dict(zip(made, received, strict=False)) for heads, made in work.items()}
     if lag is not None:
         owners, drawn_by = upload(shape.token_owners, draw_owners)
-        sent[1] = sent[1] - lag[owners]
-        sent[3] = sent[3] - lag
-        sent[7] = sent[7] - lag[drawn_by]
+        sent = sent._replace(
+            token_positions=sent.token_positions - lag[owners],
+            context_lens=sent.context_lens - lag,
+            draw_positions=sent.draw_positions - lag[drawn_by],
+        )
         by_row = torch.zeros_like(request_rows.num_computed_tokens)
-        by_row[sent[4].long()] = lag
+        by_row[sent.table_rows.long()] = lag
         for made in lists.values():
             kernels.shorten_attention_work_(made, by_row)
-    token_ids, places, paged = request_rows.inputs(
+    token_ids, positions, paged = request_rows.inputs(
         kernels,
-        sent[0],
-        sent[1],
-        query_start=sent[2],
-        context_lens=sent[3],
-        table_rows=sent[4],
+        sent.token_rows,
+        sent.token_positions,
+        query_start=sent.query_start,
+        context_lens=sent.context_lens,
+        table_rows=sent.table_rows,
         max_context_len=int(ends.max()),
         work=lists,
     )
-    return InputBatch(token_ids, places, paged, sent[5], sent[6], sent[7])
+    return InputBatch(
+        token_ids=token_ids,
+        positions=positions,
+        paged=paged,
+        draw_indices=sent.draw_indices,
+        draw_request_rows=sent.draw_request_rows,
+        draw_positions=sent.draw_positions,
+    )
 
 
 def write_guesses(shape: StepShape, request_rows: RequestRows, lag: Tensor | None) -> None:

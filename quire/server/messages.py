@@ -156,13 +156,12 @@ class Updates(msgspec.Struct, tag="updates", omit_defaults=True):
         """Adds what requests gained, in order."""
         told = {update.request_id for update in self.updates}
         for update in updates:
-            name, token_ids, reason, _, error, _, scores, prompt_scores, _ = update
-            is_growth = token_ids and reason is None and not scores and prompt_scores is None and error is None
-            if is_growth and name not in told:
-                self.grown.append(name)
-                self.grown_ids.append(token_ids)
+            request_id = update.request_id
+            if update.is_growth and request_id not in told:
+                self.grown.append(request_id)
+                self.grown_ids.append(update.new_token_ids)
             else:
-                told.add(name)
+                told.add(request_id)
                 self.updates.append(update)
 
     def all_updates(self) -> list[RequestUpdate]:

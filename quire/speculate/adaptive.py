@@ -55,10 +55,10 @@ class StepCosts:
         if result is None or not step.scheduled or step.admitted:
             return
         tokens = float(step.num_decodes)
-        for _, _, _, num_tokens, samples, _, guesses, _, _ in step.scheduled[step.num_decodes :]:
-            if not samples or num_tokens != 1 + len(guesses):
+        for one in step.scheduled[step.num_decodes :]:
+            if not one.samples or one.num_tokens != 1 + len(one.guesses):
                 return
-            tokens += num_tokens
+            tokens += one.num_tokens
         seconds = entry.committed - begin
         if tokens <= _MOST_RECORDED and tokens not in self._seen:
             self._seen.add(tokens)  # this step was recorded, which takes longer than computing it

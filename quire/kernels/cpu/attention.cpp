@@ -188,19 +188,24 @@ void attention(Attention<T, CACHED> call) {
     whole_tasks<Walk>(call, tasks);
 }
 
+template <class T, class CACHED>
+void attention_vector(const Attention<T, CACHED>& call) {
+  attention<VectorWalk<T, CACHED>>(call);
+}
+
 }  // namespace
 }  // namespace quire
 
 using namespace quire;
 
 extern "C" {
-void quire_attention_float32(const Attention<float>* call) { attention<VectorWalk<float>>(*call); }
-void quire_attention_bfloat16(const Attention<bf16>* call) { attention<VectorWalk<bf16>>(*call); }
-void quire_attention_int8_float32(const Attention<float, int8_t>* call) { attention<VectorWalk<float, int8_t>>(*call); }
-void quire_attention_int8_bfloat16(const Attention<bf16, int8_t>* call) { attention<VectorWalk<bf16, int8_t>>(*call); }
-void quire_attention_fp8_float32(const Attention<float, fp8>* call) { attention<VectorWalk<float, fp8>>(*call); }
-void quire_attention_fp8_bfloat16(const Attention<bf16, fp8>* call) { attention<VectorWalk<bf16, fp8>>(*call); }
+QUIRE_FUNCTION(attention_float32, attention_vector(*call), Attention<float>)
+QUIRE_FUNCTION(attention_bfloat16, attention_vector(*call), Attention<bf16>)
+QUIRE_FUNCTION(attention_int8_float32, attention_vector(*call), Attention<float, int8_t>)
+QUIRE_FUNCTION(attention_int8_bfloat16, attention_vector(*call), Attention<bf16, int8_t>)
+QUIRE_FUNCTION(attention_fp8_float32, attention_vector(*call), Attention<float, fp8>)
+QUIRE_FUNCTION(attention_fp8_bfloat16, attention_vector(*call), Attention<bf16, fp8>)
 #if defined(QUIRE_HAS_AMX)
-void quire_attention_amx(const Attention<bf16>* call) { attention<AmxWalk>(*call); }
+QUIRE_FUNCTION(attention_amx, attention<AmxWalk>(*call), Attention<bf16>)
 #endif
 }

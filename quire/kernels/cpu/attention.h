@@ -8,6 +8,7 @@
 
 #include <algorithm>
 
+#include "arguments.h"
 #include "simd.h"
 
 namespace quire {
@@ -36,6 +37,9 @@ struct Attention {
   float cap;    // scores become cap * tanh(score / cap), with log2(e) in it too; 0: they stay
   float value_scale;  // of all values
   int num_threads;
+  QUIRE_ARGUMENTS(query, query_stride, keys, values, key_scales, value_scales, query_start, context_lens,
+                  block_tables, table_rows, out, num_sequences, max_blocks, num_heads, num_kv_heads, head_dim,
+                  block_size, window, keys_by_dimension, sinks, scale, cap, value_scale, num_threads)
 
   int64_t group() const { return num_heads / num_kv_heads; }
   int64_t padded_dim() const { return (head_dim + 31) / 32 * 32; }

@@ -2,23 +2,25 @@
 
 The methods here only check shapes and pass addresses on; what is computed, and in which order, is in the `.cpp`
 files beside this one. There are many short calls (about a dozen per layer and step), so functions are looked up once
-and get their arguments as one packed struct, which takes less time than a dozen ctypes arguments.
+and get their arguments as one packed struct (`functions.py`), which takes less time than a dozen ctypes arguments.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import repeat
-from struct import Struct
 
 import torch
 from torch import Tensor
 
-from quire.errors import DeviceError, UnsupportedModelError
+from quire.errors import UnsupportedModelError
+from quire.kernels.cpu import functions
+from quire.kernels.cpu.arguments import check_names, check_packer, packer
 from quire.kernels.cpu.build import load_library
-from quire.kernels.cpu.recording import Calls, Function
+from quire.kernels.cpu.functions import ACTIVATIONS, FORMATS, Address
+from quire.kernels.cpu.recording import DTYPES, Calls
 from quire.kernels.formats import Format
 from quire.kernels.ops import Activation, AttentionSpec, LayerCache, PagedBatch
 from quire.kernels.reference import ReferenceKernels
@@ -27,19 +29,14 @@ from quire.kernels.weights import Part, Weight
 _MAX_HEAD_DIM = 256
 _KEY_RUN = 16
 _LOG2_E = math.log2(math.e)
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _CACHES = {None: "", torch.int8: "_int8", torch.float8_e4m3fn: "_fp8"}
 """Suffixes of the attention functions: None is a cache in the model's dtype."""
-_PACKED = {dtype: Format(f"cpu_packed_{name}", 1, dtype.itemsize) for dtype, name in _DTYPES.items()}
+_PACKED = {dtype: Format(f"cpu_packed_{name}", 1, dtype.itemsize) for dtype, name in DTYPES.items()}
 """Formats of packed plain matrices: the same numbers in the order in which `linear` reads them."""
-_QUANTIZED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "INT8", "MXFP4")
-"""Formats that matrix products take without expanding them, in the order of `with_format` in quantized.h."""
-_PACKED_BLOCKS = {name: Format(f"cpu_packed_{name}", 1, 0) for name in _QUANTIZED}
+_PACKED_BLOCKS = {name: Format(f"cpu_packed_{name}", 1, 0) for name in FORMATS}
 _FORMAT_NUMBERS = {format: number for number, format in enumerate(_PACKED_BLOCKS.values())}
-_ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.CLAMPED_SWIGLU: 2}
-
-_part = Struct("Pqq").pack
-
+_ACTIVATION_NUMBERS = {activation: number for number, activation in enumerate(ACTIVATIONS)}
+_pack_part = packer(functions.quantized_part)
 _threads = torch.get_num_threads
 
 
@@ -48,14 +45,14 @@ class PackedWeight(Weight):
 
     @cached_property
     def quantized_parts(self) -> ctypes.Array[ctypes.c_char] | None:
-        """Address, outputs and format of each part, for `linear_quantized`; None if a part is not quantised."""
-        numbers = [_FORMAT_NUMBERS.get(part.format) for part in self.parts]
-        if None in numbers:
-            return None
-        described = zip(self.parts, numbers, strict=True)
-        return ctypes.create_string_buffer(
-            b"".join(_part(part.tensors[0].data_ptr(), part.rows, number) for part, number in described)
-        )
+        """Its parts as `linear_quantized` reads them; None if one is not quantised."""
+        described: list[bytes] = []
+        for part in self.parts:
+            number = _FORMAT_NUMBERS.get(part.format)
+            if number is None:
+                return None
+            described.append(_pack_part(packed=part.tensors[0], columns=part.rows, format=number))
+        return ctypes.create_string_buffer(b"".join(described))
 
 
 class CpuKernels(ReferenceKernels):
@@ -68,31 +65,36 @@ class CpuKernels(ReferenceKernels):
         library = load_library(architecture)
         library.quire_has_amx.argtypes, library.quire_has_amx.restype = [], ctypes.c_int
         self.has_amx = use_amx and bool(library.quire_has_amx())
+        check_names(library, "quire_formats", FORMATS)
+        check_names(library, "quire_activations", [activation.name for activation in ACTIVATIONS])
         calls = Calls(library)
         self._empty = calls.empty
         self.record = calls.record
-        by_dtype = partial(_functions, calls)
-        self._pack, self._unpack_rows = by_dtype("pack", "PPqqi"), by_dtype("unpack_rows", "PPPqqqi")
-        self._linear = by_dtype("linear", "PqPPPqqqqi")
-        self._linear_quantized = by_dtype("linear_quantized", "PqPqPPqqqii")
-        self._packed_size = calls.function("quire_packed_size", "qqqP")
-        self._pack_quantized = calls.function("quire_pack_quantized", "PPPqqqi")
-        self._unpack_quantized = calls.function("quire_unpack_quantized", "PPPqqqi")
-        self._rms_norm, self._add_rms_norm = by_dtype("rms_norm", "PqqPPqqffi"), by_dtype("add_rms_norm", "PPPPPqqffi")
-        self._rope = by_dtype("rope", "PqPPPqqqi")
-        self._layer_norm, self._scale_add = by_dtype("layer_norm", "PPPPqqfi"), by_dtype("scale_add", "PPPqqfi")
-        self._soft_cap, self._activate = by_dtype("soft_cap", "Pqqqfi"), by_dtype("activate", "PqPqqqqi")
-        attention, write_kv = "PqPPPPPPPPPqqqqqqqqPfffi", "PqPqPPPPffPqqqqqi"
-        self._attention = {kind: by_dtype(f"attention{name}", attention) for kind, name in _CACHES.items()}
-        self._attention_amx = calls.function("quire_attention_amx", attention) if self.has_amx else None
-        self._write_kv = {kind: by_dtype(f"write_kv{name}", write_kv) for kind, name in _CACHES.items()}
-        self._gather_inputs = calls.function("quire_gather_inputs", "PPPqPqPPPqq")
-        self._gumbel_argmax = calls.function("quire_gumbel_argmax", "PqPPPPqqi")
-        self._sample_rows = by_dtype("sample_rows", "PqPPPPPqPPqqi")
-        self._top_values = calls.function("quire_top_values", "PqPqqqi")
-        self._keep_between = calls.function("quire_keep_between", "PqPPqqi")
+        check_packer(library, functions.quantized_part)
+        self._packed_size = calls.function(functions.packed_size)
+        self._pack_quantized = calls.function(functions.pack_quantized)
+        self._unpack_quantized = calls.function(functions.unpack_quantized)
+        self._gather_inputs = calls.function(functions.gather_inputs)
+        self._gumbel_argmax = calls.function(functions.gumbel_argmax)
+        self._top_values = calls.function(functions.top_values)
+        self._keep_between = calls.function(functions.keep_between)
+        self._pack = calls.by_dtype(functions.pack)
+        self._unpack_rows = calls.by_dtype(functions.unpack_rows)
+        self._linear = calls.by_dtype(functions.linear)
+        self._linear_quantized = calls.by_dtype(functions.linear_quantized)
+        self._rms_norm = calls.by_dtype(functions.rms_norm)
+        self._add_rms_norm = calls.by_dtype(functions.add_rms_norm)
+        self._layer_norm = calls.by_dtype(functions.layer_norm)
+        self._scale_add = calls.by_dtype(functions.scale_add)
+        self._soft_cap = calls.by_dtype(functions.soft_cap)
+        self._rope = calls.by_dtype(functions.rope)
+        self._activate = calls.by_dtype(functions.activate)
+        self._sample_rows = calls.by_dtype(functions.sample_rows)
+        self._attention = {kind: calls.by_dtype(functions.attention, suffix) for kind, suffix in _CACHES.items()}
+        self._write_kv = {kind: calls.by_dtype(functions.write_kv, suffix) for kind, suffix in _CACHES.items()}
+        self._attention_amx = calls.function(functions.attention, "attention_amx") if self.has_amx else None
         if self.has_amx:
-            self._linear[torch.bfloat16] = calls.function("quire_linear_amx", "PqPPPqqqqi")
+            self._linear[torch.bfloat16] = calls.function(functions.linear, "linear_amx")
 
     def keys_by_dimension(self, cache_dtype: torch.dtype, block_size: int) -> bool:
         """For vector instructions, with one key per lane. AMX kernels, and those for FP8, transpose keys themselves."""
@@ -100,14 +102,14 @@ class CpuKernels(ReferenceKernels):
         return block_size % _KEY_RUN == 0 and not is_turned
 
     def computes(self, format: Format) -> bool:
-        return format.name in _QUANTIZED
+        return format.name in FORMATS
 
     def pack(self, weight: Weight) -> Weight:
-        """Plain numbers and formats of `_QUANTIZED` get the layouts of `linear`; parts in other formats stay."""
+        """Plain numbers and formats of `FORMATS` get the layouts of `linear`; parts in other formats stay."""
         return PackedWeight(weight.shape, tuple(self._packed(part) for part in weight.parts))
 
     def _packed(self, part: Part) -> Part:
-        if part.format.name in _QUANTIZED and part.tensors[0].shape[-1] % part.format.num_bytes == 0:
+        if part.format.name in FORMATS and part.tensors[0].shape[-1] % part.format.num_bytes == 0:
             return self._packed_blocks(part)
         if part.format.dtype is None:
             return part
@@ -118,7 +120,7 @@ class CpuKernels(ReferenceKernels):
         packed = torch.empty_like(stored)
         pack = self._pack[stored.dtype]
         for plain, target in zip(stored.view(-1, columns, depth), packed.view(-1, columns, depth), strict=True):
-            pack(plain, target, columns, depth, _threads())
+            pack(weight=plain, packed=target, columns=columns, depth=depth, num_threads=_threads())
         return Part(_PACKED[stored.dtype], (packed,), part.rows)
 
     def _packed_blocks(self, part: Part) -> Part:
@@ -128,12 +130,20 @@ class CpuKernels(ReferenceKernels):
         format = _PACKED_BLOCKS[part.format.name]
         size = ctypes.c_int64()
         number = _FORMAT_NUMBERS[format]
-        self._packed_size(columns, depth, number, ctypes.addressof(size))
+        self._packed_size(columns=columns, depth=depth, format=number, bytes=Address(ctypes.addressof(size)))
         packed = torch.empty(*outer, size.value, dtype=torch.uint8)
         factors = scales[0].view(-1, columns) if scales else repeat(None)
         matrices = zip(stored.view(-1, columns, num_bytes), factors, packed.view(-1, size.value), strict=False)
         for plain, factor, target in matrices:
-            self._pack_quantized(plain, factor, target, columns, depth, number, _threads())
+            self._pack_quantized(
+                stored=plain,
+                channel_scales=factor,
+                packed=target,
+                columns=columns,
+                depth=depth,
+                format=number,
+                num_threads=_threads(),
+            )
         return Part(format, (packed,), part.rows)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -151,11 +161,15 @@ class CpuKernels(ReferenceKernels):
         parts = weight.quantized_parts
         if parts is not None:
             self._linear_quantized[dtype](
-                x, x.stride(0), ctypes.addressof(parts), len(weight.parts), bias, out, out.stride(0), rows, depth,
-                _threads(), self.has_amx,
+                x=x, x_stride=x.stride(0), parts=Address(ctypes.addressof(parts)), num_parts=len(weight.parts),
+                bias=bias, out=out, out_stride=out.stride(0), rows=rows, depth=depth, num_threads=_threads(),
+                use_amx=self.has_amx,
             )  # fmt: skip
         elif weight.format is _PACKED[dtype]:
-            function(x, x.stride(0), weight.tensor, bias, out, out.stride(0), rows, columns, depth, _threads())
+            function(
+                x=x, x_stride=x.stride(0), weight=weight.tensor, bias=bias, out=out, out_stride=out.stride(0),
+                rows=rows, columns=columns, depth=depth, num_threads=_threads(),
+            )  # fmt: skip
         elif weight.format is None:
             targets = out.split_with_sizes([part.rows for part in weight.parts], 1)
             for (part, added), target in zip(weight.split(bias), targets, strict=True):
@@ -176,10 +190,14 @@ class CpuKernels(ReferenceKernels):
             raise IndexError(f"a token id is outside the vocabulary of {columns}")
         if number is not None:
             out = self._empty(rows, depth, dtype=torch.float32)
-            self._unpack_quantized(table, ids, out, rows, depth, number, _threads())
+            self._unpack_quantized(
+                packed=table, ids=ids, out=out, rows=rows, depth=depth, format=number, num_threads=_threads()
+            )
         else:
             out = self._empty(rows, depth, dtype=table.dtype)
-            self._unpack_rows[table.dtype](table, ids, out, rows, columns, depth, _threads())
+            self._unpack_rows[table.dtype](
+                packed=table, ids=ids, out=out, rows=rows, columns=columns, depth=depth, num_threads=_threads()
+            )
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -188,8 +206,9 @@ class CpuKernels(ReferenceKernels):
         out = self._empty(*shape, dtype=x.dtype)
         inner = shape[1] if len(shape) == 3 else 1
         self._rms_norm[x.dtype](
-            x, x.stride(0), inner, weight, out, shape[0] * inner, shape[-1], eps, offset, _threads()
-        )
+            x=x, stride=x.stride(0), inner=inner, weight=weight, out=out, rows=shape[0] * inner, size=shape[-1],
+            eps=eps, offset=offset, num_threads=_threads(),
+        )  # fmt: skip
         return out
 
     def add_rms_norm(
@@ -198,33 +217,42 @@ class CpuKernels(ReferenceKernels):
         x, residual = x.contiguous(), residual.contiguous()
         rows, size = x.shape
         out, total = self._empty(rows, size, dtype=x.dtype), self._empty(rows, size, dtype=x.dtype)
-        self._add_rms_norm[x.dtype](x, residual, weight, out, total, rows, size, eps, offset, _threads())
+        self._add_rms_norm[x.dtype](
+            x=x, residual=residual, weight=weight, out=out, total=total, rows=rows, size=size, eps=eps, offset=offset,
+            num_threads=_threads(),
+        )  # fmt: skip
         return out, total
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         x, (rows, size) = x.contiguous(), x.shape
         out = self._empty(rows, size, dtype=x.dtype)
-        self._layer_norm[x.dtype](x, weight, bias, out, rows, size, eps, _threads())
+        self._layer_norm[x.dtype](
+            x=x, weight=weight, bias=bias, out=out, rows=rows, size=size, eps=eps, num_threads=_threads()
+        )
         return out
 
     def scale_add(self, x: Tensor, scale: float, other: Tensor | None = None) -> Tensor:
         x, (rows, size) = x.contiguous(), x.shape
         added = None if other is None else other.contiguous()
         out = self._empty(rows, size, dtype=x.dtype)
-        self._scale_add[x.dtype](x, added, out, rows, size, scale, _threads())
+        self._scale_add[x.dtype](x=x, other=added, out=out, rows=rows, size=size, scale=scale, num_threads=_threads())
         return out
 
     def soft_cap_(self, x: Tensor, cap: float) -> None:
         if x.stride(1) != 1:
             raise ValueError(f"x has strides {x.stride()}")
-        self._soft_cap[x.dtype](x, x.stride(0), *x.shape, cap, _threads())
+        rows, size = x.shape
+        self._soft_cap[x.dtype](x=x, stride=x.stride(0), rows=rows, size=size, cap=cap, num_threads=_threads())
 
     def rope(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
         rows, heads, head_dim = x.shape
         x = _with_whole_rows(x)
         positions = positions.long().contiguous()
         out = self._empty(rows, heads, head_dim, dtype=x.dtype)
-        self._rope[x.dtype](x, x.stride(0), positions, cos_sin, out, rows, heads, head_dim, _threads())
+        self._rope[x.dtype](
+            x=x, stride=x.stride(0), positions=positions, cos_sin=cos_sin, out=out, rows=rows, heads=heads,
+            head_dim=head_dim, num_threads=_threads(),
+        )  # fmt: skip
         return out
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
@@ -237,15 +265,21 @@ class CpuKernels(ReferenceKernels):
         rows, width = x.shape
         x = _with_whole_rows(x)
         out = self._empty(rows, size, dtype=x.dtype)
-        self._activate[x.dtype](x, x.stride(0), out, rows, size, _ACTIVATIONS[activation], width > size, _threads())
+        self._activate[x.dtype](
+            x=x, stride=x.stride(0), out=out, rows=rows, size=size, activation=_ACTIVATION_NUMBERS[activation],
+            gated=width > size, num_threads=_threads(),
+        )  # fmt: skip
         return out
 
     def write_kv_(self, keys: Tensor, values: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
         rows, heads, head_dim = keys.shape
         keys, values = _with_whole_rows(keys), _with_whole_rows(values)
+        key_scale, value_scale = cache.fp8_scales
         self._write_kv[_kind(cache)][keys.dtype](
-            keys, keys.stride(0), values, values.stride(0), cache.keys, cache.values, *cache.scales, *cache.fp8_scales,
-            slot_mapping, rows, heads, cache.block_size, head_dim, cache.keys_by_dimension, _threads(),
+            keys=keys, keys_stride=keys.stride(0), values=values, values_stride=values.stride(0), key_cache=cache.keys,
+            value_cache=cache.values, key_scales=cache.key_scales, value_scales=cache.value_scales, key_scale=key_scale,
+            value_scale=value_scale, slots=slot_mapping, rows=rows, heads=heads, block_size=cache.block_size,
+            head_dim=head_dim, keys_by_dimension=cache.keys_by_dimension, num_threads=_threads(),
         )  # fmt: skip
 
     def gather_inputs(
@@ -256,8 +290,9 @@ class CpuKernels(ReferenceKernels):
             raise TypeError("rows, positions and block tables are int32, token ids int64")
         ids, places, slots = (self._empty(count, dtype=torch.int64) for _ in range(3))
         self._gather_inputs(
-            token_rows.contiguous(), positions.contiguous(), token_ids, token_ids.stride(0), block_tables,
-            block_tables.stride(0), ids, places, slots, count, block_size,
+            rows=token_rows.contiguous(), positions=positions.contiguous(), token_ids=token_ids,
+            tokens_stride=token_ids.stride(0), block_tables=block_tables, tables_stride=block_tables.stride(0), ids=ids,
+            places=places, slots=slots, count=count, block_size=block_size,
         )  # fmt: skip
         return ids, places, slots
 
@@ -280,10 +315,13 @@ class CpuKernels(ReferenceKernels):
         block_tables = batch.block_tables.contiguous()
         out = self._empty(rows, num_heads, head_dim, dtype=query.dtype)
         function(
-            query, query.stride(0), cache.keys, cache.values, *cache.scales, batch.query_start,
-            batch.context_lens, block_tables, batch.table_rows, out, len(batch.table_rows), block_tables.shape[1],
-            num_heads, kv_heads, head_dim, block_size, spec.sliding_window or 0, cache.keys_by_dimension, sinks,
-            spec.scale * key_scale * _LOG2_E, spec.soft_cap * _LOG2_E, value_scale, _threads(),
+            query=query, query_stride=query.stride(0), keys=cache.keys, values=cache.values,
+            key_scales=cache.key_scales, value_scales=cache.value_scales, query_start=batch.query_start,
+            context_lens=batch.context_lens, block_tables=block_tables, table_rows=batch.table_rows, out=out,
+            num_sequences=len(batch.table_rows), max_blocks=block_tables.shape[1], num_heads=num_heads,
+            num_kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, window=spec.sliding_window or 0,
+            keys_by_dimension=cache.keys_by_dimension, sinks=sinks, scale=spec.scale * key_scale * _LOG2_E,
+            cap=spec.soft_cap * _LOG2_E, value_scale=value_scale, num_threads=_threads(),
         )  # fmt: skip
         return out
 
@@ -293,7 +331,10 @@ class CpuKernels(ReferenceKernels):
             raise TypeError(f"logits {logits.dtype}, temperature {temperature.dtype}, keys {keys.dtype}")
         logits, temperature, keys = _with_whole_rows(logits), temperature.contiguous(), keys.contiguous()
         out, flags = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.int32)
-        self._gumbel_argmax(logits, logits.stride(0), temperature, keys, out, flags, rows, size, _threads())
+        self._gumbel_argmax(
+            logits=logits, stride=logits.stride(0), temperature=temperature, keys=keys, out=out, flags=flags, rows=rows,
+            size=size, num_threads=_threads(),
+        )  # fmt: skip
         return out, flags
 
     def sample_rows(
@@ -304,8 +345,9 @@ class CpuKernels(ReferenceKernels):
         out = self._empty(2, rows, dtype=torch.int64) if out is None else out
         tokens, flags = out
         self._sample_rows[logits.dtype](
-            logits, logits.stride(0), row_index, seeds, temperatures, positions, token_ids, token_ids.stride(0), tokens,
-            flags, rows, size, _threads(),
+            logits=logits, stride=logits.stride(0), row_index=row_index, seeds=seeds, temperatures=temperatures,
+            positions=positions, token_ids=token_ids, tokens_stride=token_ids.stride(0), out=tokens, flags=flags,
+            rows=rows, size=size, num_threads=_threads(),
         )  # fmt: skip
         return out
 
@@ -315,7 +357,7 @@ class CpuKernels(ReferenceKernels):
             raise ValueError(f"there are no {k} largest of {x.dtype} rows of {size}")
         x = _with_whole_rows(x)
         out = x.new_empty(rows, k)
-        self._top_values(x, x.stride(0), out, rows, size, k, _threads())
+        self._top_values(x=x, stride=x.stride(0), out=out, rows=rows, size=size, k=k, num_threads=_threads())
         return out
 
     def keep_between_(self, x: Tensor, low: Tensor, high: Tensor) -> None:
@@ -323,18 +365,7 @@ class CpuKernels(ReferenceKernels):
         if {x.dtype, low.dtype, high.dtype} != {torch.float32} or x.stride(1) != 1:
             raise ValueError(f"x {x.dtype} with strides {x.stride()}, limits {low.dtype} and {high.dtype}")
         low, high = low.contiguous(), high.contiguous()
-        self._keep_between(x, x.stride(0), low, high, rows, size, _threads())
-
-
-class _ByDtype(dict[torch.dtype, Function]):
-    """A function for each dtype the kernels compute in."""
-
-    def __missing__(self, dtype: torch.dtype) -> Function:
-        raise DeviceError(f"The CPU kernels compute in float32 and bfloat16, not {dtype}.")
-
-
-def _functions(calls: Calls, kind: str, fields: str) -> _ByDtype:
-    return _ByDtype({dtype: calls.function(f"quire_{kind}_{suffix}", fields) for dtype, suffix in _DTYPES.items()})
+        self._keep_between(x=x, stride=x.stride(0), low=low, high=high, rows=rows, size=size, num_threads=_threads())
 
 
 def _kind(cache: LayerCache) -> torch.dtype | None:

@@ -160,6 +160,7 @@ struct Pack {
   T* packed;
   int64_t columns, depth;
   int num_threads;
+  QUIRE_ARGUMENTS(weight, packed, columns, depth, num_threads)
 
   void run() const {
     prefer_large_pages(packed, columns * depth * int64_t(sizeof(T)));
@@ -183,6 +184,7 @@ struct UnpackRows {
   T* out;
   int64_t rows, columns, depth;
   int num_threads;
+  QUIRE_ARGUMENTS(packed, ids, out, rows, columns, depth, num_threads)
 
   void run() const {
     Linear<T> shape{};
@@ -204,12 +206,12 @@ struct UnpackRows {
 using namespace quire;
 
 extern "C" {
-void quire_pack_float32(const Pack<float>* call) { call->run(); }
-void quire_pack_bfloat16(const Pack<bf16>* call) { call->run(); }
-void quire_unpack_rows_float32(const UnpackRows<float>* call) { call->run(); }
-void quire_unpack_rows_bfloat16(const UnpackRows<bf16>* call) { call->run(); }
-void quire_linear_float32(const Linear<float>* call) { linear_vector(*call); }
-void quire_linear_bfloat16(const Linear<bf16>* call) { linear_vector(*call); }
-void quire_linear_amx(const Linear<bf16>* call) { linear_amx(*call); }
+QUIRE_FUNCTION(pack_float32, call->run(), Pack<float>)
+QUIRE_FUNCTION(pack_bfloat16, call->run(), Pack<bf16>)
+QUIRE_FUNCTION(unpack_rows_float32, call->run(), UnpackRows<float>)
+QUIRE_FUNCTION(unpack_rows_bfloat16, call->run(), UnpackRows<bf16>)
+QUIRE_FUNCTION(linear_float32, linear_vector(*call), Linear<float>)
+QUIRE_FUNCTION(linear_bfloat16, linear_vector(*call), Linear<bf16>)
+QUIRE_FUNCTION(linear_amx, linear_amx(*call), Linear<bf16>)
 int quire_has_amx() { return has_amx(); }
 }

@@ -5,6 +5,7 @@
 // bfloat16, which is how tile instructions want them. No padding: a packed weight is as large as the loaded one.
 #pragma once
 
+#include "arguments.h"
 #include "simd.h"
 
 namespace quire {
@@ -23,6 +24,7 @@ struct Linear {
   T* out;
   int64_t out_stride, rows, columns, depth;
   int num_threads;
+  QUIRE_ARGUMENTS(x, x_stride, weight, bias, out, out_stride, rows, columns, depth, num_threads)
 
   int64_t num_panels() const { return (columns + PANEL - 1) / PANEL; }
   int64_t width(int64_t panel) const {

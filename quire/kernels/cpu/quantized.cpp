@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "arguments.h"
 #include "quantized_product.h"
 #include "threads.h"
 
@@ -54,6 +55,7 @@ void quantize_row(const T* x, int64_t units, int8_t* quants, float* factors, int
 struct QuantizedPart {
   const uint8_t* packed;
   int64_t columns, format;
+  QUIRE_ARGUMENTS(packed, columns, format)
 };
 
 template <class T>
@@ -66,6 +68,7 @@ struct QuantizedLinear {
   T* out;
   int64_t out_stride, rows, depth;
   int num_threads, use_amx;
+  QUIRE_ARGUMENTS(x, x_stride, parts, num_parts, bias, out, out_stride, rows, depth, num_threads, use_amx)
 
   void run() const {
     if (rows == 0) return;
@@ -133,6 +136,7 @@ struct PackQuantized {
   uint8_t* packed;
   int64_t columns, depth, format;
   int num_threads;
+  QUIRE_ARGUMENTS(stored, channel_scales, packed, columns, depth, format, num_threads)
 
   void run() const {
     with_format(format, [&](auto f) { pack<decltype(f)>(); });
@@ -169,6 +173,7 @@ struct UnpackQuantized {
   float* out;
   int64_t rows, depth, format;
   int num_threads;
+  QUIRE_ARGUMENTS(packed, ids, out, rows, depth, format, num_threads)
 
   void run() const {
     with_format(format, [&](auto f) {
@@ -200,6 +205,7 @@ struct UnpackQuantized {
 struct PackedSize {
   int64_t columns, depth, format;
   int64_t* bytes;
+  QUIRE_ARGUMENTS(columns, depth, format, bytes)
 
   void run() const {
     with_format(format, [&](auto f) {
@@ -215,9 +221,11 @@ struct PackedSize {
 using namespace quire;
 
 extern "C" {
-void quire_packed_size(const PackedSize* call) { call->run(); }
-void quire_pack_quantized(const PackQuantized* call) { call->run(); }
-void quire_unpack_quantized(const UnpackQuantized* call) { call->run(); }
-void quire_linear_quantized_float32(const QuantizedLinear<float>* call) { call->run(); }
-void quire_linear_quantized_bfloat16(const QuantizedLinear<bf16>* call) { call->run(); }
+QUIRE_NAMES(formats, QUIRE_FORMATS)
+QUIRE_DESCRIBE(quantized_part, QuantizedPart)
+QUIRE_FUNCTION(packed_size, call->run(), PackedSize)
+QUIRE_FUNCTION(pack_quantized, call->run(), PackQuantized)
+QUIRE_FUNCTION(unpack_quantized, call->run(), UnpackQuantized)
+QUIRE_FUNCTION(linear_quantized_float32, call->run(), QuantizedLinear<float>)
+QUIRE_FUNCTION(linear_quantized_bfloat16, call->run(), QuantizedLinear<bf16>)
 }

@@ -249,21 +249,20 @@ struct Mxfp4 : Packed<4, 12, false> {
   static void unpack(const uint8_t* stored, uint8_t* quants) { Q4_0::nibbles(stored + 1, quants); }
 };
 
-// Calls body with a value of the format's type; the numbers are those of kernels.py.
+#define QUIRE_FORMATS Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, Int8, Mxfp4  // as in `functions.py`
+template <class... Formats>
+struct FormatList {};
+
+template <class Body, class... Formats>
+inline void with_format(int64_t format, Body body, FormatList<Formats...>) {
+  int64_t number = 0;
+  (void)((number++ == format && (body(Formats{}), true)) || ...);
+}
+
+// Calls body with a value of the type of the format that has this number.
 template <class Body>
 inline void with_format(int64_t format, Body body) {
-  switch (format) {
-    case 0: return body(Q4_0{});
-    case 1: return body(Q4_1{});
-    case 2: return body(Q5_0{});
-    case 3: return body(Q5_1{});
-    case 4: return body(Q8_0{});
-    case 5: return body(Q4_K{});
-    case 6: return body(Q5_K{});
-    case 7: return body(Q6_K{});
-    case 8: return body(Int8{});
-    default: return body(Mxfp4{});
-  }
+  with_format(format, body, FormatList<QUIRE_FORMATS>{});
 }
 
 template <class F>

@@ -1,5 +1,6 @@
 // Everything that works on one row at a time: norms, rotary embedding, activations, writing the cache. Each function
-// takes the address of its arguments, which `kernels.py` packs in the order of the struct's fields.
+// takes the address of its arguments, a struct that `functions.py` declares for Python.
+#include "arguments.h"
 #include "simd.h"
 #include "threads.h"
 
@@ -68,6 +69,7 @@ struct RmsNorm {
   int64_t rows, size;
   float eps, offset;
   int num_threads;
+  QUIRE_ARGUMENTS(x, stride, inner, weight, out, rows, size, eps, offset, num_threads)
 
   void run() const {
     parallel_shares(num_threads, rows, size, [&](int64_t row) {
@@ -83,6 +85,7 @@ struct LayerNorm {
   int64_t rows, size;
   float eps;
   int num_threads;
+  QUIRE_ARGUMENTS(x, weight, bias, out, rows, size, eps, num_threads)
 
   void run() const {
     parallel_shares(num_threads, rows, size, [&](int64_t row) {
@@ -99,6 +102,7 @@ struct ScaleAdd {
   int64_t rows, size;
   float scale;
   int num_threads;
+  QUIRE_ARGUMENTS(x, other, out, rows, size, scale, num_threads)
 
   void run() const {
     parallel_shares(num_threads, rows, size, [&](int64_t row) {
@@ -117,6 +121,7 @@ struct SoftCap {
   int64_t stride, rows, size;
   float cap;
   int num_threads;
+  QUIRE_ARGUMENTS(x, stride, rows, size, cap, num_threads)
 
   void run() const {
     parallel_shares(num_threads, rows, size, [&](int64_t row) {
@@ -135,6 +140,7 @@ struct AddRmsNorm {
   int64_t rows, size;
   float eps, offset;
   int num_threads;
+  QUIRE_ARGUMENTS(x, residual, weight, out, total, rows, size, eps, offset, num_threads)
 
   void run() const {
     parallel_shares(num_threads, rows, size, [&](int64_t row) {
@@ -155,6 +161,7 @@ struct Rope {
   T* out;
   int64_t rows, heads, head_dim;
   int num_threads;
+  QUIRE_ARGUMENTS(x, stride, positions, cos_sin, out, rows, heads, head_dim, num_threads)
 
   void run() const {
     parallel_shares(num_threads, rows, heads * head_dim, [&](int64_t row) {
@@ -176,8 +183,8 @@ struct Rope {
   }
 };
 
-// The numbers are those of kernels.py.
-enum Activation : int64_t { SILU, GELU_TANH, CLAMPED_SWIGLU };
+#define QUIRE_ACTIVATIONS SILU, GELU_TANH, CLAMPED_SWIGLU  // as in `functions.py`
+enum Activation : int64_t { QUIRE_ACTIVATIONS };
 
 // activation(gate) * up of rows [gate | up]; or of rows without up, activation(x).
 template <class T>
@@ -187,6 +194,7 @@ struct Activate {
   T* out;
   int64_t rows, size, activation, gated;
   int num_threads;
+  QUIRE_ARGUMENTS(x, stride, out, rows, size, activation, gated, num_threads)
 
   void run() const {
     switch (activation) {
@@ -291,6 +299,8 @@ struct WriteKv {
   const int64_t* slots;
   int64_t rows, heads, block_size, head_dim, keys_by_dimension;
   int num_threads;
+  QUIRE_ARGUMENTS(keys, keys_stride, values, values_stride, key_cache, value_cache, key_scales, value_scales,
+                  key_scale, value_scale, slots, rows, heads, block_size, head_dim, keys_by_dimension, num_threads)
 
   void run() const {
     parallel_shares(num_threads, rows, heads * head_dim, [&](int64_t row) {
@@ -316,6 +326,8 @@ struct GatherInputs {
   int64_t tables_stride;
   int64_t *ids, *places, *slots;
   int64_t count, block_size;
+  QUIRE_ARGUMENTS(rows, positions, token_ids, tokens_stride, block_tables, tables_stride, ids, places, slots, count,
+                  block_size)
 
   void run() const {
     for (int64_t i = 0; i < count; ++i) {
@@ -333,9 +345,11 @@ struct Replay {
   struct Call {
     void (*function)(const void*);
     const void* arguments;
+    QUIRE_ARGUMENTS(function, arguments)
   };
   const Call* calls;
   int64_t count;
+  QUIRE_ARGUMENTS(calls, count)
 
   void run() const {
     for (int64_t i = 0; i < count; ++i) calls[i].function(calls[i].arguments);
@@ -348,26 +362,28 @@ struct Replay {
 using namespace quire;
 
 extern "C" {
-void quire_rms_norm_float32(const RmsNorm<float>* call) { call->run(); }
-void quire_rms_norm_bfloat16(const RmsNorm<bf16>* call) { call->run(); }
-void quire_add_rms_norm_float32(const AddRmsNorm<float>* call) { call->run(); }
-void quire_add_rms_norm_bfloat16(const AddRmsNorm<bf16>* call) { call->run(); }
-void quire_rope_float32(const Rope<float>* call) { call->run(); }
-void quire_rope_bfloat16(const Rope<bf16>* call) { call->run(); }
-void quire_activate_float32(const Activate<float>* call) { call->run(); }
-void quire_activate_bfloat16(const Activate<bf16>* call) { call->run(); }
-void quire_layer_norm_float32(const LayerNorm<float>* call) { call->run(); }
-void quire_layer_norm_bfloat16(const LayerNorm<bf16>* call) { call->run(); }
-void quire_scale_add_float32(const ScaleAdd<float>* call) { call->run(); }
-void quire_scale_add_bfloat16(const ScaleAdd<bf16>* call) { call->run(); }
-void quire_soft_cap_float32(const SoftCap<float>* call) { call->run(); }
-void quire_soft_cap_bfloat16(const SoftCap<bf16>* call) { call->run(); }
-void quire_gather_inputs(const GatherInputs* call) { call->run(); }
-void quire_replay(const Replay* call) { call->run(); }
-void quire_write_kv_float32(const WriteKv<float>* call) { call->run(); }
-void quire_write_kv_bfloat16(const WriteKv<bf16>* call) { call->run(); }
-void quire_write_kv_int8_float32(const WriteKv<float, int8_t>* call) { call->run(); }
-void quire_write_kv_int8_bfloat16(const WriteKv<bf16, int8_t>* call) { call->run(); }
-void quire_write_kv_fp8_float32(const WriteKv<float, fp8>* call) { call->run(); }
-void quire_write_kv_fp8_bfloat16(const WriteKv<bf16, fp8>* call) { call->run(); }
+QUIRE_FUNCTION(rms_norm_float32, call->run(), RmsNorm<float>)
+QUIRE_FUNCTION(rms_norm_bfloat16, call->run(), RmsNorm<bf16>)
+QUIRE_FUNCTION(add_rms_norm_float32, call->run(), AddRmsNorm<float>)
+QUIRE_FUNCTION(add_rms_norm_bfloat16, call->run(), AddRmsNorm<bf16>)
+QUIRE_FUNCTION(rope_float32, call->run(), Rope<float>)
+QUIRE_FUNCTION(rope_bfloat16, call->run(), Rope<bf16>)
+QUIRE_FUNCTION(activate_float32, call->run(), Activate<float>)
+QUIRE_FUNCTION(activate_bfloat16, call->run(), Activate<bf16>)
+QUIRE_FUNCTION(layer_norm_float32, call->run(), LayerNorm<float>)
+QUIRE_FUNCTION(layer_norm_bfloat16, call->run(), LayerNorm<bf16>)
+QUIRE_FUNCTION(scale_add_float32, call->run(), ScaleAdd<float>)
+QUIRE_FUNCTION(scale_add_bfloat16, call->run(), ScaleAdd<bf16>)
+QUIRE_FUNCTION(soft_cap_float32, call->run(), SoftCap<float>)
+QUIRE_FUNCTION(soft_cap_bfloat16, call->run(), SoftCap<bf16>)
+QUIRE_FUNCTION(gather_inputs, call->run(), GatherInputs)
+QUIRE_DESCRIBE(replayed_call, Replay::Call)
+QUIRE_FUNCTION(replay, call->run(), Replay)
+QUIRE_NAMES(activations, QUIRE_ACTIVATIONS)
+QUIRE_FUNCTION(write_kv_float32, call->run(), WriteKv<float>)
+QUIRE_FUNCTION(write_kv_bfloat16, call->run(), WriteKv<bf16>)
+QUIRE_FUNCTION(write_kv_int8_float32, call->run(), WriteKv<float, int8_t>)
+QUIRE_FUNCTION(write_kv_int8_bfloat16, call->run(), WriteKv<bf16, int8_t>)
+QUIRE_FUNCTION(write_kv_fp8_float32, call->run(), WriteKv<float, fp8>)
+QUIRE_FUNCTION(write_kv_fp8_bfloat16, call->run(), WriteKv<bf16, fp8>)
 }

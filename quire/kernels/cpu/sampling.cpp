@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <functional>
 
+#include "arguments.h"
 #include "simd.h"
 #include "threads.h"
 
@@ -157,6 +158,7 @@ struct GumbelArgmax {
   int32_t* flags;
   int64_t rows, size;
   int num_threads;
+  QUIRE_ARGUMENTS(logits, stride, temperature, keys, out, flags, rows, size, num_threads)
 
   void run() const {
     auto chance = [&](int64_t row) { return Chance{temperature[row], keys[2 * row], keys[2 * row + 1]}; };
@@ -189,6 +191,8 @@ struct SampleRows {
   int64_t *out, *flags;
   int64_t rows, size;
   int num_threads;
+  QUIRE_ARGUMENTS(logits, stride, row_index, seeds, temperatures, positions, token_ids, tokens_stride, out, flags,
+                  rows, size, num_threads)
 
   void run() const {
     auto chance = [&](int64_t row) {
@@ -248,6 +252,7 @@ struct TopValues {
   float* out;
   int64_t rows, size, k;
   int num_threads;
+  QUIRE_ARGUMENTS(x, stride, out, rows, size, k, num_threads)
 
   void run() const {
     parallel_shares(num_threads, rows, size, [&](int64_t row) {
@@ -266,6 +271,7 @@ struct KeepBetween {
   const float *low, *high;
   int64_t rows, size;
   int num_threads;
+  QUIRE_ARGUMENTS(x, stride, low, high, rows, size, num_threads)
 
   void run() const {
     parallel_shares(num_threads, rows, size, [&](int64_t row) {
@@ -285,9 +291,9 @@ struct KeepBetween {
 }  // namespace quire
 
 extern "C" {
-void quire_keep_between(const quire::KeepBetween* call) { call->run(); }
-void quire_gumbel_argmax(const quire::GumbelArgmax* call) { call->run(); }
-void quire_sample_rows_float32(const quire::SampleRows<float>* call) { call->run(); }
-void quire_sample_rows_bfloat16(const quire::SampleRows<quire::bf16>* call) { call->run(); }
-void quire_top_values(const quire::TopValues* call) { call->run(); }
+QUIRE_FUNCTION(keep_between, call->run(), quire::KeepBetween)
+QUIRE_FUNCTION(gumbel_argmax, call->run(), quire::GumbelArgmax)
+QUIRE_FUNCTION(sample_rows_float32, call->run(), quire::SampleRows<float>)
+QUIRE_FUNCTION(sample_rows_bfloat16, call->run(), quire::SampleRows<quire::bf16>)
+QUIRE_FUNCTION(top_values, call->run(), quire::TopValues)
 }

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -261,13 +262,15 @@ def prefill_attention(
     if not len(work):
         return
     cache = _pairs(cache)
-    shape, constants = _arguments(query, cache, block_tables, spec, sinks)
-    _, rows = _tiles(query.device, constants[2] * query.itemsize)
+    d_pad = _padded_dim(query, cache)
+    _, rows = _tiles(query.device, d_pad * query.itemsize)
     parts = PROMPT_ROWS // rows
     _prefill_kernel[(parts * len(work), cache.keys.shape[1])](
-        query, out, cache.keys, cache.values, out if sinks is None else sinks, block_tables, work,
-        work if failed is None else failed, *shape, *constants[:4], parts, rows, *constants[4:], failed is not None,
-        num_warps=4 if constants[2] <= 128 else 8, **ROUND_ALWAYS, **LAUNCH,
+        query=query, out=out, keys=cache.keys, values=cache.values, sinks=out if sinks is None else sinks,
+        block_tables=block_tables, work=work, failed=work if failed is None else failed,
+        PARTS=parts, ROWS=rows, AGAIN=failed is not None,
+        **_arguments(query, cache, block_tables, spec, has_sinks=sinks is not None),
+        num_warps=4 if d_pad <= 128 else 8, **ROUND_ALWAYS, **LAUNCH,
     )  # fmt: skip
 
 
@@ -280,12 +283,13 @@ def decode_attention(
         return
     num_kv_heads = cache.keys.shape[1]
     cache = _pairs(cache)
-    shape, constants = _arguments(query, cache, block_tables, spec, sinks)
-    d_pad = constants[2]
+    d_pad = _padded_dim(query, cache)
+    partial_output, partial_state = partial_results(query, num_kv_heads, num_partials, d_pad)
     _decode_kernel[(min((len(work) - 1) * num_kv_heads, most_programs(query.device)),)](
-        query, out, cache.keys, cache.values, out if sinks is None else sinks, block_tables, work,
-        *partial_results(query, num_kv_heads, num_partials, d_pad), counters(query.device, num_kv_heads),
-        *shape, num_kv_heads, *constants[:4], DECODE_ROWS, *constants[4:],
+        query=query, out=out, keys=cache.keys, values=cache.values, sinks=out if sinks is None else sinks,
+        block_tables=block_tables, work=work, partial_output=partial_output, partial_state=partial_state,
+        arrived=counters(query.device, num_kv_heads), num_kv_heads=num_kv_heads, ROWS=DECODE_ROWS,
+        **_arguments(query, cache, block_tables, spec, has_sinks=sinks is not None),
         num_warps=4, maxnreg=_DECODE_REGISTERS if d_pad <= 128 else None, **ROUND_ALWAYS, **LAUNCH,
     )  # fmt: skip
 
@@ -297,24 +301,43 @@ def _pairs(cache: LayerCache) -> LayerCache:
     return replace(cache, keys=cache.keys.view(torch.int16), values=cache.values.view(torch.int16))
 
 
+def _padded_dim(query: Tensor, cache: LayerCache) -> int:
+    return max(32 if cache.keys.dtype == torch.int16 else 16, next_power_of_2(query.shape[2]))
+
+
 def _arguments(
-    query: Tensor, cache: LayerCache, block_tables: Tensor, spec: AttentionSpec, sinks: Tensor | None
-) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """Arguments and constants of both kernels, in their order; a program's rows go before the fifth constant."""
+    query: Tensor, cache: LayerCache, block_tables: Tensor, spec: AttentionSpec, has_sinks: bool
+) -> dict[str, Any]:
+    """What both kernels take, by the names they have for it."""
     _, num_heads, head_dim = query.shape
-    strides = block_tables.stride(0), cache.keys.stride(0), cache.keys.stride(1)
-    wide = cache.keys.numel() >= 1 << 31  # 64-bit offsets only where needed: they take twice the registers
-    window = spec.sliding_window is not None
-    d_pad = max(32 if cache.keys.dtype == torch.int16 else 16, next_power_of_2(head_dim))
+    d_pad = _padded_dim(query, cache)
     keys, _ = _tiles(query.device, d_pad * query.itemsize)
     log2e = math.log2(math.e)  # part of the scale, as the kernels compute weights with exp2
     key_scale, value_scale = cache.fp8_scales
-    scales = spec.scale * key_scale * log2e, value_scale
-    return (*strides, *scales, spec.sliding_window or 0, spec.soft_cap * log2e or 1.0, num_heads), (
-        num_heads // cache.keys.shape[1], head_dim, d_pad, cache.block_size,
-        keys, SPLIT // keys, window, spec.soft_cap > 0, sinks is not None, value_scale != 1, _ONES, _STAGES, wide,
-        USE_PDL,
-    )  # fmt: skip
+    return {
+        "table_stride": block_tables.stride(0),
+        "block_stride": cache.keys.stride(0),
+        "head_stride": cache.keys.stride(1),
+        "scale": spec.scale * key_scale * log2e,
+        "value_scale": value_scale,
+        "window": spec.sliding_window or 0,
+        "cap": spec.soft_cap * log2e or 1.0,
+        "num_heads": num_heads,
+        "GROUP": num_heads // cache.keys.shape[1],
+        "D": head_dim,
+        "D_PAD": d_pad,
+        "BLOCK_SIZE": cache.block_size,
+        "KEYS": keys,
+        "TILES": SPLIT // keys,
+        "WINDOW": spec.sliding_window is not None,
+        "CAP": spec.soft_cap > 0,
+        "SINKS": has_sinks,
+        "SCALED": value_scale != 1,
+        "ONES": _ONES,
+        "STAGES": _STAGES,
+        "WIDE": cache.keys.numel() >= 1 << 31,  # 64-bit offsets only where needed: they take twice the registers
+        "PDL": USE_PDL,
+    }
 
 
 def fitting_tiles(row_bytes: int, shared_memory: int) -> tuple[int, int]:

@@ -21,18 +21,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.ops import FILTERS
 from quire.kernels.triton.launch import LAUNCH, USE_PDL, begin
 from quire.kernels.triton.sampling import higher
 from quire.kernels.triton.shapes import ALIGNMENT, CHUNK, cdiv, next_power_of_2
 
 _CAPACITY = 4 * CHUNK
 """The most scores of a row that are collected."""
-_NUM_LIMITS = tl.constexpr(7)
+_NUM_LIMITS = tl.constexpr(len(FILTERS))
+_TEMPERATURE = tl.constexpr(FILTERS.index("temperature"))
+_TOP_N_SIGMA = tl.constexpr(FILTERS.index("top_n_sigma"))
+_TOP_K = tl.constexpr(FILTERS.index("top_k"))
+_TOP_P = tl.constexpr(FILTERS.index("top_p"))
+_LOG_MIN_P = tl.constexpr(FILTERS.index("log_min_p"))
+_TYPICAL_P = tl.constexpr(FILTERS.index("typical_p"))
+_XTC_THRESHOLD = tl.constexpr(FILTERS.index("xtc_threshold"))
 _NUM_RINGS = tl.constexpr(8)
-_FIRST_RING = tl.constexpr(5)
-_NUM_FIGURES = tl.constexpr(5 + 2 * 8)
-"""Figures stored per chunk: its highest score; of the scores above minus infinity the count, the sum, the squared
-deviations from the chunk's mean, and the weight; then counts within each ring, and weights within each ring."""
+_FIGURES = ("highest", "count", "total", "deviations", "weight", *["ring_count"] * 8, *["ring_weight"] * 8)
+"""Stored per chunk: its highest score; of the scores above minus infinity the count, the sum, the squared deviations
+from the chunk's mean, and the weight; then counts within each ring, and weights within each ring."""
+_NUM_FIGURES = tl.constexpr(len(_FIGURES))
+_HIGHEST = tl.constexpr(_FIGURES.index("highest"))
+_COUNT = tl.constexpr(_FIGURES.index("count"))
+_TOTAL = tl.constexpr(_FIGURES.index("total"))
+_DEVIATIONS = tl.constexpr(_FIGURES.index("deviations"))
+_WEIGHT = tl.constexpr(_FIGURES.index("weight"))
+_RING_COUNTS = tl.constexpr(_FIGURES.index("ring_count"))
+_RING_WEIGHTS = tl.constexpr(_FIGURES.index("ring_weight"))
 _NEVER = tl.constexpr(float("-inf"))
 _FAINTEST = tl.constexpr(-80.0)
 _BY_COUNT = tl.constexpr(0)
@@ -55,17 +70,17 @@ def _scale_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     own = logits + tl.load(rows + i) * stride + column
     score = tl.load(own, mask=column < VOCAB, other=_NEVER)
-    score = tl.div_rn(score, tl.load(limits + i * _NUM_LIMITS))
+    score = tl.div_rn(score, tl.load(limits + i * _NUM_LIMITS + _TEMPERATURE))
     tl.store(own, score, mask=column < VOCAB)
     place = i * tl.num_programs(1) + tl.program_id(1)
-    tl.store(figures + place * _NUM_FIGURES, tl.reduce(score, 0, higher))
+    tl.store(figures + place * _NUM_FIGURES + _HIGHEST, tl.reduce(score, 0, higher))
 
 
 @triton.jit
 def _highest(figures, i, chunks, CHUNKS: tl.constexpr):
     """The row's highest score; NaN if it has one."""
     chunk = tl.arange(0, CHUNKS)
-    each = tl.load(figures + (i * chunks + chunk) * _NUM_FIGURES, mask=chunk < chunks, other=_NEVER)
+    each = tl.load(figures + (i * chunks + chunk) * _NUM_FIGURES + _HIGHEST, mask=chunk < chunks, other=_NEVER)
     return tl.reduce(each, 0, higher)
 
 
@@ -87,14 +102,14 @@ def _survey_kernel(
     count = tl.sum(known.to(tl.float32))
     total = tl.sum(tl.where(known, below, 0.0))
     deviation = tl.where(known, below - total / tl.maximum(count, 1.0), 0.0)
-    tl.store(place + 1, count)
-    tl.store(place + 2, total)
-    tl.store(place + 3, tl.sum(deviation * deviation))
-    tl.store(place + 4, tl.sum(weight))
+    tl.store(place + _COUNT, count)
+    tl.store(place + _TOTAL, total)
+    tl.store(place + _DEVIATIONS, tl.sum(deviation * deviation))
+    tl.store(place + _WEIGHT, tl.sum(weight))
     for ring in range(_NUM_RINGS):
         within = score >= highest - _ring(ring)
-        tl.store(place + _FIRST_RING + ring, tl.sum(within.to(tl.float32)))
-        tl.store(place + _FIRST_RING + _NUM_RINGS + ring, tl.sum(tl.where(within, weight, 0.0)))
+        tl.store(place + _RING_COUNTS + ring, tl.sum(within.to(tl.float32)))
+        tl.store(place + _RING_WEIGHTS + ring, tl.sum(tl.where(within, weight, 0.0)))
 
 
 @triton.jit
@@ -107,9 +122,9 @@ def _figure(figures, i, chunks, which, CHUNKS: tl.constexpr):
 @triton.jit
 def _spread(figures, i, chunks, CHUNKS: tl.constexpr):
     """The standard deviation of the row, from deviations within the chunks and of the chunks' means."""
-    counts = _figure(figures, i, chunks, 1, CHUNKS)
-    totals = _figure(figures, i, chunks, 2, CHUNKS)
-    within = tl.sum(_figure(figures, i, chunks, 3, CHUNKS))
+    counts = _figure(figures, i, chunks, _COUNT, CHUNKS)
+    totals = _figure(figures, i, chunks, _TOTAL, CHUNKS)
+    within = tl.sum(_figure(figures, i, chunks, _DEVIATIONS, CHUNKS))
     count = tl.sum(counts)
     apart = totals / tl.maximum(counts, 1.0) - tl.sum(totals) / count
     return tl.sqrt((within + tl.sum(counts * apart * apart)) / count)
@@ -191,7 +206,7 @@ def _collect(row, figures, collected, i, chunks, cut, VOCAB: tl.constexpr, BLOCK
     """Writes the row's scores of at least `cut` one after the other; chunks without any are not read."""
     count = tl.zeros([], tl.int32)
     for chunk in range(0, chunks):
-        if tl.load(figures + (i * chunks + chunk) * _NUM_FIGURES) >= cut:
+        if tl.load(figures + (i * chunks + chunk) * _NUM_FIGURES + _HIGHEST) >= cut:
             column = chunk * BLOCK + tl.arange(0, BLOCK)
             score = tl.load(row + column, mask=column < VOCAB, other=_NEVER)
             found = score >= cut
@@ -209,8 +224,8 @@ def _innermost_ring(figures, i, chunks, highest, low, top_k, top_p, total, CHUNK
     count = tl.full([], 1e9, tl.float32)
     for step in range(_NUM_RINGS):
         ring = _NUM_RINGS - 1 - step
-        inside = tl.sum(_figure(figures, i, chunks, _FIRST_RING + ring, CHUNKS))
-        weight = tl.sum(_figure(figures, i, chunks, _FIRST_RING + _NUM_RINGS + ring, CHUNKS))
+        inside = tl.sum(_figure(figures, i, chunks, _RING_COUNTS + ring, CHUNKS))
+        weight = tl.sum(_figure(figures, i, chunks, _RING_WEIGHTS + ring, CHUNKS))
         reaches = highest - _ring(ring)
         # With top_k and top_p the first k scores are enough for both: top_p keeps some of them.
         does = (reaches <= low) | ((top_k > 0) & (inside >= top_k)) | ((top_k == 0) & (weight >= top_p * total))
@@ -228,19 +243,20 @@ def _limits_kernel(
     i = tl.program_id(0)
     row = logits + tl.load(rows + i) * stride
     own = limits + i * _NUM_LIMITS
-    top_k, top_p, typical_p = tl.load(own + 2), tl.load(own + 3), tl.load(own + 5)
+    top_k, top_p, typical_p = tl.load(own + _TOP_K), tl.load(own + _TOP_P), tl.load(own + _TYPICAL_P)
+    top_n_sigma, xtc_threshold = tl.load(own + _TOP_N_SIGMA), tl.load(own + _XTC_THRESHOLD)
     zero = tl.full([], 0.0, tl.float32)
     never = tl.full([], _NEVER, tl.float32)
     low, high = never, -never
     highest = _highest(figures, i, chunks, CHUNKS)
     # Rows that are all minus infinity, or have infinity or NaN, are not filtered.
     if (highest > _NEVER) & (highest < float("inf")):
-        if tl.load(own + 1) > 0:
-            low = highest - tl.load(own + 1) * _spread(figures, i, chunks, CHUNKS)
+        if top_n_sigma > 0:
+            low = highest - top_n_sigma * _spread(figures, i, chunks, CHUNKS)
         source = row
         length = tl.full([], VOCAB, tl.int32)
         if (top_k > 0) | (top_p < 1):
-            total = tl.sum(_figure(figures, i, chunks, 4, CHUNKS))
+            total = tl.sum(_figure(figures, i, chunks, _WEIGHT, CHUNKS))
             if low > _NEVER:
                 total, _ = _weigh(source, length, low, high, highest, BLOCK)
             cut, count = _innermost_ring(figures, i, chunks, highest, low, top_k, top_p, total, CHUNKS)
@@ -256,16 +272,16 @@ def _limits_kernel(
                 low = _bisect(
                     source, length, low, high, highest, zero, top_p * total, floor, highest, _BY_WEIGHT, BLOCK
                 )
-        low = tl.maximum(low, highest + tl.load(own + 4))
+        low = tl.maximum(low, highest + tl.load(own + _LOG_MIN_P))
         if typical_p < 1:
             total, mean = _weigh(source, length, low, high, highest, BLOCK)
             farthest = _bisect(
                 source, length, low, high, highest, mean, typical_p * total, never, zero, _BY_DISTANCE, BLOCK
             )
             low, high = _range_of(source, length, low, high, highest, mean, farthest, zero, BLOCK)
-        if tl.load(own + 6) < float("inf"):
+        if xtc_threshold < float("inf"):
             total, _ = _weigh(source, length, low, high, highest, BLOCK)
-            least = tl.load(own + 6) * total
+            least = xtc_threshold * total
             rarest, _ = _range_of(source, length, low, high, highest, zero, never, least, BLOCK)
             high = tl.minimum(high, rarest)
     tl.store(found + 2 * i, low)
@@ -317,10 +333,11 @@ def filter_rows_(logits: Tensor, rows: Tensor, limits: Tensor) -> None:
     empty = logits.new_empty
     figures, collected, found = empty(count, chunks, _NUM_FIGURES.value), empty(count, _CAPACITY), empty(count, 2)
     grid = (count, chunks)
-    _scale_kernel[grid](logits, rows, limits, figures, stride, vocab_size, CHUNK, USE_PDL, num_warps=8, **LAUNCH)
-    _survey_kernel[grid](logits, rows, figures, stride, vocab_size, CHUNK, wide, USE_PDL, num_warps=8, **LAUNCH)
+    common = {"logits": logits, "rows": rows, "stride": stride, "VOCAB": vocab_size, "BLOCK": CHUNK, "PDL": USE_PDL}
+    _scale_kernel[grid](limits=limits, figures=figures, **common, num_warps=8, **LAUNCH)
+    _survey_kernel[grid](figures=figures, CHUNKS=wide, **common, num_warps=8, **LAUNCH)
     _limits_kernel[(count,)](
-        logits, rows, limits, figures, collected, found, stride, chunks,
-        vocab_size, CHUNK, wide, _CAPACITY, USE_PDL, num_warps=16, **LAUNCH,
+        limits=limits, figures=figures, collected=collected, found=found, chunks=chunks, CHUNKS=wide,
+        CAPACITY=_CAPACITY, **common, num_warps=16, **LAUNCH,
     )  # fmt: skip
-    _keep_kernel[grid](logits, rows, found, stride, vocab_size, CHUNK, USE_PDL, num_warps=8, **LAUNCH)
+    _keep_kernel[grid](found=found, **common, num_warps=8, **LAUNCH)

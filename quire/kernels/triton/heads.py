@@ -139,12 +139,15 @@ def qkv_to_cache_(
     # Where there is no rope or norm, any tensor is passed: the kernel does not read it.
     angles = qkv if cos_sin is None else cos_sin
     query_norm, key_norm, eps, offset, after = (angles, angles, 0.0, 0.0, False) if norms is None else norms
+    key_scale, value_scale = cache.fp8_scales
     _qkv_to_cache_kernel[(rows, tiles)](
-        source, query_norm, key_norm, slot_mapping if cos_sin is None else positions, angles, slot_mapping,
-        query, keys, values,
-        row_stride(source), keys.stride(0), keys.stride(1), keys.stride(2), eps, offset, *cache.fp8_scales,
-        num_heads, num_kv_heads, head_dim, half, _HEADS, keys.shape[2],
-        norms is not None, offset != 0, after, cos_sin is not None, cache.fp8_scales != (1.0, 1.0), USE_PDL,
+        qkv=source, query_norm=query_norm, key_norm=key_norm,
+        positions=slot_mapping if cos_sin is None else positions, cos_sin=angles, slots=slot_mapping, query=query,
+        keys=keys, values=values, qkv_stride=row_stride(source), block_stride=keys.stride(0),
+        head_stride=keys.stride(1), token_stride=keys.stride(2), eps=eps, offset=offset, key_scale=key_scale,
+        value_scale=value_scale, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, D=head_dim, HALF=half, HEADS=_HEADS,
+        BLOCK_SIZE=keys.shape[2], NORM=norms is not None, OFFSET=offset != 0, AFTER=after, ROPE=cos_sin is not None,
+        SCALED=cache.fp8_scales != (1.0, 1.0), PDL=USE_PDL,
         num_warps=num_warps(2 * _HEADS * half), **LAUNCH,
     )  # fmt: skip
     return query

@@ -41,7 +41,9 @@ def gather_inputs(
     ids, places, slots = out.unbind()
     if count:
         _gather_inputs_kernel[(cdiv(count, _BLOCK),)](
-            token_rows, positions, token_ids, block_tables, ids, places, slots, count,
-            token_ids.stride(0), block_tables.stride(0), block_size, _BLOCK, USE_PDL, num_warps=4, **LAUNCH,
+            token_rows=token_rows, places=positions, token_ids=token_ids, block_tables=block_tables, out_ids=ids,
+            out_positions=places, out_slots=slots, count=count, id_stride=token_ids.stride(0),
+            table_stride=block_tables.stride(0), BLOCK_SIZE=block_size, BLOCK=_BLOCK, PDL=USE_PDL,
+            num_warps=4, **LAUNCH,
         )  # fmt: skip
     return ids, places, slots

@@ -86,9 +86,9 @@ def linear(
         block_k, stages = 32, 2  # twice the bytes must fit the same memory
     if rows:
         _linear_kernel[(cdiv(size, block_n), cdiv(rows, block_m))](
-            x, weight, weight if bias is None else bias, out, rows, size, inner,
-            bias is not None, silu_mul, size % block_n == 0 and inner % block_k == 0,
-            block_m, block_n, block_k, USE_PDL,
+            x=x, weight=weight, bias=weight if bias is None else bias, out=out, M=rows, N=size, K=inner,
+            HAS_BIAS=bias is not None, SILU_MUL=silu_mul, EVEN=size % block_n == 0 and inner % block_k == 0,
+            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, PDL=USE_PDL,
             num_stages=stages, num_warps=warps, **ROUND_ALWAYS, **LAUNCH,
         )  # fmt: skip
     return out

@@ -73,10 +73,11 @@ def prompt_attention(
     keys_at_once = 2 * KEY_TILE if query.dtype == torch.bfloat16 else KEY_TILE
     failed = torch.empty(len(work) * num_kv_heads * 2, dtype=torch.int32, device=query.device)
     _prompt_kernel[(min(len(work) * num_kv_heads, num_multiprocessors),)](
-        query, out, keys, values, block_tables, work, failed, len(work), block_tables.stride(0),
-        spec.scale * math.log2(math.e), spec.sliding_window or 0, num_heads, num_kv_heads,
-        num_heads // num_kv_heads, head_dim, block_size, PROMPT_ROWS, keys_at_once, SPLIT // keys_at_once,
-        spec.sliding_window is not None, _STAGES, USE_PDL,
+        query=query, out=out, keys=keys, values=values, block_tables=block_tables, work=work, failed=failed,
+        num_tiles=len(work), table_stride=block_tables.stride(0), scale=spec.scale * math.log2(math.e),
+        window=spec.sliding_window or 0, num_heads=num_heads, num_kv_heads=num_kv_heads,
+        GROUP=num_heads // num_kv_heads, D=head_dim, BLOCK_SIZE=block_size, ROWS=PROMPT_ROWS, KEYS=keys_at_once,
+        TILES=SPLIT // keys_at_once, WINDOW=spec.sliding_window is not None, STAGES=_STAGES, PDL=USE_PDL,
         num_warps=4, maxnreg=_REGISTERS, **ROUND_ALWAYS, **LAUNCH,
     )  # fmt: skip
     if keys_at_once > KEY_TILE:

@@ -44,7 +44,7 @@ def match_lengths(tokens: Tensor, lengths: Tensor, breaks: Tensor | None, most: 
     if out.numel():
         flags = None if breaks is None else breaks.contiguous().view(torch.uint8)
         _match_kernel[(rows, cdiv(size, _BLOCK))](
-            tokens, lengths.contiguous(), flags, out, size, most, breaks is not None, _BLOCK, USE_PDL,
-            num_warps=4, **LAUNCH,
+            tokens=tokens, lengths=lengths.contiguous(), breaks=flags, out=out, size=size, most=most,
+            HAS_BREAKS=breaks is not None, BLOCK=_BLOCK, PDL=USE_PDL, num_warps=4, **LAUNCH,
         )  # fmt: skip
     return out

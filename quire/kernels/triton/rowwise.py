@@ -93,18 +93,22 @@ def _normed(
         block = next_power_of_2(size)
         group = max(1, _SHORT // block)
         _rms_norm_kernel[(cdiv(rows, group),)](
-            source, added, weight, weight if bias is None else bias, normed, total, rows, row_stride(source),
-            row_stride(added), eps, offset, size, block, group, residual is not None, offset != 0, center,
-            bias is not None, USE_PDL, num_warps=num_warps(block * group), **LAUNCH,
+            x=source, residual=added, weight=weight, bias=weight if bias is None else bias, normed=normed, total=total,
+            rows=rows, x_stride=row_stride(source), residual_stride=row_stride(added), eps=eps, offset=offset,
+            SIZE=size, BLOCK=block, ROWS=group, ADD=residual is not None, OFFSET=offset != 0, CENTER=center,
+            BIAS=bias is not None, PDL=USE_PDL, num_warps=num_warps(block * group), **LAUNCH,
         )  # fmt: skip
     return normed, total
 
 
-def launch_by_blocks(kernel: Any, rows: int, size: int, *arguments: Any, **options: Any) -> None:
-    """Launches a kernel whose programs compute a part of a row; adds the last constants, a part's size and PDL."""
+def _launch_by_blocks(kernel: Any, rows: int, size: int, **arguments: Any) -> None:
+    """Launches a kernel whose programs compute a part of a row of `size` numbers; arguments are the kernel's other
+    ones, and launch options."""
     if rows:
         block = min(_BLOCK, next_power_of_2(size))
-        kernel[(rows, cdiv(size, block))](*arguments, block, USE_PDL, num_warps=num_warps(block), **options, **LAUNCH)
+        kernel[(rows, cdiv(size, block))](
+            SIZE=size, BLOCK=block, PDL=USE_PDL, num_warps=num_warps(block), **arguments, **LAUNCH
+        )
 
 
 SILU, GELU_TANH, CLAMPED_SWIGLU = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -183,8 +187,10 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 def _activated(x: Tensor, activation: Activation, size: int) -> Tensor:
     source = as_rows(x)
     out = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
-    constants = size, NUMBERS[activation], size < x.shape[-1]
-    launch_by_blocks(_gate_kernel, source.shape[0], size, source, out, row_stride(source), *constants, **ROUND_ALWAYS)
+    _launch_by_blocks(
+        _gate_kernel, source.shape[0], size, gate_up=source, out=out, stride=row_stride(source),
+        ACTIVATION=NUMBERS[activation], GATED=size < x.shape[-1], **ROUND_ALWAYS,
+    )  # fmt: skip
     return out
 
 
@@ -193,7 +199,9 @@ def sigmoid_mul(gate: Tensor, x: Tensor) -> Tensor:
     x = as_rows(x)
     rows, size = x.shape
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
-    launch_by_blocks(_sigmoid_mul_kernel, rows, size, gate, x, out, gate.stride(0), row_stride(x), size)
+    _launch_by_blocks(
+        _sigmoid_mul_kernel, rows, size, gate=gate, x=x, out=out, gate_stride=gate.stride(0), x_stride=row_stride(x)
+    )
     return out
 
 
@@ -219,7 +227,7 @@ def soft_cap_(x: Tensor, cap: float) -> None:
     rows, size = x.shape
     if x.stride(1) != 1:
         raise ValueError(f"Rows must lie in one piece: {x.stride()}.")
-    launch_by_blocks(_soft_cap_kernel, rows, size, x, x.stride(0), cap, size, **ROUND_ALWAYS)
+    _launch_by_blocks(_soft_cap_kernel, rows, size, x=x, stride=x.stride(0), cap=cap, **ROUND_ALWAYS)
 
 
 @triton.jit(do_not_specialize_on_alignment=["token_ids"])
@@ -242,5 +250,7 @@ def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
     """
     rows, size = token_ids.shape[0], weight.shape[1]
     out = torch.empty(rows, size, dtype=weight.dtype, device=weight.device)
-    launch_by_blocks(_embedding_kernel, rows, size, token_ids, weight, out, weight.shape[0], size)
+    _launch_by_blocks(
+        _embedding_kernel, rows, size, token_ids=token_ids, weight=weight, out=out, vocab_size=weight.shape[0]
+    )
     return out

@@ -136,7 +136,9 @@ def gumbel_argmax(logits: Tensor, temperature: Tensor, keys: Tensor) -> tuple[Te
     """`Kernels.gumbel_argmax`, of logits in bfloat16 or float16 too."""
     out, flags = (logits.new_empty(len(logits), dtype=dtype) for dtype in (torch.int64, torch.int32))
     keys = keys.contiguous()
-    _choose(logits, keys, temperature, keys, keys, keys, out, flags, owned=False)
+    _choose(
+        logits, keys, temperature, row_index=keys, positions=keys, token_ids=keys, out=out, flags=flags, owned=False
+    )
     return out, flags
 
 
@@ -159,12 +161,15 @@ def sample_rows(
     if token_ids.stride(1) != 1:
         raise ValueError("A row's token ids must lie side by side.")
     out = logits.new_empty(2, len(logits), dtype=torch.int64) if out is None else out
-    _choose(logits, seeds, temperatures, row_index, positions, token_ids, out[0], out[1], owned=True)
+    _choose(
+        logits, seeds, temperatures, row_index=row_index, positions=positions, token_ids=token_ids, out=out[0],
+        flags=out[1], owned=True,
+    )  # fmt: skip
     return out
 
 
 def _choose(
-    logits: Tensor, keys: Tensor, temperatures: Tensor, row_index: Tensor, positions: Tensor, token_ids: Tensor,
+    logits: Tensor, keys: Tensor, temperatures: Tensor, *, row_index: Tensor, positions: Tensor, token_ids: Tensor,
     out: Tensor, flags: Tensor, owned: bool,
 ) -> None:  # fmt: skip
     """Fills `out` and `flags`. Unless `owned`, `row_index`, `positions` and `token_ids` are not read."""
@@ -174,10 +179,12 @@ def _choose(
     best, best_ids = (logits.new_empty(rows, chunks, dtype=dtype) for dtype in (torch.float32, torch.int32))
     if rows:
         _scan_kernel[(rows, chunks)](
-            logits, keys, temperatures, row_index, positions, best, best_ids, row_stride(logits),
-            owned, vocab_size, CHUNK, USE_PDL, num_warps=8, **LAUNCH,
+            logits=logits, keys=keys, temperatures=temperatures, row_index=row_index, positions=positions, best=best,
+            best_ids=best_ids, stride=row_stride(logits), OWNED=owned, VOCAB=vocab_size, BLOCK=CHUNK, PDL=USE_PDL,
+            num_warps=8, **LAUNCH,
         )  # fmt: skip
         _fold_kernel[(rows,)](
-            best, best_ids, row_index, positions, token_ids, out, flags, chunks, token_ids.stride(0),
-            owned, next_power_of_2(chunks), USE_PDL, num_warps=1, **LAUNCH,
+            best=best, best_ids=best_ids, row_index=row_index, positions=positions, token_ids=token_ids, out=out,
+            flags=flags, chunks=chunks, token_stride=token_ids.stride(0), OWNED=owned, BLOCK=next_power_of_2(chunks),
+            PDL=USE_PDL, num_warps=1, **LAUNCH,
         )  # fmt: skip

@@ -56,8 +56,8 @@ def score_tokens(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenScores
     ranks = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
         _score_kernel[(rows,)](
-            logits, token_ids.contiguous(), totals, logprobs, ranks, row_stride(logits),
-            vocab_size, CHUNK, USE_PDL, num_warps=16, **LAUNCH,
+            logits=logits, token_ids=token_ids.contiguous(), totals=totals, logprobs=logprobs, ranks=ranks,
+            stride=row_stride(logits), VOCAB=vocab_size, BLOCK=CHUNK, PDL=USE_PDL, num_warps=16, **LAUNCH,
         )  # fmt: skip
     top_ids = likeliest(logits, num_top)
     top_logprobs = logits.gather(1, top_ids) - totals[:, :1] - totals[:, 1:]

@@ -153,8 +153,9 @@ def single_row_linear(
         out = room_for(x, size // 2 if silu_mul else size)
     each, tile, stages = _tile_of(size, inner, weight.itemsize, silu_mul)
     _single_row_kernel[(size // each,)](
-        x.contiguous(), weight, x if scales is None else scales, x if bias is None else bias, out, out.shape[1],
-        inner, bias is not None, silu_mul, each, tile, stages, USE_PDL,
+        x=x.contiguous(), weight=weight, scales=x if scales is None else scales, bias=x if bias is None else bias,
+        out=out, N=out.shape[1], K=inner, HAS_BIAS=bias is not None, SILU_MUL=silu_mul, OUT=each, TILE=tile,
+        STAGES=stages, PDL=USE_PDL,
         num_warps=4, **ROUND_ALWAYS, **LAUNCH,
     )  # fmt: skip
     return out

@@ -54,13 +54,15 @@ def small_batch_attention(
     Before the step's first kernel, all must be written but the keys and values that the list calls new."""
     _, num_heads, head_dim = query.shape
     num_kv_heads = cache.keys.shape[1]
+    partial_output, partial_state = partial_results(query, num_kv_heads, num_partials, head_dim)
     _small_batch_kernel[(min((len(work) - 1) * num_kv_heads, num_multiprocessors),)](
-        query, out, cache.keys, cache.values, block_tables, work,
-        *partial_results(query, num_kv_heads, num_partials, head_dim), counters(query.device, num_kv_heads),
-        block_tables.stride(0), cache.keys.stride(0), cache.keys.stride(1),
-        spec.scale * math.log2(math.e), spec.sliding_window or 0, num_heads, num_kv_heads,
-        num_heads // num_kv_heads, head_dim, cache.block_size, KEY_TILE, SPLIT,
-        spec.sliding_window is not None, cache.keys.numel() >= 1 << 31, USE_PDL,
+        query=query, out=out, keys=cache.keys, values=cache.values, block_tables=block_tables, work=work,
+        partial_output=partial_output, partial_state=partial_state, arrived=counters(query.device, num_kv_heads),
+        table_stride=block_tables.stride(0), block_stride=cache.keys.stride(0), head_stride=cache.keys.stride(1),
+        scale=spec.scale * math.log2(math.e), window=spec.sliding_window or 0, num_heads=num_heads,
+        num_kv_heads=num_kv_heads, GROUP=num_heads // num_kv_heads, D=head_dim, BLOCK_SIZE=cache.block_size,
+        KEYS=KEY_TILE, SPLIT=SPLIT, WINDOW=spec.sliding_window is not None, WIDE=cache.keys.numel() >= 1 << 31,
+        PDL=USE_PDL,
         num_warps=_WARPS, **ROUND_ALWAYS, **LAUNCH,
     )  # fmt: skip
 

@@ -1,0 +1,104 @@
+"""The named tuples of a step that are made without their constructors equal what these make."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.step import (
+    FinishReason,
+    PromptScores,
+    RequestUpdate,
+    ScheduledColumns,
+    ScheduledRequest,
+    TokenScore,
+    decode_entry,
+    tokens_update,
+    with_guesses,
+)
+
+names = st.text(max_size=8)
+counts = st.integers(0, 2**31)
+tokens = st.lists(counts, max_size=4).map(tuple)
+scores = st.lists(st.builds(TokenScore, counts, st.floats(-9, 0), counts), max_size=2).map(tuple)
+entries = st.builds(
+    ScheduledRequest,
+    request_id=names,
+    row=counts,
+    start=counts,
+    num_tokens=counts,
+    samples=st.booleans(),
+    new_block_ids=tokens,
+    guesses=tokens,
+    runs_ahead=st.booleans(),
+    num_drafts=counts,
+)
+
+
+@given(names, counts, counts, tokens, st.booleans())
+def test_a_decode_is_the_entry_that_its_constructor_makes(
+    request_id: str, row: int, start: int, new_block_ids: tuple[int, ...], runs_ahead: bool
+) -> None:
+    expected = ScheduledRequest(
+        request_id=request_id,
+        row=row,
+        start=start,
+        num_tokens=1,
+        samples=True,
+        new_block_ids=new_block_ids,
+        runs_ahead=runs_ahead,
+    )
+    found = decode_entry(
+        request_id=request_id, row=row, start=start, new_block_ids=new_block_ids, runs_ahead=runs_ahead
+    )
+    assert isinstance(found, ScheduledRequest)
+    assert found._asdict() == expected._asdict()
+
+
+@given(entries, tokens, tokens, counts)
+def test_an_entry_with_guesses_differs_in_these_fields_only(
+    entry: ScheduledRequest, new_block_ids: tuple[int, ...], guesses: tuple[int, ...], num_drafts: int
+) -> None:
+    found = with_guesses(entry, new_block_ids=new_block_ids, guesses=guesses, num_drafts=num_drafts)
+    assert isinstance(found, ScheduledRequest)
+    assert found._asdict() == {
+        **entry._asdict(),
+        "num_tokens": entry.num_tokens + len(guesses),
+        "new_block_ids": new_block_ids,
+        "guesses": guesses,
+        "num_drafts": num_drafts,
+    }
+
+
+@given(names, tokens, scores)
+def test_an_update_of_tokens_is_what_its_constructor_makes(
+    request_id: str, new_token_ids: tuple[int, ...], scores: tuple[TokenScore, ...]
+) -> None:
+    found = tokens_update(request_id=request_id, new_token_ids=new_token_ids, scores=scores)
+    assert isinstance(found, RequestUpdate)
+    expected = RequestUpdate(request_id=request_id, new_token_ids=new_token_ids, scores=scores)
+    assert found._asdict() == expected._asdict()
+    assert found.is_growth == (new_token_ids != () and scores == ())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("finish_reason", "stop"),
+        ("stop_token_id", 0),
+        ("error", ""),
+        ("scores", (TokenScore(1, 0.0, 1),)),
+        ("prompt_scores", PromptScores(0, ())),
+        ("pooled", b""),
+    ],
+)
+def test_an_update_that_tells_more_is_no_growth(field: str, value: FinishReason) -> None:
+    assert not RequestUpdate("one", (1,))._replace(**{field: value}).is_growth
+
+
+@given(st.lists(entries, min_size=1, max_size=4))
+def test_columns_have_the_values_of_each_field(scheduled: list[ScheduledRequest]) -> None:
+    columns = ScheduledColumns.of(scheduled)
+    for name in ScheduledRequest._fields:
+        assert getattr(columns, name) == tuple(getattr(entry, name) for entry in scheduled)
