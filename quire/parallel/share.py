@@ -11,7 +11,7 @@ import torch
 from quire.config import EngineConfig, parse_bytes
 from quire.errors import DeviceError
 from quire.load import Share
-from quire.models.decoder import WeightSource
+from quire.models.parameters import WeightSource
 from quire.models.spec import ModelSpec
 from quire.models.weight_plan import ModelFiles, WeightPlan
 from quire.parallel.division import Division

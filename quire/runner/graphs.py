@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.ops import LayerCache
+from quire.kernels.tensor_memory import TensorMemory
 from quire.models.decoder import Decoder
 from quire.runner.batch import StepShape
 from quire.runner.request_rows import RequestRows
@@ -73,6 +74,23 @@ class DecodeGraphs:
         self._logits = torch.zeros(largest, spec.vocab_size, dtype=decoder.dtype, device=device)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
+
+        self._buffers = TensorMemory((self._inputs, self._sampled, self._logits))
+
+    def sleep(self) -> None:
+        """Gives the graphs and their memory back. They know the addresses of weights and cache, which are others when
+        these wake: graphs are captured anew then, one after each step, as in the beginning."""
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
+        self._to_capture = list(self._most_work)
+        self._wanted = self._to_capture[-1]
+        self._pool = torch.cuda.graph_pool_handle()
+        self._buffers.sleep(keep=False)
+
+    def wake(self) -> None:
+        """Takes the memory again."""
+        self._buffers.wake()
 
     def run(self, shape: StepShape, lag: Tensor | None = None) -> DecodeOutput | None:
         """Computes a step of decodes, whose positions are `lag` less than `shape` says, if there is a graph for it. The

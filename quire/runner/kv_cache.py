@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from quire.kernels.ops import LayerCache
+from quire.kernels.tensor_memory import TensorMemory
 from quire.models.spec import ModelSpec
 from quire.step import BlockCopy
 
@@ -74,6 +75,8 @@ class KVCache:
         self._host = [
             torch.empty(num_host_blocks, size, 2, *each, dtype=kind, pin_memory=pinned) for each, kind in kinds
         ]
+        # Pinned memory stays: the driver would keep it, and it takes seconds to pin it again.
+        self._memory = TensorMemory(self._device if pinned else [*self._device, *self._host])
         layers: dict[int, LayerCache] = {}
         for group, own in enumerate(groups.members):
             for place, layer in enumerate(own):
@@ -93,7 +96,17 @@ class KVCache:
                 target = host[copy.target] if copy.kind == "device_to_host" else device[:, :, copy.target]
                 target.copy_(source, non_blocking=True)
 
+    def sleep(self) -> None:
+        """Gives the memory back, and with it all keys and values."""
+        self._memory.sleep(keep=False)
+
+    def wake(self) -> None:
+        """Takes the memory again, for other keys and values."""
+        self._memory.wake()
+
     def release(self) -> None:
-        """Gives the memory back; the cache can't be used afterwards."""
+        """Sleeps for good: the cache can't be used afterwards."""
+        self.sleep()
         self.layers = []
         self._device = self._host = []
+        self._memory = TensorMemory(())
