@@ -40,7 +40,7 @@ class TensorMemory:
         if keep and not self._is_awake:
             return
         if keep:
-            self._saved = [_bytes_of(storage).cpu() for storage, _ in self._on_device]
+            self._saved = [_bytes_of(storage).to("cpu", copy=True) for storage, _ in self._on_device]
         else:
             self._saved = None
             for storage in self._on_host:

@@ -43,7 +43,7 @@ def test_a_cache_that_was_reset_knows_nothing() -> None:
     assert blocks.pool.num_free == 11
     check_invariants(engine.scheduler)
     for name, expected in (("d", 0), ("e", 16)):
-        request = engine.add(name, range(200, 218), max_tokens=5)
+        (request,) = engine.add(name, range(200, 218), max_tokens=5)
         engine.run()
         assert request.cached_tokens + request.host_tokens == expected
     engine.check_answers()

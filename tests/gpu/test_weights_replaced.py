@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from bench.random_engine import quantized
-from quire.errors import EngineError
+from quire.errors import CapacityError, EngineError
 from quire.kernels.formats import FORMATS
 from quire.kernels.select import select_kernels
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec
-from tests.gpu.support import DEVICE, GpuEngine, decoder_of, mixed_jobs, plain_jobs, shape_of
+from tests.gpu.support import DEVICE, GpuEngine, Job, decoder_of, mixed_jobs, plain_jobs, shape_of
 
 pytestmark = pytest.mark.gpu
 
@@ -27,13 +27,15 @@ def weights_of(spec: ModelSpec, seed: int, dtype: torch.dtype = torch.bfloat16) 
     generator = torch.Generator(DEVICE).manual_seed(seed)
     found: dict[str, Weight] = {}
     for name, parameter in spec.parameters().items():
-        value = torch.randn(parameter.shape, device=DEVICE, generator=generator)
-        value = 1 + 0.1 * value if "norm" in name.rpartition(".")[2] else value * (2.0 / spec.hidden_size**0.5)
-        found[name] = Weight.dense(value if parameter.wide else value.to(dtype))
+        # Drawn where it stays: memory of larger numbers before they are rounded would be shared with what comes later.
+        value = torch.empty(parameter.shape, dtype=torch.float32 if parameter.wide else dtype, device=DEVICE)
+        is_norm = "norm" in name.rpartition(".")[2]
+        mean, std = (1.0, 0.1) if is_norm else (0.0, 2.0 / spec.hidden_size**0.5)
+        found[name] = Weight.dense(value.normal_(mean, std, generator=generator))
     return found
 
 
-def jobs_of(spec: ModelSpec) -> list:  # type: ignore[type-arg]
+def jobs_of(spec: ModelSpec) -> list[Job]:
     """Enough steps that all graphs are captured and replayed."""
     return [*plain_jobs(24, spec.vocab_size - 1, seed=3, longest=200), *mixed_jobs(12, spec.vocab_size - 1, seed=4)]
 
@@ -71,7 +73,11 @@ def test_every_layout_is_replaced_where_it_lies(name: str) -> None:
     def loaded(seed: int) -> Weight:
         torch.manual_seed(seed)  # of formats for which `quantized` draws its bits
         numbers = torch.randn(shape, device=DEVICE) * 0.02
-        return Weight.of(format, shape, *quantized(format, numbers)) if name != "BF16" else Weight.dense(numbers.bfloat16())
+        return (
+            Weight.of(format, shape, *quantized(format, numbers))
+            if name != "BF16"
+            else Weight.dense(numbers.bfloat16())
+        )
 
     packed, fresh = kernels.pack(loaded(1)), kernels.pack(loaded(2))
     places = [tensor.data_ptr() for part in packed.parts for tensor in part.tensors]
@@ -107,14 +113,14 @@ def test_a_sleeping_engine_has_given_its_memory_back(shape: str) -> None:
     for level in (1, 2):
         engine.engine.sleep(level)
         # What stays: request rows, the sampler's columns, workspaces of kernels.
-        assert torch.cuda.memory_allocated() - empty < 0.25 * GIB
-        assert torch.cuda.mem_get_info()[0] - free > 0.9 * (weights + CACHE)
+        assert torch.cuda.memory_allocated() - empty < 0.5 * GIB
+        assert torch.cuda.mem_get_info()[0] - free > 0.8 * (weights + CACHE)
         with pytest.raises(EngineError, match="asleep"):
             engine.run(jobs)
         engine.engine.wake_up()
         if level == 2:
             engine.engine.update_weights(weights_of(spec, 7))
-        assert abs(torch.cuda.memory_allocated() - awake) < 0.25 * GIB
+        assert abs(torch.cuda.memory_allocated() - awake) < 0.5 * GIB
         again = engine.run(jobs)  # the first steps without graphs, the later ones in those that are captured anew
         assert not again.errors
         assert again.of(range(len(jobs))) == before.of(range(len(jobs)))
@@ -127,7 +133,7 @@ def test_an_engine_that_finds_no_memory_stays_asleep_and_wakes_later() -> None:
     before = engine.run(jobs)
     engine.engine.sleep()
     taken = torch.empty(torch.cuda.mem_get_info()[0] - 2 * GIB, dtype=torch.uint8, device=DEVICE)
-    with pytest.raises(Exception, match="too little free memory to wake up"):
+    with pytest.raises(CapacityError, match="too little free memory to wake up"):
         engine.engine.wake_up()
     with pytest.raises(EngineError, match="asleep"):
         engine.run(jobs)
