@@ -53,6 +53,17 @@ class BlockManager:
         self._num_full = config.num_groups - config.num_windowed
         self._copies: list[BlockCopy] = []
 
+    def reset(self) -> None:
+        """Forgets all cached prefixes, on the device and on the host tier; no request may hold a block."""
+        for block in self.pool.blocks:
+            assert not block.ref_count, f"{block} is in use"
+            if block.key is not None:
+                self.cache.remove(block)
+                self.pool.place(block)
+        for slot in range(self.host.num_slots):
+            self.host.drop(slot)
+        self._copies.clear()
+
     def take_copies(self) -> tuple[BlockCopy, ...]:
         """The copies listed since the last call: they belong to the next step."""
         copies = tuple(self._copies)
@@ -174,17 +185,6 @@ class BlockManager:
                 self.cache.remove(block)
                 if block.ref_count == 0:
                     self.pool.place(block)
-
-    def reset(self) -> None:
-        """Forgets all cached prefixes, on the device and on the host tier; no request may hold a block."""
-        for block in self.pool.blocks:
-            assert not block.ref_count, f"{block} is in use"
-            if block.key is not None:
-                self.cache.remove(block)
-                self.pool.place(block)
-        for slot in range(self.host.num_slots):
-            self.host.drop(slot)
-        self._copies.clear()
 
     def _match(self, request: Request) -> tuple[list[_Hit], list[Block], int]:
         """The cached blocks a request can start with; one token is always left to compute. Then partly filled blocks,
