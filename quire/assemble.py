@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,10 +14,12 @@ from quire.checkpoints.sources import ModelSource
 from quire.config import EngineConfig
 from quire.constrain import GrammarCompiler
 from quire.engine import EngineCore, Scheduler
+from quire.errors import EngineError, InvalidRequestError
 from quire.frontend.engine_info import EngineInfo, engine_info
 from quire.frontend.tokenizer import Tokenizer
 from quire.kernels.select import device_of, pick_device
-from quire.load import Share, load_model, scheduler_config
+from quire.kernels.weights import Weight
+from quire.load import Share, load_model, reload_weights, scheduler_config
 from quire.models.decoder import Decoder
 from quire.models.load import Progress
 from quire.models.spec import ModelSpec
@@ -54,6 +57,53 @@ class Engine:
     description: str
     """What was loaded, where, in which format, and what fits: for the start-up message."""
 
+    reload: Callable[[], None] | None = None
+    """Reads the weights from the model's files again; None where there are no files."""
+
+    def sleep(self, level: int = 1) -> None:
+        """Gives the memory of weights and cache back; requests are refused until `wake_up`. At level 1 the weights are
+        kept in host memory, at level 2 they are dropped. The prefix cache is forgotten."""
+        if level not in (1, 2):
+            raise InvalidRequestError("level", f"must be 1 (weights are kept in host memory) or 2, not {level!r}")
+        if self.runner.is_asleep:
+            raise EngineError("the engine is asleep already: wake it up first")
+        self.core.settle("sleeping", time.monotonic())
+        self.runner.sleep(1 if level == 1 else 2)
+        self.core.reset_prefix_cache(time.monotonic())
+        self.core.refusal = "the engine is asleep and takes no requests: wake it up first"
+
+    def wake_up(self, reload: bool = True) -> None:
+        """Takes the memory again, and after level 2 reads the weights from the model's files; without `reload` requests
+        are refused until `update_weights` has brought all of them. Does nothing where nothing is missing."""
+        if self.runner.is_asleep:
+            self.runner.wake()
+        try:
+            if self.decoder.missing and reload and self.reload is not None:
+                self.reload()
+        finally:
+            self._take_requests()
+
+    def update_weights(self, weights: Mapping[str, Weight]) -> None:
+        """Replaces weights, by the decoder's names, where they lie (see `Parameters.update`), and forgets the prefix
+        cache, which was computed with the old ones."""
+        self.core.settle("an update of weights", time.monotonic())
+        if self.runner.is_asleep:
+            raise EngineError("the engine is asleep: wake it up before its weights are replaced")
+        try:
+            self.runner.update(weights)
+        finally:
+            self.core.reset_prefix_cache(time.monotonic())
+            self._take_requests()
+
+    def _take_requests(self) -> None:
+        missing = self.decoder.missing
+        self.core.refusal = None
+        if missing:
+            self.core.refusal = (
+                f"{len(missing)} weights are missing since the engine slept at level 2, such as {min(missing)}: load "
+                "them with update_weights, or all of them with wake_up"
+            )
+
     @property
     def info(self) -> EngineInfo:
         """What `description` says, as fields."""
@@ -79,7 +129,9 @@ def build_engine(
         config = config if ranks is None else ranks.config
         loaded = load_model(source, config, device, share, progress)
         about = {name: getattr(loaded, name) for name in ("tokenizer", "eos_token_ids", "formats", "draft", "spec")}
-        return assemble(loaded.decoder, config, name=source.name, listeners=listeners, ranks=ranks, **about)
+        reload = partial(reload_weights, loaded.decoder, source, config, device, share)
+        engine = assemble(loaded.decoder, config, name=source.name, listeners=listeners, ranks=ranks, **about)
+        return replace(engine, reload=reload)
     except BaseException as error:
         if ranks is None:
             raise

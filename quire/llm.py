@@ -153,8 +153,8 @@ class LLM:
         start = self._text_prompt(prompt)
         check_choices(ignore_eos, stop_token_ids, engine.decoder.spec.vocab_size)
         ends = (*(() if ignore_eos else engine.eos_token_ids), *stop_token_ids)
-        longest = engine.plan.max_model_len - len(start.token_ids)
-        params = BeamSearchParams(beam_width, max_tokens, length_penalty, frozenset(ends)).within(longest)
+        params = BeamSearchParams(beam_width, max_tokens, length_penalty, frozenset(ends))
+        params = params.within(engine.plan.max_model_len - len(start.token_ids))
         with self._drive():
             self._counter += 1
             search = LiveBeams(engine.core, f"beams-{self._counter}", start.token_ids, params, time.monotonic())
@@ -226,7 +226,23 @@ class LLM:
         """The prompt a conversation becomes."""
         return self._templates.encode_chat(self.engine.tokenizer, messages, tools)
 
-    # Closing
+    # Its memory
+
+    def sleep(self, level: int = 1) -> None:
+        """Gives the memory of weights and cache back; requests, of which none may run now, are refused until `wake_up`.
+        Level 1 keeps the weights in host memory; with level 2 `wake_up` reads the model's files again."""
+        with self._drive() as engine:
+            engine.sleep(level)
+
+    def wake_up(self) -> None:
+        """Takes the memory again; answers are what they were, bit for bit."""
+        with self._drive() as engine:
+            engine.wake_up()
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes; refused while requests run."""
+        with self._drive() as engine:
+            engine.core.reset_prefix_cache(time.monotonic())
 
     def close(self) -> None:
         """Gives the memory of weights and cache back. Requests still running are gone."""
@@ -288,20 +304,10 @@ class LLM:
                 raise InvalidRequestError("request_id", f"{request_id!r} is in use")
             seed = params.seed if params.seed is not None else secrets.randbits(64)
             requests = make_requests(request_id, prompt.token_ids, params, seed, engine.eos_token_ids, resolved)
-            live = LiveRequest(
-                request_id, prompt.text, tuple(prompt.token_ids), requests, params, engine.tokenizer, prompt.continues
-            )
+            tokens = tuple(prompt.token_ids)
+            live = LiveRequest(request_id, prompt.text, tokens, requests, params, engine.tokenizer, prompt.continues)
             live.grammar = grammar
-            now = time.monotonic()
-            added: list[str] = []
-            try:
-                for request in requests:
-                    engine.core.add_request(request, now)
-                    added.append(request.request_id)
-            except QuireError:
-                for name in added:
-                    engine.core.end(name, "abort", now)
-                raise
+            engine.core.add_requests(requests, time.monotonic())
             self._live[request_id] = live
             self._owners |= {request.request_id: (live, index) for index, request in enumerate(requests)}
             return request_id
@@ -332,8 +338,7 @@ class LLM:
 
     def _end(self, name: str, ended: Mapping[str, RequestMetrics | None]) -> RequestMetrics:
         """Ends an answer whose text has a stop string, unless the engine has just ended it; returns its metrics."""
-        metrics = ended.get(name)
-        return metrics if metrics is not None else self.engine.core.end(name, "stop", time.monotonic())
+        return ended.get(name) or self.engine.core.end(name, "stop", time.monotonic())
 
     def _run(
         self,
@@ -389,8 +394,7 @@ class LLM:
             return
         with self._turn:
             unfinished = [request_id for request_id in request_ids if request_id in self._live]
-            if unfinished:
-                self._engine.core.abort(unfinished, time.monotonic())
-                for request_id in unfinished:
-                    for name in self._live.pop(request_id).names:
-                        self._owners.pop(name, None)
+            self._engine.core.abort(unfinished, time.monotonic())
+            for request_id in unfinished:
+                for name in self._live.pop(request_id).names:
+                    self._owners.pop(name, None)

@@ -19,8 +19,9 @@ from quire.errors import InvalidRequestError
 from quire.frontend.tokenizer import Tokenizer
 from quire.kernels.device import Device
 from quire.kernels.select import device_of
-from quire.models.decoder import Decoder, WeightSource
-from quire.models.load import Progress, load_planned, open_model
+from quire.models.decoder import Decoder
+from quire.models.load import Progress, load_planned, open_model, reading
+from quire.models.parameters import WeightSource
 from quire.models.spec import ModelSpec
 from quire.models.weight_plan import ModelFiles, WeightPlan, plan_weights
 from quire.process import gc_pauses
@@ -80,6 +81,18 @@ def load_model(
         files.checkpoint.close()
     ends = tuple(dict.fromkeys((*files.spec.eos_token_ids, *tokenizer.eos_token_ids)))
     return LoadedModel(files.spec, decoder, tokenizer, ends, weights.describe(), draft)
+
+
+def reload_weights(decoder: Decoder, source: ModelSource, config: EngineConfig, device: Device, share: Share) -> None:
+    """Fills a decoder from its files again, in the memory that it has."""
+    files = open_model(source.path)
+    try:
+        weights = _choose(files, config, device, share)
+        with reading(weights) as loaded:
+            for name in decoder.weights:
+                decoder.update({name: loaded.pop(name)})
+    finally:
+        files.checkpoint.close()
 
 
 def _choose(files: ModelFiles, config: EngineConfig, device: Device, share: Share) -> WeightPlan:

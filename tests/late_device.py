@@ -130,6 +130,9 @@ class LateGraphPool:
     def __init__(self, device: LateDevice) -> None:
         self._device = device
 
+    def reset(self) -> None:
+        pass
+
     def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
         self._device.used["capture"] += 1
 

@@ -18,6 +18,7 @@ from quire.errors import InvalidRequestError
 from quire.kernels.select import select_kernels
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
+from quire.models.linear import Rows
 from quire.outputs import TokenLogprobs
 from quire.sampling.logprobs import ROWS_AT_ONCE, read_scores, score_rows
 from quire.sampling.sampler import NOT_NUMBERS
@@ -157,9 +158,9 @@ def test_a_long_prompt_is_scored_a_few_rows_at_a_time(monkeypatch: pytest.Monkey
 
 def test_scores_that_are_not_numbers_fail_the_one_who_asked() -> None:
     decoder = make_decoder("mistral", torch.float32)
-    table = decoder.kernels.embedding(torch.arange(97), decoder.embedding)
+    table = decoder.embedding(Rows(decoder.kernels), torch.arange(97)).clone()
     table[5] = float("nan")
-    decoder.embedding = decoder.kernels.pack(Weight.dense(table))
+    decoder.update({"embedding": Weight.dense(table)})
     bench = Bench(decoder)
     params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0)
     for name, prompt in (("good", [1, 2, 3, 4]), ("bad", [1, 5, 3, 4])):

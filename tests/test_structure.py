@@ -230,3 +230,47 @@ def test_nothing_below_the_table_of_families_asks_for_a_familys_name() -> None:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names
     ]
     assert not found, "\n".join(found)
+
+
+PRODUCTS = ("linear", "linear_gated", "moe", "embedding")
+"""The methods of `Kernels` that take a weight."""
+DOOR = "quire.models.linear"
+BEHIND_THE_DOOR = ("quire.kernels", "quire.parallel.kernels")
+"""Backends, which compute the products."""
+WITH_MATRICES_OF_THEIR_OWN = ("quire.plan.devices", "quire.bench")
+"""Measure kernels, with no model."""
+
+
+def test_every_product_with_a_models_weight_goes_through_the_door() -> None:
+    """Else what is added there for each row (adapters) would be missing from it."""
+    free = (DOOR, *BEHIND_THE_DOOR, *WITH_MATRICES_OF_THEIR_OWN)
+    found = [
+        f"{name}, line {line}"
+        for name in SOURCES
+        if not any(name == one or name.startswith(f"{one}.") for one in free)
+        for line in _products_in(_tree(name))
+    ]
+    assert not found, "\n".join([f"products that go past {DOOR}:", *found])
+
+
+def _products_in(tree: ast.AST) -> list[int]:
+    """Lines on which a product of kernels is called, or handed on."""
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in PRODUCTS
+        if re.search(r"(^|[._])kernels$", ast.unparse(node.value))
+    ]
+
+
+def test_a_product_past_the_door_is_found() -> None:
+    past = ("kernels.linear(x, w)", "batch.kernels.linear_gated(x, w, None, a)", "f = self._kernels.moe")
+    through = (
+        "self.up(batch, x)",
+        "self.up.gated(batch, x, a)",
+        "kernels.rms_norm(x, w, 1e-5)",
+        "self.embedding(rows, x)",
+    )
+    assert all(_products_in(ast.parse(text)) == [1] for text in past)
+    assert not any(_products_in(ast.parse(text)) for text in through)
+    assert len(_products_in(_tree(DOOR))) == len(PRODUCTS)

@@ -82,6 +82,17 @@ class BlockManager:
         self._leaving = config.leaving_groups
         self._copies: list[BlockCopy] = []
 
+    def reset(self) -> None:
+        """Forgets all cached prefixes, on the device and on the host tier; no request may hold a block."""
+        for block in self.pool.blocks:
+            assert not block.ref_count, f"{block} is in use"
+            if block.key is not None:
+                self.cache.remove(block)
+                self.pool.place(block)
+        for slot in range(self.host.num_slots):
+            self.host.drop(slot)
+        self._copies.clear()
+
     def take_copies(self) -> tuple[BlockCopy, ...]:
         """The copies listed since the last call: they belong to the next step."""
         copies = tuple(self._copies)

@@ -55,6 +55,8 @@ class EngineCore:
         self.depth = depth
         self._on_step = on_step
         self.clock = clock
+        self.refusal: str | None = None
+        """Why no request is taken now; None: all are."""
         self._in_flight: deque[tuple[Step, Pending, float | None]] = deque()
         """Submitted and not committed yet, oldest first, each with the time of submission if there is a clock."""
         self._updates: list[RequestUpdate] = []
@@ -67,9 +69,38 @@ class EngineCore:
         """Whether `step` has anything to do or to report, a contradiction found while idle included."""
         return self._contradiction is not None or self.scheduler.has_work
 
+    def settle(self, wanted: str, now: float) -> None:
+        """Ends what is left of requests that have ended: steps in flight, rows that the runner still keeps. Raises
+        EngineError if there are others, or news of some that nobody has read, as these are not ready for `wanted`."""
+        table = self.scheduler.table
+        if self._contradiction is not None or table.requests or table.updates or self._updates:
+            raise EngineError(f"{wanted} has to wait until no request runs: let them finish, or abort them and step")
+        while self.has_work:
+            self.step(now)
+
+    def reset_prefix_cache(self, now: float) -> None:
+        """Forgets all cached prefixes, on the device and on the host tier; raises EngineError while requests run."""
+        self.settle("forgetting the prefix cache", now)
+        self.scheduler.blocks.reset()
+
     def add_request(self, request: Request, now: float) -> None:
-        """Takes a request in; raises InvalidRequestError or CapacityError if it can never run."""
+        """Takes a request in; raises InvalidRequestError or CapacityError if it can never run, and EngineError while
+        the engine takes none (`refusal`)."""
+        if self.refusal is not None:
+            raise EngineError(self.refusal)
         self.scheduler.add(request, now)
+
+    def add_requests(self, requests: Iterable[Request], now: float) -> None:
+        """Takes several requests in, or none of them."""
+        added: list[str] = []
+        try:
+            for request in requests:
+                self.add_request(request, now)
+                added.append(request.request_id)
+        except QuireError:
+            for name in added:
+                self.end(name, "abort", now)
+            raise
 
     def abort(self, request_ids: Iterable[str], now: float) -> None:
         """Ends requests by name or group name; their last update comes with the next step."""

@@ -43,9 +43,7 @@ def trace(decoder: Decoder, token_ids: Sequence[int]) -> Iterator[Stage]:
     cache = ContiguousCache(decoder, num_sequences=1, capacity=len(token_ids))
     paged = cache.batch(decoder, [(0, 0, len(token_ids))])
     batch = Batch(decoder.kernels, torch.arange(len(token_ids), device=decoder.device), (paged,))
-    x = decoder.kernels.embedding(as_token_tensor(decoder, token_ids), decoder.embedding).to(decoder.dtype)
-    if decoder.spec.embedding_scale != 1:
-        x = decoder.kernels.scale_add(x, decoder.spec.embedding_scale)
+    x = decoder.embed(batch, as_token_tensor(decoder, token_ids))
     yield _stage("embedding", x)
     residual: Tensor | None = None
     inner: list[Stage] = []

@@ -42,6 +42,9 @@ class GraphPool(Protocol):
         """Notes what `compute` would do on the device, without doing it; the returned function does all of it in one
         launch, on the same memory."""
 
+    def reset(self) -> None:
+        """Begins anew with other memory, when all its graphs are gone."""
+
 
 class DeviceMemory(NamedTuple):
     """A reading, in bytes."""

@@ -243,6 +243,11 @@ class Kernels(Protocol):
     def pack(self, weight: Weight) -> Weight:
         """A loaded matrix, or a stack of them, in the layout that the other methods want; vectors are not packed."""
 
+    def pack_into(self, packed: Weight, loaded: Weight) -> None:
+        """Replaces what `pack` made of a matrix by what it makes of another, loaded in the same formats, in the same
+        memory: graphs and recordings that know its addresses compute with the new numbers. Raises ValueError, with
+        nothing changed, if it would not fit."""
+
     def packed_bytes(self, parts: Sequence[tuple[Format, tuple[int, ...]]]) -> int:
         """What `pack` makes of a weight whose parts have these formats and shapes, in bytes."""
 

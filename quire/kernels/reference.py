@@ -62,6 +62,10 @@ class ReferenceKernels:
     def pack(self, weight: Weight) -> Weight:
         return weight
 
+    def pack_into(self, packed: Weight, loaded: Weight) -> None:
+        # Packed beside the old one and then copied, so that whatever fails while packing leaves the old one whole.
+        packed.copy_(self.pack(loaded))
+
     def packed_bytes(self, parts: Sequence[tuple[Format, tuple[int, ...]]]) -> int:
         return sum(format.nbytes(shape) for format, shape in parts)
 

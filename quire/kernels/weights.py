@@ -87,6 +87,21 @@ class Weight:
     def device(self) -> torch.device:
         return self.parts[0].tensors[0].device
 
+    def copy_(self, other: Weight) -> None:
+        """Takes over the numbers of a weight with the same layout, into the memory that this one has. With another
+        layout it raises ValueError, and nothing has changed."""
+        if other.layout != self.layout:
+            raise ValueError(f"a weight laid out as {other.layout} does not fit into one as {self.layout}")
+        for part, new in zip(self.parts, other.parts, strict=True):
+            for tensor, numbers in zip(part.tensors, new.tensors, strict=True):
+                tensor.copy_(numbers)
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """What weights must have in common for one to lie where the other does."""
+        parts = ((p.format.name, p.rows, *((t.dtype, tuple(t.shape)) for t in p.tensors)) for p in self.parts)
+        return (self.shape, *parts)
+
     def split(self, bias: Tensor | None = None) -> list[tuple[Weight, Tensor | None]]:
         """Each part as a weight of its own, with its part of the bias."""
         rows = [part.rows for part in self.parts]

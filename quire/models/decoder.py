@@ -7,68 +7,28 @@ of some sequence, and the batch says where that sequence's keys and values lie. 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from quire.kernels.ops import AttentionSpec, Batches, ExpertWeights, HeadNorms, Kernels, LayerCache, MoeSpec
+from quire.kernels.tensor_memory import TensorMemory
 from quire.kernels.weights import Weight
+from quire.models.linear import Embedding, Experts, Linear, Rows
+from quire.models.parameters import Parameters, SleepLevel, WeightSource
 from quire.models.rope import cos_sin_table
 from quire.models.spec import LayerSpec, MlpSpec, ModelSpec, RopeSpec, mixer_names
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(Rows):
     """What every layer is told of the rows it computes."""
 
-    kernels: Kernels
     positions: Tensor
     """int64 [rows]: where in its sequence each row stands."""
     paged: Batches
-
-
-class WeightSource(Protocol):
-    """Where a decoder takes its weights from, each once: a dict of them, or files that are being read."""
-
-    def pop(self, name: str, /) -> Weight: ...
-
-    def __contains__(self, name: object, /) -> bool: ...
-
-
-class Parameters:
-    """Hands loaded weights to a decoder by name, each packed for the kernels when it is taken, and then freed."""
-
-    def __init__(self, kernels: Kernels, loaded: WeightSource) -> None:
-        self._kernels = kernels
-        self._loaded = loaded
-        self.taken: dict[str, Weight] = {}
-
-    def matrix(self, name: str, pack: bool = True) -> Weight:
-        loaded = self._loaded.pop(name)
-        self.taken[name] = self._kernels.pack(loaded) if pack else loaded
-        return self.taken[name]
-
-    def vector(self, name: str) -> Tensor:
-        return self.matrix(name, pack=False).tensor
-
-    def optional_vector(self, name: str) -> Tensor | None:
-        return self.vector(name) if name in self._loaded else None
-
-
-class Linear:
-    """A product with a weight [out, in], perhaps with a bias."""
-
-    __slots__ = ("bias", "weight")
-
-    def __init__(self, parameters: Parameters, name: str) -> None:
-        self.weight = parameters.matrix(f"{name}.weight")
-        self.bias = parameters.optional_vector(f"{name}.bias")
-
-    def __call__(self, batch: Batch, x: Tensor) -> Tensor:
-        return batch.kernels.linear(x, self.weight, self.bias)
 
 
 class Norm:
@@ -117,8 +77,8 @@ class Attention:
             key = parameters.vector(f"{name}.key_norm") if self.has_keys else query
             self.norms = HeadNorms(query, key, spec.rms_norm_eps, spec.norm_offset, layer.qk_norm_after_rope)
         self.sinks = parameters.vector(f"{name}.sinks") if layer.sinks else None
-        self.qkv = Linear(parameters, f"{name}.qkv")
-        self.output = Linear(parameters, f"{name}.output")
+        self.qkv = parameters.linear(f"{name}.qkv")
+        self.output = parameters.linear(f"{name}.output")
 
     def __call__(self, batch: Batch, x: Tensor, cache: LayerCache) -> Tensor:
         kernels, paged, spec = batch.kernels, batch.paged[cache.group], self.spec
@@ -153,14 +113,14 @@ class Mlp:
 
     def __init__(self, parameters: Parameters, name: str, spec: MlpSpec) -> None:
         self.spec = spec
-        self.up = Linear(parameters, f"{name}.gate_up" if spec.gated else f"{name}.up")
-        self.down = Linear(parameters, f"{name}.down")
+        self.up = parameters.linear(f"{name}.gate_up" if spec.gated else f"{name}.up")
+        self.down = parameters.linear(f"{name}.down")
 
     def __call__(self, batch: Batch, x: Tensor) -> Tensor:
-        kernels, up, activation = batch.kernels, self.up, self.spec.activation
+        activation = self.spec.activation
         if self.spec.gated:
-            return self.down(batch, kernels.linear_gated(x, up.weight, up.bias, activation))
-        return self.down(batch, kernels.activate(up(batch, x), activation))
+            return self.down(batch, self.up.gated(batch, x, activation))
+        return self.down(batch, batch.kernels.activate(self.up(batch, x), activation))
 
 
 class MoeMlp:
@@ -168,23 +128,24 @@ class MoeMlp:
 
     def __init__(self, parameters: Parameters, name: str, spec: MoeSpec) -> None:
         self.spec = spec
-        self.experts = ExpertWeights(
+        weights = ExpertWeights(
             parameters.matrix(f"{name}.gate_up"),
             parameters.matrix(f"{name}.down"),
             parameters.vector(f"{name}.gate_up_bias").squeeze(-1) if spec.bias else None,
             parameters.vector(f"{name}.down_bias").squeeze(-1) if spec.bias else None,
             parameters.optional_vector(f"{name}.choice_bias"),
         )
-        self.router = Linear(parameters, f"{name}.router")
+        self.experts = Experts(weights, spec)
+        self.router = parameters.linear(f"{name}.router")
         self.shared: Mlp | None = None
         self.shared_gate: Linear | None = None
         if spec.shared_intermediate_size:
             self.shared = Mlp(parameters, f"{name}.shared", MlpSpec(spec.shared_intermediate_size, spec.activation))
-            self.shared_gate = Linear(parameters, f"{name}.shared_gate") if spec.shared_gate else None
+            self.shared_gate = parameters.linear(f"{name}.shared_gate") if spec.shared_gate else None
 
     def __call__(self, batch: Batch, x: Tensor) -> Tensor:
         logits = self.router(batch, x.float() if self.spec.sigmoid_scores else x)
-        output = batch.kernels.moe(x, logits, self.experts, self.spec)
+        output = self.experts(batch, x, logits)
         if self.shared is not None:
             shared = self.shared(batch, x)
             gate = self.shared_gate
@@ -266,9 +227,10 @@ class Decoder:
         parameters = Parameters(kernels, loaded)
         # A tied embedding is the head too, which is packed; a recorded step (CPU) looks its rows up by a kernel.
         pack_embedding = spec.tie_embeddings or kernels.record is not None
-        self.embedding = parameters.matrix("embedding", pack=pack_embedding)
-        self.device = self.embedding.device
-        self.head = self.embedding if spec.tie_embeddings else parameters.matrix("head")
+        embedding = parameters.matrix("embedding", pack=pack_embedding)
+        self.device = embedding.device
+        self.embedding = Embedding(embedding)
+        self.head = Linear(embedding if spec.tie_embeddings else parameters.matrix("head"))
         self.final_norm = Norm(parameters, "final_norm", spec)
         self.layers: list[DecoderLayer] = []
         tables: dict[tuple[RopeSpec, int], Tensor] = {}
@@ -284,28 +246,35 @@ class Decoder:
         for i, layer in enumerate(spec.layers):
             own = [table_of(layer.rope, mixer.heads.head_dim) for mixer in layer.mixers]
             self.layers.append(DecoderLayer(parameters, f"layers.{i}", spec, layer, own))
-        self.weights = parameters.taken
+        self._parameters = parameters
+        self._tables = TensorMemory(tables.values())
+
+    @property
+    def weights(self) -> dict[str, Weight]:
         """All of them by name, as the kernels packed them."""
+        return self._parameters.weights
 
     def __call__(self, token_ids: Tensor, positions: Tensor, paged: Batches, caches: Sequence[LayerCache]) -> Tensor:
         """The final hidden states [rows, hidden] of int64 token_ids [rows] at int64 positions [rows]. `caches` has
         one for every mixer, in the order of the layers."""
         batch = Batch(self.kernels, positions, paged)
-        x = self.kernels.embedding(token_ids, self.embedding).to(self.dtype)
-        if self.spec.embedding_scale != 1:
-            x = self.kernels.scale_add(x, self.spec.embedding_scale)
-        residual, first = None, 0
+        x, residual, first = self.embed(batch, token_ids), None, 0
         for layer in self.layers:
             end = first + len(layer.attention.parts)
             x, residual = layer(batch, x, residual, caches[first:end])
             first = end
         return _enter(batch, x, residual, self.final_norm)[0]
 
+    def embed(self, rows: Rows, token_ids: Tensor) -> Tensor:
+        """What the first layer takes of int64 token_ids [rows]."""
+        x = self.embedding(rows, token_ids).to(self.dtype)
+        return x if self.spec.embedding_scale == 1 else self.kernels.scale_add(x, self.spec.embedding_scale)
+
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Scores [rows, vocab] of hidden rows, in the model's dtype; into `out` if there is one."""
         if self.spec.logit_scale != 1:  # applied to the hidden rows, which are shorter than rows of logits
             hidden = self.kernels.scale_add(hidden, self.spec.logit_scale)
-        scores = self.kernels.linear(hidden, self.head, out=out)
+        scores = self.head(Rows(self.kernels), hidden, out)
         if self.spec.logit_cap:
             self.kernels.soft_cap_(scores, self.spec.logit_cap)
         return scores
@@ -320,9 +289,28 @@ class Decoder:
         """Of the weights in this process."""
         return sum(math.prod(weight.shape) for weight in self.weights.values())
 
+    def update(self, weights: Mapping[str, Weight]) -> None:
+        """Replaces weights by those loaded here, where they lie: see `Parameters.update`."""
+        self._parameters.update(weights)
+
+    @property
+    def missing(self) -> set[str]:
+        """Weights that are gone, since the decoder slept at level 2: it computes nothing of use before they are new."""
+        return self._parameters.missing
+
+    def sleep(self, level: SleepLevel) -> None:
+        """Gives the weights' memory back; nothing can be computed before `wake`."""
+        self._parameters.sleep(level)
+        self._tables.sleep(keep=True)  # not among the weights that a caller has, so they are never lost
+
+    def wake(self) -> None:
+        """Takes the memory again."""
+        self._parameters.wake()
+        self._tables.wake()
+
     def release(self) -> None:
-        """Frees the weights; the decoder can't be used afterwards."""
+        """Sleeps for good: the decoder can't be used afterwards, and nothing of it stays."""
+        self.sleep(2)
         self.layers.clear()
-        self.weights.clear()
-        self.embedding = self.head = Weight.dense(torch.empty(0, 0))
-        del self.final_norm
+        self._parameters, self._tables = Parameters(self.kernels, {}), TensorMemory(())
+        del self.embedding, self.head, self.final_norm

@@ -6,8 +6,9 @@ in its stored format is read straight into its place; others are expanded or qua
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,10 +24,11 @@ from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.formats import Format
 from quire.kernels.quantize import quantize
 from quire.kernels.weights import Weight
-from quire.models.decoder import Decoder, WeightSource
+from quire.models.decoder import Decoder
 from quire.models.gguf_spec import read_gguf_spec
 from quire.models.model_config import read_config
 from quire.models.names import Piece, gguf_pieces, huggingface_pieces
+from quire.models.parameters import WeightSource
 from quire.models.weight_plan import ModelFiles, WeightPlan
 
 Progress = Callable[[int, int], None]
@@ -77,10 +79,16 @@ def load_planned(
 ) -> Decoder:
     """A decoder with its weights on the device, in the formats of the plan; `max_position` is the decoder's. Ranks of
     tensor parallelism, which take parts of the weights, have a `wrap_source`."""
+    with reading(plan, progress) as loaded:
+        return Decoder(plan.files.spec, plan.kernels, wrap_source(loaded), plan.dtype, max_position)
+
+
+@contextmanager
+def reading(plan: WeightPlan, progress: Progress | None = None) -> Iterator[WeightSource]:
+    """The weights of a plan, read from its files as they are asked for, and ahead of that."""
     with ThreadPoolExecutor(_NUM_READERS, "weights") as readers:
-        reading = _Reading(plan, readers, progress or (lambda done, total: None))
         try:
-            return Decoder(plan.files.spec, plan.kernels, wrap_source(reading), plan.dtype, max_position)
+            yield _Reading(plan, readers, progress or (lambda done, total: None))
         finally:
             readers.shutdown(wait=False, cancel_futures=True)
 

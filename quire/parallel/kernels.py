@@ -26,7 +26,7 @@ from quire.kernels.ops import (
     PagedBatch,
 )
 from quire.kernels.weights import Weight
-from quire.models.decoder import WeightSource
+from quire.models.parameters import WeightSource
 from quire.parallel.division import Division
 from quire.parallel.group import Group
 
@@ -118,6 +118,13 @@ class ParallelKernels:
             return self._own.pack(weight)
         packed = self._own.pack(weight.own)
         return DividedWeight(packed.shape, packed.parts, packed, weight.widths)
+
+    def pack_into(self, packed: Weight, loaded: Weight) -> None:
+        """Of a divided weight, `loaded` are this rank's rows."""
+        self._own.pack_into(
+            packed.own if isinstance(packed, DividedWeight) else packed,
+            loaded.own if isinstance(loaded, DividedWeight) else loaded,
+        )
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         if not isinstance(weight, DividedWeight):

@@ -49,6 +49,14 @@ class Computed(NamedTuple):
     checksum: int
 
 
+class Sleep(NamedTuple):
+    """To a rank: give memory back, after all steps before this message (`Runner.sleep` at level 1)."""
+
+
+class Wake(NamedTuple):
+    """To a rank: take it again."""
+
+
 class Failed(NamedTuple):
     """The last message of a rank."""
 

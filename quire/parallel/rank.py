@@ -22,7 +22,7 @@ from quire.constrain import GrammarCompiler
 from quire.errors import QuireError
 from quire.load import load_model
 from quire.parallel.group import Group, GroupError
-from quire.parallel.messages import Computed, Failed, Hello, Task, checksum, frame, receive
+from quire.parallel.messages import Computed, Failed, Hello, Sleep, Task, Wake, checksum, frame, receive
 from quire.parallel.share import RankShare, rank_config, rank_device
 from quire.runner.runner import Runner
 from quire.runner.step_outputs import PendingStep
@@ -32,7 +32,7 @@ from quire.step import Step
 _QUIET_SECONDS = 0.05
 """Without a further step, after which results that nobody needs to wait for are read."""
 
-Inbox = queue.SimpleQueue[Step]
+Inbox = queue.SimpleQueue[Step | Sleep | Wake]
 
 
 def main() -> int:
@@ -95,6 +95,14 @@ def _compute(runner: Runner, depth: int, inbox: Inbox, connection: socket.socket
             step = inbox.get(timeout=_QUIET_SECONDS if pending else None)
         except queue.Empty:
             read_oldest()
+            continue
+        if not isinstance(step, Step):
+            while pending:
+                read_oldest()
+            if isinstance(step, Sleep):
+                runner.sleep(1)
+            else:
+                runner.wake()
             continue
         pending.append((step.step_id, runner.submit(step)))
         while len(pending) >= depth:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 
 from quire.engine.core import Pending
+from quire.errors import EngineError
+from quire.kernels.weights import Weight
+from quire.models.parameters import SleepLevel
 from quire.parallel.group import GroupError
-from quire.parallel.messages import Computed, checksum
+from quire.parallel.messages import Computed, Sleep, Wake, checksum
 from quire.parallel.processes import RankProcesses
 from quire.runner.runner import LogitsObserver, Runner
 from quire.step import Step, StepResult
@@ -65,6 +68,32 @@ class ParallelRunner:
             self._broken = self._processes.explain(error)
             self._close(False)
         return GroupError(self._message())
+
+    @property
+    def is_asleep(self) -> bool:
+        return self._runner.is_asleep
+
+    def sleep(self, level: SleepLevel) -> None:
+        """As `Runner.sleep`, on all ranks. Only level 1: each rank would have to load its part of the weights again."""
+        if level != 1:
+            raise EngineError("with tensor parallelism an engine sleeps at level 1 only, which keeps the weights")
+        self._on_all_ranks(Sleep(), lambda: self._runner.sleep(1))
+
+    def wake(self) -> None:
+        """As `Runner.wake`, on all ranks. One that lacks memory ends the group: the others can't go on without it."""
+        self._on_all_ranks(Wake(), self._runner.wake)
+
+    def update(self, weights: Mapping[str, Weight]) -> None:
+        raise EngineError("with tensor parallelism weights can't be replaced: each rank has a part of them")
+
+    def _on_all_ranks(self, message: Sleep | Wake, here: Callable[[], None]) -> None:
+        self._check()
+        with _uninterrupted():
+            try:
+                self._processes.send(message)
+                here()
+            except Exception as error:
+                raise self.fail(error) from error
 
     def release(self) -> None:
         """Ends the other ranks, and lets go of weights and cache."""

@@ -11,7 +11,7 @@ from quire.errors import DeviceError
 from quire.kernels.device import Device
 from quire.kernels.select import device_class, pick_device
 from quire.load import Share
-from quire.models.decoder import WeightSource
+from quire.models.parameters import WeightSource
 from quire.models.spec import ModelSpec
 from quire.models.weight_plan import ModelFiles, WeightPlan
 from quire.parallel.division import Division

@@ -93,8 +93,23 @@ class ModelDrafter:
         drafts = zip(wanted, token_ids[row, place].tolist(), strict=True)
         return {entry.request_id: tuple(own[: entry.num_drafts]) for entry, own in drafts}
 
+    def sleep(self) -> None:
+        """Gives memory back. The weights are kept in host memory at any level: nobody loads these again."""
+        self._decoder.sleep(1)
+        self._cache.sleep()
+        if self._graphs is not None:
+            self._graphs.sleep()
+
+    def wake(self) -> None:
+        """Takes it again."""
+        self._decoder.wake()
+        self._cache.wake()
+        if self._graphs is not None:
+            self._graphs.wake()
+
     def release(self) -> None:
-        """Lets go of the weights."""
+        """Sleeps for good."""
+        self.sleep()
         self._graphs = None
         self._decoder.release()
         self._cache.release()

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from quire.kernels.device import GraphPool
 from quire.kernels.ops import LayerCache
+from quire.kernels.tensor_memory import TensorMemory
 from quire.models.decoder import Decoder
 from quire.runner.batch import StepShape
 from quire.runner.request_rows import RequestRows
@@ -76,6 +77,20 @@ class DecodeGraphs:
         self._sampled = torch.zeros(2, largest, dtype=torch.int64, device=device)
         self._logits = torch.zeros(largest, spec.vocab_size, dtype=decoder.dtype, device=device)
         self._pool = pool
+        self._buffers = TensorMemory((self._inputs, self._sampled, self._logits))
+
+    def sleep(self) -> None:
+        """Gives the graphs and their memory back. They know the addresses of weights and cache, which are others when
+        these wake: graphs are captured anew then, one after each step, as in the beginning."""
+        self._replays.clear()
+        self._pool.reset()
+        self._to_capture = list(self._most_work)
+        self._wanted = self._to_capture[-1]
+        self._buffers.sleep(keep=False)
+
+    def wake(self) -> None:
+        """Takes the memory again."""
+        self._buffers.wake()
 
     def run(self, shape: StepShape, lag: Tensor | None = None) -> DecodeOutput | None:
         """Computes a step of decodes, whose positions are `lag` less than `shape` says, if there is a graph for it. The

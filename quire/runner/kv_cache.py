@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quire.kernels.ops import LayerCache
 from quire.kernels.select import device_of
+from quire.kernels.tensor_memory import TensorMemory
 from quire.models.spec import ModelSpec
 from quire.runner.layer_groups import LayerGroups, layer_bytes, part_bytes, state_places
 from quire.step import BlockCopy
@@ -76,6 +77,8 @@ class KVCache:
                         shape = (part.heads, block_size, *part.shape)
                         places[place].append(self._view(at, shape, part.dtype))
                         at += part_bytes(part, block_size)
+        # Pinned memory stays: the driver would keep it, and it takes seconds to pin it again.
+        self._memory = TensorMemory(self._device if device_of(device).is_gpu else [*self._device, *self._host])
         self.places = places
         """What each mixer keeps, by its number in the model: a tensor [num_blocks, heads, block_size, ...] per part."""
         number_of = {place: group for group, members in enumerate(groups.members) for place in members}
@@ -124,7 +127,17 @@ class KVCache:
                 target = host[copy.target] if copy.kind == "device_to_host" else device.select(axis, copy.target)
                 target.copy_(source, non_blocking=True)
 
+    def sleep(self) -> None:
+        """Gives the memory back, and with it all keys and values."""
+        self._memory.sleep(keep=False)
+
+    def wake(self) -> None:
+        """Takes the memory again, for other keys and values."""
+        self._memory.wake()
+
     def release(self) -> None:
-        """Gives the memory back; the cache can't be used afterwards."""
+        """Sleeps for good: the cache can't be used afterwards."""
+        self.sleep()
         self.layers, self.places = [], {}
         self._device = self._host = []
+        self._memory = TensorMemory(())

@@ -53,7 +53,8 @@ class RecordedSteps:
         layers = decoder.spec.layers
         is_plain = all(isinstance(layer.mlp, MlpSpec) and layer.reads_layer is None for layer in layers)
         is_plain = is_plain and len(decoder.spec.head_shapes) == 1
-        keeps_dtype = decoder.dtype == torch.float32 or decoder.embedding.parts[0].tensors[0].dtype == decoder.dtype
+        stored = decoder.weights["embedding"].parts[0].tensors[0].dtype
+        keeps_dtype = decoder.dtype in (torch.float32, stored)
         return decoder.kernels.record is not None and is_plain and keeps_dtype
 
     def run(self, shape: StepShape, lag: Tensor | None = None) -> DecodeOutput | None:
@@ -74,6 +75,12 @@ class RecordedSteps:
 
     def capture_next(self) -> None:
         """Recordings are made by the steps themselves, never in advance."""
+
+    def sleep(self) -> None:
+        """Recordings stay: host memory that is given back has the same addresses when it is taken again."""
+
+    def wake(self) -> None:
+        """There is nothing to take."""
 
     def _fill(self, inputs: Int32Array, shape: StepShape, lag: Tensor | None) -> None:
         starts = shape.starts if lag is None else shape.starts - lag.numpy()

@@ -6,7 +6,7 @@ the request rows on the device, where the next step finds them, and travel to th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -16,8 +16,11 @@ from torch import Tensor
 
 from quire.constrain.masks import Constrainer
 from quire.constrain.step_grammars import StepGrammars
+from quire.errors import CapacityError, EngineError
 from quire.kernels.select import device_of
+from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
+from quire.models.parameters import SleepLevel
 from quire.runner.batch import StepShape, build_batch, lag_of, note_accepted, write_guesses
 from quire.runner.drafting import ModelDrafter
 from quire.runner.graphs import DecodeGraphs, DecodeOutput
@@ -70,11 +73,14 @@ class Runner:
         self._graphs = graphs
         self._drafter = drafter
         self._rejects = rejects
+        self.is_asleep = False
         self.observe_logits: LogitsObserver | None = None
 
     @torch.inference_mode()
     def submit(self, step: Step) -> PendingStep:
         """Starts the step. On the CPU it is done when this returns."""
+        if self.is_asleep:
+            raise EngineError("the model is asleep: wake it before it computes")
         self._apply(step)
         outputs = StepOutputs(step.step_id)
         if step.scheduled:
@@ -89,8 +95,49 @@ class Runner:
             pending.add_drafts(self._drafter.draft(free, pending.result().tokens, self._sampler))
         return pending
 
+    @torch.inference_mode()
+    def update(self, weights: Mapping[str, Weight]) -> None:
+        """Replaces weights between two steps, none of which is in flight: see `Parameters.update`. What the cache holds
+        is of the old ones."""
+        self._decoder.update(weights)
+
+    @torch.inference_mode()
+    def sleep(self, level: SleepLevel) -> None:
+        """Gives the memory of weights and cache back; no step may be in flight, and none is taken before `wake`. If
+        there is no host memory to keep the weights in (level 1), it raises, and is awake as before."""
+        try:
+            self._decoder.sleep(level)
+            if self._drafter is not None:
+                self._drafter.sleep()
+            self._kv_cache.sleep()
+            if self._graphs is not None:
+                self._graphs.sleep()
+        except BaseException:
+            self.wake()
+            raise
+        self.is_asleep = True
+        self._device.return_freed_memory()
+
+    @torch.inference_mode()
+    def wake(self) -> None:
+        """Takes the memory again. With too little of it free, it stays asleep, and this can be tried again."""
+        try:
+            self._decoder.wake()
+            self._kv_cache.wake()
+            if self._drafter is not None:
+                self._drafter.wake()
+            if self._graphs is not None:
+                self._graphs.wake()
+        except torch.OutOfMemoryError as error:
+            self.sleep(1)  # what is awake by now; the rest sleeps as it did
+            raise CapacityError(
+                f"There is too little free memory to wake up: free some, and try again. {error}"
+            ) from error
+        self.is_asleep = False
+
     def release(self) -> None:
-        """Frees weights and cache, even if this object lives on."""
+        """Frees weights and cache, even if this object lives on: it sleeps for good."""
+        self.sleep(2)
         self._graphs = None
         if self._drafter is not None:
             self._drafter.release()

@@ -147,14 +147,9 @@ class EngineRequests:
         )
         if message.resume is not None:
             requests = _resumed(requests, message.resume, now)
-        added: list[str] = []
         try:
-            for request in requests:
-                self._core.add_request(request, now)
-                added.append(request.request_id)
+            self._core.add_requests(requests, now)
         except QuireError as error:
-            for name in added:
-                self._core.end(name, "abort", now)
             self._refuse(message, error)
             return
         self._accepted.append(message.request_id)

@@ -9,6 +9,7 @@ import pytest
 
 from quire.engine.block_manager import BlockManager
 from quire.engine.host_tier import HostTier
+from quire.engine.invariants import check_invariants
 from quire.engine.prefix_cache import BlockKey, PrefixCache, same_prefix, sha256_digest
 from tests.engine.harness import Harness, config
 
@@ -25,6 +26,27 @@ def test_digest_is_sha256_of_parent_and_little_endian_tokens() -> None:
 def test_extra_keys_are_told_apart_whatever_they_hold() -> None:
     keys = [(), ("",), ("a",), ("ab",), ("a", "b"), ("", "ab"), ("\ud800",)]
     assert len({sha256_digest(b"", (1,), extra) for extra in keys}) == len(keys)
+
+
+def test_a_cache_that_was_reset_knows_nothing() -> None:
+    """Neither full blocks, nor partly filled ones, nor the host tier; and what comes after is cached again."""
+    settings = config(num_blocks=12, num_host_blocks=8)
+    engine = Harness(settings)
+    for name, first in (("a", 0), ("b", 100), ("c", 200)):  # more than there are blocks: some go to the host
+        engine.add(name, range(first, first + 18), max_tokens=5)
+        engine.run()
+    blocks = engine.scheduler.blocks
+    assert len(blocks.cache)
+    assert len(blocks.host)
+    blocks.reset()
+    assert len(blocks.cache) == len(blocks.host) == 0
+    assert blocks.pool.num_free == 11
+    check_invariants(engine.scheduler)
+    for name, expected in (("d", 0), ("e", 16)):
+        (request,) = engine.add(name, range(200, 218), max_tokens=5)
+        engine.run()
+        assert request.cached_tokens + request.host_tokens == expected
+    engine.check_answers()
 
 
 @pytest.mark.parametrize("host_blocks", [0, 8])

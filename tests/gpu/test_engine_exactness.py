@@ -134,7 +134,7 @@ def test_neighbours_full_of_nan_fail_alone(shape: str, cuda_graphs: bool) -> Non
     decoder = decoder_of(shape_of(shape, num_layers=2))
     poison = decoder.spec.vocab_size - 1
     assert not decoder.spec.tie_embeddings  # else everybody's logits would hold a NaN
-    decoder.embedding.tensor[poison] = float("nan")
+    decoder.weights["embedding"].tensor[poison] = float("nan")
     jobs = [*plain_jobs(40, poison, seed=8, longest=200), *mixed_jobs(2 * len(MIXES), poison, seed=9, longest=200)]
     bad = [Job([*job.prompt, poison, 1], job.params) for job in plain_jobs(40, poison, seed=10, longest=200)]
     clean = run_jobs(decoder, jobs, cuda_graphs=cuda_graphs)

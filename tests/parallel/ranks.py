@@ -42,10 +42,10 @@ class Ranks:
 
 
 def whole_weights(
-    spec: ModelSpec, dtype: torch.dtype, quantize: Callable[[Tensor], Weight] | None = None
+    spec: ModelSpec, dtype: torch.dtype, quantize: Callable[[Tensor], Weight] | None = None, seed: int = 0
 ) -> dict[str, Weight]:
     """Random ones, large enough that answers wander."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     weights: dict[str, Weight] = {}
     for name, parameter in spec.parameters().items():
         value = torch.randn(parameter.shape, generator=generator)

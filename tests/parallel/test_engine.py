@@ -152,6 +152,7 @@ def test_answers_do_not_depend_on_the_number_of_ranks(
         assert [folder.exists() for folder in folders] == [False]  # all have met: it is gone
         assert workload(llm) == expected[model]
         if options["speculation"] == "ngram":
+            check_sleep(llm)
             check_interrupt(llm)
             check_fork(llm)
             check_end(llm, signal.SIGKILL, "was killed by SIGKILL")
@@ -159,6 +160,23 @@ def test_answers_do_not_depend_on_the_number_of_ranks(
             check_end(llm, signal.SIGSTOP, "hangs")
     assert are_gone(pids)
     assert torch.get_num_threads() == threads
+
+
+def check_sleep(llm: LLM) -> None:
+    """All ranks sleep and wake; what each would have to load again is refused, and the group lives on."""
+    params = [SamplingParams(max_tokens=6, temperature=0)] * len(PROMPTS)
+    before = [output.token_ids for output in llm.generate(PROMPTS, params)]
+    for _ in range(2):
+        llm.sleep()
+        with pytest.raises(EngineError, match="asleep"):
+            llm.generate(PROMPTS, params)
+        llm.wake_up()
+        assert [output.token_ids for output in llm.generate(PROMPTS, params)] == before
+    with pytest.raises(EngineError, match="sleeps at level 1 only"):
+        llm.sleep(level=2)
+    with pytest.raises(EngineError, match="each rank has a part"):
+        llm.engine.update_weights({})
+    assert [output.token_ids for output in llm.generate(PROMPTS, params)] == before
 
 
 def test_a_real_model_in_blocks_with_heads_that_do_not_come_out_even(smollm2_gguf: Path) -> None:

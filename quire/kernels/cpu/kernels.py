@@ -108,10 +108,22 @@ class CpuKernels(ReferenceKernels):
         """Plain numbers and formats of `FORMATS` get the layouts of `linear`; parts in other formats stay."""
         return PackedWeight(weight.shape, tuple(self._packed(part) for part in weight.parts))
 
-    def _packed(self, part: Part) -> Part:
+    def pack_into(self, packed: Weight, loaded: Weight) -> None:
+        """Straight into its place: memory for a copy would be had from the system page by page, which takes longer than
+        packing. Checked before, as nothing of it can fail."""
+        made = [(_packed_format(part), part.rows) for part in loaded.parts]
+        if loaded.shape != packed.shape or made != [(part.format, part.rows) for part in packed.parts]:
+            raise ValueError(f"a weight {loaded.shape} of {made} does not fit into {packed.layout}")
+        for part, place in zip(loaded.parts, packed.parts, strict=True):
+            self._packed(part, place)
+
+    def _packed(self, part: Part, place: Part | None = None) -> Part:
         if part.format.name in FORMATS and part.tensors[0].shape[-1] % part.format.num_bytes == 0:
-            return self._packed_blocks(part)
+            return self._packed_blocks(part, place)
         if part.format.dtype is None:
+            if place is not None:
+                for target, numbers in zip(place.tensors, part.tensors, strict=True):
+                    target.copy_(numbers)
             return part
         stored = part.tensors[0].contiguous()
         columns, depth = stored.shape[-2:]
@@ -119,11 +131,12 @@ class CpuKernels(ReferenceKernels):
             raise UnsupportedModelError(f"A bfloat16 weight on the CPU needs an even input size, not {depth}.")
         packed = torch.empty_like(stored)
         pack = self._pack[stored.dtype]
+        packed = packed if place is None else place.tensors[0]
         for plain, target in zip(stored.view(-1, columns, depth), packed.view(-1, columns, depth), strict=True):
             pack(weight=plain, packed=target, columns=columns, depth=depth, num_threads=_threads())
         return Part(_PACKED[stored.dtype], (packed,), part.rows)
 
-    def _packed_blocks(self, part: Part) -> Part:
+    def _packed_blocks(self, part: Part, place: Part | None) -> Part:
         stored, *scales = (tensor.contiguous() for tensor in part.tensors)
         *outer, columns, num_bytes = stored.shape
         depth = num_bytes // part.format.num_bytes * part.format.num_elements
@@ -133,6 +146,7 @@ class CpuKernels(ReferenceKernels):
         self._packed_size(columns=columns, depth=depth, format=number, bytes=Address(ctypes.addressof(size)))
         packed = torch.empty(*outer, size.value, dtype=torch.uint8)
         factors = scales[0].view(-1, columns) if scales else repeat(None)
+        packed = packed if place is None else place.tensors[0]
         matrices = zip(stored.view(-1, columns, num_bytes), factors, packed.view(-1, size.value), strict=False)
         for plain, factor, target in matrices:
             self._pack_quantized(
@@ -366,6 +380,13 @@ class CpuKernels(ReferenceKernels):
             raise ValueError(f"x {x.dtype} with strides {x.stride()}, limits {low.dtype} and {high.dtype}")
         low, high = low.contiguous(), high.contiguous()
         self._keep_between(x=x, stride=x.stride(0), low=low, high=high, rows=rows, size=size, num_threads=_threads())
+
+
+def _packed_format(part: Part) -> Format | None:
+    """What `pack` makes of a part; None: it refuses it."""
+    if part.format.name in FORMATS and part.tensors[0].shape[-1] % part.format.num_bytes == 0:
+        return _PACKED_BLOCKS[part.format.name]
+    return part.format if part.format.dtype is None else _PACKED.get(part.tensors[0].dtype)
 
 
 def _kind(cache: LayerCache) -> torch.dtype | None:

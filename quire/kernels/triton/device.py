@@ -133,3 +133,6 @@ class CudaGraphPool:
             if gc_was_on:
                 gc.enable()
         return graph.replay
+
+    def reset(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()

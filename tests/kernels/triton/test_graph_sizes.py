@@ -78,6 +78,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> set[Launch]:
 class NoGraphs:
     """What is compiled is seen without capturing anything."""
 
+    def reset(self) -> None:
+        pass
+
     def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
         raise AssertionError
 
