@@ -19,7 +19,7 @@ from quire.models.families import FAMILIES
 PACKAGE = Path(__file__).parents[1] / "quire"
 
 LAYERS = (
-    ("errors", "config", "field_checks", "sampling_params", "outputs", "step", "process"),
+    ("errors", "config", "block_groups", "field_checks", "sampling_params", "outputs", "step", "process"),
     ("kernels",),
     ("checkpoints",),
     ("models",),

@@ -12,14 +12,15 @@ prefix cache: its result is discarded for a request that no longer has its row.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import compress
 
 from quire.engine.block_key import BlockKey
 from quire.engine.block_pool import Block, BlockPool
 from quire.engine.config import SchedulerConfig
 from quire.engine.host_tier import HostTier
-from quire.engine.prefix_cache import PrefixCache, part_keys
+from quire.engine.prefix_cache import PrefixCache
+from quire.engine.prefix_match import PrefixIndex, PrefixMatch
 from quire.engine.request import Request, RequestState
 from quire.engine.state_keeper import StateKeeper
 from quire.errors import QuireError
@@ -35,37 +36,6 @@ class Placement:
     num_host_tokens: int
 
 
-_Hit = Block | tuple[BlockKey, int] | None
-"""Where a block is cached: on the device, or on the host tier (key and slot); None: not needed, before the window."""
-
-
-@dataclass(slots=True)
-class _Match:
-    """What is cached of a request's prefix."""
-
-    found: list[_Hit] = field(default_factory=list)
-    """Its first blocks, those of all groups of layers side by side."""
-    state: list[_Hit] = field(default_factory=list)
-    """The blocks of the state of the chunk in which `found` ends; none in the first chunk."""
-    partial: list[Block] = field(default_factory=list)
-    """Then partly filled blocks, one per group of layers. These are copied, not shared, since the request that filled
-    them may go on writing into them."""
-    num_partial: int = 0
-    """How many of the request's next tokens they hold."""
-    num_blocks_alike: int = 0
-    """How many blocks of each group that keeps all its tokens were found, though the others may have less."""
-
-    @property
-    def shared(self) -> list[Block]:
-        """Blocks on the device that will be in the request's block table."""
-        return [hit for hit in self.found if isinstance(hit, Block)]
-
-    @property
-    def copied(self) -> list[Block]:
-        """Blocks on the device of which the request gets copies."""
-        return [*self.partial, *(hit for hit in self.state if isinstance(hit, Block))]
-
-
 class BlockManager:
     """Owner of the block pool, the prefix cache and the host tier."""
 
@@ -75,9 +45,9 @@ class BlockManager:
         self.config = config
         self.block_size = config.block_size
         self.pool = pool or BlockPool(config.num_blocks)
-        self.cache = cache or PrefixCache(config.block_size)
-        self.host = HostTier(config.num_host_blocks)
         self.states = None if config.state is None else StateKeeper(config, config.state, self.pool)
+        cache = cache or PrefixCache(config.block_size)
+        self.prefixes = PrefixIndex(config, cache, HostTier(config.num_host_blocks), self.states)
         self._groups = config.num_groups
         self._leaving = config.leaving_groups
         self._copies: list[BlockCopy] = []
@@ -92,6 +62,14 @@ class BlockManager:
         for slot in range(self.host.num_slots):
             self.host.drop(slot)
         self._copies.clear()
+
+    @property
+    def cache(self) -> PrefixCache:
+        return self.prefixes.cache
+
+    @property
+    def host(self) -> HostTier:
+        return self.prefixes.host
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
         """The copies listed since the last call: they belong to the next step."""
@@ -114,11 +92,11 @@ class BlockManager:
     def place(self, request: Request, reserve_tokens: int) -> Placement | None:
         """Fills a request's table with blocks for all its known tokens: cached blocks for its prefix, free ones for the
         rest. Returns None, with nothing changed, unless there are free blocks for `reserve_tokens` tokens too."""
-        match = self._match(request)
+        match = self.prefixes.match(request)
         if not self._has_room(match, reserve_tokens):
             match = replace(match, partial=[], num_partial=0)  # these blocks are needed as free ones
             if match.copied and not self._has_room(match, reserve_tokens):
-                match = _Match()  # and those of a state, without which nothing else is of use
+                match = PrefixMatch()  # and those of a state, without which nothing else is of use
         if not self._has_room(match, reserve_tokens):
             return None
         found, state_blocks = match.found, self.config.num_state_blocks
@@ -161,13 +139,13 @@ class BlockManager:
             num_host_tokens=num_host * self.block_size,
         )
 
-    def _has_room(self, match: _Match, num_tokens: int) -> bool:
+    def _has_room(self, match: PrefixMatch, num_tokens: int) -> bool:
         """Whether free blocks are left for this number of tokens, and for states, if what is cached is used."""
         num_covered = sum(not isinstance(hit, tuple) for hit in match.found)
         num_needed = self.config.blocks_for(num_tokens) - num_covered + self.config.num_state_blocks
         return num_needed <= self.pool.num_free - sum(not block.ref_count for block in (*match.shared, *match.copied))
 
-    def _place_states(self, request: Request, match: _Match, fresh: list[Block]) -> None:
+    def _place_states(self, request: Request, match: PrefixMatch, fresh: list[Block]) -> None:
         """Gives a request its two states; that in which computing begins is copied from where it is cached."""
         assert self.states is not None
         count, chunk = self.states.spec.num_blocks, self.states.spec.chunk
@@ -206,7 +184,7 @@ class BlockManager:
         num_full = request.num_committed_tokens // self.block_size
         groups = self._groups
         if self.config.prefix_caching:
-            self._extend_keys(request, num_full)
+            self.prefixes.extend_keys(request, num_full)
             for index in range(request.num_published_blocks * groups, num_full * groups):
                 self.cache.publish(request.block_keys[index], request.block_table[index])
         request.num_published_blocks = num_full
@@ -234,7 +212,7 @@ class BlockManager:
         num_full, num_rest = divmod(request.num_committed_tokens, self.block_size)
         if not self.config.prefix_caching:
             return
-        self._extend_keys(request, num_full)
+        self.prefixes.extend_keys(request, num_full)
         if self.states is not None:
             self.states.publish_last(self.cache, request)
         place = num_full * self._groups
@@ -242,7 +220,7 @@ class BlockManager:
             return
         first = num_full * self.block_size
         tokens = request.token_ids[first : first + num_rest]
-        for group, (parent, extra) in enumerate(self._partial_keys(request, num_full)):
+        for group, (parent, extra) in enumerate(self.prefixes.partial_keys(request, num_full)):
             self.cache.publish(self.cache.key(parent, tokens, extra), request.block_table[place + group])
 
     def publish_end(self, request: Request) -> None:
@@ -251,7 +229,7 @@ class BlockManager:
         if request.caches_partial_block:
             self.publish_partial(request)
         elif self.states is not None and self.config.prefix_caching:
-            self._extend_keys(request, request.num_committed_tokens // self.block_size)
+            self.prefixes.extend_keys(request, request.num_committed_tokens // self.block_size)
             self.states.publish_last(self.cache, request)
 
     def demote(self, request: Request) -> bool:
@@ -260,7 +238,7 @@ class BlockManager:
             return False
         table = request.block_table
         if self.states is not None:
-            self._extend_keys(request, request.num_committed_tokens // self.block_size)
+            self.prefixes.extend_keys(request, request.num_committed_tokens // self.block_size)
             self.states.publish_last(self.cache, request)
             table = [*(block for state in request.states for block in state.blocks), *table]
         # More blocks than the tier has slots would only evict those saved just before.
@@ -290,105 +268,6 @@ class BlockManager:
                 self.cache.remove(block)
                 if block.ref_count == 0:
                     self.pool.place(block)
-
-    def _match(self, request: Request) -> _Match:
-        """The cached blocks a request can start with; one token is always left to compute."""
-        # The cache holds keys and values, no hidden states: a mean over all hidden states needs every token computed.
-        if not self.config.prefix_caching or request.pooling == "mean":
-            return _Match()
-        num_usable = len(request.token_ids) - 1
-        if request.score_prompt_from is not None:
-            # A prompt position is scored by computing the token before it.
-            num_usable = min(num_usable, request.score_prompt_from - 1)
-        num_blocks, groups = num_usable // self.block_size, self._groups
-        self._extend_keys(request, num_blocks)
-        match = self._find_blocks(request, num_blocks)
-        num_found = len(match.found) // groups
-        first = num_found * self.block_size
-        rest = request.token_ids[first : min(num_usable, first + self.block_size)]
-        partial = (
-            self.cache.find_partial(parent, rest, extra) for parent, extra in self._partial_keys(request, num_found)
-        )
-        held = [one for one in partial if one is not None]
-        if len(held) == groups:
-            match.partial = [block for block, _ in held]
-            match.num_partial = min(count for _, count in held)
-        return match
-
-    def _find_blocks(self, request: Request, num_blocks: int) -> _Match:
-        """Where the first blocks of a sequence are cached, up to the last one after which no group lacks anything: a
-        group that keeps all needs all blocks, others those that later tokens can see, and there is a state."""
-        groups, keys, config = self._groups, request.block_keys, self.config
-        keeps_all = [group.keeps == "all" for group in config.groups]
-        found: list[_Hit] = []
-        unbroken = [0] * groups
-        """By group of layers: how many blocks, up to the one looked at, were found without a gap."""
-        best = _Match()
-        num_found = 0
-        for place in range(num_blocks * groups):
-            group, key = place % groups, keys[place]
-            # The blocks before were just compared: with their key as the parent, `same_prefix` stops there at once.
-            key.parent = keys[place - groups] if place >= groups else None
-            hit = self.cache.find(key) or self.host.find(key)
-            if hit is not None:
-                stored = hit.key if isinstance(hit, Block) else hit[0]
-                assert stored is not None
-                stored.parent = key.parent
-                keys[place] = stored
-            elif keeps_all[group]:
-                break
-            found.append(hit)
-            unbroken[group] = unbroken[group] + 1 if hit is not None else 0
-            if group < groups - 1:
-                continue
-            number = place // groups + 1
-            best.num_blocks_alike = number if any(keeps_all) else 0
-            needed = (number - config.first_kept(one, number * self.block_size) for one in range(groups))
-            if all(have >= need for have, need in zip(unbroken, needed, strict=True)):
-                state = self._find_state(request, number * self.block_size)
-                if state is not None:
-                    num_found, best.state = number, state
-        kept = [config.first_kept(group, num_found * self.block_size) for group in range(groups)]
-        best.found = [
-            hit if place // groups >= kept[place % groups] else None
-            for place, hit in enumerate(found[: num_found * groups])
-        ]
-        return best
-
-    def _find_state(self, request: Request, num_tokens: int) -> list[_Hit] | None:
-        """Where the blocks of the state before a chunk are cached; none are needed before the first one."""
-        if self.states is None or num_tokens < self.states.spec.chunk:
-            return []
-        keys = self.states.keys(self.cache, request, num_tokens // self.states.spec.chunk)
-        found: list[_Hit] = []
-        for key in keys:
-            hit = self.cache.find(key) or self.host.find(key)
-            if hit is None:
-                return None
-            found.append(hit)
-        return found
-
-    def _extend_keys(self, request: Request, num_blocks: int) -> None:
-        keys, tokens, parts = request.block_keys, request.token_ids, request.key_parts
-        self.cache.extend_keys(keys, tokens, num_blocks, self._extra_keys(request), parts)
-
-    def _extra_keys(self, request: Request) -> list[tuple[str, ...]]:
-        """What the first block of each group of layers depends on. Groups hold different content for the same tokens;
-        the number of the salts stands beside a group's name, so that no salt can pass for one."""
-        extra, is_plain = request.extra_keys, not request.key_parts
-        return [
-            extra if is_plain and not group else (f"group {group}", str(len(extra)), *extra)
-            for group in range(self._groups)
-        ]
-
-    def _partial_keys(self, request: Request, num_full: int) -> list[tuple[BlockKey | None, tuple[str, ...]]]:
-        """By group, what identifies a partly filled block after its first full ones besides the tokens: the block
-        before it, and what else it depends on."""
-        own = part_keys(request.key_parts, num_full * self.block_size, self.block_size)
-        if not num_full:
-            return [(None, extra + own) for extra in self._extra_keys(request)]
-        last = (num_full - 1) * self._groups
-        return [(key, own) for key in request.block_keys[last : last + self._groups]]
 
     def _share_and_allocate(self, shared: list[Block], host_slots: Iterable[int], num_fresh: int) -> list[Block] | None:
         """References `shared` and takes `num_fresh` free blocks; None, with nothing changed, if too few are free."""

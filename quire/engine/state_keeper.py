@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from quire.block_groups import StateSpec
 from quire.engine.block_key import BlockKey
 from quire.engine.block_pool import Block, BlockPool
-from quire.engine.config import SchedulerConfig, StateSpec
+from quire.engine.config import SchedulerConfig
 from quire.engine.prefix_cache import PrefixCache
 from quire.engine.request import Request, RequestState
 from quire.errors import QuireError

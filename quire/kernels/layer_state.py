@@ -37,7 +37,7 @@ class LayerState:
 
     per_token: tuple[StoredPart, ...]
     keeps: Literal["all", "window", "chunk", "records"] = "all"
-    """How far back tokens are read, as in `quire.engine.config.BlockGroup`."""
+    """How far back tokens are read, as in `quire.block_groups.BlockGroup`."""
     size: int = 0
     """Tokens of the window or chunk."""
     num_heads: int = 0

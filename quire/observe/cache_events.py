@@ -107,8 +107,8 @@ class CacheEvents:
     def __init__(self, blocks: BlockManager) -> None:
         assert not len(blocks.cache), "blocks are cached already"
         self._changed: _Changes = {}
-        self._cache = blocks.cache = _Cache(blocks.block_size, self._changed)
-        self._tier = blocks.host = _Tier(blocks.host.num_slots, self._changed)
+        self._cache = blocks.prefixes.cache = _Cache(blocks.block_size, self._changed)
+        self._tier = blocks.prefixes.host = _Tier(blocks.host.num_slots, self._changed)
         self._namer = BlockNamer(blocks.block_size)
         self._tells_all = window_of(blocks.config) > 0
         self._stored: dict[bytes, _Stored] = {}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quire.engine.config import BlockGroup, StateSpec
+from quire.block_groups import BlockGroup, StateSpec
 from quire.errors import UnsupportedModelError
 from quire.kernels.layer_state import LayerState, StoredPart
 from quire.kernels.ops import HeadShape

@@ -6,9 +6,10 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from quire.block_groups import BlockGroup, StateSpec
 from quire.engine.block_key import KeyPart
 from quire.engine.block_pool import Block, BlockPool
-from quire.engine.config import BlockGroup, SchedulerConfig, StateSpec
+from quire.engine.config import SchedulerConfig
 from quire.engine.request import Request
 from quire.errors import CapacityError
 from quire.sampling_params import SamplingParams

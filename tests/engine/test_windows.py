@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config import BlockGroup, SchedulerConfig
+from quire.block_groups import BlockGroup
+from quire.engine.config import SchedulerConfig
 from tests.engine.harness import VOCAB, Harness, config
 
 PROMPT = [7 * i % VOCAB for i in range(40)]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from bench.shapes import spec_of
+from quire.block_groups import BlockGroup
 from quire.config import EngineConfig
-from quire.engine.config import BlockGroup
 from quire.models.spec import ModelSpec
 from quire.runner.kv_cache import KVCache, token_bytes
 from quire.runner.layer_groups import LayerGroups

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from bench.router import chat_runs
+from quire.block_groups import BlockGroup
 from quire.engine import EngineCore, Request, Scheduler, SchedulerConfig
 from quire.engine.block_key import BlockKey
 from quire.engine.block_manager import BlockManager
-from quire.engine.config import BlockGroup
 from quire.observe.block_names import BlockNamer, Names, pack_names, unpack_names
 from quire.observe.cache_events import CacheEvents
 from quire.sampling_params import SamplingParams
