@@ -13,11 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import AttentionSpec, HeadShape, LayerCache
+from quire.kernels.formats import FORMATS
+from quire.kernels.ops import Activation, AttentionSpec, HeadShape, LayerCache
 from quire.kernels.triton.attention import decode_attention, prefill_attention
 from quire.kernels.triton.attention_work import attention_work
+from quire.kernels.triton.grouping import group_pairs
 from quire.kernels.triton.launch import HAS_GLUON, num_multiprocessors
-from quire.kernels.triton.linear import linear
+from quire.kernels.triton.linear import Tile, linear
+from quire.kernels.triton.tile_product import pack_codes, tile_product
+from quire.kernels.weights import Weight
 from quire.process.compile_together import compile_together
 
 logger = logging.getLogger(__name__)
@@ -37,6 +41,50 @@ def are_exact(device: torch.device, dtype: torch.dtype) -> bool:
     if not is_exact:
         logger.warning("small batches and prompts take longer, as some kernels for them give other bits on this GPU")
     return is_exact
+
+
+@cache
+def experts_are_exact(device: torch.device) -> bool:
+    """Tests the kernel for experts in MXFP4, once; it must not be during a graph capture."""
+    if not HAS_GLUON or device.type != "cuda":
+        return False
+    try:
+        compile_together(lambda: _same_experts(device))
+        is_exact = _same_experts(device)
+    except Exception as error:  # whatever a compiler of another version says
+        logger.warning("experts in MXFP4 take longer, as a kernel for them doesn't compile here: %s", error)
+        return False
+    if not is_exact:
+        logger.warning("experts in MXFP4 take longer, as a kernel for them gives other bits on this GPU")
+    return is_exact
+
+
+def _same_experts(device: torch.device) -> bool:
+    """Whether tiles of every width have the bits of the kernel for all formats."""
+    from quire.kernels.triton.mxfp4_layout import pack_mxfp4
+    from quire.kernels.triton.streamed_experts import WIDTHS, expert_product
+
+    experts, rows, inner = 3, 40, 1152
+    generator = torch.Generator(device).manual_seed(0)
+    blocks = torch.randint(0, 256, (experts, 256, inner // 32, 17), generator=generator, device=device)
+    blocks[..., 0] = 110 + blocks[..., 0] % 19
+    blocks = blocks.to(torch.uint8).flatten(2)
+    pieces, x = pack_mxfp4(blocks), _random(rows, inner, device=device, dtype=torch.bfloat16)
+    assert pieces is not None
+    weight = Weight((experts, 256, inner), (pack_codes(FORMATS["MXFP4"], blocks),))
+    expert_ids = torch.arange(rows, dtype=torch.int32, device=device) % experts
+    are_same = []
+    for activation in (Activation.CLAMPED_SWIGLU, None):
+        expected = None
+        for width in WIDTHS:
+            tiles = group_pairs(expert_ids, experts, rows, width)
+            found = expert_product(x, pieces, None, tiles, 1, activation)
+            if expected is None:
+                outputs = 32 if activation else 64
+                groups, tile = group_pairs(expert_ids, experts, rows, 16), Tile(16, outputs, 128, 3, 4)
+                expected = tile_product(x, weight, None, groups, tile, x.dtype, 1, activation)
+            are_same.append(torch.equal(found, expected))
+    return all(are_same)
 
 
 def _same_products(device: torch.device, dtype: torch.dtype) -> bool:
