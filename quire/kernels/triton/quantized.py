@@ -17,7 +17,8 @@ from quire.kernels.ops import Activation
 from quire.kernels.triton.grouping import rows_in_order
 from quire.kernels.triton.launch import HAS_GLUON
 from quire.kernels.triton.linear import Tile, room_for
-from quire.kernels.triton.mxfp4_layout import can_pack as can_stream, pack_mxfp4
+from quire.kernels.triton.mxfp4_layout import can_pack as can_stream
+from quire.kernels.triton.mxfp4_layout import pack_mxfp4
 from quire.kernels.triton.shapes import next_power_of_2
 from quire.kernels.triton.small_batches import are_exact, experts_are_exact
 from quire.kernels.triton.tile_product import expand_codes, pack_codes, quantize_rows, tile_product

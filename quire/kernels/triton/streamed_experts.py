@@ -59,7 +59,7 @@ mov.b32 {$2, $3}, second;
 mov.b32 {$4, $5}, third;
 mov.b32 {$6, $7}, fourth;
 }"""
-"""Inputs: $8 a word of eight codes (`mxfp4_layout.py`), $9 four exponents, $10 which one is theirs (as `prmt` wants it).
+"""Inputs: $8 a word of eight codes (`mxfp4_layout.py`), $9 four exponents, $10 which one is theirs, as `prmt` wants it.
 Outputs: the numbers. (lop3 with 0xEA: first and second, or third.)"""
 _EXPAND = gl.constexpr(_ASM)
 _WORDS = gl.constexpr(PIECE_WORDS)
@@ -137,7 +137,7 @@ def _experts_kernel(
         else:
             cuda.gdc_launch_dependents()
     # So the list may be read before the wait, but not through the L1 cache, which may hold an earlier step's.
-    if LISTED == GROUPED:
+    if LISTED == GROUPED:  # noqa: SIM102  (this one is decided when it is compiled)
         if tile >= gl.load(tile_counts + bound, cache_modifier=".cg"):
             return
     expert = gl.load(tile_experts + tile, cache_modifier=".cg").to(gl.int64)
@@ -160,12 +160,11 @@ def _experts_kernel(
         count = gl.load(tile_counts + tile, cache_modifier=".cg")
         pair = gl.load(order + tile * BLOCK_M + slot, mask=slot < count, other=0, cache_modifier=".cg")
     rows = (pair // TOP_K if GATED else pair).to(gl.int64) * x_stride
-    if PDL:
-        if not GATED:
-            cuda.gdc_wait()
+    if PDL and not GATED:
+        cuda.gdc_wait()
     # One for each piece of a part: the compiler puts barriers between copies to the same.
     staged = ()
-    for i in gl.static_range(EACH):
+    for i in gl.static_range(EACH):  # noqa: B007
         staged = staged + (gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, _INPUTS], shared),)  # type: ignore[assignment]
     if WHOLE:
         for part in range(PARTS):
@@ -193,8 +192,8 @@ def _experts_kernel(
                 for i in gl.static_range(local_part * EACH, local_part * EACH + EACH):
                     piece = gl.minimum(first + i + AHEAD + turn, PIECES - 1)
                     waiting = waiting[:i] + (_load_piece(source, piece),) + waiting[i + 1 :]
-                    inputs = staged[i % EACH].index(stage).permute((1, 0))  # type: ignore[misc]
-                    following = waiting[(i + 1) % AHEAD]  # type: ignore[misc]
+                    inputs = staged[i % EACH].index(stage).permute((1, 0))  # type: ignore[var-annotated]
+                    following = waiting[(i + 1) % AHEAD]
                     if ASYNC:
                         total = warpgroup_mma(numbers, inputs, total, is_async=True)
                         expanded = _expand(following[0], following[1], operand, WARPS)
