@@ -68,7 +68,7 @@ def small_batch_kernels() -> dict[str, dict[str, int]]:
     first = 0 if IS_LONG else 1
     for head_dim, group, window, wide in ((128, 2, False, False), (64, 16, True, True))[first:]:
         constants = {"GROUP": group, "D": head_dim, "BLOCK_SIZE": 16, "KEYS": 64, "SPLIT": 512}
-        constants |= {"WINDOW": window, "WIDE": wide, "PDL": True}
+        constants |= {"WINDOW": window, "SINKS": window, "WIDE": wide, "PDL": True}
         found[f"attention {head_dim}"] = resources(_small_batch_kernel, ATTENTION_TYPES, constants, 8)
     for window in (False, True)[first:]:
         keys = 128 if window else 64  # two tiles at once, or one
