@@ -20,15 +20,20 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.language.extra import cuda
 
 from quire.kernels.ops import Activation
-from quire.kernels.triton.grouping import GROUPED, Tiles
+from quire.kernels.triton.grouping import GROUPED, SINGLE, Tiles
 from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL
 from quire.kernels.triton.mxfp4_layout import PIECE_INPUTS, PIECE_OUTPUTS, PIECE_WORDS
 from quire.kernels.triton.rowwise import NUMBERS, gated
@@ -90,6 +95,12 @@ def _expand(codes, exponents, OPERAND: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
+def _expand_staged(memory, stage, READ: gl.constexpr, OPERAND: gl.constexpr, WARPS: gl.constexpr):
+    codes = memory[0].index(stage).load(READ)
+    return _expand(codes, memory[1].index(stage).load(gl.SliceLayout(1, READ)), OPERAND, WARPS)
+
+
+@gluon.jit
 def _copy_inputs(x, rows, occupied, staged, first, stage, LAYOUT: gl.constexpr):
     """Starts to copy pieces of 64 columns of some rows of x, from piece `first` on, to a stage of each memory in
     `staged`; what is no row becomes 0."""
@@ -97,6 +108,15 @@ def _copy_inputs(x, rows, occupied, staged, first, stage, LAYOUT: gl.constexpr):
     for i in gl.static_range(len(staged)):
         source = x + rows[:, None] + (first + i) * _INPUTS + column
         async_copy.async_copy_global_to_shared(staged[i].index(stage), source, mask=occupied[:, None])
+
+
+@gluon.jit
+def _copy_weights(source, staged, first, stage):
+    """Starts to copy pieces of weights, from piece `first` on, to a stage of each of the memories in `staged`: a
+    thread's own words, and the exponents of its rows."""
+    for i in gl.static_range(len(staged)):
+        async_copy.async_copy_global_to_shared(staged[i][0].index(stage), source[0] + (first + i) * _WORDS)
+        async_copy.async_copy_global_to_shared(staged[i][1].index(stage), source[1] + (first + i) * _WORDS)
 
 
 @gluon.jit(do_not_specialize=["bound", "once"])
@@ -117,7 +137,7 @@ def _experts_kernel(
     ROWS: gl.constexpr = 2 * OUTER if GATED else OUTER
     PIECES: gl.constexpr = INNER // _INPUTS
     PARTS: gl.constexpr = PIECES // EACH
-    WHOLE: gl.constexpr = STAGES >= PARTS
+    WHOLE: gl.constexpr = AHEAD > 0 and STAGES >= PARTS
     dtype: gl.constexpr = out.dtype.element_ty
     VERSION: gl.constexpr = 3 if ASYNC else 2
     accumulator: gl.constexpr = gl.NVMMADistributedLayout(
@@ -150,8 +170,21 @@ def _experts_kernel(
     words = codes + place[:, None] + ((thread % 32) * 4)[:, None] + gl.arange(0, 4, gl.SliceLayout(0, read))[None, :]
     source = words, codes + place + 128 + thread % 32 // 4
     waiting = ()
-    for i in gl.static_range(AHEAD):
-        waiting = waiting + (_load_piece(source, i),)  # type: ignore[assignment]
+    coded = ()
+    if AHEAD:
+        for i in gl.static_range(AHEAD):
+            waiting = waiting + (_load_piece(source, i),)  # type: ignore[assignment]
+    else:
+        plain: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
+        for i in gl.static_range(EACH):  # noqa: B007
+            words_memory = gl.allocate_shared_memory(gl.int32, [STAGES, 32 * WARPS, 4], plain)
+            exponents_memory = gl.allocate_shared_memory(
+                gl.int32, [STAGES, 32 * WARPS], gl.SwizzledSharedLayout(1, 1, 1, [0])
+            )
+            coded = coded + ((words_memory, exponents_memory),)  # type: ignore[assignment]
+        for i in gl.static_range(STAGES - 1):
+            _copy_weights(source, coded, i * EACH, i)
+            async_copy.commit_group()
 
     slot = gl.arange(0, BLOCK_M, gl.SliceLayout(1, copied))
     count = 1
@@ -171,37 +204,64 @@ def _experts_kernel(
             _copy_inputs(x, rows, slot < count, staged, part * EACH, part, copied)
         async_copy.commit_group()
         async_copy.wait_group(0)
+        fence_async_shared()
+        tl.debug_barrier()  # the products read what other threads have copied
     else:
         for i in gl.static_range(STAGES - 1):
             _copy_inputs(x, rows, slot < count, staged, i * EACH, i, copied)
             async_copy.commit_group()
     total = gl.zeros((OUT, BLOCK_M), gl.float32, accumulator)
-    numbers = _expand(waiting[0][0], waiting[0][1], operand, WARPS)  # type: ignore[misc]
-    for first in range(0, PIECES, AHEAD):
-        for local_part in gl.static_range(AHEAD // EACH):
-            # A loop of one turn, as the compiler would else move all loads to the end of the loop around it.
-            for turn in range(once):
-                part = first // EACH + local_part
-                stage = part if WHOLE else part % STAGES
-                if not WHOLE:
-                    async_copy.wait_group(STAGES - 2)  # the compiler adds the barriers between copies and products
-                    # The last part's stage is free now. After the end the last inputs are copied again and not used.
-                    later = gl.minimum(part + STAGES - 1, PARTS - 1) * EACH
-                    _copy_inputs(x, rows, slot < count, staged, later, (part + STAGES - 1) % STAGES, copied)
-                    async_copy.commit_group()
-                for i in gl.static_range(local_part * EACH, local_part * EACH + EACH):
-                    piece = gl.minimum(first + i + AHEAD + turn, PIECES - 1)
-                    waiting = waiting[:i] + (_load_piece(source, piece),) + waiting[i + 1 :]
-                    inputs = staged[i % EACH].index(stage).permute((1, 0))  # type: ignore[var-annotated]
-                    following = waiting[(i + 1) % AHEAD]
-                    if ASYNC:
-                        total = warpgroup_mma(numbers, inputs, total, is_async=True)
-                        expanded = _expand(following[0], following[1], operand, WARPS)
-                        total, numbers = warpgroup_mma_wait(0, deps=(total, numbers))
-                        numbers = expanded
-                    else:
-                        total = mma_v2(numbers, inputs.load(right), total)
-                        numbers = _expand(following[0], following[1], operand, WARPS)
+    if AHEAD:
+        numbers = _expand(waiting[0][0], waiting[0][1], operand, WARPS)  # type: ignore[misc]
+        for first in range(0, PIECES, AHEAD):
+            for local_part in gl.static_range(AHEAD // EACH):
+                # A loop of one turn, as the compiler would else move all loads to the end of the loop around it.
+                for turn in range(once):
+                    part = first // EACH + local_part
+                    stage = part if WHOLE else part % STAGES
+                    if not WHOLE:
+                        async_copy.wait_group(STAGES - 2)  # the compiler adds the barriers between copies and products
+                        # The last part's stage is free. After the end the last inputs are copied again and not used.
+                        later = gl.minimum(part + STAGES - 1, PARTS - 1) * EACH
+                        _copy_inputs(x, rows, slot < count, staged, later, (part + STAGES - 1) % STAGES, copied)
+                        async_copy.commit_group()
+                    for i in gl.static_range(local_part * EACH, local_part * EACH + EACH):
+                        piece = gl.minimum(first + i + AHEAD + turn, PIECES - 1)
+                        waiting = waiting[:i] + (_load_piece(source, piece),) + waiting[i + 1 :]
+                        inputs = staged[i % EACH].index(stage).permute((1, 0))  # type: ignore[var-annotated]
+                        following = waiting[(i + 1) % AHEAD]
+                        if ASYNC:
+                            total = warpgroup_mma(numbers, inputs, total, is_async=True)
+                            expanded = _expand(following[0], following[1], operand, WARPS)
+                            total, numbers = warpgroup_mma_wait(0, deps=(total, numbers))
+                            numbers = expanded
+                        else:
+                            total = mma_v2(numbers, inputs.load(right), total)
+                            numbers = _expand(following[0], following[1], operand, WARPS)
+    else:
+        for part in range(PARTS):
+            async_copy.wait_group(STAGES - 2)  # the compiler adds the barriers between copies and products
+            if ASYNC:  # before the second of those barriers
+                fence_async_shared()
+            # The last part's stage is free now. After the end the last pieces are copied again and not used.
+            free = (part + STAGES - 1) % STAGES
+            later = gl.minimum(part + STAGES - 1, PARTS - 1) * EACH
+            _copy_weights(source, coded, later, free)
+            _copy_inputs(x, rows, slot < count, staged, later, free, copied)
+            async_copy.commit_group()
+            stage = part % STAGES
+            numbers = _expand_staged(coded[0], stage, read, operand, WARPS)  # type: ignore[misc]
+            for i in gl.static_range(EACH):
+                inputs = staged[i].index(stage).permute((1, 0))
+                if ASYNC:
+                    total = warpgroup_mma(numbers, inputs, total, is_async=True)
+                    expanded = _expand_staged(coded[(i + 1) % EACH], stage, read, operand, WARPS)
+                    total, numbers = warpgroup_mma_wait(0, deps=(total, numbers))
+                    numbers = expanded
+                else:
+                    total = mma_v2(numbers, inputs.load(right), total)
+                    if i + 1 < EACH:
+                        numbers = _expand_staged(coded[i + 1], stage, read, operand, WARPS)
     async_copy.wait_group(0)
 
     if BIAS:
@@ -243,14 +303,15 @@ class Blocks(NamedTuple):
 
 
 _BLOCKS = {
-    8: Blocks(4, 9, 3, 0, False),
-    16: Blocks(8, 9, 3, 0, False),
-    32: Blocks(8, 9, 3, 4, True),
-    64: Blocks(8, 9, 3, 3, True),
-    128: Blocks(8, 9, 3, 3, True),
+    1: Blocks(4, 5, 5, 0, False),
+    8: Blocks(4, 5, 5, 0, False),
+    16: Blocks(4, 9, 3, 4, True),
+    32: Blocks(4, 9, 3, 4, True),
+    64: Blocks(8, 9, 3, 3, True, 128),
+    128: Blocks(8, 3, 3, 2, True, 128),
 }
-"""By the width of tiles: the quickest of those tried on an H200."""
-WIDTHS = tuple(_BLOCKS)
+"""By the width of tiles (1: of a single row, whose tiles are 8 wide): the quickest of those tried on an H200."""
+WIDTHS = (8, 16, 32, 64, 128)
 _MOST_INPUTS = 96 << 10
 """Bytes of a tile's inputs that may be in shared memory at once."""
 
@@ -267,17 +328,19 @@ def expert_product(
 ) -> Tensor:  # fmt: skip
     """`tile_product` for weights packed by `mxfp4_layout.pack_mxfp4`."""
     if blocks is None:
-        blocks = _BLOCKS[tiles.width]
+        blocks = _BLOCKS[1 if tiles.listed == SINGLE.value else tiles.width]
     pieces = codes.shape[2]
     size, inner = codes.shape[1] * PIECE_OUTPUTS, pieces * PIECE_INPUTS
     outer = size // 2 if activation else size
     out = torch.empty(tiles.pairs, outer, dtype=x.dtype, device=x.device)
     outputs = PIECE_OUTPUTS * blocks.warps // (2 if activation else 1)
     ahead, each = blocks.ahead, blocks.each
-    if pieces % ahead:
-        ahead = each = next(count for count in (4, 3, 2, 1) if pieces % count == 0)
+    if pieces % (ahead or each):
+        each = next(count for count in (4, 3, 2, 1) if pieces % count == 0)
+        ahead = each if ahead else 0
     stages = blocks.stages or (pieces if tiles.width * inner * x.itemsize <= _MOST_INPUTS else 4)
-    stages = min(stages, pieces // each)
+    if ahead:
+        stages = min(stages, pieces // each)
     _experts_kernel[(cdiv(outer, outputs), tiles.bound)](
         x, codes, codes if bias is None else bias, tiles.experts, tiles.counts, tiles.order, out, row_stride(x),
         tiles.bound, 1, inner, outer, top_k, activation is not None, 0 if activation is None else NUMBERS[activation],
