@@ -183,7 +183,7 @@ def _experts_kernel(
             )
             coded = coded + ((words_memory, exponents_memory),)  # type: ignore[assignment]
         for i in gl.static_range(STAGES - 1):
-            _copy_weights(source, coded, i * EACH, i)
+            _copy_weights(source, coded, min(i, PARTS - 1) * EACH, i)
             async_copy.commit_group()
 
     slot = gl.arange(0, BLOCK_M, gl.SliceLayout(1, copied))
@@ -208,7 +208,7 @@ def _experts_kernel(
         tl.debug_barrier()  # the products read what other threads have copied
     else:
         for i in gl.static_range(STAGES - 1):
-            _copy_inputs(x, rows, slot < count, staged, i * EACH, i, copied)
+            _copy_inputs(x, rows, slot < count, staged, min(i, PARTS - 1) * EACH, i, copied)
             async_copy.commit_group()
     total = gl.zeros((OUT, BLOCK_M), gl.float32, accumulator)
     if AHEAD:
@@ -255,7 +255,9 @@ def _experts_kernel(
                 inputs = staged[i].index(stage).permute((1, 0))
                 if ASYNC:
                     total = warpgroup_mma(numbers, inputs, total, is_async=True)
-                    expanded = _expand_staged(coded[(i + 1) % EACH], stage, read, operand, WARPS)
+                    expanded = numbers
+                    if i + 1 < EACH:
+                        expanded = _expand_staged(coded[i + 1], stage, read, operand, WARPS)
                     total, numbers = warpgroup_mma_wait(0, deps=(total, numbers))
                     numbers = expanded
                 else:
