@@ -11,12 +11,14 @@ PIECE_WORDS = 136
 _BLOCK = 32
 """Inputs with a common exponent."""
 _LARGEST_EXPONENT = 128
+_SHORTEST = 512
 _OFFSET = 126
 """The factor of a block with exponent e is the bfloat16 with the exponent e + 126: see `streamed_experts.py`."""
 
 
 def can_pack(out: int, inner: int) -> bool:
-    return out % (2 * PIECE_OUTPUTS) == 0 and inner % PIECE_INPUTS == 0
+    """Rows of a few pieces are left to the kernel for all formats."""
+    return out % (2 * PIECE_OUTPUTS) == 0 and inner % PIECE_INPUTS == 0 and inner >= _SHORTEST
 
 
 def pack_mxfp4(blocks: Tensor) -> Tensor | None:

@@ -70,19 +70,20 @@ def _packed(weight: Weight, dtype: torch.dtype) -> Weight:
         packed = _streamed(part, out, inner, dtype)
         if packed is not None:
             return Weight(weight.shape, (Part(format, packed[:2], out),))
-    if _streams_experts(format, stack, dtype, weight.device) and can_stream(out, inner):
+    if can_stream(out, inner) and _streams_experts(format, weight, dtype):
         pieces = pack_mxfp4(part.tensors[0])
         if pieces is not None:
             return Weight(weight.shape, (Part(format, (pieces,), out),))
     return Weight(weight.shape, (pack_codes(format, *part.tensors),))
 
 
-def _streams_experts(format: Format, stack: list[int], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `streamed_experts.py` has a kernel for a stack of matrices in this format, which is tested on a GPU."""
-    is_kind = format.name == "MXFP4" and len(stack) == 1 and dtype == torch.bfloat16
-    if not is_kind or not HAS_GLUON or torch.cuda.get_device_capability()[0] != 9:
+def _streams_experts(format: Format, weight: Weight, dtype: torch.dtype) -> bool:
+    """Whether `streamed_experts.py` has a kernel for experts in this format, which is tested on a GPU."""
+    if format.name != "MXFP4" or len(weight.shape) != 3 or dtype != torch.bfloat16:
         return False
-    return device.type != "cuda" or experts_are_exact(device)
+    if not HAS_GLUON or torch.cuda.get_device_capability()[0] != 9:
+        return False
+    return weight.device.type != "cuda" or experts_are_exact(weight.device, weight.shape[-1])
 
 
 def _streamed(part: Part, out: int, inner: int, dtype: torch.dtype) -> Int4 | None:

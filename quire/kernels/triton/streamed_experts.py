@@ -1,8 +1,8 @@
-"""Products of experts whose weights are MXFP4, which go from memory straight to registers and are expanded there.
+"""Products of experts whose weights are MXFP4, which are expanded in the registers of the tensor cores.
 
 A weight is stored in pieces of 16 outputs and 64 inputs, 544 bytes each, one after the other along the inputs: 16 bytes
 of codes for each thread of a warp, in the order in which the tensor cores want them, and 32 exponents. A thread loads
-its codes several pieces ahead of the product.
+its codes several pieces ahead of the product, or copies them to shared memory, where only it reads them.
 
 Two codes become two bfloat16 numbers by a shift, a mask and a multiplication. A code is a sign, two bits of an exponent
 and one of a fraction. Put at the sign, the lowest bits of the exponent and the highest one of the fraction of a
@@ -20,7 +20,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra import cuda
 
 from quire.kernels.ops import Activation
-from quire.kernels.triton.grouping import GROUPED, SINGLE, Tiles
+from quire.kernels.triton.grouping import GROUPED, Tiles
 from quire.kernels.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL
 from quire.kernels.triton.mxfp4_layout import PIECE_INPUTS, PIECE_OUTPUTS, PIECE_WORDS
 from quire.kernels.triton.rowwise import NUMBERS, gated
@@ -123,21 +122,20 @@ def _copy_weights(source, staged, first, stage):
 def _experts_kernel(
     x, codes, bias, tile_experts, tile_counts, order, out, x_stride, bound, once,
     INNER: gl.constexpr, OUTER: gl.constexpr, TOP_K: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr,
-    BIAS: gl.constexpr, LISTED: gl.constexpr, BLOCK_M: gl.constexpr, AHEAD: gl.constexpr, EACH: gl.constexpr,
-    STAGES: gl.constexpr, ASYNC: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+    BIAS: gl.constexpr, LISTED: gl.constexpr, BLOCK_M: gl.constexpr, EACH: gl.constexpr, STAGES: gl.constexpr,
+    IN_REGISTERS: gl.constexpr, ASYNC: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A tile of one expert's pairs times 16 * WARPS rows of its weight -> out [pairs, OUTER]; with GATED half of the
     rows are gates, half the ups to them, and x has a row for TOP_K pairs.
 
-    Weights are loaded AHEAD pieces ahead, inputs are copied by EACH pieces. With as many STAGES as there are of those,
-    all inputs of the tile are in shared memory before the first product. ASYNC: by wgmma instead of mma. `once` is 1.
+    Weights and inputs are copied to shared memory by EACH pieces, STAGES - 1 times EACH ahead; with IN_REGISTERS
+    weights are loaded to registers instead, EACH pieces ahead. ASYNC: by wgmma instead of mma. `once` is 1.
     """
     OUT: gl.constexpr = 16 * WARPS
     HALF: gl.constexpr = OUT // 2 if GATED else OUT
     ROWS: gl.constexpr = 2 * OUTER if GATED else OUTER
     PIECES: gl.constexpr = INNER // _INPUTS
     PARTS: gl.constexpr = PIECES // EACH
-    WHOLE: gl.constexpr = AHEAD > 0 and STAGES >= PARTS
     dtype: gl.constexpr = out.dtype.element_ty
     VERSION: gl.constexpr = 3 if ASYNC else 2
     accumulator: gl.constexpr = gl.NVMMADistributedLayout(
@@ -171,8 +169,8 @@ def _experts_kernel(
     source = words, codes + place + 128 + thread % 32 // 4
     waiting = ()
     coded = ()
-    if AHEAD:
-        for i in gl.static_range(AHEAD):
+    if IN_REGISTERS:
+        for i in gl.static_range(EACH):
             waiting = waiting + (_load_piece(source, i),)  # type: ignore[assignment]
     else:
         plain: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
@@ -199,45 +197,34 @@ def _experts_kernel(
     staged = ()
     for i in gl.static_range(EACH):  # noqa: B007
         staged = staged + (gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, _INPUTS], shared),)  # type: ignore[assignment]
-    if WHOLE:
-        for part in range(PARTS):
-            _copy_inputs(x, rows, slot < count, staged, part * EACH, part, copied)
+    for i in gl.static_range(STAGES - 1):
+        _copy_inputs(x, rows, slot < count, staged, min(i, PARTS - 1) * EACH, i, copied)
         async_copy.commit_group()
-        async_copy.wait_group(0)
-        fence_async_shared()
-        tl.debug_barrier()  # the products read what other threads have copied
-    else:
-        for i in gl.static_range(STAGES - 1):
-            _copy_inputs(x, rows, slot < count, staged, min(i, PARTS - 1) * EACH, i, copied)
-            async_copy.commit_group()
     total = gl.zeros((OUT, BLOCK_M), gl.float32, accumulator)
-    if AHEAD:
+    if IN_REGISTERS:
         numbers = _expand(waiting[0][0], waiting[0][1], operand, WARPS)  # type: ignore[misc]
-        for first in range(0, PIECES, AHEAD):
-            for local_part in gl.static_range(AHEAD // EACH):
-                # A loop of one turn, as the compiler would else move all loads to the end of the loop around it.
-                for turn in range(once):
-                    part = first // EACH + local_part
-                    stage = part if WHOLE else part % STAGES
-                    if not WHOLE:
-                        async_copy.wait_group(STAGES - 2)  # the compiler adds the barriers between copies and products
-                        # The last part's stage is free. After the end the last inputs are copied again and not used.
-                        later = gl.minimum(part + STAGES - 1, PARTS - 1) * EACH
-                        _copy_inputs(x, rows, slot < count, staged, later, (part + STAGES - 1) % STAGES, copied)
-                        async_copy.commit_group()
-                    for i in gl.static_range(local_part * EACH, local_part * EACH + EACH):
-                        piece = gl.minimum(first + i + AHEAD + turn, PIECES - 1)
-                        waiting = waiting[:i] + (_load_piece(source, piece),) + waiting[i + 1 :]
-                        inputs = staged[i % EACH].index(stage).permute((1, 0))  # type: ignore[var-annotated]
-                        following = waiting[(i + 1) % AHEAD]
-                        if ASYNC:
-                            total = warpgroup_mma(numbers, inputs, total, is_async=True)
-                            expanded = _expand(following[0], following[1], operand, WARPS)
-                            total, numbers = warpgroup_mma_wait(0, deps=(total, numbers))
-                            numbers = expanded
-                        else:
-                            total = mma_v2(numbers, inputs.load(right), total)
-                            numbers = _expand(following[0], following[1], operand, WARPS)
+        for part in range(PARTS):
+            # A loop of one turn, which the compiler does not know. It was there when this was measured: without it,
+            # the compiler moves loads within larger parts of the program.
+            for turn in range(once):
+                async_copy.wait_group(STAGES - 2)  # the compiler adds the barriers between copies and products
+                # The last part's stage is free now. After the end the last inputs are copied again and not used.
+                later = gl.minimum(part + STAGES - 1, PARTS - 1) * EACH
+                _copy_inputs(x, rows, slot < count, staged, later, (part + STAGES - 1) % STAGES, copied)
+                async_copy.commit_group()
+                for i in gl.static_range(EACH):
+                    piece = gl.minimum(part * EACH + i + EACH + turn, PIECES - 1)
+                    waiting = waiting[:i] + (_load_piece(source, piece),) + waiting[i + 1 :]
+                    inputs = staged[i].index(part % STAGES).permute((1, 0))  # type: ignore[var-annotated]
+                    following = waiting[(i + 1) % EACH]
+                    if ASYNC:
+                        total = warpgroup_mma(numbers, inputs, total, is_async=True)
+                        expanded = _expand(following[0], following[1], operand, WARPS)
+                        total, numbers = warpgroup_mma_wait(0, deps=(total, numbers))
+                        numbers = expanded
+                    else:
+                        total = mma_v2(numbers, inputs.load(right), total)
+                        numbers = _expand(following[0], following[1], operand, WARPS)
     else:
         for part in range(PARTS):
             async_copy.wait_group(STAGES - 2)  # the compiler adds the barriers between copies and products
@@ -292,30 +279,25 @@ class Blocks(NamedTuple):
     """How a product is divided; bits don't depend on it."""
 
     warps: int
-    ahead: int
-    """Pieces of weights that are loaded ahead."""
     each: int
-    """Pieces of inputs that are copied together."""
+    """Pieces of inputs, and of weights, that are copied or loaded together."""
     stages: int
-    """Of inputs; 0: all of them at once."""
-    is_async: bool
+    in_registers: bool = False
+    """Whether weights are loaded to registers, not copied to shared memory first."""
+    is_async: bool = False
     """By wgmma instead of mma."""
     registers: int | None = None
     """At most, of a thread, where that lets one more program run on a multiprocessor."""
 
 
-_BLOCKS = {
-    1: Blocks(4, 5, 5, 0, False),
-    8: Blocks(4, 5, 5, 0, False),
-    16: Blocks(4, 9, 3, 4, True),
-    32: Blocks(4, 9, 3, 4, True),
-    64: Blocks(8, 9, 3, 3, True, 128),
-    128: Blocks(8, 3, 3, 2, True, 128),
+BLOCKS = {
+    8: Blocks(4, 5, 2),
+    16: Blocks(4, 3, 3, is_async=True),
+    32: Blocks(8, 3, 2, is_async=True),
+    64: Blocks(8, 3, 2, in_registers=True, is_async=True, registers=80),
+    128: Blocks(8, 3, 2, in_registers=True, is_async=True, registers=128),
 }
-"""By the width of tiles (1: of a single row, whose tiles are 8 wide): the quickest of those tried on an H200."""
-WIDTHS = (8, 16, 32, 64, 128)
-_MOST_INPUTS = 96 << 10
-"""Bytes of a tile's inputs that may be in shared memory at once."""
+"""By the width of tiles: the quickest of 60 tried on an H200 (docs/performance.md, attempt 50)."""
 
 
 def tile_width(pairs: int, num_experts: int) -> int:
@@ -325,29 +307,19 @@ def tile_width(pairs: int, num_experts: int) -> int:
 
 
 def expert_product(
-    x: Tensor, codes: Tensor, bias: Tensor | None, tiles: Tiles, top_k: int, activation: Activation | None,
-    blocks: Blocks | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor, codes: Tensor, bias: Tensor | None, tiles: Tiles, top_k: int, activation: Activation | None
+) -> Tensor:
     """`tile_product` for weights packed by `mxfp4_layout.pack_mxfp4`."""
-    if blocks is None:
-        blocks = _BLOCKS[1 if tiles.listed == SINGLE.value else tiles.width]
-    pieces = codes.shape[2]
+    blocks, pieces = BLOCKS[tiles.width], codes.shape[2]
     size, inner = codes.shape[1] * PIECE_OUTPUTS, pieces * PIECE_INPUTS
     outer = size // 2 if activation else size
     out = torch.empty(tiles.pairs, outer, dtype=x.dtype, device=x.device)
     outputs = PIECE_OUTPUTS * blocks.warps // (2 if activation else 1)
-    ahead, each = blocks.ahead, blocks.each
-    if pieces % (ahead or each):
-        each = next(count for count in (4, 3, 2, 1) if pieces % count == 0)
-        ahead = each if ahead else 0
-    stages = blocks.stages or (pieces if tiles.width * inner * x.itemsize <= _MOST_INPUTS else 4)
-    if ahead:
-        stages = min(stages, pieces // each)
+    each = next(count for count in (blocks.each, 4, 3, 2, 1) if pieces % count == 0)
     _experts_kernel[(cdiv(outer, outputs), tiles.bound)](
         x, codes, codes if bias is None else bias, tiles.experts, tiles.counts, tiles.order, out, row_stride(x),
         tiles.bound, 1, inner, outer, top_k, activation is not None, 0 if activation is None else NUMBERS[activation],
-        bias is not None, tiles.listed, tiles.width, ahead, each, stages,
-        blocks.is_async, blocks.warps, USE_PDL, num_warps=blocks.warps, maxnreg=blocks.registers,
-        **ROUND_ALWAYS, **LAUNCH,
+        bias is not None, tiles.listed, tiles.width, each, blocks.stages, blocks.in_registers, blocks.is_async,
+        blocks.warps, USE_PDL, num_warps=blocks.warps, maxnreg=blocks.registers, **ROUND_ALWAYS, **LAUNCH,
     )  # fmt: skip
     return out

@@ -17,7 +17,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from quire.kernels.triton.prompt_attention import _REGISTERS, _prompt_kernel
 from quire.kernels.triton.single_row_linear import _single_row_kernel
 from quire.kernels.triton.small_batch_attention import _small_batch_kernel
-from quire.kernels.triton.streamed_experts import _BLOCKS, WIDTHS, _experts_kernel
+from quire.kernels.triton.streamed_experts import BLOCKS, _experts_kernel
 from quire.kernels.triton.streamed_linear import _asm, _int4_kernel
 from tests.long_runs import IS_LONG
 
@@ -90,12 +90,11 @@ def small_batch_kernels() -> dict[str, dict[str, int]]:
         constants = {"K": 4096, "GROUP": group, "HAS_BIAS": True, "LOW": low, "HIGH": high, "BLOCK_M": rows}
         constants |= {"AHEAD": ahead, "STAGES": 4, "WARPS": warps, "PDL": True}
         found[f"four bits {group}"] = resources(_int4_kernel, FOUR_BITS_TYPES, constants, warps)
-    for width in WIDTHS if IS_LONG else WIDTHS[-1:]:
-        blocks = _BLOCKS[width]
+    for width in BLOCKS if IS_LONG else (128,):
+        blocks = BLOCKS[width]
         constants = {"INNER": 2880, "OUTER": 2880, "TOP_K": 4, "GATED": True, "ACTIVATION": 2, "BIAS": True}
-        constants |= {"LISTED": 1, "BLOCK_M": width, "AHEAD": blocks.ahead, "EACH": blocks.each}
-        constants |= {"STAGES": blocks.stages or 2880 // 64 // blocks.each, "ASYNC": blocks.is_async}
-        constants |= {"WARPS": blocks.warps, "PDL": True}
+        constants |= {"LISTED": 1, "BLOCK_M": width, "EACH": blocks.each, "STAGES": blocks.stages}
+        constants |= {"IN_REGISTERS": blocks.in_registers, "ASYNC": blocks.is_async, "WARPS": blocks.warps, "PDL": True}
         limit = {} if blocks.registers is None else {"maxnreg": blocks.registers}
         found[f"experts {width}"] = resources(_experts_kernel, EXPERTS_TYPES, constants, blocks.warps, **limit)
     return found
