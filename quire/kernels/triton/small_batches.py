@@ -73,12 +73,15 @@ def _same_experts(device: torch.device, inner: int) -> bool:
     assert pieces is not None
     weight = Weight((experts, size, inner), (pack_codes(FORMATS["MXFP4"], blocks),))
     expert_ids = torch.arange(rows, dtype=torch.int32, device=device) % experts
+    groups = group_pairs(expert_ids, experts, rows, 16)
+    # One for each way in which weights come and are multiplied.
+    lists = [group_pairs(expert_ids, experts, rows, width) for width in (8, 32, 128)]
+    torch.cuda.synchronize(device)  # products without an activation read the list early: one with it comes before them
     are_same = []
     for activation in (Activation.CLAMPED_SWIGLU, None):
-        groups, tile = group_pairs(expert_ids, experts, rows, 16), Tile(16, 32 if activation else 64, 128, 3, 4)
+        tile = Tile(16, 32 if activation else 64, 128, 3, 4)
         expected = tile_product(x, weight, None, groups, tile, x.dtype, 1, activation)
-        for width in (8, 32, 128):  # one for each way in which weights come and are multiplied
-            tiles = group_pairs(expert_ids, experts, rows, width)
+        for tiles in lists:
             are_same.append(torch.equal(expert_product(x, pieces, None, tiles, 1, activation), expected))
     return all(are_same)
 
