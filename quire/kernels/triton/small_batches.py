@@ -77,12 +77,12 @@ def _same_experts(device: torch.device, inner: int) -> bool:
     # One for each way in which weights come and are multiplied.
     lists = [group_pairs(expert_ids, experts, rows, width) for width in (8, 32, 128)]
     torch.cuda.synchronize(device)  # products without an activation read the list early: one with it comes before them
-    are_same = []
+    are_same: list[bool] = []
     for activation in (Activation.CLAMPED_SWIGLU, None):
         tile = Tile(16, 32 if activation else 64, 128, 3, 4)
         expected = tile_product(x, weight, None, groups, tile, x.dtype, 1, activation)
-        for tiles in lists:
-            are_same.append(torch.equal(expert_product(x, pieces, None, tiles, 1, activation), expected))
+        found = [expert_product(x, pieces, None, tiles, 1, activation) for tiles in lists]
+        are_same += [torch.equal(one, expected) for one in found]
     return all(are_same)
 
 

@@ -309,8 +309,8 @@ def tile_width(pairs: int, num_experts: int) -> int:
 def expert_product(
     x: Tensor, codes: Tensor, bias: Tensor | None, tiles: Tiles, top_k: int, activation: Activation | None
 ) -> Tensor:
-    """`tile_product` for weights packed by `mxfp4_layout.pack_mxfp4`. Without an activation the kernel before it must not
-    be the one that writes the list of tiles."""
+    """`tile_product` for weights packed by `mxfp4_layout.pack_mxfp4`. Without an activation, the kernel before it must
+    not be the one that writes the list of tiles."""
     blocks, pieces = BLOCKS[tiles.width], codes.shape[2]
     size, inner = codes.shape[1] * PIECE_OUTPUTS, pieces * PIECE_INPUTS
     outer = size // 2 if activation else size
