@@ -9,9 +9,9 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from quire.plan.work import Rates, Work, decode_work, prompt_work, workload_work
+from quire.plan.work import Itemsizes, Rates, Work, decode_work, prompt_work, workload_work
 
-__all__ = ["Rates", "Work", "decode_work", "measure_rates", "prompt_work", "workload_work"]
+__all__ = ["Itemsizes", "Rates", "Work", "decode_work", "measure_rates", "prompt_work", "workload_work"]
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:

@@ -2,9 +2,11 @@
 
     python bench/gpu_all.py                                                # everything the goals name
     python bench/gpu_all.py decode:qwen3-0.6b throughput:qwen3-8b --minutes 9
+    python bench/gpu_all.py decode:gpt-oss-20b:MXFP4 decode:qwen3-8b:INT4_G128   # in a format
     python bench/gpu_all.py decode:qwen3-0.6b --batches 1,32 --profile     # further options go to the benchmarks
 
-What does not fit into the minutes is left out and named.
+Of a model with experts, the format is that of the experts, else that of all matrices between embedding and head. What
+does not fit into the minutes is left out and named.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from tempfile import TemporaryDirectory
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
 
 from bench.report import Result, read_results, report
+from bench.shapes import CONFIGS
 
 BENCHMARKS = ("throughput", "decode", "prefill", "startup")
 EVERYTHING = (
@@ -32,16 +35,31 @@ EVERYTHING = (
     "prefill:qwen3-8b",
     "decode:qwen3-30b-a3b",
     "throughput:qwen3-30b-a3b",
+    "decode:gpt-oss-20b:MXFP4",
+    "throughput:gpt-oss-20b:MXFP4",
+    "prefill:gpt-oss-20b:MXFP4",
+    "decode:qwen3-8b:FP8",
+    "throughput:qwen3-8b:FP8",
+    "prefill:qwen3-8b:FP8",
+    "decode:qwen3-8b:INT4_G128",
+    "throughput:qwen3-8b:INT4_G128",
+    "prefill:qwen3-8b:INT4_G128",
+    "decode:gemma-3-4b",
+    "prefill:gemma-3-4b",
 )
 
 
 def run_job(job: str, extra: list[str], seconds: float) -> tuple[list[Result], str]:
     """The figures (as far as it came), and what went wrong if anything did."""
-    benchmark, _, shape = job.partition(":")
+    benchmark, shape, format = (*job.split(":"), "", "")[:3]
     with TemporaryDirectory() as folder:
         figures = Path(folder) / "figures.json"
         script = Path(__file__).with_name(f"{benchmark}.py")
-        command = [sys.executable, str(script), "--shape", shape or "qwen3-0.6b", "--json", str(figures), *extra]
+        command = [sys.executable, str(script), "--shape", shape or "qwen3-0.6b", "--json", str(figures)]
+        if format:
+            has_experts = any("num_experts_per_tok" in name for name in CONFIGS.get(shape, {}))
+            command += ["--expert-format" if has_experts else "--formats", format]
+        command += extra
         try:
             status = subprocess.run(command, timeout=seconds, check=False).returncode
             problem = f"ended with status {status}" if status else ""
@@ -52,12 +70,14 @@ def run_job(job: str, extra: list[str], seconds: float) -> tuple[list[Result], s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("jobs", nargs="*", default=EVERYTHING, metavar="BENCHMARK:SHAPE", help="default: all goals")
+    parser.add_argument(
+        "jobs", nargs="*", default=EVERYTHING, metavar="BENCHMARK:SHAPE[:FORMAT]", help="default: all goals"
+    )
     parser.add_argument("--minutes", type=float, default=9.0, help="for all of them together")
     options, extra = parser.parse_known_args()
     for job in options.jobs:
         if job.partition(":")[0] not in BENCHMARKS:
-            parser.error(f"{job}: there are {', '.join(BENCHMARKS)}, each with :SHAPE")
+            parser.error(f"{job}: there are {', '.join(BENCHMARKS)}, each with :SHAPE or :SHAPE:FORMAT")
     ends = time.monotonic() + 60 * options.minutes
     results: list[Result] = []
     problems: list[str] = []

@@ -36,7 +36,7 @@ def measure(machine: Machine, options: argparse.Namespace) -> Iterator[Result]:
         print(f"run {i}: {done.seconds:.3f} s, {len(done.times)} steps, {rates[-1]:,.0f} tok/s", flush=True)
     work = prompt_work(machine.spec, [length] * count, machine.itemsize)
     yield Result(
-        options.shape,
+        machine.shape,
         "prefill",
         max(rates[1:]),
         count * length / machine.rates.seconds(work),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bench.ceiling import Rates, measure_rates
+from bench.ceiling import Itemsizes, Rates, measure_rates
 from bench.shapes import CONFIGS, spec_of
 from quire.assemble import Engine, assemble
 from quire.config import EngineConfig
@@ -107,8 +107,11 @@ class Machine:
     """An engine to measure, and what its device could do."""
 
     shape: str
+    """With the formats that its weights have been given."""
     engine: Engine
     rates: Rates
+    formats: Sequence[str] = ()
+    expert_format: str | None = None
 
     @property
     def core(self) -> EngineCore:
@@ -119,8 +122,19 @@ class Machine:
         return self.engine.decoder.spec
 
     @property
-    def itemsize(self) -> int:
-        return self.engine.decoder.dtype.itemsize
+    def itemsize(self) -> Itemsizes:
+        """As stored: what a format's kernel makes of it may be larger."""
+        plain = float(self.engine.decoder.dtype.itemsize)
+        sizes = [_itemsize(name) for name in self.formats]
+        matrices = sum(sizes) / len(sizes) if sizes else plain
+        experts = matrices if self.expert_format is None else _itemsize(self.expert_format)
+        return Itemsizes(plain, matrices, experts)
+
+
+def _itemsize(format: str) -> float:
+    """Bytes of a number in a long row."""
+    size = 4096
+    return FORMATS[format].nbytes((1, size)) / size
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -165,7 +179,8 @@ def open_machine(options: argparse.Namespace) -> Machine:
         engine.core.depth = options.depth
     print(engine.description)
     print(f"The device {rates} (measured now). Steps in flight: {engine.core.depth}.", flush=True)
-    machine = Machine(options.shape, engine, rates)
+    names = [*options.formats, *([] if options.expert_format is None else [options.expert_format])]
+    machine = Machine(" ".join([options.shape, *names]), engine, rates, options.formats, options.expert_format)
     capture_graphs(machine.core)
     return machine
 

@@ -51,7 +51,7 @@ def measure(machine: Machine, options: argparse.Namespace) -> Iterator[Result]:
         print(f"run {i + 1}: {done.seconds:.3f} s, {len(done.times)} steps, {rates[-1]:,.0f} tok/s", flush=True)
     work = workload_work(machine.spec, list(zip(map(len, prompts), new_tokens, strict=True)), machine.itemsize)
     yield Result(
-        options.shape,
+        machine.shape,
         "throughput",
         max(rates),
         total / machine.rates.seconds(work),

@@ -26,6 +26,17 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
+class Itemsizes:
+    """The bytes that a weight takes, scales included."""
+
+    plain: float
+    """Of embedding, head and routers."""
+    matrices: float
+    """Of the layers' matrices."""
+    experts: float
+
+
+@dataclass(frozen=True, slots=True)
 class Rates:
     """What the device reaches on nothing but reading, and on nothing but multiplying."""
 
@@ -49,19 +60,24 @@ def mlp_width(layer: LayerSpec) -> int:
     return layer.mlp.intermediate_size * (1 if isinstance(layer.mlp, MlpSpec) else layer.mlp.top_k)
 
 
-def decode_work(spec: ModelSpec, contexts: Sequence[int], itemsize: float, key_itemsize: float | None = None) -> Work:
+def decode_work(
+    spec: ModelSpec, contexts: Sequence[int], itemsize: float | Itemsizes, key_itemsize: float | None = None
+) -> Work:
     """One step in which sequences of these lengths (the new token included) compute one token each. `itemsize` is what
-    a weight takes, on average, and a key or value, unless `key_itemsize` says otherwise."""
+    a weight takes, on average or by kind; a key or value takes what plain weights do, unless `key_itemsize` says
+    otherwise."""
     rows = len(contexts)
     keys = _keys_seen(spec, contexts)
-    key_bytes = sum(2 * count * _kv_width(heads) for heads, count in keys.items()) * (key_itemsize or itemsize)
+    key_bytes = sum(2 * count * _kv_width(heads) for heads, count in keys.items()) * (
+        key_itemsize or _by_kind(itemsize).plain
+    )
     return Work(
         bytes_read=_weight_bytes(spec, rows, itemsize) + key_bytes,
         flops=2.0 * rows * (_layer_parameters(spec) + spec.vocab_size * spec.hidden_size) + _key_flops(keys),
     )
 
 
-def prompt_work(spec: ModelSpec, lengths: Sequence[int], itemsize: float) -> Work:
+def prompt_work(spec: ModelSpec, lengths: Sequence[int], itemsize: float | Itemsizes) -> Work:
     """Prompts computed in one step, each with one token sampled. Their own keys need not leave the cache."""
     rows = sum(lengths)
     keys: Counter[HeadShape] = Counter()
@@ -74,7 +90,7 @@ def prompt_work(spec: ModelSpec, lengths: Sequence[int], itemsize: float) -> Wor
     )
 
 
-def workload_work(spec: ModelSpec, jobs: Sequence[tuple[int, int]], itemsize: float) -> Work:
+def workload_work(spec: ModelSpec, jobs: Sequence[tuple[int, int]], itemsize: float | Itemsizes) -> Work:
     """Requests of (prompt length, new tokens), all at once: prompts in the first step, then one token each."""
     total = prompt_work(spec, [prompt for prompt, _ in jobs], itemsize)
     for step in range(1, max(new for _, new in jobs)):
@@ -102,34 +118,46 @@ def layer_inputs(spec: ModelSpec) -> int:
     return 2 * spec.hidden_size + sum(_query_width(mixer.heads) for mixer in layer.mixers) + size
 
 
-def _weight_bytes(spec: ModelSpec, rows: int, itemsize: float) -> float:
+def _by_kind(itemsize: float | Itemsizes) -> Itemsizes:
+    return itemsize if isinstance(itemsize, Itemsizes) else Itemsizes(itemsize, itemsize, itemsize)
+
+
+def _weight_bytes(spec: ModelSpec, rows: int, itemsize: float | Itemsizes) -> float:
     """All layers and the head, and of an embedding that is not the head the rows that are looked up."""
     looked_up = 0 if spec.tie_embeddings else rows * spec.hidden_size
     head = spec.vocab_size * spec.hidden_size
-    return itemsize * (_layer_parameters(spec, rows) + head + looked_up)
+    matrices, routers, experts = _parameters_by_kind(spec, rows)
+    each = _by_kind(itemsize)
+    return each.plain * (head + looked_up + routers) + each.matrices * matrices + each.experts * experts
 
 
-def _layer_parameters(spec: ModelSpec, rows: int | None = None) -> float:
-    """Parameters of all layers that one row is multiplied with, or that any of so many rows is.
+def _layer_parameters(spec: ModelSpec) -> float:
+    """Parameters of all layers that one row is multiplied with."""
+    return sum(_parameters_by_kind(spec))
+
+
+def _parameters_by_kind(spec: ModelSpec, rows: int | None = None) -> tuple[float, float, float]:
+    """Of matrices, routers and experts of all layers: those that one row is multiplied with, or that any of so many
+    rows is.
 
     Rows choose experts evenly: of E experts, n rows that take k each leave out E * (1 - k / E) ** n on average.
     """
-    total = 0.0
+    matrices = routers = experts = 0.0
     for layer in spec.layers:
         for mixer in layer.mixers:
             own_keys = 0 if layer.reads_layer is not None else _kv_width(mixer.heads)
-            total += spec.hidden_size * 2 * (_query_width(mixer.heads) + own_keys)
+            matrices += spec.hidden_size * 2 * (_query_width(mixer.heads) + own_keys)
         moe = layer.mlp
         if moe is None:
             continue
         if isinstance(moe, MlpSpec):
-            total += 3 * moe.intermediate_size * spec.hidden_size
+            matrices += 3 * moe.intermediate_size * spec.hidden_size
             continue
-        experts = moe.num_experts
-        read = moe.top_k if rows is None else experts * (1 - (1 - moe.top_k / experts) ** rows)
-        total += (experts + 3 * moe.intermediate_size * read) * spec.hidden_size
-        total += (3 * moe.shared_intermediate_size + bool(moe.shared_intermediate_size)) * spec.hidden_size
-    return total
+        read = moe.top_k if rows is None else moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** rows)
+        routers += (moe.num_experts + bool(moe.shared_intermediate_size)) * spec.hidden_size
+        experts += 3 * moe.intermediate_size * read * spec.hidden_size
+        matrices += 3 * moe.shared_intermediate_size * spec.hidden_size
+    return matrices, routers, experts
 
 
 def _query_width(heads: HeadShape) -> int:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench import decode, long_contexts, prefill, startup, throughput
-from bench.ceiling import Rates, Work, decode_work, prompt_work, workload_work
+from bench.ceiling import Itemsizes, Rates, Work, decode_work, prompt_work, workload_work
 from bench.gpu_all import run_job
 from bench.gpu_peers import compare
 from bench.profiling import gpu_times
@@ -79,6 +79,10 @@ def test_ceilings_count_what_must_be_read() -> None:
     assert prompt_work(small, [2048] * 32, 2).flops == pytest.approx(
         2 * 65_536 * 440e6 + 28 * 4 * 2048 * 32 * 2048**2 / 2, rel=0.02
     )
+    # Experts in MXFP4 take 17 bytes for 32 weights; all 32 of them are read for many rows.
+    coded = spec_of("gpt-oss-20b")
+    plain, mxfp4 = (decode_work(coded, [0] * 1000, itemsize).bytes_read for itemsize in (2, Itemsizes(2, 2, 17 / 32)))
+    assert plain - mxfp4 == pytest.approx(24 * 32 * 3 * 2880**2 * (2 - 17 / 32), rel=1e-6)
     assert H200.seconds(Work(bytes_read=4.5e12, flops=79e12)) == 1.0
 
 

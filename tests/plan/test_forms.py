@@ -208,8 +208,8 @@ def test_experts_in_mxfp4_as_gpt_oss_has_them(tmp_path: Path) -> None:
     model = with_quantization(tmp_path, "gpt-oss-20b", {"quant_method": "mxfp4", "modules_to_not_convert": plain})
     forms = named(model, H200)
     assert list(forms) == ["as stored (MXFP4)", "bfloat16 (expanded)"]
-    # 19.1 billion numbers in experts at 5 bits, 1.8 billion others at 16.
-    assert forms["as stored (MXFP4)"].weight_bytes == pytest.approx(19.1e9 * 5 / 8 + 1.8e9 * 2, rel=0.03)
+    # 19.1 billion numbers in experts at 4.25 bits, 1.8 billion others at 16.
+    assert forms["as stored (MXFP4)"].weight_bytes == pytest.approx(19.1e9 * 17 / 32 + 1.8e9 * 2, rel=0.03)
     assert forms["bfloat16 (expanded)"].weight_bytes == pytest.approx(20.9e9 * 2, rel=0.01)
 
 

@@ -150,18 +150,20 @@ class TritonKernels(ReferenceKernels):
         self, name: str, work: Tensor, query: Tensor, out: Tensor, cache: LayerCache, batch: PagedBatch,
         spec: AttentionSpec, sinks: Tensor | None,
     ) -> None:  # fmt: skip
-        """Attention of one of a step's lists, by the quickest kernel; only attention.py knows soft caps and sinks."""
-        has_others = are_exact(query.device, query.dtype) and not spec.soft_cap and sinks is None
+        """Attention of one of a step's lists, by the quickest kernel; only attention.py knows soft caps."""
+        has_others = are_exact(query.device, query.dtype) and not spec.soft_cap
         arguments = query, out, cache, batch.block_tables, work
         if name == "prefill":
-            if has_others and prompt_attention.takes(query, cache):
+            if has_others and sinks is None and prompt_attention.takes(query, cache):
                 prompt_attention.prompt_attention(*arguments, spec, self._num_multiprocessors)
             else:
                 paged_attention.prefill_attention(*arguments, spec, sinks)
             return
         num_partials = 0 if batch.max_context_len <= SPLIT else len(work) - 1
         if name == "small" and has_others and small_batch_attention.takes(query, cache):
-            small_batch_attention.small_batch_attention(*arguments, num_partials, spec, self._num_multiprocessors)
+            small_batch_attention.small_batch_attention(
+                *arguments, num_partials, spec, self._num_multiprocessors, sinks
+            )
         else:
             paged_attention.decode_attention(*arguments, num_partials, spec, sinks)
 

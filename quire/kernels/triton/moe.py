@@ -14,11 +14,14 @@ from torch import Tensor
 
 from quire.kernels.ops import Between, ExpertWeights, MoeSpec
 from quire.kernels.triton.grouping import Tiles, group_pairs
-from quire.kernels.triton.launch import LAUNCH, USE_PDL, begin
+from quire.kernels.triton.launch import HAS_GLUON, LAUNCH, USE_PDL, begin
 from quire.kernels.triton.linear import Tile
 from quire.kernels.triton.shapes import as_rows, cdiv, next_power_of_2, row_stride
 from quire.kernels.triton.tile_product import quantize_rows, tile_product
 from quire.kernels.weights import Weight
+
+if HAS_GLUON:
+    from quire.kernels.triton import streamed_experts
 
 _COMBINE_BLOCK = 1024
 
@@ -93,7 +96,10 @@ def moe(
     if rows == 0:
         return out
     expert_ids, weights = route(router_logits, spec, experts.choice_bias)
-    width = tile_width(rows * top_k, num_experts, x.dtype)
+    if _is_streamed(gate_up) and _is_streamed(down):
+        width = streamed_experts.tile_width(rows * top_k, num_experts)
+    else:
+        width = tile_width(rows * top_k, num_experts, x.dtype)
     tiles = group_pairs(expert_ids, num_experts, rows, width)
     activated = _expert_product(source, gate_up, experts.gate_up_bias, tiles, spec, is_gated=True)
     if between is not None:
@@ -130,9 +136,17 @@ def tile_width(pairs: int, num_experts: int, dtype: torch.dtype) -> int:
     return 32 if each <= 24 else 64 if each <= 48 else 128
 
 
+def _is_streamed(weight: Weight) -> bool:
+    """Whether a weight is packed for `streamed_experts.py`."""
+    return weight.parts[0].tensors[0].dtype == torch.int32
+
+
 def _expert_product(
     x: Tensor, weight: Weight, bias: Tensor | None, tiles: Tiles, spec: MoeSpec, is_gated: bool
 ) -> Tensor:
+    activation = spec.activation if is_gated else None
+    if _is_streamed(weight):
+        return streamed_experts.expert_product(x, weight.tensor, bias, tiles, spec.top_k, activation)
     # The inner block of 128 is the group size of FP8 weights with groups. Bits of plain weights don't depend on it.
     block, stages, warps = {16: (64, 5, 4), 32: (64, 4, 4), 64: (128, 4, 8), 128: (128, 3, 8)}[tiles.width]
     inner, stages = (32, 2) if x.dtype == torch.float32 else (128, stages)
@@ -141,5 +155,4 @@ def _expert_product(
     rows, scales = x, None
     if format.codes is not None and not format.has_zeros:
         rows, scales = quantize_rows(x, format.codes, format.group)
-    activation = spec.activation if is_gated else None
     return tile_product(rows, weight, bias, tiles, tile, x.dtype, spec.top_k, activation, scales)

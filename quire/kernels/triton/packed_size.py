@@ -9,6 +9,7 @@ from functools import cache
 import torch
 
 from quire.kernels.formats import Format
+from quire.kernels.triton.mxfp4_layout import PIECE_INPUTS, PIECE_OUTPUTS, PIECE_WORDS, can_pack
 
 _FOUR_BITS = 5
 """Formats of at most so many bits, scales included, have codes of 4; the others of 8."""
@@ -46,6 +47,8 @@ def packed_size(format: Format, shape: tuple[int, ...], dtype: torch.dtype, capa
     if is_four_bits and not stack and capability[0] == 9 and is_even:
         rows = -(-out // _TILE_OUTPUTS) * _TILE_OUTPUTS
         return rows * (inner // 2 + inner // group * 4)
+    if format.name == "MXFP4" and stack and capability[0] == 9 and dtype == torch.bfloat16 and can_pack(out, inner):
+        return numbers // (PIECE_OUTPUTS * PIECE_INPUTS) * PIECE_WORDS * 4
     rows = numbers // inner
     padded = -(-inner // _TILE_INPUTS) * _TILE_INPUTS
     codes = padded // 2 if is_narrow else inner

@@ -17,8 +17,10 @@ from quire.kernels.ops import Activation
 from quire.kernels.triton.grouping import rows_in_order
 from quire.kernels.triton.launch import HAS_GLUON
 from quire.kernels.triton.linear import Tile, room_for
+from quire.kernels.triton.mxfp4_layout import can_pack as can_stream
+from quire.kernels.triton.mxfp4_layout import pack_mxfp4
 from quire.kernels.triton.shapes import next_power_of_2
-from quire.kernels.triton.small_batches import are_exact
+from quire.kernels.triton.small_batches import are_exact, experts_are_exact
 from quire.kernels.triton.tile_product import expand_codes, pack_codes, quantize_rows, tile_product
 from quire.kernels.weights import Part, Weight
 
@@ -68,7 +70,20 @@ def _packed(weight: Weight, dtype: torch.dtype) -> Weight:
         packed = _streamed(part, out, inner, dtype)
         if packed is not None:
             return Weight(weight.shape, (Part(format, packed[:2], out),))
+    if can_stream(out, inner) and _streams_experts(format, weight, dtype):
+        pieces = pack_mxfp4(part.tensors[0])
+        if pieces is not None:
+            return Weight(weight.shape, (Part(format, (pieces,), out),))
     return Weight(weight.shape, (pack_codes(format, *part.tensors),))
+
+
+def _streams_experts(format: Format, weight: Weight, dtype: torch.dtype) -> bool:
+    """Whether `streamed_experts.py` has a kernel for experts in this format, which is tested on a GPU."""
+    if format.name != "MXFP4" or len(weight.shape) != 3 or dtype != torch.bfloat16:
+        return False
+    if not HAS_GLUON or torch.cuda.get_device_capability()[0] != 9:
+        return False
+    return weight.device.type != "cuda" or experts_are_exact(weight.device, weight.shape[-1])
 
 
 def _streamed(part: Part, out: int, inner: int, dtype: torch.dtype) -> Int4 | None:

@@ -48,7 +48,7 @@ def takes(query: Tensor, cache: LayerCache) -> bool:
 
 def small_batch_attention(
     query: Tensor, out: Tensor, cache: LayerCache, block_tables: Tensor, work: Tensor, num_partials: int,
-    spec: AttentionSpec, num_multiprocessors: int,
+    spec: AttentionSpec, num_multiprocessors: int, sinks: Tensor | None = None,
 ) -> None:  # fmt: skip
     """`attention.decode_attention` where `takes` says yes, for a list whose items are single splits or whole sequences.
     Before the step's first kernel, all must be written but the keys and values that the list calls new."""
@@ -56,12 +56,14 @@ def small_batch_attention(
     num_kv_heads = cache.keys.shape[1]
     partial_output, partial_state = partial_results(query, num_kv_heads, num_partials, head_dim)
     _small_batch_kernel[(min((len(work) - 1) * num_kv_heads, num_multiprocessors),)](
-        query=query, out=out, keys=cache.keys, values=cache.values, block_tables=block_tables, work=work,
+        query=query, out=out, keys=cache.keys, values=cache.values,
+        sinks=query if sinks is None else sinks, block_tables=block_tables, work=work,
         partial_output=partial_output, partial_state=partial_state, arrived=counters(query.device, num_kv_heads),
         table_stride=block_tables.stride(0), block_stride=cache.keys.stride(0), head_stride=cache.keys.stride(1),
         scale=spec.scale * math.log2(math.e), window=spec.sliding_window or 0, num_heads=num_heads,
         num_kv_heads=num_kv_heads, GROUP=num_heads // num_kv_heads, D=head_dim, BLOCK_SIZE=cache.block_size,
-        KEYS=KEY_TILE, SPLIT=SPLIT, WINDOW=spec.sliding_window is not None, WIDE=cache.keys.numel() >= 1 << 31,
+        KEYS=KEY_TILE, SPLIT=SPLIT, WINDOW=spec.sliding_window is not None,
+        SINKS=sinks is not None, WIDE=cache.keys.numel() >= 1 << 31,
         PDL=USE_PDL,
         num_warps=_WARPS, **ROUND_ALWAYS, **LAUNCH,
     )  # fmt: skip
@@ -201,16 +203,23 @@ def _attend_split(
 
 
 @gluon.jit
-def _store_result(target, used, total, output):
+def _store_result(target, used, highest, total, output, sinks, heads, SINKS: gl.constexpr):
+    """As `attention._store_output`; `heads` are the rows' query heads."""
     divisor = gl.max(total, 1)  # its columns are the same
+    if SINKS:
+        sink = gl.load(sinks + heads) * 1.4426950408889634
+        top = gl.maximum(highest, sink)
+        old = gl.exp2(highest - top)
+        divisor = divisor * old + gl.exp2(sink - top)
+        output = output * old[:, None]
     result = output / gl.where(divisor == 0.0, 1.0, divisor)[:, None]
     gl.store(target, result.to(target.dtype.element_ty), mask=used)
 
 
 @gluon.jit
 def _merge_splits(
-    partial_output, partial_state, out, first_slot, first_split, num_splits, num_rows, first_row, kv_head, num_heads,
-    num_kv_heads, GROUP: gl.constexpr, D: gl.constexpr,
+    partial_output, partial_state, out, sinks, first_slot, first_split, num_splits, num_rows, first_row, kv_head,
+    num_heads, num_kv_heads, GROUP: gl.constexpr, D: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     """Merges all splits of a sequence, which are stored, in their order and stores the result."""
     layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [512 // D, D // 64], [1, 0])
@@ -218,22 +227,23 @@ def _merge_splits(
     for first in range(0, num_rows, MERGED_ROWS):
         rows = first + gl.arange(0, MERGED_ROWS, gl.SliceLayout(1, layout))
         used = (rows < num_rows)[:, None]
-        _, total, output = merge_stored(
+        highest, total, output = merge_stored(
             partial_output, partial_state, first_slot, num_kv_heads, first_split, num_splits, rows, column, used,
             gl.full((MERGED_ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, layout)),
             gl.zeros((MERGED_ROWS, 1), gl.float32, layout), gl.zeros((MERGED_ROWS, D), gl.float32, layout),
             16, D, MERGED_AT_ONCE,
         )  # fmt: skip
-        head = (first_row + rows // GROUP).to(gl.int64) * num_heads + kv_head * GROUP + rows % GROUP
-        _store_result(out + head[:, None] * D + column[None, :], used, total, output)
+        heads = kv_head * GROUP + rows % GROUP
+        place = (first_row + rows // GROUP).to(gl.int64) * num_heads + heads
+        _store_result(out + place[:, None] * D + column[None, :], used, highest, total, output, sinks, heads, SINKS)
 
 
 @gluon.jit(do_not_specialize=["table_stride"])
 def _small_batch_kernel(
-    query, out, keys, values, block_tables, work, partial_output, partial_state, arrived,
+    query, out, keys, values, sinks, block_tables, work, partial_output, partial_state, arrived,
     table_stride, block_stride, head_stride, scale, window, num_heads, num_kv_heads,
     GROUP: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr,
-    WINDOW: gl.constexpr, WIDE: gl.constexpr, PDL: gl.constexpr,
+    WINDOW: gl.constexpr, SINKS: gl.constexpr, WIDE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """`work` is the list that `attention._decode_kernel` takes."""
     TILES: gl.constexpr = SPLIT // KEYS
@@ -294,8 +304,10 @@ def _small_batch_kernel(
         used = (rows < num_queries * GROUP)[:, None]
         num_splits = gl.cdiv(context_len, SPLIT)
         if end_split - first_split == num_splits:
-            head = (first_row + rows // GROUP).to(gl.int64) * num_heads + kv_head * GROUP + rows % GROUP
-            _store_result(out + head[:, None] * D + column[None, :], used, total, output)
+            heads = kv_head * GROUP + rows % GROUP
+            target = (first_row + rows // GROUP).to(gl.int64) * num_heads + heads
+            target = out + target[:, None] * D + column[None, :]
+            _store_result(target, used, highest, total, output, sinks, heads, SINKS)
         else:
             first_slot = partial * num_kv_heads + kv_head
             slot = (first_slot + first_split * num_kv_heads).to(gl.int64)
@@ -306,8 +318,8 @@ def _small_batch_kernel(
             tl.debug_barrier()  # all threads' stores must come before the atomic count, which makes them visible
             if gl.atomic_add(arrived + first_slot, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
                 _merge_splits(
-                    partial_output, partial_state, out, first_slot, first_visible, num_splits, num_queries * GROUP,
-                    first_row, kv_head, num_heads, num_kv_heads, GROUP, D,
+                    partial_output, partial_state, out, sinks, first_slot, first_visible, num_splits,
+                    num_queries * GROUP, first_row, kv_head, num_heads, num_kv_heads, GROUP, D, SINKS,
                 )  # fmt: skip
                 gl.store(arrived + first_slot, 0)
     if PDL and count == 0:  # programs with work have waited already

@@ -13,11 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import AttentionSpec, HeadShape, LayerCache
+from quire.kernels.formats import FORMATS
+from quire.kernels.ops import Activation, AttentionSpec, HeadShape, LayerCache
 from quire.kernels.triton.attention import decode_attention, prefill_attention
 from quire.kernels.triton.attention_work import attention_work
+from quire.kernels.triton.grouping import group_pairs
 from quire.kernels.triton.launch import HAS_GLUON, num_multiprocessors
-from quire.kernels.triton.linear import linear
+from quire.kernels.triton.linear import Tile, linear
+from quire.kernels.triton.tile_product import pack_codes, tile_product
+from quire.kernels.weights import Weight
 from quire.process.compile_together import compile_together
 
 logger = logging.getLogger(__name__)
@@ -37,6 +41,49 @@ def are_exact(device: torch.device, dtype: torch.dtype) -> bool:
     if not is_exact:
         logger.warning("small batches and prompts take longer, as some kernels for them give other bits on this GPU")
     return is_exact
+
+
+@cache
+def experts_are_exact(device: torch.device, inner: int) -> bool:
+    """Tests the kernel for experts in MXFP4 that have so many inputs, once; it must not be during a graph capture."""
+    if not HAS_GLUON or device.type != "cuda":
+        return False
+    try:
+        compile_together(lambda: _same_experts(device, inner))
+        is_exact = _same_experts(device, inner)
+    except Exception as error:  # whatever a compiler of another version says
+        logger.warning("experts in MXFP4 take longer, as a kernel for them doesn't compile here: %s", error)
+        return False
+    if not is_exact:
+        logger.warning("experts in MXFP4 take longer, as a kernel for them gives other bits on this GPU")
+    return is_exact
+
+
+def _same_experts(device: torch.device, inner: int) -> bool:
+    """Whether tiles of several widths have the bits of the kernel for all formats."""
+    from quire.kernels.triton.mxfp4_layout import pack_mxfp4
+    from quire.kernels.triton.streamed_experts import expert_product
+
+    experts, rows, size = 3, 40, 256
+    generator = torch.Generator(device).manual_seed(0)
+    blocks = torch.randint(0, 256, (experts, size, inner // 32, 17), generator=generator, device=device)
+    blocks[..., 0] = 110 + blocks[..., 0] % 19
+    blocks = blocks.to(torch.uint8).flatten(2)
+    pieces, x = pack_mxfp4(blocks), _random(rows, inner, device=device, dtype=torch.bfloat16)
+    assert pieces is not None
+    weight = Weight((experts, size, inner), (pack_codes(FORMATS["MXFP4"], blocks),))
+    expert_ids = torch.arange(rows, dtype=torch.int32, device=device) % experts
+    groups = group_pairs(expert_ids, experts, rows, 16)
+    # One for each way in which weights come and are multiplied.
+    lists = [group_pairs(expert_ids, experts, rows, width) for width in (8, 32, 128)]
+    torch.cuda.synchronize(device)  # products without an activation read the list early: one with it comes before them
+    are_same: list[bool] = []
+    for activation in (Activation.CLAMPED_SWIGLU, None):
+        tile = Tile(16, 32 if activation else 64, 128, 3, 4)
+        expected = tile_product(x, weight, None, groups, tile, x.dtype, 1, activation)
+        found = [expert_product(x, pieces, None, tiles, 1, activation) for tiles in lists]
+        are_same += [torch.equal(one, expected) for one in found]
+    return all(are_same)
 
 
 def _same_products(device: torch.device, dtype: torch.dtype) -> bool:

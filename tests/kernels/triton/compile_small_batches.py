@@ -17,6 +17,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from quire.kernels.triton.prompt_attention import _REGISTERS, _prompt_kernel
 from quire.kernels.triton.single_row_linear import _single_row_kernel
 from quire.kernels.triton.small_batch_attention import _small_batch_kernel
+from quire.kernels.triton.streamed_experts import BLOCKS, _experts_kernel
 from quire.kernels.triton.streamed_linear import _asm, _int4_kernel
 from tests.long_runs import IS_LONG
 
@@ -29,6 +30,10 @@ ATTENTION_TYPES = {
 BOX = f"tensordesc<bf16[16, 64],{gl.NVMMASharedLayout.get_default_for([16, 64], gl.bfloat16)!r}>"
 PROMPT_TYPES = ATTENTION_TYPES | {"keys": BOX, "values": BOX}
 FOUR_BITS_TYPES = {**dict.fromkeys(("x", "bias", "out"), "*bf16"), **dict.fromkeys(("codes", "scales"), "*i32")}
+EXPERTS_TYPES = {
+    **dict.fromkeys(("x", "bias", "out"), "*bf16"),
+    **dict.fromkeys(("codes", "tile_experts", "tile_counts", "order"), "*i32"),
+}
 PRODUCT_TYPES = dict.fromkeys(("x", "weight", "bias", "out"), "*bf16")
 
 
@@ -68,7 +73,7 @@ def small_batch_kernels() -> dict[str, dict[str, int]]:
     first = 0 if IS_LONG else 1
     for head_dim, group, window, wide in ((128, 2, False, False), (64, 16, True, True))[first:]:
         constants = {"GROUP": group, "D": head_dim, "BLOCK_SIZE": 16, "KEYS": 64, "SPLIT": 512}
-        constants |= {"WINDOW": window, "WIDE": wide, "PDL": True}
+        constants |= {"WINDOW": window, "SINKS": window, "WIDE": wide, "PDL": True}
         found[f"attention {head_dim}"] = resources(_small_batch_kernel, ATTENTION_TYPES, constants, 8)
     for window in (False, True)[first:]:
         keys = 128 if window else 64  # two tiles at once, or one
@@ -85,4 +90,11 @@ def small_batch_kernels() -> dict[str, dict[str, int]]:
         constants = {"K": 4096, "GROUP": group, "HAS_BIAS": True, "LOW": low, "HIGH": high, "BLOCK_M": rows}
         constants |= {"AHEAD": ahead, "STAGES": 4, "WARPS": warps, "PDL": True}
         found[f"four bits {group}"] = resources(_int4_kernel, FOUR_BITS_TYPES, constants, warps)
+    for width in BLOCKS if IS_LONG else (128,):
+        blocks = BLOCKS[width]
+        constants = {"INNER": 2880, "OUTER": 2880, "TOP_K": 4, "GATED": True, "ACTIVATION": 2, "BIAS": True}
+        constants |= {"LISTED": 1, "BLOCK_M": width, "EACH": blocks.each, "STAGES": blocks.stages}
+        constants |= {"IN_REGISTERS": blocks.in_registers, "ASYNC": blocks.is_async, "WARPS": blocks.warps, "PDL": True}
+        limit = {} if blocks.registers is None else {"maxnreg": blocks.registers}
+        found[f"experts {width}"] = resources(_experts_kernel, EXPERTS_TYPES, constants, blocks.warps, **limit)
     return found

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kernels.triton.support import DEVICE, MARKS, NAN, ON_GPU, drawn, in_graph, random
-from tests.kernels.triton.test_attention import attention, make, one_each
+from tests.kernels.triton.test_attention import make, one_each
 from tests.long_runs import short_or_long
 
 from quire.kernels.ops import Activation, AttentionSpec, HeadShape  # isort: skip  (after the check for Triton)
@@ -46,9 +46,15 @@ HEADS = [(16, 8, 128), (32, 8, 128), (9, 3, 64), (32, 8, 64), (16, 1, 128), (3, 
     ),
     st.sampled_from([None, 1, 50, 600]),
     st.booleans(),
+    st.booleans(),
 )
 def test_attention_of_small_batches_is_that_of_large_ones(
-    dtype: torch.dtype, heads: tuple[int, int, int], lengths: list[int], window: int | None, is_divided: bool
+    dtype: torch.dtype,
+    heads: tuple[int, int, int],
+    lengths: list[int],
+    window: int | None,
+    is_divided: bool,
+    has_sinks: bool,
 ) -> None:
     """Any lengths, whole sequences or single splits, what belongs to nobody being NaN; twice, as splits are counted."""
     shape = HeadShape(*heads)
@@ -57,10 +63,14 @@ def test_attention_of_small_batches_is_that_of_large_ones(
     runs = np.full(len(lengths), 1 if is_divided else 100)
     work = torch.from_numpy(divided(rows, ones, np.array(lengths, np.int32), rows, runs)).to(DEVICE)
     spec = AttentionSpec(shape, shape.head_dim**-0.5, window)
-    expected = attention(query, cache, batch.block_tables, {"decode": work}, len(work), spec)
+    sinks = random(shape.num_heads, dtype=torch.float32, seed=3) * 4 if has_sinks else None
+    expected = torch.full_like(query, NAN)
+    paged.decode_attention(query, expected, cache, batch.block_tables, work, len(work), spec, sinks)
     for _ in range(2):
         found = torch.full_like(query, NAN)
-        small_batch_attention.small_batch_attention(query, found, cache, batch.block_tables, work, len(work), spec, 132)
+        small_batch_attention.small_batch_attention(
+            query, found, cache, batch.block_tables, work, len(work), spec, 132, sinks
+        )
         assert torch.equal(found, expected)
     assert not expected.isnan().any()
 
@@ -206,7 +216,7 @@ def test_kernels_for_all_devices_compile_and_fit_into_what_each_has() -> None:
     done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
-    assert len(found["small batches"]) == short_or_long(4, 8)
+    assert len(found["small batches"]) == short_or_long(5, 13)
     for name, used in found["small batches"].items():
         assert used["stack"] <= (96 if name.startswith(("prompt", "four bits")) else 0), name
         assert used["shared"] <= 227 * 1024, name
