@@ -13,6 +13,7 @@ from torch import Tensor
 from quire.kernels.ops import LayerCache
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
+from quire.models.linear import Embedding
 from tests.decoding import BLOCK_SIZE, make_caches, paged_batch
 from tests.gpu.support import DEVICE, decoder_of, shape_of
 
@@ -89,8 +90,9 @@ def test_neighbours_change_nothing(small: Decoder, whole: Tensor) -> None:
     tokens = [random_tokens(small, seed) for seed in range(4)]
     original = small.embedding
     poison = small.spec.vocab_size - 1  # random_tokens never draws it
-    small.embedding = Weight.dense(original.tensor.clone())
-    small.embedding.tensor[poison] = float("nan")
+    poisoned = small.weights["embedding"].tensor.clone()
+    poisoned[poison] = float("nan")
+    small.embedding = Embedding(Weight.dense(poisoned))
     tokens[2][::3] = poison
     try:
         sequences = Sequences(small, tokens, placement=3)
