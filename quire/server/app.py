@@ -59,8 +59,8 @@ def create_app(service: GenerationService, queue: BatchQueue | None = None) -> A
     # Only HTTP comes in: uvicorn runs without websockets and lifespan (`run`).
     app: ASGIApp = api
     if config.api_keys:
-        sessions = PageSessions(config.api_keys, config.tls_certificate is not None) if config.page else None
-        app = Authentication(app, config.api_keys, sessions)
+        sessions = PageSessions(config.all_keys, config.tls_certificate is not None) if config.page else None
+        app = Authentication(app, config.api_keys, sessions, config.admin_keys)
     if config.cors_origins:
         # Outside of the keys: a browser asks first, and without one, whether it may ask.
         app = CORSMiddleware(

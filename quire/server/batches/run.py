@@ -76,9 +76,16 @@ class BatchProgress:
 
     def write(self, lines: bytes, num_lines: int, num_failed: int) -> None:
         """The answers to the next requests."""
+        try:
+            self._answers.write(lines)
+        except OSError as error:
+            done, total = self.summary.done, self.summary.total
+            raise QuireError(
+                f"the answers can't be written: {error.strerror}; {done} of {total} requests are answered, and the "
+                "same command goes on from there"
+            ) from None
         self.summary.done += num_lines
         self.summary.failed += num_failed
-        self._answers.write(lines)
 
     def report(self, num_ahead: int = 0) -> None:
         """`num_ahead`: answers whose turn has not come."""
@@ -192,8 +199,13 @@ class _Run:
                         await self._room.wait()
                     await free.acquire()
                     tasks.create_task(answer(request))
-        except* EngineGoneError:
-            raise self._progress.engine_gone() from None
+        except ExceptionGroup as group:
+            if group.subgroup(EngineGoneError) is not None:
+                raise self._progress.engine_gone() from None
+            foreseen = group.subgroup(QuireError)
+            if foreseen is None:
+                raise
+            raise foreseen.exceptions[0] from None
 
     def _take(self, number: int, answer: BatchAnswer) -> None:
         self._finished[number] = answer
