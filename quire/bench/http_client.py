@@ -60,10 +60,11 @@ class HttpClient:
         return b"".join([piece async for piece in self._exchange("GET", path, b"")])
 
     async def get_json(self, path: str) -> Any:
-        return json.loads(await self.get(path))
+        return _parsed(await self.get(path), path)
 
     async def post_json(self, path: str, body: object) -> Any:
-        return json.loads(b"".join([piece async for piece in self._exchange("POST", path, json.dumps(body).encode())]))
+        data = b"".join([piece async for piece in self._exchange("POST", path, json.dumps(body).encode())])
+        return _parsed(data, path)
 
     async def events(self, path: str, body: object) -> AsyncGenerator[bytes]:
         """The data of each server-sent event of the answer. Leaving early (aclose) cuts the connection."""
@@ -176,8 +177,15 @@ class _Connection:
             return b""
 
 
+def _parsed(data: bytes, path: str) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        raise QuireError(f"the server's answer to {path} is no JSON: is it a Quire server?") from None
+
+
 def _message(text: str) -> str:
     """What an error's body says, whatever its shape."""
-    with contextlib.suppress(ValueError, TypeError, KeyError):
+    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
         return str(json.loads(text)["error"]["message"])
     return text[:300]

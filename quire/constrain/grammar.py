@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from quire.constrain import limits
+from quire.constrain.ahead import MaskCosts
 from quire.constrain.checker import GrammarChecker, Verdict
 from quire.constrain.guidance import build_tokenizer, error_of, field_of, new_matcher, run_with_stack, to_guidance
 from quire.errors import InvalidRequestError
@@ -78,6 +79,7 @@ class Grammar:
         """Control tokens it may have the model write, beside tokens of text."""
         self.num_bytes = num_bytes
         """What it takes in memory, before requests grow its automaton."""
+        self.costs = MaskCosts()
         self._text = text
         self._lock = threading.Lock()
         self._pristine: llguidance.LLMatcher | None = self._compile()

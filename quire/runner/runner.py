@@ -90,6 +90,14 @@ class Runner:
             pending.add_drafts(self._drafter.draft(free, pending.result().tokens, self._sampler))
         return pending
 
+    def held_rows(self) -> frozenset[int]:
+        """Request rows that would keep a step waiting for their masks (see `quire.constrain.ahead`)."""
+        return self._grammars.held_rows()
+
+    def wait_for_held(self) -> None:
+        """For a moment, or until one of them would not."""
+        self._grammars.wait_for_held()
+
     def release(self) -> None:
         """Frees weights and cache, even if this object lives on."""
         self._graphs = None

@@ -149,7 +149,7 @@ class BatchQueue:
             request = replace(request, problem=f"url: the batch is for {batch.endpoint}, not {request.url[:128]!r}")
         self._num_requests += 1
         try:
-            return await self._answers.answer(request)
+            return await self._answers.answer(request, batch.owner)
         finally:
             self._num_requests -= 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.server.errors import ApiError
@@ -25,6 +26,10 @@ class FolderLimits:
         shares = max(1, num_keys)
         per_key = num_bytes // shares if bytes_per_key is None else min(bytes_per_key, num_bytes)
         return cls(num_bytes, per_key, max(1, entries // shares))
+
+
+Take = Callable[[str, int], None]
+"""Called with an owner and a number of bytes."""
 
 
 class NoRoomError(ApiError):

@@ -20,7 +20,7 @@ from typing import TypeVar
 import msgspec
 
 from quire.server.batches.entries import RECORD_BYTES, StoredBatch, StoredFile
-from quire.server.batches.room import FolderLimits, Room
+from quire.server.batches.room import FolderLimits, NoRoomError, Room, Take
 from quire.server.batches.work import WorkFiles
 from quire.server.disk import create, open_plain, read_whole, write_all, write_whole
 from quire.server.errors import ApiError
@@ -41,9 +41,10 @@ _Entry = TypeVar("_Entry", StoredFile, StoredBatch)
 class Upload:
     """A file that is being received: counted as it comes, gone unless it is kept."""
 
-    def __init__(self, path: Path, owner: str, room: Room, expected: int) -> None:
+    def __init__(self, path: Path, owner: str, take: Take, give_back: Take, expected: int) -> None:
         """`expected`: bytes that are counted before the first has come; what the record will take is, too."""
-        self._room = room
+        self._take = take
+        self._give_back = give_back
         self._counted = 0
         self._number: int | None = None
         self.path = path
@@ -74,7 +75,7 @@ class Upload:
 
     def _count(self, num_bytes: int) -> None:
         if num_bytes > 0:
-            self._room.take(self.owner, num_bytes)
+            self._take(self.owner, num_bytes)
             self._counted += num_bytes
 
     def _close(self) -> bool:
@@ -83,7 +84,7 @@ class Upload:
             os.close(self._number)
             self._number = None
         if self._counted:
-            self._room.give_back(self.owner, self._counted)
+            self._give_back(self.owner, self._counted)
             self._counted = 0
         return is_open
 
@@ -114,7 +115,8 @@ class BatchStore:
         """Raises ApiError if so many bytes are too many, or there are too many files."""
         with self._lock:
             self._check_count(owner)
-        return Upload(self.folder / "work" / new_id("upload-"), owner, self.room, expected)
+        path = self.folder / "work" / new_id("upload-")
+        return Upload(path, owner, self.take, self.room.give_back, expected)
 
     def add_file(self, upload: Upload, filename: str, purpose: str) -> StoredFile:
         """Takes an upload over."""
@@ -169,7 +171,7 @@ class BatchStore:
             own = [one for one in self._batches.values() if one.owner == batch.owner]
             if len(own) >= self._limits.entries_per_key:
                 self._forget_oldest(own)
-            self.room.take(batch.owner, batch.counted_bytes)
+            self.take(batch.owner, batch.counted_bytes)
             try:
                 self.save(batch)
             except BaseException:
@@ -195,7 +197,7 @@ class BatchStore:
     def open_work(self, batch: StoredBatch) -> WorkFiles:
         """Where its answers grow."""
         output, errors = (self._work_path(batch.id, kind) for kind in _KINDS)
-        return WorkFiles(output, errors, batch.owner, self.room)
+        return WorkFiles(output, errors, batch.owner, self.take, self.room.give_back)
 
     def end_batch(self, batch: StoredBatch, outcome: str) -> None:
         """Makes output files of its answers; they are counted already. Raises OSError, and may be called again, now or
@@ -209,6 +211,20 @@ class BatchStore:
             over = msgspec.structs.replace(batch, status=batch.outcome, ended_at=int(time.time()))
             self.save(over)
             batch.status, batch.ended_at = over.status, over.ended_at
+
+    def take(self, owner: str, num_bytes: int) -> None:
+        """Counts bytes before they are written; raises NoRoomError. What nobody can delete, the records of batches that
+        are over, makes room, the oldest first."""
+        with self._lock:
+            while True:
+                try:
+                    self.room.take(owner, num_bytes)
+                    return
+                except NoRoomError:
+                    over = [one for one in self._batches.values() if one.owner == owner and one.is_over]
+                    if not over or num_bytes > self._limits.bytes_per_key:
+                        raise
+                    self._forget(min(over, key=lambda one: (one.created_at, one.id)))
 
     # Inside
 
@@ -257,9 +273,12 @@ class BatchStore:
         over = [one for one in _in_order(own) if one.is_over]
         if not over:
             raise ApiError(429, f"{len(own)} of your batches wait already", code="too_many_batches", retry_after=60.0)
-        self._record_of("batches", over[0].id).unlink(missing_ok=True)
-        del self._batches[over[0].id]
-        self.room.give_back(over[0].owner, over[0].counted_bytes)
+        self._forget(over[0])
+
+    def _forget(self, batch: StoredBatch) -> None:
+        self._record_of("batches", batch.id).unlink(missing_ok=True)
+        del self._batches[batch.id]
+        self.room.give_back(batch.owner, batch.counted_bytes)
 
     def _work_path(self, batch_id: str, kind: str) -> Path:
         return self.folder / "work" / f"{batch_id}.{kind}"

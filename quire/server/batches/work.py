@@ -18,7 +18,7 @@ import msgspec
 
 from quire.server.batches.answers import BatchAnswer
 from quire.server.batches.requests import BatchRequest
-from quire.server.batches.room import Room
+from quire.server.batches.room import Take
 from quire.server.disk import open_plain, write_all
 
 _SYNC_SECONDS = 5.0
@@ -47,10 +47,11 @@ class _Part:
 class WorkFiles:
     """Both files, whose bytes are counted for the batch's key. Not on the event loop."""
 
-    def __init__(self, output: Path, errors: Path, owner: str, room: Room) -> None:
+    def __init__(self, output: Path, errors: Path, owner: str, take: Take, give_back: Take) -> None:
         """What the files have already was counted before."""
         self._owner = owner
-        self._room = room
+        self._take = take
+        self._give_back = give_back
         self.output = _Part(output)
         try:
             self.errors = _Part(errors)
@@ -73,7 +74,7 @@ class WorkFiles:
                 found[0].next()
             for part, head in zip(parts, heads, strict=True):
                 if head.end < part.size:
-                    self._room.give_back(self._owner, part.size - head.end)
+                    self._give_back(self._owner, part.size - head.end)
                     part.cut(head.end)
                 part.num_lines = head.num_lines
         return left
@@ -81,7 +82,7 @@ class WorkFiles:
     def write(self, answers: Sequence[BatchAnswer]) -> None:
         """All of them or none: raises NoRoomError or OSError, and the files are as they were."""
         size = sum(len(one.line) for one in answers)
-        self._room.take(self._owner, size)
+        self._take(self._owner, size)
         before = (self.output.size, self.errors.size)
         try:
             for part, is_error in ((self.output, False), (self.errors, True)):
@@ -93,7 +94,7 @@ class WorkFiles:
             for part, length in zip((self.output, self.errors), before, strict=True):
                 with contextlib.suppress(OSError):
                     part.cut(length)
-            self._room.give_back(self._owner, size)
+            self._give_back(self._owner, size)
             raise
         for one in answers:
             (self.errors if one.is_error else self.output).num_lines += 1

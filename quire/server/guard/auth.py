@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.server.errors import ApiError, error_response
-from quire.server.guard.page_session import PageSessions, read_key, sign_in_form, wants_page
+from quire.server.guard.host import split_host
+from quire.server.guard.page_session import PageSessions, is_foreign, read_key, sign_in_form, wants_page
 
 _OPEN_PATHS = frozenset({"/health"})
 
@@ -53,6 +54,8 @@ class Authentication:
             return
         sessions = self._sessions
         if sessions is not None and scope["path"] == "/" and scope["method"] == "POST":
+            if is_foreign(scope):
+                raise ApiError(403, "another site's page may not sign in here", code="foreign_origin")
             key = await read_key(receive)
             response = sessions.signed_in(scope, key) if key in self._keys else sign_in_form(is_wrong=True)
             await response(scope, receive, send)
@@ -105,9 +108,7 @@ class AllowedHosts:
 
 
 def _host_of(scope: Scope) -> str:
-    host = next((value.decode("latin-1").lower() for name, value in scope["headers"] if name == b"host"), "")
-    name, colon, port = host.rpartition(":")
-    return name if colon and port.isdigit() else host
+    return split_host(next((value for name, value in scope["headers"] if name == b"host"), b""))[0]
 
 
 def key_of(scope: Scope) -> bytes | None:
