@@ -32,11 +32,15 @@ class HttpClient:
 
     def __init__(self, base_url: str, api_key: str | None = None, timeout: float = 600.0) -> None:
         """`timeout`: the most seconds between two pieces of an answer."""
-        parts = urlsplit(base_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(base_url)
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            parts, host, port = urlsplit(""), None, None
+        if parts.scheme not in ("http", "https") or not host:
             raise HttpError(f"--base-url: {base_url!r} is no address such as http://127.0.0.1:8000")
-        self._host = parts.hostname
-        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._host = host
+        self._port = port or (443 if parts.scheme == "https" else 80)
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._root = parts.path.rstrip("/")
         self._timeout = timeout

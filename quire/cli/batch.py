@@ -72,7 +72,7 @@ def batch(
     check_installed("quire batch")
     from quire.server.batches.run import BatchJob, run_batch
 
-    answers = output if output is not None else requests.with_name(f"{requests.stem}.answers.jsonl")
+    answers = output if output is not None else requests.parent / f"{requests.stem}.answers.jsonl"
     job = BatchJob(
         requests,
         answers,

@@ -189,6 +189,6 @@ def _keys(given: list[str], file: Path | None, variable_name: str = _KEY_VARIABL
 
 
 def _readable(field: str, file: Path | None) -> Path | None:
-    if file is not None and not file.is_file():
+    if file is not None and not os.path.isfile(file):  # False, too, for what can't be a path
         raise InvalidRequestError(field, f"there is no file {file}")
     return file

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:  # the process that checks grammars starts sooner without
+    import numpy as np
+    import numpy.typing as npt
 
 _CHEAP_SECONDS = 0.005
 """A mask of a row; many of them share a step."""
@@ -21,8 +23,13 @@ _DECAY = 0.9
 _LONGEST_WAIT = 0.05
 """Seconds for which an engine with nothing else to do waits at a time, so that it still hears of new requests."""
 
-AheadMask = tuple[npt.NDArray[np.int32], str]
-"""A row of words, and why the row can't go on (empty if it can)."""
+
+class AheadMask(NamedTuple):
+    """The mask of one row."""
+
+    words: npt.NDArray[np.int32]
+    error: str
+    """Why the row can't go on; empty if it can."""
 
 
 class MaskCosts:

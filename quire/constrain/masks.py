@@ -303,7 +303,7 @@ class _MaskWorker:
         """The words of one row, in memory of their own: the row may have gone to another request by then."""
         words: Words = np.zeros((1, self.words.shape[1]), dtype=np.int32)
         errors = self.compute({0: state}, words)
-        return words[0], errors.get(0, "")
+        return AheadMask(words[0], errors.get(0, ""))
 
     def compute(self, states: Mapping[int, GrammarState], out: Words) -> dict[int, str]:
         """Fills the rows' words in `out`; returns the rows that can't go on, and why. Notes what each grammar took."""

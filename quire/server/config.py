@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -131,8 +133,8 @@ class ServerConfig:
             value = getattr(self, name)
             if name.startswith("max_") and value is not None and value < 1:
                 raise InvalidRequestError(name, f"must be at least 1, not {value}")
-            if name.endswith("_seconds") and not value > 0:
-                raise InvalidRequestError(name, f"must be above 0, not {value}")
+            if name.endswith("_seconds") and not 0 < value < math.inf:
+                raise InvalidRequestError(name, f"must be above 0 and finite, not {value}")
         if not 1 <= self.http_workers <= _MOST_WORKERS:
             raise InvalidRequestError("http_workers", f"must be from 1 to {_MOST_WORKERS}, not {self.http_workers}")
         for name in ("stored_responses", "stored_bytes"):
@@ -149,7 +151,7 @@ class ServerConfig:
     @property
     def model_names(self) -> tuple[str, ...]:
         # Where the files lie on this machine is nobody's business.
-        name = Path(self.model).name if Path(self.model).exists() else self.model
+        name = Path(self.model).name if os.path.exists(self.model) else self.model  # False for what is no path
         return self.served_model_names or (name,)
 
     @property

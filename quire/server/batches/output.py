@@ -44,7 +44,7 @@ class AnswerFile:
             import_pyarrow(path)
             if path.exists() and not restart:
                 raise QuireError(f"{path}: is there already: choose another --output, or replace it with --restart")
-        if path.is_dir():
+        if os.path.isdir(path):
             raise InvalidRequestError("--output", f"{path} is a folder: name a file, say {path / 'answers.jsonl'}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

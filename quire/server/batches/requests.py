@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +60,7 @@ class RequestFile:
         self.path = path
         self.identity = identity
         self._is_parquet = path.suffix.lower() == ".parquet"
-        if not path.is_file():
+        if not os.path.isfile(path):  # False, too, for what can't be a path
             raise InvalidRequestError("REQUESTS", f"there is no file {path}")
         if self._is_parquet:
             import_pyarrow(path)

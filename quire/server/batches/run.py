@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -110,7 +111,7 @@ def run_batch(job: BatchJob, report: Report, answer_all: AnswerAll | None = None
     deciding = {name: getattr(options, name) for name in _DECIDING}
     identity = json.dumps([quire.__version__, job.model, job.served_model_names, job.seed, deciding])
     requests = RequestFile(job.requests, identity)
-    if job.answers.exists() and job.answers.resolve() == job.requests.resolve():
+    if os.path.exists(job.answers) and os.path.samefile(job.answers, job.requests):
         raise QuireError(f"{job.answers}: requests and answers are the same file")
     answers = AnswerFile(job.answers, job.restart)
     try:
