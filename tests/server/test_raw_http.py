@@ -294,9 +294,9 @@ def test_a_client_that_sent_ahead_and_left_is_noticed(server: Server) -> None:
 
 
 def test_the_host_header_changes_nothing(server: Server) -> None:
-    for host in (b"evil.example", b"[::1]/health", b"x/health?", b""):
+    for host, status in ((b"evil.example", 200), (b"", 200), (b"[::1]/health", 400), (b"x/health?", 400)):
         answer = exchange(server, b"GET /version HTTP/1.1\r\nhost: " + host + b"\r\nconnection: close\r\n\r\n")
-        assert status_of(answer) == 200
+        assert status_of(answer) == status
 
 
 def test_upgrades_are_not_for_us(server: Server) -> None:
