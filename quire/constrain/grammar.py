@@ -4,6 +4,7 @@ in one."""
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
@@ -83,6 +84,11 @@ class Grammar:
         self._text = text
         self._lock = threading.Lock()
         self._pristine: llguidance.LLMatcher | None = self._compile()
+        if not error_of(self._pristine):
+            # The first mask, which all requests begin with: the automaton remembers it, so that no step waits for it.
+            started = time.monotonic()
+            self._pristine.deep_copy().compute_bitmask()
+            self.costs.note(time.monotonic() - started)
 
     @property
     def error(self) -> str:
