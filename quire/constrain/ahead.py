@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # the process that checks grammars starts sooner without
 
 _CHEAP_SECONDS = 0.005
 """A mask of a row; many of them share a step."""
+_GUESS_SECONDS = 0.05
+"""A mask of a row beyond which no guesses are followed: one mask behind each of them would be needed in the step."""
 _PROVEN_MASKS = 3
 """Masks in a row that have to be cheap before a grammar counts as cheap: the first is often the only cheap one."""
 _DECAY = 0.9
@@ -46,6 +48,11 @@ class MaskCosts:
     @property
     def is_cheap(self) -> bool:
         return self._num_measured >= _PROVEN_MASKS and self._peak <= _CHEAP_SECONDS
+
+    @property
+    def allows_guesses(self) -> bool:
+        """Whether further masks, behind guesses, may be computed in a step."""
+        return self._peak <= _GUESS_SECONDS
 
 
 class MasksAhead:

@@ -197,7 +197,7 @@ class Constrainer:
             state = self._states.get(int(request_rows[place]))
             # A state with an automaton of its own must not have it filled by what is perhaps never said.
             # What is expensive for one draw is so for every guess.
-            may_walk = state is not None and not state.is_private and state.grammar.costs.is_cheap
+            may_walk = state is not None and not state.is_private and state.grammar.costs.allows_guesses
             if state is not None and may_walk and not state.is_finished and not state.matcher.is_error():
                 walking[place] = state.matcher.deep_copy()
         while walking:
@@ -248,11 +248,12 @@ class Constrainer:
                 errors[row] = _explain(state.error)
             elif state.is_finished:
                 ended.add(row)
-            elif not state.grammar.costs.is_cheap:
-                assert self._worker is not None
-                self._ahead.begin(row, partial(self._worker.compute_one, state))
-            elif asks_forced and asks_forced[place]:
-                forced[row] = state.forced_tokens()
+            else:
+                if asks_forced and asks_forced[place] and state.grammar.costs.allows_guesses:
+                    forced[row] = state.forced_tokens()
+                if not state.grammar.costs.is_cheap:
+                    assert self._worker is not None
+                    self._ahead.begin(row, partial(self._worker.compute_one, state))
         return Advanced(frozenset(ended), errors, forced)
 
     def held_rows(self) -> frozenset[int]:

@@ -31,6 +31,7 @@ def test_a_grammar_is_cheap_when_several_masks_were() -> None:
     assert costs.is_cheap
     costs.note(0.5)
     assert not costs.is_cheap
+    assert not costs.allows_guesses
     for _ in range(100):
         costs.note(0.0001)
     assert costs.is_cheap
