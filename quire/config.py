@@ -147,13 +147,14 @@ def parse_bytes(field: str, value: int | str, low: int = 0) -> int:
     """A number of bytes, given as one or as text with a unit such as 512MiB or 2GB."""
     number: int | None = None
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower())
+        match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([a-z]*)\s*", value.lower())
         if match and match[2] in _UNITS:
             number = int(float(match[1]) * _UNITS[match[2]])
     elif isinstance(value, int) and not isinstance(value, bool):
         number = value
     if number is None or number < low:
-        raise InvalidRequestError(field, f"must be a number of bytes such as 536870912, 512MiB or 2GB, not {value!r}")
+        shown = value[:64] if isinstance(value, str) else value
+        raise InvalidRequestError(field, f"must be a number of bytes such as 536870912, 512MiB or 2GB, not {shown!r}")
     return number
 
 

@@ -32,11 +32,15 @@ class HttpClient:
 
     def __init__(self, base_url: str, api_key: str | None = None, timeout: float = 600.0) -> None:
         """`timeout`: the most seconds between two pieces of an answer."""
-        parts = urlsplit(base_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(base_url)
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            parts, host, port = urlsplit(""), None, None
+        if parts.scheme not in ("http", "https") or not host:
             raise HttpError(f"--base-url: {base_url!r} is no address such as http://127.0.0.1:8000")
-        self._host = parts.hostname
-        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._host = host
+        self._port = port or (443 if parts.scheme == "https" else 80)
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._root = parts.path.rstrip("/")
         self._timeout = timeout
@@ -60,10 +64,11 @@ class HttpClient:
         return b"".join([piece async for piece in self._exchange("GET", path, b"")])
 
     async def get_json(self, path: str) -> Any:
-        return json.loads(await self.get(path))
+        return _parsed(await self.get(path), path)
 
     async def post_json(self, path: str, body: object) -> Any:
-        return json.loads(b"".join([piece async for piece in self._exchange("POST", path, json.dumps(body).encode())]))
+        data = b"".join([piece async for piece in self._exchange("POST", path, json.dumps(body).encode())])
+        return _parsed(data, path)
 
     async def events(self, path: str, body: object) -> AsyncGenerator[bytes]:
         """The data of each server-sent event of the answer. Leaving early (aclose) cuts the connection."""
@@ -176,8 +181,15 @@ class _Connection:
             return b""
 
 
+def _parsed(data: bytes, path: str) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        raise QuireError(f"the server's answer to {path} is no JSON: is it a Quire server?") from None
+
+
 def _message(text: str) -> str:
     """What an error's body says, whatever its shape."""
-    with contextlib.suppress(ValueError, TypeError, KeyError):
+    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
         return str(json.loads(text)["error"]["message"])
     return text[:300]

@@ -131,6 +131,8 @@ def _read_job(line: str, where: str, output_len: int) -> Job:
         fields = json.loads(line)
     except ValueError as error:
         raise InvalidRequestError("--dataset-path", f"{where} is no JSON: {error}") from None
+    except RecursionError:
+        raise InvalidRequestError("--dataset-path", f"{where} is nested too deeply") from None
     if not isinstance(fields, Mapping) or ("prompt" in fields) == ("messages" in fields):
         raise InvalidRequestError("--dataset-path", f"{where} must be an object with either prompt or messages")
     prompt = fields.get("prompt", fields.get("messages"))

@@ -18,6 +18,9 @@ from quire.frontend.progress import BatchBar
 if TYPE_CHECKING:
     from quire.server.batches.run import BatchJob, BatchSummary, Report
 
+_SOME_FAILED = 3
+"""Exit code: all requests are answered, some of them with errors."""
+
 
 @with_groups
 def batch(
@@ -51,7 +54,8 @@ def batch(
     """Answer a file of requests: chats, completions and embeddings, one per line, with answers in the same order.
 
     A run that was interrupted, even killed, goes on where it was when the same command is given again, and the file
-    comes out as if nothing had happened. A request that fails has its error on its line.
+    comes out as if nothing had happened. A request that fails has its error on its line; then the exit code is 3, and
+    1 if not all could be answered.
 
     \b
     quire batch requests.jsonl -o answers.jsonl
@@ -68,7 +72,7 @@ def batch(
     check_installed("quire batch")
     from quire.server.batches.run import BatchJob, run_batch
 
-    answers = output if output is not None else requests.with_name(f"{requests.stem}.answers.jsonl")
+    answers = output if output is not None else requests.parent / f"{requests.stem}.answers.jsonl"
     job = BatchJob(
         requests,
         answers,
@@ -91,6 +95,8 @@ def batch(
     resumed = f" ({summary.resumed} by an earlier run)" if summary.resumed else ""
     failed = f", {summary.failed} of them with errors" if summary.failed else ""
     say(f"{answers}: {summary.done} requests answered{resumed}{failed}{rate}")
+    if summary.failed:
+        raise typer.Exit(_SOME_FAILED)
 
 
 def _run_on_ray(job: BatchJob, report: Report, address: str) -> BatchSummary:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,7 +72,7 @@ def replay(
     from quire.observe.step_log import last_run
     from quire.simulate.recorded import recorded_requests
 
-    size = log.stat().st_size if log.is_file() else 0
+    size = log.stat().st_size if os.path.isfile(log) else 0  # what can't be a path is told when it is read
     if size > _LARGE:
         say(f"Reading {log} ({format_bytes(size)})")
     entries, engine = last_run(log)

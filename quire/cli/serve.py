@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from quire.server.config import ServerConfig
 
 _KEY_VARIABLE = "QUIRE_API_KEY"
+_ADMIN_VARIABLE = "QUIRE_ADMIN_KEY"
 _KEY_HELP = f"A key clients must send. Repeat for several; also from {_KEY_VARIABLE}, separated by commas."
 
 
@@ -38,6 +39,13 @@ class ServerOptions(OptionGroup):
     ] = None
     api_key: Annotated[list[str] | None, Option(metavar="KEY", help=_KEY_HELP)] = None
     api_key_file: Annotated[Path | None, Option(metavar="FILE", help="Further keys, one per line.")] = None
+    admin_key: Annotated[
+        list[str] | None,
+        Option(
+            metavar="KEY",
+            help=f"A key that also sees other keys' requests, files and batches; also from {_ADMIN_VARIABLE}.",
+        ),
+    ] = None
     http_workers: Annotated[int, Option(metavar="N", help="Processes that serve HTTP; more for 10,000 tokens/s.")] = 1
     max_queued_requests: Annotated[int, Option(metavar="N", help="Answers that may wait; beyond, clients get 429.")] = (
         256
@@ -62,6 +70,9 @@ class ServerOptions(OptionGroup):
         Path | None, Option(metavar="DIR", help="Serve /v1/files and /v1/batches, and keep them in this folder.")
     ] = None
     max_batch_size: Annotated[str, Option(metavar="M", help="Bytes of all files in it.")] = "1GiB"
+    max_batch_size_per_key: Annotated[
+        str | None, Option(metavar="M", help="Bytes of one key's files in it; default: an even share.")
+    ] = None
     start_timeout: Annotated[
         float, Option(metavar="S", help="Seconds without progress before an engine that starts is given up.")
     ] = 120.0
@@ -97,6 +108,7 @@ class ServerOptions(OptionGroup):
             host=self.host,
             port=self.port,
             api_keys=_keys(self.api_key or [], self.api_key_file),
+            admin_keys=_keys(self.admin_key or [], None, _ADMIN_VARIABLE),
             cors_origins=tuple(self.cors_origin or ()),
             allowed_hosts=tuple(self.allowed_host or ()),
             page=self.page,
@@ -116,6 +128,7 @@ class ServerOptions(OptionGroup):
             stored_seconds=self.stored_hours * 3600,
             batches=None if self.batches is None else self.batches.absolute(),
             max_batch_bytes=parse_bytes("--max-batch-size", self.max_batch_size, low=1),
+            max_batch_bytes_per_key=_bytes_or_none("--max-batch-size-per-key", self.max_batch_size_per_key),
             start_seconds=self.start_timeout,
             otlp_traces_endpoint=self.otlp_traces_endpoint,
             log_format=self.log_format,
@@ -150,14 +163,18 @@ def serve(
 def check_installed(who: str) -> None:
     """What the server's code needs beside the engine's."""
     try:
-        for name in ("fastapi", "httptools", "msgspec", "prometheus_client", "uvicorn", "zmq"):
+        for name in ("fastapi", "httptools", "msgspec", "prometheus_client", "python_multipart", "uvicorn", "zmq"):
             importlib.import_module(name)
     except ImportError as error:
         raise QuireError(f"{who} needs {error.name}: pip install 'quire[server]'") from None
 
 
-def _keys(given: list[str], file: Path | None) -> tuple[str, ...]:
-    variable = os.environ.get(_KEY_VARIABLE, "")
+def _bytes_or_none(option: str, value: str | None) -> int | None:
+    return None if value is None else parse_bytes(option, value, low=1)
+
+
+def _keys(given: list[str], file: Path | None, variable_name: str = _KEY_VARIABLE) -> tuple[str, ...]:
+    variable = os.environ.get(variable_name, "")
     keys = [*given, *filter(None, (key.strip() for key in variable.split(",")))]
     if file is not None:
         try:
@@ -172,6 +189,6 @@ def _keys(given: list[str], file: Path | None) -> tuple[str, ...]:
 
 
 def _readable(field: str, file: Path | None) -> Path | None:
-    if file is not None and not file.is_file():
+    if file is not None and not os.path.isfile(file):  # False, too, for what can't be a path
         raise InvalidRequestError(field, f"there is no file {file}")
     return file

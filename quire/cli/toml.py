@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 import types
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
@@ -29,7 +30,7 @@ def check_value(name: str, value: Any, kind: Any) -> Any:
         elif isinstance(one, type) and isinstance(value, one) and (one is bool or not isinstance(value, bool)):
             return value
     wanted = " or ".join("a list of texts" if get_origin(one) is list else _WORDS.get(one, str(one)) for one in kinds)
-    raise InvalidRequestError(name, f"must be {wanted}, not {value!r}")
+    raise InvalidRequestError(name, f"must be {wanted}, not {reprlib.repr(value)}")
 
 
 def _is_union(kind: Any) -> bool:

@@ -4,6 +4,7 @@ in one."""
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
@@ -11,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from quire.constrain import limits
+from quire.constrain.ahead import MaskCosts
 from quire.constrain.checker import GrammarChecker, Verdict
 from quire.constrain.guidance import build_tokenizer, error_of, field_of, new_matcher, run_with_stack, to_guidance
 from quire.errors import InvalidRequestError
@@ -78,9 +80,15 @@ class Grammar:
         """Control tokens it may have the model write, beside tokens of text."""
         self.num_bytes = num_bytes
         """What it takes in memory, before requests grow its automaton."""
+        self.costs = MaskCosts()
         self._text = text
         self._lock = threading.Lock()
         self._pristine: llguidance.LLMatcher | None = self._compile()
+        if not error_of(self._pristine):
+            # The first mask, which all requests begin with: the automaton remembers it, so that no step waits for it.
+            started = time.monotonic()
+            self._pristine.deep_copy().compute_bitmask()
+            self.costs.note(time.monotonic() - started)
 
     @property
     def error(self) -> str:

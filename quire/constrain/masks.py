@@ -22,9 +22,11 @@ Where it meets other controls:
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,6 +34,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.constrain.ahead import AheadMask, MasksAhead
 from quire.constrain.grammar import Grammar, GrammarCompiler, GrammarState, Vocabulary
 from quire.constrain.guidance import import_llguidance
 from quire.errors import QuireError
@@ -96,6 +99,7 @@ class Constrainer:
         self._worker: _MaskWorker | None = None
         self._started: tuple[dict[int, GrammarState], Future[dict[int, str]]] | None = None
         """Masks in the making: of which states, and what will be wrong with them."""
+        self._ahead = MasksAhead()
 
     def admit(
         self,
@@ -127,6 +131,7 @@ class Constrainer:
         """The row's request has left it, constrained or not."""
         if self._is_constrained[row]:
             self._epochs[row] += 1
+            self._ahead.drop(row)
             for by_row in (self._states, self._broken, self._ends):
                 by_row.pop(row, None)
             self._is_constrained[row] = False
@@ -138,10 +143,10 @@ class Constrainer:
     def start(self, request_rows: Indices) -> None:
         """Begins with the masks of those of `request_rows` that have a grammar."""
         self._settle()
-        states = self._states_of(request_rows)
+        states = self._started_in_step(request_rows)
         if states:
             assert self._worker is not None
-            self._started = states, self._worker.thread.submit(self._worker.compute, states)
+            self._started = states, self._worker.thread.submit(self._worker.compute, states, self._worker.words)
 
     def masks(self, request_rows: Indices, follows: Indices | None = None) -> GrammarMasks | None:
         """The masks of `request_rows`; None if none of them has a grammar. Waits for those that were started. A row may
@@ -152,15 +157,22 @@ class Constrainer:
         errors = {row: self._broken[row] for row in request_rows.tolist() if row in self._broken}
         words = np.full((len(request_rows), self._num_words), -1, dtype=np.int32)
         states = self._states_of(request_rows)
-        if states:
-            if self._started is None or self._started[0] != states:
+        in_step = self._started_in_step(request_rows)
+        if in_step:
+            if self._started is None or self._started[0] != in_step:
                 self.start(request_rows)
             assert self._started is not None
             assert self._worker is not None
             errors |= self._started[1].result()
             self._started = None
-            computed = np.fromiter((row in states for row in request_rows.tolist()), np.bool_, len(request_rows))
+            computed = np.fromiter((row in in_step for row in request_rows.tolist()), np.bool_, len(request_rows))
             words[computed] = self._worker.words[request_rows[computed]]
+        for row, state in states.items():
+            if row not in in_step:
+                words[request_rows == row], error = self._ahead.take(row)
+                errors |= {row: error} if error else {}
+            if not state.grammar.costs.is_cheap:
+                self._ahead.draws(row)
         undefined = np.zeros(len(request_rows), dtype=np.bool_)
         if follows is not None and states:
             self._follow_guesses(request_rows, follows, words, undefined)
@@ -184,7 +196,9 @@ class Constrainer:
         for place in places[follows[places - 1] < 0].tolist():
             state = self._states.get(int(request_rows[place]))
             # A state with an automaton of its own must not have it filled by what is perhaps never said.
-            if state is not None and not state.is_private and not state.is_finished and not state.matcher.is_error():
+            # What is expensive for one draw is so for every guess.
+            may_walk = state is not None and not state.is_private and state.grammar.costs.allows_guesses
+            if state is not None and may_walk and not state.is_finished and not state.matcher.is_error():
                 walking[place] = state.matcher.deep_copy()
         while walking:
             there: dict[int, llguidance.LLMatcher] = {}
@@ -226,6 +240,7 @@ class Constrainer:
         forced: dict[int, list[int]] = {}
         for place, (row, token, is_due) in enumerate(zip(request_rows.tolist(), tokens, due.tolist(), strict=True)):
             state = self._states.get(row) if is_due else None
+            self._ahead.drew(row)
             is_over = state is not None and state.is_finished  # drawn before that was known: nobody's
             if state is None or is_over:
                 continue
@@ -233,19 +248,36 @@ class Constrainer:
                 errors[row] = _explain(state.error)
             elif state.is_finished:
                 ended.add(row)
-            elif asks_forced and asks_forced[place]:
-                forced[row] = state.forced_tokens()
+            else:
+                if asks_forced and asks_forced[place] and state.grammar.costs.allows_guesses:
+                    forced[row] = state.forced_tokens()
+                if not state.grammar.costs.is_cheap:
+                    assert self._worker is not None
+                    self._ahead.begin(row, partial(self._worker.compute_one, state))
         return Advanced(frozenset(ended), errors, forced)
+
+    def held_rows(self) -> frozenset[int]:
+        """Rows whose masks take long and are not there yet: they can't draw without keeping others waiting."""
+        return self._ahead.held_rows()
+
+    def wait_for_held(self) -> None:
+        """For whoever has nothing else to do."""
+        self._ahead.wait()
 
     def close(self) -> None:
         """Ends the threads."""
         self._settle()
+        self._ahead.close()
         if self._worker is not None:
             self._worker.thread.shutdown()
 
     def _states_of(self, request_rows: Indices) -> dict[int, GrammarState]:
         constrained = request_rows[self._is_constrained[request_rows]].tolist()
         return {row: self._states[row] for row in constrained if row in self._states}
+
+    def _started_in_step(self, request_rows: Indices) -> dict[int, GrammarState]:
+        """Those whose masks were not begun ahead."""
+        return {row: state for row, state in self._states_of(request_rows).items() if row not in self._ahead}
 
     def _settle(self) -> None:
         """Waits for masks that nobody took, as after an error in the model: they use the same memory."""
@@ -263,17 +295,32 @@ class _MaskWorker:
         self._text = _packed(vocabulary.text_token_ids, num_words)
         self._text_and_ends = self._text | _packed(vocabulary.eos_token_ids, num_words)
         threads = min(_MAX_THREADS, os.cpu_count() or 1)
+        self._num_threads = threads
         self._executor: llguidance.LLExecutor = import_llguidance().LLExecutor(num_threads=threads)
         # One thread waits for llguidance's own ones, so that the caller need not.
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="quire-masks")
 
-    def compute(self, states: Mapping[int, GrammarState]) -> dict[int, str]:
-        """Fills the rows' words; returns the rows that can't go on, and why."""
-        self._fill(states)
+    def compute_one(self, state: GrammarState) -> AheadMask:
+        """The words of one row, in memory of their own: the row may have gone to another request by then."""
+        words: Words = np.zeros((1, self.words.shape[1]), dtype=np.int32)
+        errors = self.compute({0: state}, words)
+        return AheadMask(words[0], errors.get(0, ""))
+
+    def compute(self, states: Mapping[int, GrammarState], out: Words) -> dict[int, str]:
+        """Fills the rows' words in `out`; returns the rows that can't go on, and why. Notes what each grammar took."""
+        started = time.monotonic()
+        errors = self._compute(states, out)
+        seconds = (time.monotonic() - started) * min(self._num_threads, len(states)) / len(states)
+        for grammar in {id(state.grammar): state.grammar for state in states.values()}.values():
+            grammar.costs.note(seconds)
+        return errors
+
+    def _compute(self, states: Mapping[int, GrammarState], out: Words) -> dict[int, str]:
+        self._fill(states, out)
         # Whoever stumbled over an automaton that others filled up gets one of its own and tries again.
         again = {row: state for row, state in states.items() if state.matcher.is_error() and state.start_over()}
         if again:
-            self._fill(again)
+            self._fill(again, out)
         rows = np.fromiter(states, np.int64, len(states))
         may_end = np.fromiter((state.may_end for state in states.values()), np.bool_, len(states))
         # llguidance lets a complement (~) or a token wildcard match control tokens, ends included.
@@ -281,16 +328,16 @@ class _MaskWorker:
         for place, state in enumerate(states.values()):
             if state.grammar.control_token_ids:
                 allowed[place] |= self._control(state.grammar)
-        words = self.words[rows] & allowed
-        self.words[rows] = words
+        words = out[rows] & allowed
+        out[rows] = words
         is_empty: list[bool] = (words == 0).all(axis=1).tolist()
         errors: dict[int, str] = {}
         for (row, state), nothing_left in zip(states.items(), is_empty, strict=True):
             if state.is_finished:
-                self.words[row] = self._text  # its end was not known when it was scheduled again: nobody will see it
+                out[row] = self._text  # its end was not known when it was scheduled again: nobody will see it
             elif nothing_left or state.matcher.is_error():
                 errors[row] = _explain(state.error or "it leaves no token to choose")
-                self.words[row] = self._text
+                out[row] = self._text
         return errors
 
     def _control(self, grammar: Grammar) -> Words:
@@ -315,10 +362,10 @@ class _MaskWorker:
                 words[place] = -1
         return found
 
-    def _fill(self, states: Mapping[int, GrammarState]) -> None:
-        count, num_words = self.words.shape
+    def _fill(self, states: Mapping[int, GrammarState], out: Words) -> None:
+        count, num_words = out.shape
         matchers = [(state.matcher, row) for row, state in states.items()]
-        self._executor.unsafe_compute_mask_ptr(matchers, self.words.ctypes.data, num_words * 4, count)
+        self._executor.unsafe_compute_mask_ptr(matchers, out.ctypes.data, num_words * 4, count)
 
 
 def _explain(error: str) -> str:

@@ -87,6 +87,15 @@ class StepGrammars:
         advanced = self.constrainer.advance(masks.request_rows[which], tokens, masks.epochs[which], asks_forced)
         return Advanced(advanced.ended, masks.errors | advanced.errors, advanced.forced)
 
+    def held_rows(self) -> frozenset[int]:
+        """Request rows that should not be scheduled now: their masks take long and are not there yet."""
+        return frozenset() if self.constrainer is None else self.constrainer.held_rows()
+
+    def wait_for_held(self) -> None:
+        """Until one of them is there, or a moment has passed."""
+        if self.constrainer is not None:
+            self.constrainer.wait_for_held()
+
     def close(self) -> None:
         if self.constrainer is not None:
             self.constrainer.close()

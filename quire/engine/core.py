@@ -36,6 +36,15 @@ class Runner(Protocol):
         """Starts a step. Steps are computed in the order of submission, each after all before it."""
 
 
+class HeldRows(Protocol):
+    """Whoever knows requests that can't be computed yet without keeping the others of their step waiting."""
+
+    def held_rows(self) -> frozenset[int]: ...
+
+    def wait_for_held(self) -> None:
+        """Waits for a moment, or until there is one less of them."""
+
+
 class EngineCore:
     """Keeps up to `depth` steps in flight. Reads no clock: callers pass the time, or a `clock` that tells it
     when results arrive (without one, they count as arrived at the `now` of the call that waited for them)."""
@@ -47,6 +56,7 @@ class EngineCore:
         depth: int = 1,
         on_step: Callable[[StepLogEntry], None] | None = None,
         clock: Callable[[], float] | None = None,
+        held: HeldRows | None = None,
     ) -> None:
         if depth < 1:
             raise InvalidRequestError("depth", f"must be at least 1, not {depth}")
@@ -55,8 +65,12 @@ class EngineCore:
         self.depth = depth
         self._on_step = on_step
         self.clock = clock
+<<<<<<< HEAD
         self.refusal: str | None = None
         """Why no request is taken now; None: all are."""
+=======
+        self._held = held
+>>>>>>> files
         self._in_flight: deque[tuple[Step, Pending, float | None]] = deque()
         """Submitted and not committed yet, oldest first, each with the time of submission if there is a clock."""
         self._updates: list[RequestUpdate] = []
@@ -120,6 +134,8 @@ class EngineCore:
         submitted = len(self._in_flight) < self.depth and self._submit(now)
         if self._in_flight and (not submitted or len(self._in_flight) >= self.depth):
             self._commit_oldest(now)
+        elif not submitted and self._held is not None:
+            self._held.wait_for_held()
         updates = self._updates + self.scheduler.take_updates()
         self._updates = []
         if not self.scheduler.has_work:
@@ -127,7 +143,8 @@ class EngineCore:
         return updates
 
     def _submit(self, now: float) -> bool:
-        step = self.scheduler.schedule(now)
+        held = frozenset() if self._held is None else self._held.held_rows()
+        step = self.scheduler.schedule(now, held)
         if step.is_empty:
             return False
         try:

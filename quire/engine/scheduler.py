@@ -114,12 +114,13 @@ class Scheduler:
         if request.row is not None:
             self.table.preempt(request, why)
 
-    def schedule(self, now: float) -> Step:
-        """Decides the next step. Unless it is empty it must be submitted, then committed or failed."""
+    def schedule(self, now: float, held: frozenset[int] = frozenset()) -> Step:
+        """Decides the next step. Unless it is empty it must be submitted, then committed or failed. Running requests in
+        the rows `held` have no part in it."""
         table = self.table
         table.expire(now)
         plan = _StepPlan(self._num_steps, now, self.config.max_batched_tokens)
-        self._schedule_running(plan)
+        self._schedule_running(plan, held)
         # A request that was just preempted for another's blocks must not be admitted again at once.
         if not plan.preempting:
             self._schedule_waiting(plan)
@@ -182,7 +183,7 @@ class Scheduler:
         updates, self.table.updates = self.table.updates, []
         return updates
 
-    def _schedule_running(self, plan: _StepPlan) -> None:
+    def _schedule_running(self, plan: _StepPlan, held: frozenset[int]) -> None:
         """First the requests with one token to compute (decodes), then prompt chunks with the budget that is left."""
         chunks: list[Request] = []
         block_size, groups = self.config.block_size, self.config.num_groups
@@ -192,6 +193,8 @@ class Scheduler:
             row = request.row
             if row is None:
                 continue  # It was preempted by this loop, for a more important request's block.
+            if held and row in held:
+                continue
             start = request.num_computed_tokens
             num_tokens = len(request.token_ids) + request.num_placeholders
             if num_tokens >= request.max_total_tokens:

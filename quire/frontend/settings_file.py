@@ -11,7 +11,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,19 +39,36 @@ def read_settings(path: str | Path) -> SettingsFile:
 
     path = Path(path)
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # which text that is no UTF-8 is, and a path with a NUL
         raise InvalidRequestError("config", f"{path} can't be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
+    try:
+        found = tomllib.loads(text)
+    except RecursionError:
+        raise InvalidRequestError("config", f"{path} is nested too deeply") from None
+    except ValueError as error:  # TOML's own error, and Python's for integers of thousands of digits
         raise InvalidRequestError("config", f"{path} is not TOML: {error}") from None
+    if any(not -(2**63) <= number < 2**63 for number in _whole_numbers(found)):
+        raise InvalidRequestError("config", f"{path}: whole numbers must have at most 64 bits, as TOML says")
     model = found.pop("model", None)
     if model is not None and not isinstance(model, str):
-        raise InvalidRequestError("config", f"{path}: model must be text, not {model!r}")
+        raise InvalidRequestError("config", f"{path}: model must be text, not {reprlib.repr(model)}")
     for name, section in found.items():
         if name not in SECTIONS or not isinstance(section, dict):
             known = " and ".join(f"[{one}]" for one in SECTIONS)
             raise InvalidRequestError("config", f"{path}: {name} is unknown; there are model, {known}")
     return SettingsFile(path, model, found)
+
+
+def _whole_numbers(value: Any) -> Iterator[int]:
+    """All that are in there: Python's have no end, and can't even be shown then."""
+    left = [value]
+    while left:  # not by recursion: keys with a thousand dots make a thousand levels
+        one = left.pop()
+        if isinstance(one, dict | list):
+            left += one.values() if isinstance(one, dict) else one
+        elif isinstance(one, int):
+            yield one
 
 
 def with_settings(

@@ -145,9 +145,11 @@ class RequestRecord:
     started: float = 0.0
     """When it came, by this machine's monotonic clock, which its engine has, too."""
     notes: dict[str, Any] = field(default_factory=dict)
+    owner: str = ""
+    """Whose key it came with, which nobody is told."""
 
     def describe(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
+        return {name: getattr(self, name) for name in self.__slots__ if name != "owner"}
 
     def answered(self, seconds: float, reading: float, moment: float, started: float = 0.0) -> None:
         """The last byte has been handed over, then and so long after the request came; reading its body has taken so
@@ -170,24 +172,30 @@ class RequestRecord:
 
 
 class RecordBook:
-    """The last requests, found by the id of their response or of their HTTP request."""
+    """The last requests, found by the id of their response or of their HTTP request. Clients choose the latter, so two
+    of them may be the same: each key finds its own."""
 
     def __init__(self, keep: int = 2048) -> None:
         self._keep = keep
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
-        self._by_request_id: dict[str, str] = {}
+        self._by_request_id: dict[tuple[str | None, str], str] = {}
+        """By owner, or None for all of them, and the id: the newest response."""
 
     def add(self, record: RequestRecord) -> None:
         self._records[record.response_id] = record
-        self._by_request_id[record.request_id] = record.response_id
+        for owner in (record.owner, None):
+            self._by_request_id[owner, record.request_id] = record.response_id
         while len(self._records) > self._keep:
             _, old = self._records.popitem(last=False)
-            if self._by_request_id.get(old.request_id) == old.response_id:
-                del self._by_request_id[old.request_id]
+            for owner in (old.owner, None):
+                if self._by_request_id.get((owner, old.request_id)) == old.response_id:
+                    del self._by_request_id[owner, old.request_id]
 
     def waiting(self) -> list[RequestRecord]:
         """Those that have not begun, oldest first."""
         return [record for record in self._records.values() if record.state == "queued"]
 
-    def find(self, name: str) -> RequestRecord | None:
-        return self._records.get(self._by_request_id.get(name, name))
+    def find(self, name: str, owner: str | None) -> RequestRecord | None:
+        """One of this owner's, or with None of anybody's."""
+        found = self._records.get(self._by_request_id.get((owner, name), name))
+        return found if found is not None and owner in (None, found.owner) else None

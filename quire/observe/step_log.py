@@ -146,6 +146,10 @@ class StepLog:
                 self.file_error = self.file_error or f"step log could not be closed: {error}"
 
 
+_BAD_LINE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""All that a line of others may raise: wrong JSON, other fields, other types, nesting without end."""
+
+
 def read_step_log(path: Path) -> list[StepLogEntry]:
     """The entries of a file, equal to those written (but for logits processors, which are code and stay out of
     it); says which line is wrong if one is."""
@@ -157,8 +161,8 @@ def read_step_log(path: Path) -> list[StepLogEntry]:
     for number, line in enumerate(lines, start=1):
         try:
             entries.append(decode_entry(line.decode("utf-8")))
-        except (ValueError, KeyError, TypeError) as error:
-            raise InvalidRequestError("step log", f"{path}, line {number}: {error}") from error
+        except _BAD_LINE as error:
+            raise InvalidRequestError("step log", f"{path}, line {number}: {_cause(error)}") from error
     return entries
 
 
@@ -168,15 +172,29 @@ def last_run(path: Path) -> tuple[list[StepLogEntry], LoggedEngine | None]:
     first = max((index for index, entry in enumerate(entries) if entry.step.step_id == 0), default=0)
     with path.open("rb") as file:
         line = next(islice(file, first, None), b"{}")
-    found = json.loads(line).get("engine")
-    if found is None:
-        return entries[first:], None
+    try:
+        found = json.loads(line).get("engine")
+        return entries[first:], None if found is None else _decode_engine(found)
+    except _BAD_LINE as error:
+        what = f"{path}, line {first + 1}: the engine's settings can't be read: {_cause(error)}"
+        raise InvalidRequestError("step log", what) from error
+
+
+def _decode_engine(found: dict[str, Any]) -> LoggedEngine:
     settings = dict(found)
     depth, share = settings.pop("depth"), settings.pop("head_share", 0.0)  # which older ones have
     costs = _build(StepCosts, settings.pop("costs", {"head_share": share}))
     named = settings.pop("model", None)
     model = None if named is None else _build(LoggedModel, named)
+<<<<<<< HEAD
     return entries[first:], LoggedEngine(depth, SchedulerConfig.from_settings(settings), costs, model)
+=======
+    return LoggedEngine(depth, SchedulerConfig(**settings), costs, model)
+
+
+def _cause(error: Exception) -> str:
+    return "is nested too deeply" if isinstance(error, RecursionError) else str(error)
+>>>>>>> files
 
 
 def encode_entry(entry: StepLogEntry, engine: Mapping[str, Any] | None = None) -> str:

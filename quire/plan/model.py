@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -46,10 +47,11 @@ class PlannedModel:
 def open_planned(model: str) -> PlannedModel:
     """From a config.json, a folder that has one, a .gguf file, or whatever is on this machine under a name."""
     path = Path(model).expanduser()
-    if path.name.endswith(".json") and path.is_file():
+    if path.name.endswith(".json") and os.path.isfile(path):  # False, too, for what can't be a path
         return described_model(model, read_config(path), read_settings(path))
-    has_weights = any(any(path.glob(f"*.{kind}")) for kind in ("safetensors", "npy", "gguf"))
-    if (path / "config.json").is_file() and not has_weights:
+    is_folder = os.path.isdir(path)
+    has_weights = is_folder and any(any(path.glob(f"*.{kind}")) for kind in ("safetensors", "npy", "gguf"))
+    if is_folder and (path / "config.json").is_file() and not has_weights:
         return described_model(model, read_config(path / "config.json"), read_settings(path / "config.json"))
     files = open_model(resolve(model, offline=True).path)
     files.checkpoint.close()  # it stays known what there was to read

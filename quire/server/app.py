@@ -30,6 +30,8 @@ from quire.server.routes import (
 from quire.server.service import GenerationService
 from quire.server.watch_hub import WatchHubs
 
+_NO_REDIRECTS: dict[str, Any] = {"redirect_slashes": False}
+"""They would lead to whatever the Host header says."""
 ROUTERS = tuple(
     one.router for one in (chat, completions, responses, stored, anthropic, embeddings, tokenize, information)
 )
@@ -42,7 +44,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 def create_app(service: GenerationService, queue: BatchQueue | None = None) -> ASGIApp:
     """The application around a service, and a queue of batches if it has one."""
     config = service.config
-    api = FastAPI(title="Quire", version=__version__, description="An exact LLM inference server.")
+    api = FastAPI(title="Quire", version=__version__, description="An exact LLM inference server.", **_NO_REDIRECTS)
     api.state.service = service
     for router in ROUTERS:
         api.include_router(router, responses=_ERRORS)
@@ -59,8 +61,8 @@ def create_app(service: GenerationService, queue: BatchQueue | None = None) -> A
     # Only HTTP comes in: uvicorn runs without websockets and lifespan (`run`).
     app: ASGIApp = api
     if config.api_keys:
-        sessions = PageSessions(config.api_keys, config.tls_certificate is not None) if config.page else None
-        app = Authentication(app, config.api_keys, sessions)
+        sessions = PageSessions(config.all_keys, config.tls_certificate is not None) if config.page else None
+        app = Authentication(app, config.api_keys, sessions, config.admin_keys)
     if config.cors_origins:
         # Outside of the keys: a browser asks first, and without one, whether it may ask.
         app = CORSMiddleware(

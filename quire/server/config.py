@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,8 @@ class ServerConfig:
     """0 takes a free one."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     """Clients must send one of these; empty: anybody may use the server."""
+    admin_keys: tuple[str, ...] = field(default=(), repr=False)
+    """Keys like these that also see what other keys asked for: requests, the live view, files and batches."""
     cors_origins: tuple[str, ...] = ()
     """Web pages of these origins may use the server."""
     allowed_hosts: tuple[str, ...] = ()
@@ -96,7 +100,9 @@ class ServerConfig:
     batches: Path | None = None
     """Folder for uploaded files, batches and their answers; None: there is no /v1/files and no /v1/batches."""
     max_batch_bytes: int = 1024 * MIB
-    """Of all files in it."""
+    """Of all files in it, their records and batches."""
+    max_batch_bytes_per_key: int | None = None
+    """Of those of one key; None: its even share."""
     otlp_traces_endpoint: str | None = None
     """Where spans of requests are sent (OTLP over HTTP); None: there are none."""
     log_format: str = "human"
@@ -114,18 +120,21 @@ class ServerConfig:
             raise InvalidRequestError("port", f"must be from 0 to 65535, not {self.port}")
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise InvalidRequestError("tls", "needs a certificate and its key")
-        if any(not key.strip() or not key.isascii() for key in self.api_keys):
-            raise InvalidRequestError("api_keys", "must not be empty and must be ASCII")
+        for name in ("api_keys", "admin_keys"):
+            if any(not key.strip() or not key.isascii() for key in getattr(self, name)):
+                raise InvalidRequestError(name, "must not be empty and must be ASCII")
+        if self.admin_keys and not self.api_keys:
+            raise InvalidRequestError("admin_keys", "need api_keys: without them everybody sees everything")
         if self.log_format not in LOG_FORMATS:
             raise InvalidRequestError("log_format", f"must be one of {', '.join(LOG_FORMATS)}, not {self.log_format!r}")
         if self.log_level not in LOG_LEVELS:
             raise InvalidRequestError("log_level", f"must be one of {', '.join(LOG_LEVELS)}, not {self.log_level!r}")
         for name in self.__slots__:
             value = getattr(self, name)
-            if name.startswith("max_") and value < 1:
+            if name.startswith("max_") and value is not None and value < 1:
                 raise InvalidRequestError(name, f"must be at least 1, not {value}")
-            if name.endswith("_seconds") and not value > 0:
-                raise InvalidRequestError(name, f"must be above 0, not {value}")
+            if name.endswith("_seconds") and not 0 < value < math.inf:
+                raise InvalidRequestError(name, f"must be above 0 and finite, not {value}")
         if not 1 <= self.http_workers <= _MOST_WORKERS:
             raise InvalidRequestError("http_workers", f"must be from 1 to {_MOST_WORKERS}, not {self.http_workers}")
         for name in ("stored_responses", "stored_bytes"):
@@ -135,9 +144,14 @@ class ServerConfig:
             raise InvalidRequestError("hang_seconds", f"must not be less than stall_seconds ({self.stall_seconds})")
 
     @property
+    def all_keys(self) -> tuple[str, ...]:
+        """With which clients are let in."""
+        return (*self.api_keys, *self.admin_keys)
+
+    @property
     def model_names(self) -> tuple[str, ...]:
         # Where the files lie on this machine is nobody's business.
-        name = Path(self.model).name if Path(self.model).exists() else self.model
+        name = Path(self.model).name if os.path.exists(self.model) else self.model  # False for what is no path
         return self.served_model_names or (name,)
 
     @property

@@ -16,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
 from quire.errors import CapacityError, EngineError, InvalidRequestError, QuireError, TemplateError
@@ -70,6 +71,8 @@ def to_api_error(error: Exception) -> ApiError:
     """What a client is told about any exception. One that nobody foresaw is logged with its trace."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, ClientDisconnect):  # nobody reads this but the log
+        return ApiError(499, "the client left before its request was complete")
     if isinstance(error, InvalidRequestError):
         code = "context_length_exceeded" if isinstance(error, ContextLengthError) else "invalid_value"
         return ApiError(400, _shortened(str(error)), field=error.field, code=code)
@@ -142,7 +145,8 @@ def install(app: FastAPI) -> None:
     async def handle(request: Request, error: Exception) -> JSONResponse:
         return error_response(request.scope, to_api_error(error))
 
-    for kind in (ApiError, QuireError, ValidationError, RequestValidationError, HTTPException, Exception):
+    foreseen = (ApiError, QuireError, ValidationError, RequestValidationError, HTTPException, ClientDisconnect)
+    for kind in (*foreseen, Exception):
         app.add_exception_handler(kind, handle)
 
 

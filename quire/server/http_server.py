@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -20,7 +20,7 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.process.gc_pauses import IdleCollector, share_heaps
 from quire.server.config import ServerConfig
 from quire.server.guard.counts import Counts
-from quire.server.guard.http_protocol import limited_protocol
+from quire.server.guard.http_protocol import LimitedProtocol, limited_protocol
 
 _GC_THRESHOLDS = (50_000, 20, 50)
 _SWITCH_SECONDS = 0.001
@@ -79,8 +79,30 @@ class HttpServer(uvicorn.Server):
             self._collector.collect(now)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        is_own = self.config.ssl is not None and bool(sockets)
+        await super().startup([] if is_own else sockets)
+        for one in sockets or () if is_own else ():
+            # As uvicorn does it, but a handshake that stops is timed out like headers that don't come.
+            server = await asyncio.get_running_loop().create_server(
+                self.new_protocol,
+                sock=one,
+                ssl=self.config.ssl,
+                backlog=self.config.backlog,
+                ssl_handshake_timeout=self.handshake_seconds,
+            )
+            self.servers.append(server)
         self.on_started()
+
+    @property
+    def handshake_seconds(self) -> float | None:
+        """For a client's TLS; None without it."""
+        if self.config.ssl is None:
+            return None
+        return cast(type[LimitedProtocol], self.config.http_protocol_class).limits.header_seconds
+
+    def new_protocol(self) -> asyncio.Protocol:
+        kind = cast(type[LimitedProtocol], self.config.http_protocol_class)
+        return kind(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
 
 def http_settings(

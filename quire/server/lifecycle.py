@@ -21,6 +21,7 @@ from quire.server.engine_call import EngineCall
 from quire.server.errors import ApiError, error_body
 from quire.server.generation import GenerationEvent, GenerationRequest
 from quire.server.guard import connection
+from quire.server.guard.auth import owner_of
 from quire.server.http_responses import JsonResponse, LargeJsonResponse, data_event
 from quire.server.protocol.common import ApiRequest
 from quire.server.protocol.sampling import SamplingFields
@@ -133,7 +134,7 @@ async def answer(request: Request, kind: type[RequestT], writer_kind: type[Write
         wanted = await (asyncio.to_thread(make) if body.recalls else connection.convert(request, make))
     except InvalidRequestError as error:
         raise renamed(error, kind.FIELDS) from None
-    call = await service.start(wanted, request.headers)
+    call = await service.start(wanted, request.headers, owner_of(request.scope))
     request.state.record = call.record
     try:
         writer = writer_kind(body, call, model, service.ready.fingerprint, stored)

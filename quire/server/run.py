@@ -16,6 +16,7 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.observe.tracing import Tracing
 from quire.server.app import create_app
 from quire.server.batches.queue import BatchQueue
+from quire.server.batches.room import FolderLimits
 from quire.server.batches.store import BatchStore
 from quire.server.config import ServerConfig
 from quire.server.http_server import HttpServer, http_settings, open_tokenizer, prepare_process, settle
@@ -60,7 +61,7 @@ class _Run:
         self._tracing = None if endpoint is None else Tracing.to_endpoint(endpoint)
         self._client = open_engines(config, self._metrics, self._give_up)
         self._service: GenerationService | None = None
-        self._store = None if config.batches is None else BatchStore(config.batches, config.max_batch_bytes)
+        self._store = None if config.batches is None else BatchStore(config.batches, _folder_limits(config))
         self._queue: BatchQueue | None = None
         self._server: HttpServer | None = None
         self._workers: WorkerHub | None = None
@@ -177,6 +178,11 @@ class _Run:
         if self._server is not None:
             self._end()
             asyncio.get_running_loop().call_later(_LAST_WORDS, self._abort)
+
+
+def _folder_limits(config: ServerConfig) -> FolderLimits:
+    num_keys = len(set(map(str.strip, config.all_keys)))
+    return FolderLimits.of(config.max_batch_bytes, num_keys, config.max_batch_bytes_per_key)
 
 
 def _bind(config: ServerConfig) -> socket.socket:

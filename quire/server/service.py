@@ -67,7 +67,7 @@ class GenerationService:
         self.counts = counts or Counts()
         limits = (ready.max_num_seqs, config.max_queued_requests, config.max_queued_tokens)
         self.admission = Admission(*limits, counts=self.counts)
-        self.find_elsewhere: Callable[[str], Awaitable[RequestRecord | None]] | None = None
+        self.find_elsewhere: Callable[[str, str | None], Awaitable[RequestRecord | None]] | None = None
         """Where else a request may be known: in the processes that serve the same engine."""
         self.started = int(time.time())
         self.is_draining = False
@@ -96,9 +96,9 @@ class GenerationService:
             raise ApiError(404, message, field="model", code="model_not_found")
         return name
 
-    async def start(self, request: GenerationRequest, headers: Mapping[str, str]) -> EngineCall:
+    async def start(self, request: GenerationRequest, headers: Mapping[str, str], owner: str = "") -> EngineCall:
         """Checks, tokenizes, admits and hands over; returns when the engine has taken it. `headers` are those of the
-        HTTP request, which may name the trace that this is part of."""
+        HTTP request, which may name the trace that this is part of; `owner` may look at its record."""
         if self.is_draining:
             raise ApiError(503, "the server is going down", code="shutting_down", retry_after=10.0)
         if self.client.state != "ready":
@@ -118,6 +118,7 @@ class GenerationService:
             trace = self._begin_trace(request, headers)
             parts = (self.client, self.config, self.metrics, ticket, trace, self._next_turn)
             call = kind(request, prompts, self.tokenizer, *parts)
+            call.record.owner = owner
             self.records.add(call.record)
         except BaseException:
             ticket.release()
@@ -129,10 +130,12 @@ class GenerationService:
         """Runs what may take long beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
-    async def find_record(self, name: str) -> RequestRecord | None:
-        """By the id of the response or by x-request-id."""
-        found = self.records.find(name)
-        return await self.find_elsewhere(name) if found is None and self.find_elsewhere is not None else found
+    async def find_record(self, name: str, owner: str | None) -> RequestRecord | None:
+        """By the id of the response or by x-request-id, of this owner's or, with None, of anybody's."""
+        found = self.records.find(name, owner)
+        if found is None and self.find_elsewhere is not None:
+            return await self.find_elsewhere(name, owner)
+        return found
 
     async def describe(self, record: RequestRecord, explain: bool = False) -> dict[str, Any] | None:
         """What the engine's log says about a request. It has to leave its steps for that, so not too often."""

@@ -7,9 +7,12 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 logger = logging.getLogger(__name__)
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 @contextlib.asynccontextmanager
@@ -81,3 +84,14 @@ class AttendedClock:
             before = time.monotonic()
             await asyncio.sleep(self.interval)
             self.now += min(time.monotonic() - before, 2 * self.interval)
+
+
+async def in_thread(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Runs it beside the event loop, and to its end even if whoever waits is cancelled: what it works on may be closed
+    then."""
+    work = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.gather(work, return_exceptions=True)
+        raise

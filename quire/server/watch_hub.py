@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -15,6 +15,7 @@ from quire.server.engine_client import EngineClient, Engines
 from quire.server.errors import ApiError
 from quire.server.http_responses import named_event
 from quire.server.messages import Watched
+from quire.server.others import OwnFrames, OwnNames
 
 KEPT_SECONDS = 600.0
 _MOST_BYTES = 16 * 2**20
@@ -27,6 +28,15 @@ _LOOK_SECONDS = 0.5
 """After which a watcher without news looks whether the server goes down,"""
 _ALIVE_LOOKS = 20
 """and after so many looks gets a comment: a connection that is gone shows."""
+
+
+_FRAME = "frame"
+
+
+def _told(event: bytes) -> dict[str, Any]:
+    """What an event was made of."""
+    found: dict[str, Any] = msgspec.json.decode(event.partition(b"data: ")[2])
+    return found
 
 
 class _Segment(NamedTuple):
@@ -81,8 +91,10 @@ class WatchHub:
         if self._num_watchers >= _MOST_WATCHERS:
             raise ApiError(429, f"{_MOST_WATCHERS} others are watching already", retry_after=10.0)
 
-    async def follow(self) -> AsyncGenerator[bytes, None]:
-        """What a watcher is sent: what is known of the last ten minutes, then frame after frame."""
+    async def follow(self, names: OwnNames | None = None) -> AsyncGenerator[bytes, None]:
+        """What a watcher is sent: what is known of the last ten minutes, then frame after frame. `names`: of the
+        requests it may see, if these are not all."""
+        own = None if names is None else OwnFrames(names)
         self._num_watchers += 1
         self._begin()
         number, quiet = self._first, 0
@@ -93,6 +105,8 @@ class WatchHub:
                 news = self._events[number - self._first :]
                 if news:
                     number, quiet = number + len(news), 0
+                    if own is not None:
+                        news = [named_event(_FRAME, await own.filter(_told(event))) for event in news]
                     yield b"".join(news)
                 elif not await self._has_news():
                     quiet += 1
@@ -133,7 +147,7 @@ class WatchHub:
         # Who waits now is nothing that a moment of the past had.
         queue = [] if watched.is_past else self._waiting()
         told = {"frame": msgspec.Raw(watched.frame), "queue": queue, "past": watched.is_past}
-        event = named_event("frame", told)
+        event = named_event(_FRAME, told)
         self._events.append(event)
         self._num_bytes += len(event)
         while len(self._segments) > 1 and (

@@ -14,7 +14,7 @@ from quire.server.run import serve
 def run(fields: dict[str, Any]) -> int:
     """Its status; what is wrong is said in one line, as the command line does."""
     fields = dict(fields)
-    for name in ("api_keys", "served_model_names", "cors_origins", "allowed_hosts"):
+    for name in ("api_keys", "admin_keys", "served_model_names", "cors_origins", "allowed_hosts"):
         if name in fields:
             fields[name] = tuple(fields[name])
     for name in ("tls_certificate", "tls_key", "store", "batches"):

@@ -44,8 +44,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, small_model: str) -> Iterat
     )
     files = ["-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")]
     subprocess.run([*command.split(), *files], check=True, capture_output=True)
-    fields = {"api_keys": ["first", "second"], "cors_origins": [ORIGIN], "allowed_hosts": ["127.0.0.1"]}
-    fields |= {"model": small_model, "engine": SMALL_ENGINE}  # type: ignore[dict-item]
+    fields: dict[str, Any] = {"api_keys": ["first", "second"], "admin_keys": ["boss"], "cors_origins": [ORIGIN]}
+    fields |= {"allowed_hosts": ["127.0.0.1"], "header_seconds": 3.0, "model": small_model, "engine": SMALL_ENGINE}
     with Server(tls_certificate=str(folder / "cert.pem"), tls_key=str(folder / "key.pem"), **fields) as server:
         server.certificate = folder / "cert.pem"  # type: ignore[attr-defined]
         yield server
@@ -104,8 +104,10 @@ def test_keys_are_compared_with_all() -> None:
 
 
 def test_other_hosts_are_turned_away(client: httpx.Client) -> None:
-    for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "x@127.0.0.1"):
+    for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", ""):
         assert client.get("/health", headers={"host": host}).status_code == 421
+    for host in ("x@127.0.0.1", "[", "127.0.0.1:x", "127.0.0.1:999999", "a b", "127.0.0.1/"):
+        assert client.get("/health", headers={"host": host}).status_code == 400
     assert client.get("/health", headers={"host": "127.0.0.1"}).status_code == 200
 
 
@@ -170,10 +172,13 @@ def test_no_other_path_is(server: Server, method: str, target: str) -> None:
     assert raw_status(server, f"{method} {target}") == 401
 
 
+def test_a_second_host_is_refused(server: Server) -> None:
+    assert raw_status(server, "GET /v1/models", "host: 127.0.0.1", "host: x/health") == 400
+
+
 @pytest.mark.parametrize(
     "headers",
     [
-        ("host: 127.0.0.1", "host: x/health"),
         ("host: 127.0.0.1", "x-original-url: /health"),
         ("host: 127.0.0.1", "x-rewrite-url: /health"),
         ("host: 127.0.0.1", "x-forwarded-prefix: /health"),
@@ -246,6 +251,92 @@ def test_cookies_that_nobody_gave(client: httpx.Client) -> None:
     assert client.get("/v1/models", headers=header).status_code == 200
     assert client.get("/v1/models", headers={"cookie": f"quire_page={value}"}).status_code == 401
     assert client.post("/", content=b"key=" + b"x" * 20_000).status_code == 413
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://[", "https://127.0.0.1:1", "x"])
+def test_another_sites_page_cant_sign_in_here(client: httpx.Client, origin: str) -> None:
+    answer = client.post("/", data={"key": "first"}, headers={"origin": origin})
+    assert answer.status_code == 403
+    assert "set-cookie" not in answer.headers
+    own = client.post("/", data={"key": "first"}, headers={"origin": f"https://127.0.0.1:{client.base_url.port}"})
+    assert own.status_code == 303
+
+
+@pytest.mark.parametrize(
+    "body", [b"&".join(b"a%d=b" % i for i in range(9)), b"key=\xff", b"&" * 5000, b"%", b"key", b"key=%ff%fe"]
+)
+def test_a_sign_in_form_that_is_none(client: httpx.Client, body: bytes) -> None:
+    answer = client.post("/", content=body, headers={"content-type": "application/x-www-form-urlencoded"})
+    assert answer.status_code in (400, 401)
+    assert "Traceback" not in answer.text
+
+
+def test_no_address_leads_to_where_the_host_header_says(client: httpx.Client) -> None:
+    key = {"authorization": "Bearer first", "host": "127.0.0.1"}
+    for path in ("/v1/responses/..%2f", "/v1/models/", "/docs/", "/v1/files/", "/page/", "//evil.example/", "/health/"):
+        answer = client.get(path, headers=key)
+        assert answer.status_code in (200, 404), path
+        assert "location" not in answer.headers
+
+
+def test_handshakes_that_stop_are_timed_out(server: Server) -> None:
+    """`header_seconds` is 10 by default: the test's server has less."""
+    connections = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(30)]
+    for each in connections[::2]:
+        each.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")  # the beginning of a ClientHello
+    for each in connections:
+        assert each.recv(100) == b""
+        each.close()
+
+
+# Whose requests a key may see
+
+
+def test_a_key_sees_its_own_requests_and_an_admin_key_all(client: httpx.Client) -> None:
+    def as_key(key: str) -> dict[str, str]:
+        return {"authorization": f"Bearer {key}", "x-request-id": "the-same"}
+
+    ids = {}
+    for key in ("first", "second"):
+        body = {"prompt": "a", "max_tokens": 2, "user": f"user-of-{key}"}
+        made = client.post("/v1/completions", json=body, headers=as_key(key), timeout=60)
+        assert made.status_code == 200, made.text
+        ids[key] = made.json()["id"]
+    for key, other in (("first", "second"), ("second", "first")):
+        for path in ("/v1/requests/the-same", "/v1/requests/the-same/explain"):
+            shown = client.get(path, headers=as_key(key), timeout=60)
+            assert shown.json()["response_id"] == ids[key]
+            assert shown.json()["notes"] == {"user": f"user-of-{key}"}
+            assert ids[other] not in shown.text
+            assert "owner" not in shown.json()
+        for path in (f"/v1/requests/{ids[other]}", f"/v1/requests/{ids[other]}/explain"):
+            assert client.get(path, headers=as_key(key)).status_code == 404
+    for name in ids.values():
+        shown = client.get(f"/v1/requests/{name}/explain", headers=as_key("boss"), timeout=60)
+        assert shown.json()["response_id"] == name
+    assert client.get("/v1/requests/the-same", headers=as_key("boss")).json()["response_id"] == ids["second"]
+
+
+def watched(client: httpx.Client, key: str, until: str, seconds: float = 60) -> str:
+    """What the live view tells a key until it tells of something."""
+    text = ""
+    with client.stream("GET", "/page/watch", headers={"authorization": f"Bearer {key}"}, timeout=seconds) as stream:
+        for piece in stream.iter_text():
+            text += piece
+            if until in text:
+                return text
+    raise AssertionError(text)
+
+
+def test_the_live_view_shows_a_key_its_own_requests(client: httpx.Client) -> None:
+    made = {}
+    for key in ("first", "second"):
+        body = {"prompt": f"for {key}", "max_tokens": 3}
+        answer = client.post("/v1/completions", json=body, headers={"x-api-key": key}, timeout=60)
+        made[key] = answer.json()["id"]
+    assert made["first"] in watched(client, "boss", made["second"])
+    assert made["first"] not in watched(client, "second", made["second"])
+    assert made["second"] not in watched(client, "first", made["first"])
 
 
 def test_who_signs_in_owns_what_the_key_owns(client: httpx.Client) -> None:

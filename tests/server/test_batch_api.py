@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.errors import QuireError
+from quire.server.batches.room import FolderLimits, NoRoomError
 from quire.server.batches.store import BatchStore
-from quire.server.batches.upload import read_form
+from quire.server.batches.upload import FormReader
 from quire.server.errors import ApiError
 from tests.late_import import LateModule
 from tests.server.harness import Server, error_of, wait_for
@@ -71,7 +73,7 @@ def test_a_batch_from_upload_to_answers_over_a_restart(small_model: str, tmp_pat
     options: dict[str, Any] = {"model": small_model, "engine": ENGINE, "batches": str(tmp_path / "batches")}
     with Server(**options) as server, client_of(server) as client:
         batch_id = begin(client, requests(60, 120))
-        work = tmp_path / "batches" / "work" / f"{batch_id}.part"
+        work = tmp_path / "batches" / "work" / f"{batch_id}.output"
         wait_for(lambda: work.exists() and work.read_bytes().count(b"\n") >= 3, "some answers")
         started = time.monotonic()
         assert server.complete(prompt="live", max_tokens=3)["choices"]
@@ -129,44 +131,73 @@ def check_files(server: Server, client: Any) -> None:
         client.files.create(file=("x.jsonl", b"{}"), purpose="fine-tune")
 
 
+def store_of(folder: Path, num_bytes: int = 100_000, num_keys: int = 1) -> BatchStore:
+    return BatchStore(folder, FolderLimits.of(num_bytes, num_keys))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[BatchStore]:
+    store = store_of(tmp_path / "batches")
+    yield store
+    store.close()
+
+
+def read_form(store: BatchStore, body: bytes, content_type: str, step: int = 2**20) -> tuple[FormReader, bytes]:
+    """A form that comes `step` bytes at a time, and the file in it."""
+    upload = store.new_upload("me")
+    try:
+        form = FormReader(content_type, upload)
+        for start in range(0, len(body), step):
+            form.feed(body[start : start + step])
+        form.finish()
+        return form, upload.path.read_bytes()
+    finally:
+        upload.discard()
+
+
 @pytest.mark.parametrize(
     "body",
     [b"", b"--b", b"--b\r\n", b"--b\r\nno header\r\n--b--", b"--b--", b"--b\r\n\r\n\r\n--b--", b"x" * 1000],
 )
-def test_a_form_that_is_none_is_refused(body: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "form"
-    path.write_bytes(body)
+def test_a_form_that_is_none_is_refused(body: bytes, store: BatchStore) -> None:
     with pytest.raises(ApiError) as caught:
-        read_form(path, "multipart/form-data; boundary=b")
+        read_form(store, body, "multipart/form-data; boundary=b")
     assert caught.value.status == 400
 
 
-def test_a_form_is_taken_apart(tmp_path: Path) -> None:
-    path = tmp_path / "form"
+@pytest.mark.parametrize("step", [1, 7, 2**20])
+def test_a_form_is_taken_apart_however_it_comes(step: int, store: BatchStore) -> None:
     header = b'Content-Disposition: form-data; name="%s"'
-    parts = [header % b"purpose" + b"\r\n\r\nbatch", header % b"file" + b'; filename="a.jsonl"\r\n\r\n{}\r\n']
-    path.write_bytes(b"--b\r\n" + b"\r\n--b\r\n".join(parts) + b"\r\n--b--\r\n")
-    form = read_form(path, 'multipart/form-data; boundary="b"')
+    content = b"{}\r\n--bb\r\n--c\r\n"
+    parts = [header % b"purpose" + b"\r\n\r\nbatch", header % b"file" + b'; filename="a.jsonl"\r\n\r\n' + content]
+    body = b"--b\r\n" + b"\r\n--b\r\n".join(parts) + b"\r\n--b--\r\n"
+    form, file = read_form(store, body, 'multipart/form-data; boundary="b"', step)
     assert form.fields == {"purpose": "batch"}
     assert form.filename == "a.jsonl"
-    assert path.read_bytes()[form.file] == b"{}\r\n"
+    assert file == content
 
 
-def test_the_folder_is_bounded_and_has_one_owner(tmp_path: Path) -> None:
-    store = BatchStore(tmp_path / "batches", 100)
+def test_the_folder_has_one_owner_and_is_bounded(tmp_path: Path) -> None:
+    store = store_of(tmp_path / "batches", 10_000)
     with pytest.raises(QuireError, match="another server"):
-        BatchStore(tmp_path / "batches", 100)
-    upload = store.new_upload()
-    upload.write_bytes(b"x" * 60)
-    assert store.room == 40
-    stored = store.add_file("me", "a", "batch", upload)
-    assert store.room == 40
+        store_of(tmp_path / "batches")
+    upload = store.new_upload("me")
+    upload.write(b"x" * 6000)
+    taken = store.room.taken("me")
+    assert 6000 < taken < 10_000  # its record counts, too
+    stored = store.add_file(upload, "a", "batch")
+    assert store.room.taken("me") == taken
+    with pytest.raises(NoRoomError, match="delete some"):
+        store.new_upload("me", 5000)
     with pytest.raises(ApiError, match="another key"):
         store.file("you", stored.id)
+    assert store.file(None, stored.id) == stored  # as an admin key sees it
     store.close()
-    again = BatchStore(tmp_path / "batches", 100)
+    again = store_of(tmp_path / "batches")
     assert again.file("me", stored.id) == stored
-    assert again.path_of(stored).read_bytes() == b"x" * 60
+    assert again.path_of(stored).read_bytes() == b"x" * 6000
+    assert again.room.taken("me") == taken
     again.delete_file("me", stored.id)
-    assert again.room == 100
+    assert again.room.taken() == 0
+    assert [path for path in again.folder.rglob("*") if path.is_file() and path.name != ".lock"] == []
     again.close()

@@ -142,7 +142,7 @@ def test_killed_at_any_moment_it_comes_out_the_same(folder: Path, undisturbed: b
         for engine in list(engine_of(process.pid)):
             os.kill(engine, signal.SIGKILL)
         said = process.stderr.read()
-        assert process.wait(120) == 0, said
+        assert process.wait(120) == 3, said  # all answered, some with errors
     assert f"80 requests answered ({before} by an earlier run), 8 of them with errors" in said
     assert (folder / "killed.jsonl").read_bytes() == undisturbed
     assert not part.exists()

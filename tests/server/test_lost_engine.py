@@ -94,7 +94,7 @@ async def lose(
     transport = httpx.ASGITransport(create_app(service))
     async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=30) as http:
         response = await http.post(path, json=body, headers={"x-request-id": "mine"})
-    record = service.records.find("mine")
+    record = service.records.find("mine", None)
     assert record is not None
     assert record.state == "failed"
     assert "restarted" in (record.error or "")

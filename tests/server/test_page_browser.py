@@ -98,6 +98,12 @@ def test_talk_and_the_same_answer_again(page: Any, context: Any) -> None:
     link = second.locator(".same-answer").get_attribute("href")
     other = context.new_page()
     other.goto(link)
+    # Nothing is asked before the reader wants it: it is their key that pays.
+    expect(other.locator("#link-offer")).to_be_visible()
+    expect(other.locator(".turn.user")).to_have_count(2)
+    expect(other.locator(".turn.assistant")).to_have_count(1)
+    other.click("#link-ask")
+    expect(other.locator("#link-offer")).to_be_hidden()
     expect(other.locator(".turn.assistant p")).to_contain_text(told)
     assert text_of(other.locator(".turn.assistant").last) == text_of(second)
     assert other.locator(".turn.assistant").first.locator(".text").last.text_content() != ""
@@ -108,6 +114,7 @@ def test_talk_and_the_same_answer_again(page: Any, context: Any) -> None:
     made = base64.urlsafe_b64encode(json.dumps(said | {"digest": "0" * 16}).encode()).decode()
     other = context.new_page()
     other.goto(link.partition("#")[0] + "#answer=" + made.rstrip("="))
+    other.click("#link-ask")
     expect(other.locator(".turn.assistant p")).to_contain_text("Not the answer of the link")
     other.close()
 

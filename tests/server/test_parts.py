@@ -136,11 +136,23 @@ class TestRecords:
         book = RecordBook(keep=2)
         for i in range(3):
             book.add(RequestRecord(f"response-{i}", f"request-{i % 2}", "/", 0.0))
-        assert book.find("response-0") is None
-        found = book.find("request-0")
+        assert book.find("response-0", "") is None
+        found = book.find("request-0", "")
         assert found is not None
         assert found.response_id == "response-2"
-        assert book.find("request-1") is book.find("response-1")
+        assert book.find("request-1", "") is book.find("response-1", None)
+
+    def test_two_keys_with_one_request_id_find_their_own(self) -> None:
+        book = RecordBook(keep=4)
+        mine = RequestRecord("cmpl-1", "same", "/", 0.0, notes={"user": "me"}, owner="a")
+        other = RequestRecord("cmpl-2", "same", "/", 0.0, notes={"user": "you"}, owner="b")
+        book.add(mine)
+        book.add(other)
+        assert book.find("same", "a") is mine
+        assert book.find("same", "b") is other
+        assert book.find("same", "c") is book.find("cmpl-2", "a") is book.find("cmpl-1", "b") is None
+        assert book.find("same", None) is other
+        assert "owner" not in mine.describe()
 
 
 class TestErrors:

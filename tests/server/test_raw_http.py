@@ -294,9 +294,9 @@ def test_a_client_that_sent_ahead_and_left_is_noticed(server: Server) -> None:
 
 
 def test_the_host_header_changes_nothing(server: Server) -> None:
-    for host in (b"evil.example", b"[::1]/health", b"x/health?", b""):
+    for host, status in ((b"evil.example", 200), (b"", 200), (b"[::1]/health", 400), (b"x/health?", 400)):
         answer = exchange(server, b"GET /version HTTP/1.1\r\nhost: " + host + b"\r\nconnection: close\r\n\r\n")
-        assert status_of(answer) == 200
+        assert status_of(answer) == status
 
 
 def test_upgrades_are_not_for_us(server: Server) -> None:
@@ -334,3 +334,24 @@ def test_a_stream_nobody_reads_ends_alone(server: Server) -> None:
     line = next(line for line in server.log.splitlines() if "request_id=slow-reader" in line)
     assert "state=failed" in line or "state=aborted" in line
     assert int(line.split("completion_tokens=")[1].split()[0]) < 8 * 900
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_extensions_of_chunks_are_bounded_however_they_come(server: Server, at_once: bool) -> None:
+    head = HEAD + b"transfer-encoding: chunked\r\n\r\n"
+    chunk = b"%x;%s\r\n%s\r\n0\r\n\r\n" % (len(BODY), b"e" * 100_000, BODY)
+    answer = exchange(server, head + chunk) if at_once else exchange(server, head, chunk[:50_000], chunk[50_000:])
+    assert status_of(answer) == 431
+    assert "extensions of chunks" in body_of(answer)["error"]["message"]
+
+
+@pytest.mark.parametrize("host", [b"[", b"a b", b"x@y", b"a:b", b"a:1:2", b"[::1", b"a/b", b"\xff", b"a\tb", b"[]:1"])
+def test_a_host_that_is_none_gets_400(server: Server, host: bytes) -> None:
+    for target in (b"/", b"/health", b"/v1/models"):
+        assert status_of(exchange(server, b"GET %s HTTP/1.1\r\nhost: %s\r\n\r\n" % (target, host))) == 400
+
+
+@pytest.mark.parametrize("host", [b"", b"a", b"a:80", b"[::1]:8000", b"127.0.0.1", b"xn--a.example:", b"a_b"])
+def test_a_host_that_is_one_is_served(server: Server, host: bytes) -> None:
+    request = b"GET /health HTTP/1.1\r\nhost: %s\r\nconnection: close\r\n\r\n" % host
+    assert status_of(exchange(server, request)) == 200

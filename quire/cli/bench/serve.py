@@ -124,8 +124,8 @@ def serve(
 def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise InvalidRequestError("--extra-body", f"must be a JSON object, not {text!r}")
+        raise InvalidRequestError("--extra-body", f"must be a JSON object, not {text[:200]!r}")
     return value

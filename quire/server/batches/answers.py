@@ -68,27 +68,28 @@ class BatchAnswers:
         self._one_at_a_time = asyncio.Lock()
         """For requests that were there when the engine failed: one of them may be the reason."""
 
-    async def answer(self, request: BatchRequest) -> BatchAnswer:
-        """Whatever is wrong with it becomes its answer; an engine that is restarted is waited for."""
+    async def answer(self, request: BatchRequest, owner: str = "") -> BatchAnswer:
+        """Whatever is wrong with it becomes its answer; an engine that is restarted is waited for. `owner`: whose batch
+        it is of."""
         if request.problem is not None:
             error = {"code": "invalid_line", "message": request.problem}
             return BatchAnswer(_line(request, None, error), is_error=True)
-        found = await self._try(request, 1)
+        found = await self._try(request, 1, owner)
         if isinstance(found, BatchAnswer):
             return found
         async with self._one_at_a_time:
             for left in range(_TRIES - 2, -1, -1):
-                found = await self._try(request, left)
+                found = await self._try(request, left, owner)
                 if isinstance(found, BatchAnswer):
                     return found
         raise AssertionError("the last try has an answer")
 
-    async def _try(self, request: BatchRequest, left: int) -> BatchAnswer | None:
+    async def _try(self, request: BatchRequest, left: int, owner: str) -> BatchAnswer | None:
         """Its answer; None if the engine failed, and there are tries left."""
         while True:
             attempt = _Attempt()
             try:
-                body, num_tokens = await _answer(self._service, request, attempt, self._priority)
+                body, num_tokens = await _answer(self._service, request, attempt, self._priority, owner)
                 return BatchAnswer(_line(request, _response(request, 200, body)), False, num_tokens)
             except Exception as error:
                 found = to_api_error(error)
@@ -103,7 +104,7 @@ class BatchAnswers:
 
 
 async def _answer(
-    service: GenerationService, request: BatchRequest, attempt: _Attempt, priority: int
+    service: GenerationService, request: BatchRequest, attempt: _Attempt, priority: int, owner: str
 ) -> tuple[dict[str, Any], int]:
     if request.url not in _KINDS:
         raise ApiError(404, f"url: must be one of {', '.join(_KINDS)}", field="url", code="invalid_url")
@@ -116,7 +117,7 @@ async def _answer(
     if priority and not wanted.params.priority:
         wanted = replace(wanted, params=replace(wanted.params, priority=priority))
     attempt.has_begun = _is_open(service)
-    call = await service.start(wanted, {})
+    call = await service.start(wanted, {}, owner)
     try:
         events = await call.all()
         writer = writer_kind(body, call, model, service.ready.fingerprint, service.responses.of(""))

@@ -7,6 +7,8 @@ each line's id tells that it answers this request under these options, and half 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import importlib
 import os
@@ -19,9 +21,11 @@ import msgspec
 
 from quire.errors import InvalidRequestError, QuireError
 from quire.server.batches.requests import BatchRequest, import_pyarrow
+from quire.server.disk import create
 
 _SYNC_SECONDS = 5.0
 """So much is computed again, at most, if not only the process ends but the machine."""
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class _Written(msgspec.Struct):
@@ -40,11 +44,14 @@ class AnswerFile:
             import_pyarrow(path)
             if path.exists() and not restart:
                 raise QuireError(f"{path}: is there already: choose another --output, or replace it with --restart")
+        if os.path.isdir(path):
+            raise InvalidRequestError("--output", f"{path} is a folder: name a file, say {path / 'answers.jsonl'}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.part.open("a+b", buffering=0)
+            self._file = os.fdopen(os.open(self.part, _FLAGS, 0o666), "a+b", buffering=0)
         except OSError as error:
-            raise InvalidRequestError("--output", f"{path} can't be written: {error.strerror}") from None
+            what = f"{self.part} is a link: remove it" if error.errno == errno.ELOOP else str(error.strerror)
+            raise InvalidRequestError("--output", f"{path} can't be written: {what}") from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -119,17 +126,21 @@ class AnswerFile:
 
     def complete(self) -> None:
         """Everything is there."""
-        os.fsync(self._file.fileno())
-        if self.path.suffix.lower() == ".parquet":
-            _write_parquet(self.part, self.path)
-            self.part.unlink()
-        else:
-            self.part.replace(self.path)
-        folder = os.open(self.path.parent, os.O_RDONLY)
         try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+            os.fsync(self._file.fileno())
+            if self.path.suffix.lower() == ".parquet":
+                _write_parquet(self.part, self.path)
+                self.part.unlink()
+            else:
+                self.part.replace(self.path)
+            folder = os.open(self.path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            what = f"{self.path}: can't be written: {error.strerror}; the answers are in {self.part}"
+            raise QuireError(f"{what}, and the same command goes on from there") from None
 
     def close(self) -> None:
         if self.part.exists() and not self.part.stat().st_size:
@@ -142,14 +153,17 @@ def _decoded(line: bytes) -> _Written | None:
         return None
     try:
         return msgspec.json.decode(line, type=_Written)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, ValueError, RecursionError):
         return None
 
 
 def _is_error(written: _Written) -> bool:
     if bytes(written.error) != b"null":
         return True
-    response = msgspec.json.decode(written.response)
+    try:
+        response = msgspec.json.decode(written.response)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return True
     return not isinstance(response, dict) or response.get("status_code") != 200
 
 
@@ -159,10 +173,16 @@ def _write_parquet(lines: Path, path: Path) -> None:
     pyarrow = importlib.import_module("pyarrow")
     schema = pyarrow.schema([(name, pyarrow.string()) for name in ("id", "custom_id", "response", "error")])
     temporary = path.with_name(path.name + ".tmp")
-    with parquet.ParquetWriter(temporary, schema) as writer:
-        for rows in _in_batches(lines):
-            writer.write_batch(pyarrow.RecordBatch.from_pylist(rows, schema=schema))
-    temporary.replace(path)
+    temporary.unlink(missing_ok=True)
+    try:
+        with os.fdopen(create(temporary), "wb") as file, parquet.ParquetWriter(file, schema) as writer:
+            for rows in _in_batches(lines):
+                writer.write_batch(pyarrow.RecordBatch.from_pylist(rows, schema=schema))
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def _in_batches(lines: Path, size: int = 1000) -> Iterator[list[dict[str, str | None]]]:

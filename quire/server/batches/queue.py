@@ -1,7 +1,9 @@
-"""Works on the batches of a server, one after the other, behind its live requests.
+"""Works on the batches of a server, behind its live requests: those of a key one after the other, those of several keys
+beside each other, so that none waits for another's.
 
 A batch's request is started only while the engine has rows to spare, and batches never take more than half of them;
 with `--policy priority` they also give way once they run. What is answered is on disk, so a restart goes on from there.
+Where there is no room for an answer, in the key's share or on the disk, the batch waits until there is.
 """
 
 from __future__ import annotations
@@ -10,167 +12,187 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
-from pathlib import Path
+from typing import ParamSpec, TypeVar
 
-from quire.errors import QuireError
+from quire.errors import InvalidRequestError
 from quire.server.batches.answers import BatchAnswer, BatchAnswers, EngineGoneError
-from quire.server.batches.output import AnswerFile
+from quire.server.batches.entries import StoredBatch
 from quire.server.batches.requests import BatchRequest, RequestFile
-from quire.server.batches.store import BatchStore, StoredBatch, split_answers
+from quire.server.batches.room import NoRoomError
+from quire.server.batches.store import BatchStore
+from quire.server.batches.work import WorkFiles
+from quire.server.errors import ApiError
 from quire.server.service import GenerationService
+from quire.server.tasks import in_thread
 
 logger = logging.getLogger(__name__)
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _LEAST_IMPORTANT = 1_000_000
 _PAUSE = 0.05
 _SAVE_SECONDS = 1.0
+_FIRST_WAIT, _LONGEST_WAIT = 0.1, 2.0
+"""Seconds until it is tried again whether there is room."""
 
 
 class BatchQueue:
-    """All batches that are not over, and the task that answers them."""
+    """All batches that are not over, and the tasks that answer them."""
 
     def __init__(self, store: BatchStore, service: GenerationService) -> None:
         self.store = store
         self._service = service
-        self._waiting: asyncio.Queue[StoredBatch] = asyncio.Queue()
         priority = _LEAST_IMPORTANT if service.ready.policy == "priority" else 0
         self._answers = BatchAnswers(service, priority)
-        self._task: asyncio.Task[None] | None = None
-        self._running: tuple[StoredBatch, asyncio.Task[None]] | None = None
+        self._waiting: dict[str, deque[StoredBatch]] = {}
+        """By key, as long as one of its batches runs."""
+        self._running: dict[str, asyncio.Task[None]] = {}
+        """What answers a batch, by its id."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_requests = 0
+        """Of all batches, that the engine works on."""
 
     async def start(self) -> None:
         """Takes up what an earlier server has left."""
         for batch in await asyncio.to_thread(self.store.unfinished):
-            self._waiting.put_nowait(batch)
-        self._task = asyncio.create_task(self._work())
+            self._enqueue(batch)
 
     async def stop(self) -> None:
         """Leaves what is under way for the next start."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.to_thread(self.store.close)
 
     async def add(self, batch: StoredBatch) -> None:
         await asyncio.to_thread(self.store.add_batch, batch)
-        self._waiting.put_nowait(batch)
+        self._enqueue(batch)
 
     async def cancel(self, batch: StoredBatch) -> None:
         """Ends a batch; what is answered already is kept."""
-        if batch.is_over or batch.status == "cancelling":
+        if batch.is_over or batch.outcome is not None or batch.status == "cancelling":
             return
         batch.status, batch.cancelling_at = "cancelling", int(time.time())
-        await asyncio.to_thread(self.store.save, batch)
-        if self._running is not None and self._running[0] is batch:
-            self._running[1].cancel()
+        with contextlib.suppress(OSError):  # it ends all the same, unless the server does first
+            await asyncio.to_thread(self.store.save, batch)
+        if batch.id in self._running:
+            self._running[batch.id].cancel()
+            return
+        waiting = self._waiting.get(batch.owner, deque())
+        if batch in waiting:  # those before it may wait for long
+            waiting.remove(batch)
+            self._begin(self._run(batch))
 
-    async def _work(self) -> None:
-        while True:
-            batch = await self._waiting.get()
+    def _enqueue(self, batch: StoredBatch) -> None:
+        if batch.owner in self._waiting:
+            self._waiting[batch.owner].append(batch)
+        else:
+            self._waiting[batch.owner] = deque([batch])
+            self._begin(self._work(batch.owner))
+
+    def _begin(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _work(self, owner: str) -> None:
+        """Answers the batches of a key."""
+        waiting = self._waiting[owner]
+        while waiting:
+            await self._run(waiting.popleft())
+        del self._waiting[owner]
+
+    async def _run(self, batch: StoredBatch) -> None:
+        """From its first request to its end; a server that goes down leaves it as it is."""
+        outcome = "completed"
+        if batch.outcome is None:
+            answering = self._running[batch.id] = asyncio.create_task(self._answer(batch))
             try:
-                await self._run(batch)
+                await _wait_for(answering)
             except EngineGoneError:
                 return  # the server goes down
             except Exception as error:
-                known = isinstance(error, QuireError | OSError)
-                logger.error("batch %s failed: %s", batch.id, error, exc_info=None if known else error)
-                message = str(error) if isinstance(error, QuireError) else "the server could not work on it"
-                data = [{"code": "server_error", "message": message, "line": None, "param": None}]
-                batch.errors = {"object": "list", "data": data}
-                await self._end(batch, "failed")
+                outcome = "failed"
+                batch.fail(_told(error))
+                is_known = isinstance(error, InvalidRequestError | OSError | ApiError)
+                logger.error("batch %s failed: %s", batch.id, error, exc_info=None if is_known else error)
+            finally:
+                del self._running[batch.id]
+        if batch.status == "cancelling":
+            outcome = "cancelled"
+        await _when_there_is_room(f"batch {batch.id} can't be ended", self.store.end_batch, batch, outcome)
 
-    async def _run(self, batch: StoredBatch) -> None:
-        path = self.store.work_path(batch)
-        source = await asyncio.to_thread(self.store.file, batch.owner, batch.input_file_id)
+    async def _answer(self, batch: StoredBatch) -> None:
+        source = self.store.file(batch.owner, batch.input_file_id)
         requests = RequestFile(self.store.path_of(source), batch.id)
-        answers = await asyncio.to_thread(AnswerFile, path, False)
+        total = await in_thread(requests.count)
+        batch.total = total
+        is_cancelled = batch.status == "cancelling"
+        if not is_cancelled:
+            batch.status, batch.in_progress_at = "in_progress", batch.in_progress_at or int(time.time())
+        work: WorkFiles = await _when_there_is_room(f"batch {batch.id} can't begin", self.store.open_work, batch)
         try:
-            if batch.status != "cancelling":
-                batch.status, batch.in_progress_at = "in_progress", batch.in_progress_at or int(time.time())
-                batch.total = await asyncio.to_thread(requests.count)
-                work = asyncio.create_task(self._answer(batch, requests, answers))
-                self._running = batch, work
-                try:
-                    await asyncio.shield(asyncio.gather(work, return_exceptions=True))
-                except asyncio.CancelledError:  # the server goes down
-                    work.cancel()
-                    await asyncio.gather(work, return_exceptions=True)
-                    raise
-                finally:
-                    self._running = None
-                if not work.cancelled() and (error := work.exception()) is not None:
-                    raise error
-            await asyncio.to_thread(self._finish, batch, answers.part)
-            await self._end(batch, "cancelled" if batch.status == "cancelling" else "completed")
+            waiting = await in_thread(work.resume, iter(requests))
+            if not is_cancelled:
+                await _InOrder(batch, work, self).answer_all(waiting)
+            await in_thread(work.sync)
         finally:
-            answers.close()
-            if batch.is_over:
-                await asyncio.to_thread(answers.part.unlink, missing_ok=True)
-
-    async def _answer(self, batch: StoredBatch, requests: RequestFile, answers: AnswerFile) -> None:
-        waiting = iter(requests)
-        done, failed = await asyncio.to_thread(answers.resume, waiting)
-        batch.completed, batch.failed = done - failed, failed
-        await asyncio.to_thread(self.store.save, batch)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                await _InOrder(batch, answers, done, self).answer_all(waiting, tasks)
-        except* (EngineGoneError, QuireError) as group:
-            raise group.exceptions[0] from None
+            # Also of one that is cancelled: what it shows is what its files have.
+            batch.completed, batch.failed = work.output.num_lines, work.errors.num_lines
+            await in_thread(work.close)
 
     async def answer_one(self, batch: StoredBatch, request: BatchRequest) -> BatchAnswer:
         if request.problem is None and request.url != batch.endpoint:
             request = replace(request, problem=f"url: the batch is for {batch.endpoint}, not {request.url[:128]!r}")
-        return await self._answers.answer(request)
+        self._num_requests += 1
+        try:
+            return await self._answers.answer(request, batch.owner)
+        finally:
+            self._num_requests -= 1
 
     def has_room(self, num_own: int) -> bool:
-        """Whether the engine has a row that no live request wants, and batches have not half of them."""
+        """Whether the engine has a row that no live request wants, and batches have not half of them. `num_own`: a
+        batch's requests, those included whose answers wait to be written."""
         rows = self._service.ready.max_num_seqs
-        return num_own < max(1, rows // 2) and self._service.admission.num_answers < rows
-
-    def _finish(self, batch: StoredBatch, answers: Path) -> None:
-        """Makes files of the answers for the client."""
-        output, errors = self.store.new_upload(), self.store.new_upload()
-        batch.completed, batch.failed = split_answers(answers, output, errors)
-        for path, count, field in ((output, batch.completed, "output"), (errors, batch.failed, "error")):
-            if count:
-                name = f"{batch.id}_{field}.jsonl"
-                # One id for all tries: after a restart this may come again.
-                own = f"file-{batch.id.removeprefix('batch_')}-{field}"
-                stored = self.store.add_file(batch.owner, name, "batch_output", path, own)
-                setattr(batch, f"{field}_file_id", stored.id)
-            else:
-                path.unlink()
-
-    async def _end(self, batch: StoredBatch, status: str) -> None:
-        batch.status, batch.ended_at = status, int(time.time())
-        with contextlib.suppress(OSError):
-            await asyncio.to_thread(self.store.save, batch)
+        most = max(1, rows // 2)
+        return num_own < most and self._num_requests < most and self._service.admission.num_answers < rows
 
 
 class _InOrder:
     """Answers come in any order and are written in the requests'."""
 
-    def __init__(self, batch: StoredBatch, answers: AnswerFile, done: int, queue: BatchQueue) -> None:
+    def __init__(self, batch: StoredBatch, work: WorkFiles, queue: BatchQueue) -> None:
         self._batch = batch
-        self._answers = answers
+        self._work = work
         self._queue = queue
         self._finished: dict[int, BatchAnswer] = {}
-        self._next = done
+        self._next = work.output.num_lines + work.errors.num_lines
         self._num_running = 0
+        self._is_all_started = False
         self._changed = asyncio.Event()
-        self._saved = time.monotonic()
+        self._saved = 0.0
 
-    async def answer_all(self, waiting: Iterator[BatchRequest], tasks: asyncio.TaskGroup) -> None:
-        for request in waiting:
-            while not self._queue.has_room(self._num_running + len(self._finished)):
-                self._changed.clear()
-                with contextlib.suppress(TimeoutError):  # live requests come and go without a word
-                    await asyncio.wait_for(self._changed.wait(), _PAUSE)
-            self._num_running += 1
-            tasks.create_task(self._answer(request))
+    async def answer_all(self, waiting: Iterator[BatchRequest]) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._write_all())
+                while (request := await in_thread(next, waiting, None)) is not None:
+                    while not self._queue.has_room(self._num_running + len(self._finished)):
+                        await self._wait()
+                    self._num_running += 1
+                    tasks.create_task(self._answer(request))
+                self._is_all_started = True
+                self._changed.set()
+        except ExceptionGroup as group:
+            raise _first_of(group) from None
+
+    async def _wait(self) -> None:
+        self._changed.clear()
+        with contextlib.suppress(TimeoutError):  # live requests come and go without a word
+            await asyncio.wait_for(self._changed.wait(), _PAUSE)
 
     async def _answer(self, request: BatchRequest) -> None:
         try:
@@ -178,19 +200,74 @@ class _InOrder:
         finally:
             self._num_running -= 1
             self._changed.set()
-        lines = []
-        while self._next in self._finished:
-            answer = self._finished.pop(self._next)
-            lines.append(answer.line)
-            self._batch.failed += answer.is_error
-            self._batch.completed += not answer.is_error
-            self._next += 1
-        if not lines:
-            return
-        # Small, and into the system's memory: the disk is not waited for but every few seconds.
-        self._answers.write(b"".join(lines))
+
+    async def _write_all(self) -> None:
+        """Writes answers whose turn has come, until there are no more to come."""
+        while True:
+            turn: list[BatchAnswer] = []
+            while self._next + len(turn) in self._finished:
+                turn.append(self._finished[self._next + len(turn)])
+            if turn:
+                await self._write(turn)
+            elif self._is_all_started and not self._num_running and not self._finished:
+                return
+            else:
+                await self._wait()
+
+    async def _write(self, answers: list[BatchAnswer]) -> None:
+        """They count as unwritten, so that no more requests are started than may wait, until they are there."""
+        await _when_there_is_room(f"batch {self._batch.id} waits", self._work.write, answers)
+        for number in range(self._next, self._next + len(answers)):
+            del self._finished[number]
+        self._next += len(answers)
+        self._changed.set()
+        self._batch.completed, self._batch.failed = self._work.output.num_lines, self._work.errors.num_lines
         if time.monotonic() - self._saved > _SAVE_SECONDS:
             self._saved = time.monotonic()
-            if await asyncio.to_thread(lambda: self._queue.store.room) < 0:
-                raise QuireError("the folder of --batches is full")
-            await asyncio.to_thread(self._queue.store.save, self._batch)
+            with contextlib.suppress(OSError):  # the counts are found again by counting
+                await in_thread(self._queue.store.save, self._batch)
+
+
+async def _when_there_is_room(what: str, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Calls it beside the event loop, again and again while disk or share are full."""
+    pause, is_said = _FIRST_WAIT, False
+    while True:
+        try:
+            return await in_thread(function, *args, **kwargs)
+        except (NoRoomError, OSError) as error:
+            if not is_said:
+                why = error.message if isinstance(error, NoRoomError) else error.strerror
+                logger.warning("%s: %s; it goes on when there is room", what, why)
+            is_said = True
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, _LONGEST_WAIT)
+
+
+async def _wait_for(answering: asyncio.Task[None]) -> None:
+    """Until a batch is answered, cancelled by its client, or fails (raises); all of it ends if this is cancelled."""
+    try:
+        await asyncio.shield(asyncio.gather(answering, return_exceptions=True))
+    except asyncio.CancelledError:  # the server goes down
+        answering.cancel()
+        await asyncio.gather(answering, return_exceptions=True)
+        raise
+    if not answering.cancelled() and (error := answering.exception()) is not None:
+        raise error
+
+
+def _first_of(group: ExceptionGroup[Exception]) -> Exception:
+    """The one that says most: without an engine everything fails."""
+    gone = group.subgroup(EngineGoneError)
+    found: Exception = group if gone is None else gone
+    while isinstance(found, ExceptionGroup):
+        found = found.exceptions[0]
+    return found
+
+
+def _told(error: Exception) -> str:
+    """What the batch's client sees: no path of this machine."""
+    if isinstance(error, ApiError):
+        return error.message
+    if isinstance(error, InvalidRequestError | FileNotFoundError):
+        return "the input file is gone"
+    return "the server could not go on with it; its log says why"

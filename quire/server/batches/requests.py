@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,10 @@ import msgspec
 from quire.errors import InvalidRequestError, QuireError
 
 _MAX_ID = 512
+_MAX_LINE = 16 * 2**20
+"""Bytes; a line is in memory as a whole."""
+_BAD_JSON = (msgspec.DecodeError, ValueError, RecursionError)
+"""All that reading JSON of others may raise: also for text that is no UTF-8, nesting, and numbers that are too long."""
 _COLUMNS = ("custom_id", "method", "url", "body")
 """Of a Parquet file."""
 
@@ -55,7 +60,7 @@ class RequestFile:
         self.path = path
         self.identity = identity
         self._is_parquet = path.suffix.lower() == ".parquet"
-        if not path.is_file():
+        if not os.path.isfile(path):  # False, too, for what can't be a path
             raise InvalidRequestError("REQUESTS", f"there is no file {path}")
         if self._is_parquet:
             import_pyarrow(path)
@@ -81,23 +86,34 @@ class RequestFile:
 
     def _read(self, number: int, raw: bytes) -> BatchRequest:
         name = hashlib.sha256(b"%s\0%d\0%s" % (self.identity.encode(), number, raw)).hexdigest()[:24]
+        if len(raw) > _MAX_LINE:
+            return BatchRequest(number, name, None, problem=f"line {number + 1}: has more than {_MAX_LINE} bytes")
         try:
             line = msgspec.json.decode(raw, type=_Line)
-        except msgspec.DecodeError as error:  # which a wrong type is, too
-            return BatchRequest(number, name, _custom_id(raw), problem=f"line {number + 1}: {error}")
+            body = msgspec.json.encode(line.body)
+        except _BAD_JSON as error:  # which a wrong type is, too
+            return BatchRequest(number, name, _custom_id(raw), problem=f"line {number + 1}: {_cause(error)}")
         problem = None
         if not 0 < len(line.custom_id) <= _MAX_ID:
-            problem = f"custom_id: must have 1 to {_MAX_ID} characters"
-        elif line.method != "POST":
-            problem = f"method: must be POST, not {line.method!r}"
-        return BatchRequest(number, name, line.custom_id, line.url, msgspec.json.encode(line.body), problem)
+            problem = f"line {number + 1}: custom_id must have 1 to {_MAX_ID} characters"
+            return BatchRequest(number, name, None, problem=problem)
+        if line.method != "POST":
+            problem = f"method: must be POST, not {line.method[:64]!r}"
+        return BatchRequest(number, name, line.custom_id, line.url, body, problem)
 
     def _raw_lines(self) -> Iterator[bytes]:
         if self._is_parquet:
             yield from _parquet_lines(self.path)
             return
-        with self.path.open("rb") as file:
-            for raw in file:
+        try:
+            file = self.path.open("rb")
+        except OSError as error:
+            raise InvalidRequestError("REQUESTS", f"{self.path} can't be read: {error.strerror}") from None
+        with file:
+            while raw := file.readline(_MAX_LINE + 1):
+                last = raw
+                while len(last) > _MAX_LINE and not last.endswith(b"\n"):  # too long: its end is of no interest
+                    last = file.readline(_MAX_LINE + 1)
                 if stripped := raw.strip():
                     yield stripped
 
@@ -106,20 +122,37 @@ def _custom_id(raw: bytes) -> str | None:
     """Of a line that is wrong otherwise, if it has one."""
     try:
         found = msgspec.json.decode(raw)
-    except msgspec.DecodeError:
+    except _BAD_JSON:
         return None
     name = found.get("custom_id") if isinstance(found, dict) else None
     return name if isinstance(name, str) and len(name) <= _MAX_ID else None
+
+
+def _cause(error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return "is not UTF-8"
+    return "is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def _parquet_lines(path: Path) -> Iterator[bytes]:
     """Rows with the columns custom_id, url, body (JSON text or a struct) and perhaps method; others don't matter."""
     file = _open_parquet(path)
     columns = [name for name in _COLUMNS if name in file.schema_arrow.names]
-    for batch in file.iter_batches(columns=columns):
-        for row in batch.to_pylist():
-            row["body"] = _parquet_body(row.get("body"))
-            yield msgspec.json.encode({key: value for key, value in row.items() if value is not None})
+    try:
+        for batch in file.iter_batches(columns=columns):
+            for row in batch.to_pylist():
+                yield _parquet_line(row)
+    except (OSError, ValueError) as error:  # pyarrow's own errors are such
+        raise InvalidRequestError("REQUESTS", f"{path} can't be read as Parquet: {error}") from None
+
+
+def _parquet_line(row: dict[str, Any]) -> bytes:
+    """A row that can't be written as JSON is a line that can't be read: it says so when its turn comes."""
+    try:
+        row["body"] = _parquet_body(row.get("body"))
+        return msgspec.json.encode({key: value for key, value in row.items() if value is not None})
+    except (TypeError, OverflowError, *_BAD_JSON):
+        return msgspec.json.encode({"custom_id": str(row.get("custom_id")), "body": "a value that JSON does not have"})
 
 
 def _parquet_body(body: Any) -> Any:
@@ -128,7 +161,7 @@ def _parquet_body(body: Any) -> Any:
         return _without_nulls(body)
     try:
         return msgspec.json.decode(body, type=msgspec.Raw)
-    except msgspec.DecodeError:
+    except _BAD_JSON:
         return body
 
 

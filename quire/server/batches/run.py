@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -76,9 +77,16 @@ class BatchProgress:
 
     def write(self, lines: bytes, num_lines: int, num_failed: int) -> None:
         """The answers to the next requests."""
+        try:
+            self._answers.write(lines)
+        except OSError as error:
+            done, total = self.summary.done, self.summary.total
+            raise QuireError(
+                f"the answers can't be written: {error.strerror}; {done} of {total} requests are answered, and the "
+                "same command goes on from there"
+            ) from None
         self.summary.done += num_lines
         self.summary.failed += num_failed
-        self._answers.write(lines)
 
     def report(self, num_ahead: int = 0) -> None:
         """`num_ahead`: answers whose turn has not come."""
@@ -103,7 +111,7 @@ def run_batch(job: BatchJob, report: Report, answer_all: AnswerAll | None = None
     deciding = {name: getattr(options, name) for name in _DECIDING}
     identity = json.dumps([quire.__version__, job.model, job.served_model_names, job.seed, deciding])
     requests = RequestFile(job.requests, identity)
-    if job.answers.exists() and job.answers.resolve() == job.requests.resolve():
+    if os.path.exists(job.answers) and os.path.samefile(job.answers, job.requests):
         raise QuireError(f"{job.answers}: requests and answers are the same file")
     answers = AnswerFile(job.answers, job.restart)
     try:
@@ -192,8 +200,13 @@ class _Run:
                         await self._room.wait()
                     await free.acquire()
                     tasks.create_task(answer(request))
-        except* EngineGoneError:
-            raise self._progress.engine_gone() from None
+        except ExceptionGroup as group:
+            if group.subgroup(EngineGoneError) is not None:
+                raise self._progress.engine_gone() from None
+            foreseen = group.subgroup(QuireError)
+            if foreseen is None:
+                raise
+            raise foreseen.exceptions[0] from None
 
     def _take(self, number: int, answer: BatchAnswer) -> None:
         self._finished[number] = answer

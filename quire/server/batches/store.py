@@ -1,166 +1,190 @@
-"""The folder of `--batches DIR`: uploaded files, batches, and their answers. Readable by this user alone, bounded, and
-still there after a restart.
+"""The folder of `--batches DIR`: uploaded files, batches, and their answers. Readable by this user alone, bounded in
+all and per key, and still there after a restart.
 
-What is known of a file or a batch is a small file of JSON beside the data, written aside and renamed.
+What is known of a file or a batch is a small file of JSON beside the data, written aside and renamed, before the data
+takes its name. So data that nothing is known of was being deleted, or is an upload that never ended: it is removed at
+the next start.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
+from quire.server.batches.entries import RECORD_BYTES, StoredBatch, StoredFile
+from quire.server.batches.room import FolderLimits, NoRoomError, Room, Take
+from quire.server.batches.work import WorkFiles
+from quire.server.disk import create, open_plain, read_whole, write_all, write_whole
 from quire.server.errors import ApiError
 from quire.server.guard.connection import new_id
 from quire.server.owned_folder import own_folder
 
-_MOST_ENTRIES = 10_000
-"""Files, and batches."""
-_OVER = ("completed", "cancelled", "failed")
-_SHOWN = (
-    *("id", "created_at", "endpoint", "input_file_id", "completion_window", "metadata", "status"),
-    *("output_file_id", "error_file_id", "errors", "in_progress_at", "cancelling_at"),
-)
-"""Fields of a batch that its client sees as they are."""
+logger = logging.getLogger(__name__)
 
-
-class StoredFile(msgspec.Struct, kw_only=True):
-    """A file as its client sees it, and whose it is."""
-
-    id: str
-    owner: str
-    created_at: int
-    bytes: int
-    filename: str
-    purpose: str
-
-    def shown(self) -> dict[str, Any]:
-        fields = msgspec.structs.asdict(self) | {"object": "file", "status": "processed", "status_details": None}
-        del fields["owner"]
-        return fields
-
-
-class StoredBatch(msgspec.Struct, kw_only=True):
-    """A batch, as far as it has come."""
-
-    id: str
-    owner: str
-    created_at: int
-    endpoint: str
-    input_file_id: str
-    completion_window: str
-    metadata: dict[str, str] | None = None
-    status: str = "validating"
-    output_file_id: str | None = None
-    error_file_id: str | None = None
-    errors: dict[str, Any] | None = None
-    total: int = 0
-    completed: int = 0
-    failed: int = 0
-    in_progress_at: int | None = None
-    cancelling_at: int | None = None
-    ended_at: int | None = None
-
-    @property
-    def is_over(self) -> bool:
-        return self.status in _OVER
-
-    def shown(self) -> dict[str, Any]:
-        counts = {"total": self.total, "completed": self.completed, "failed": self.failed}
-        ended = {f"{status}_at": self.ended_at if self.status == status else None for status in _OVER}
-        fields = {name: getattr(self, name) for name in _SHOWN}
-        unused = {"expires_at": None, "expired_at": None, "finalizing_at": None}
-        return {"object": "batch", "request_counts": counts, **fields, **ended, **unused}
-
+_MOST_RECORD_BYTES = 2**20
+_KINDS = ("output", "errors")
+"""Of a batch's answers."""
+_FIELDS = {"output": "output_file_id", "errors": "error_file_id"}
+_NAMES = {"output": "output", "errors": "error"}
 
 _Entry = TypeVar("_Entry", StoredFile, StoredBatch)
 
 
-class BatchStore:
-    """Owns the folder. Safe to use from several threads; nothing here is quick, so not from the event loop."""
+class Upload:
+    """A file that is being received: counted as it comes, gone unless it is kept."""
 
-    def __init__(self, folder: Path, most_bytes: int) -> None:
+    def __init__(self, path: Path, owner: str, take: Take, give_back: Take, expected: int) -> None:
+        """`expected`: bytes that are counted before the first has come; what the record will take is, too."""
+        self._take = take
+        self._give_back = give_back
+        self._counted = 0
+        self._number: int | None = None
+        self.path = path
+        self.owner = owner
+        self.size = 0
+        self._count(expected + RECORD_BYTES)
+        try:
+            self._number = create(path)
+        except OSError:
+            self.discard()
+            raise
+
+    def write(self, data: bytes) -> None:
+        assert self._number is not None
+        self._count(self.size + len(data) + RECORD_BYTES - self._counted)
+        write_all(self._number, data)
+        self.size += len(data)
+
+    def kept(self) -> None:
+        """It has become a stored file, which is counted from now on."""
+        self._close()
+
+    def discard(self) -> None:
+        """Nothing is left of it; does nothing once it is kept."""
+        if self._close():
+            with contextlib.suppress(OSError):
+                self.path.unlink(missing_ok=True)
+
+    def _count(self, num_bytes: int) -> None:
+        if num_bytes > 0:
+            self._take(self.owner, num_bytes)
+            self._counted += num_bytes
+
+    def _close(self) -> bool:
+        is_open = self._number is not None or self._counted > 0
+        if self._number is not None:
+            os.close(self._number)
+            self._number = None
+        if self._counted:
+            self._give_back(self.owner, self._counted)
+            self._counted = 0
+        return is_open
+
+
+class BatchStore:
+    """Owns the folder. Safe to use from several threads; nothing here is quick, so not from the event loop, but for
+    looking up what is in memory: `file`, `batch`.
+
+    Where an owner is asked for, None is everybody's: an admin key's.
+    """
+
+    def __init__(self, folder: Path, limits: FolderLimits) -> None:
         self.folder = folder
-        self._most_bytes = most_bytes
+        self.room = Room(limits)
+        self._limits = limits
         self._lock = threading.RLock()
         self._owned = own_folder(folder, "--batches", "files", "batches", "work")
-        for leftover in (folder / "work").glob("upload-*"):
-            leftover.unlink(missing_ok=True)
         self._files = self._load("files", StoredFile)
         self._batches = self._load("batches", StoredBatch)
+        self._tidy()
 
     def close(self) -> None:
         os.close(self._owned)
 
     # Files
 
-    @property
-    def room(self) -> int:
-        """Bytes that may still be kept."""
+    def new_upload(self, owner: str, expected: int = 0) -> Upload:
+        """Raises ApiError if so many bytes are too many, or there are too many files."""
         with self._lock:
-            kept = sum(one.bytes for one in self._files.values())
-        return self._most_bytes - kept - sum(one.stat().st_size for one in (self.folder / "work").iterdir())
+            self._check_count(owner)
+        path = self.folder / "work" / new_id("upload-")
+        return Upload(path, owner, self.take, self.room.give_back, expected)
 
-    def add_file(self, owner: str, filename: str, purpose: str, source: Path, name: str | None = None) -> StoredFile:
-        """Takes a file over, under a new id unless it has one."""
+    def add_file(self, upload: Upload, filename: str, purpose: str) -> StoredFile:
+        """Takes an upload over."""
         with self._lock:
-            if len(self._files) >= _MOST_ENTRIES:
-                raise ApiError(413, f"{_MOST_ENTRIES} files are stored already: delete some", code="too_many_files")
-            size = source.stat().st_size
+            self._check_count(upload.owner)
             stored = StoredFile(
-                id=name or new_id("file-"),
-                owner=owner,
+                id=new_id("file-"),
+                owner=upload.owner,
                 created_at=int(time.time()),
-                bytes=size,
+                bytes=upload.size,
                 filename=filename,
                 purpose=purpose,
             )
-            os.replace(source, self.path_of(stored))
-            self._save("files", stored)
-            self._files[stored.id] = stored
+            self._keep(stored, upload.path)
+            upload.kept()
             return stored
 
     def path_of(self, file: StoredFile) -> Path:
         return self.folder / "files" / f"{file.id}.data"
 
-    def file(self, owner: str, file_id: str) -> StoredFile:
+    def open_file(self, file: StoredFile) -> int:
+        """Its data, open for reading; raises ApiError if somebody took it away."""
+        try:
+            return open_plain(self.path_of(file))
+        except FileNotFoundError:
+            raise _missing(file.id, "file") from None
+
+    def file(self, owner: str | None, file_id: str) -> StoredFile:
         return _owned(self._files, owner, file_id, "file")
 
-    def files(self, owner: str) -> list[StoredFile]:
+    def files(self, owner: str | None) -> list[StoredFile]:
         """The newest last."""
         with self._lock:
-            return _in_order(one for one in self._files.values() if one.owner == owner)
+            return _in_order(one for one in self._files.values() if owner in (None, one.owner))
 
-    def delete_file(self, owner: str, file_id: str) -> None:
+    def delete_file(self, owner: str | None, file_id: str) -> None:
         with self._lock:
             stored = self.file(owner, file_id)
             if any(one.input_file_id == file_id and not one.is_over for one in self._batches.values()):
                 raise ApiError(409, "a batch that is not over yet needs this file: cancel it first", code="file_in_use")
+            # Known no more, then gone: a start removes data that nothing is known of.
+            self._record_of("files", file_id).unlink(missing_ok=True)
             del self._files[file_id]
-            (self.folder / "files" / f"{file_id}.json").unlink(missing_ok=True)
             self.path_of(stored).unlink(missing_ok=True)
+            self.room.give_back(stored.owner, stored.counted_bytes)
 
     # Batches
 
     def add_batch(self, batch: StoredBatch) -> None:
         with self._lock:
             self.file(batch.owner, batch.input_file_id)
-            if len(self._batches) >= _MOST_ENTRIES:
-                self._forget_oldest()
-            self._save("batches", batch)
+            own = [one for one in self._batches.values() if one.owner == batch.owner]
+            if len(own) >= self._limits.entries_per_key:
+                self._forget_oldest(own)
+            self.take(batch.owner, batch.counted_bytes)
+            try:
+                self.save(batch)
+            except BaseException:
+                self.room.give_back(batch.owner, batch.counted_bytes)
+                raise
             self._batches[batch.id] = batch
 
-    def batch(self, owner: str, batch_id: str) -> StoredBatch:
+    def batch(self, owner: str | None, batch_id: str) -> StoredBatch:
         return _owned(self._batches, owner, batch_id, "batch")
 
-    def batches(self, owner: str) -> list[StoredBatch]:
+    def batches(self, owner: str | None) -> list[StoredBatch]:
         with self._lock:
-            return _in_order(one for one in self._batches.values() if one.owner == owner)
+            return _in_order(one for one in self._batches.values() if owner in (None, one.owner))
 
     def unfinished(self) -> list[StoredBatch]:
         with self._lock:
@@ -168,61 +192,160 @@ class BatchStore:
 
     def save(self, batch: StoredBatch) -> None:
         with self._lock:
-            self._save("batches", batch)
+            write_whole(self._record_of("batches", batch.id), msgspec.json.encode(batch))
 
-    def work_path(self, batch: StoredBatch) -> Path:
+    def open_work(self, batch: StoredBatch) -> WorkFiles:
         """Where its answers grow."""
-        return self.folder / "work" / batch.id
+        output, errors = (self._work_path(batch.id, kind) for kind in _KINDS)
+        return WorkFiles(output, errors, batch.owner, self.take, self.room.give_back)
 
-    def new_upload(self) -> Path:
-        return self.folder / "work" / new_id("upload-")
+    def end_batch(self, batch: StoredBatch, outcome: str) -> None:
+        """Makes output files of its answers; they are counted already. Raises OSError, and may be called again, now or
+        after a restart."""
+        with self._lock:
+            if batch.outcome is None:
+                batch.outcome = outcome
+                self.save(batch)
+            for kind in _KINDS:
+                setattr(batch, _FIELDS[kind], self._take_work(batch, kind))
+            over = msgspec.structs.replace(batch, status=batch.outcome, ended_at=int(time.time()))
+            self.save(over)
+            batch.status, batch.ended_at = over.status, over.ended_at
+
+    def take(self, owner: str, num_bytes: int) -> None:
+        """Counts bytes before they are written; raises NoRoomError. What nobody can delete, the records of batches that
+        are over, makes room, the oldest first."""
+        with self._lock:
+            while True:
+                try:
+                    self.room.take(owner, num_bytes)
+                    return
+                except NoRoomError:
+                    over = [one for one in self._batches.values() if one.owner == owner and one.is_over]
+                    if not over or num_bytes > self._limits.bytes_per_key:
+                        raise
+                    self._forget(min(over, key=lambda one: (one.created_at, one.id)))
 
     # Inside
 
-    def _forget_oldest(self) -> None:
-        over = [one for one in _in_order(self._batches.values()) if one.is_over]
+    def _take_work(self, batch: StoredBatch, kind: str) -> str | None:
+        """The id of the file that holds the batch's answers of a kind, if there are any."""
+        file_id = f"file-{batch.id.removeprefix('batch_')}-{_NAMES[kind]}"
+        path = self._work_path(batch.id, kind)
+        try:
+            size = path.stat(follow_symlinks=False).st_size
+        except FileNotFoundError:  # it was taken already, or there was none
+            return file_id if file_id in self._files else None
+        if not size:
+            path.unlink()
+            return None
+        stored = StoredFile(
+            id=file_id,
+            owner=batch.owner,
+            created_at=int(time.time()),
+            bytes=size,
+            filename=f"{batch.id}_{_NAMES[kind]}.jsonl",
+            purpose="batch_output",
+        )
+        self._keep(stored, path)
+        self.room.give_back(batch.owner, size)
+        return file_id
+
+    def _keep(self, stored: StoredFile, source: Path) -> None:
+        """Makes a file of what was counted when it was written; it is counted twice for a moment, never not at all."""
+        self.room.count(stored.owner, stored.counted_bytes)
+        try:
+            write_whole(self._record_of("files", stored.id), msgspec.json.encode(stored))
+            os.replace(source, self.path_of(stored))
+        except BaseException:
+            self.room.give_back(stored.owner, stored.counted_bytes)
+            with contextlib.suppress(OSError):
+                self._record_of("files", stored.id).unlink(missing_ok=True)
+            raise
+        self._files[stored.id] = stored
+
+    def _check_count(self, owner: str) -> None:
+        most = self._limits.entries_per_key
+        if sum(one.owner == owner for one in self._files.values()) >= most:
+            raise ApiError(413, f"{most} files are stored already: delete some", code="too_many_files")
+
+    def _forget_oldest(self, own: list[StoredBatch]) -> None:
+        over = [one for one in _in_order(own) if one.is_over]
         if not over:
-            raise ApiError(429, f"{_MOST_ENTRIES} batches wait already", code="too_many_batches")
-        del self._batches[over[0].id]
-        (self.folder / "batches" / f"{over[0].id}.json").unlink(missing_ok=True)
+            raise ApiError(429, f"{len(own)} of your batches wait already", code="too_many_batches", retry_after=60.0)
+        self._forget(over[0])
+
+    def _forget(self, batch: StoredBatch) -> None:
+        self._record_of("batches", batch.id).unlink(missing_ok=True)
+        del self._batches[batch.id]
+        self.room.give_back(batch.owner, batch.counted_bytes)
+
+    def _work_path(self, batch_id: str, kind: str) -> Path:
+        return self.folder / "work" / f"{batch_id}.{kind}"
+
+    def _record_of(self, kind: str, name: str) -> Path:
+        return self.folder / kind / f"{name}.json"
 
     def _load(self, kind: str, type: type[_Entry]) -> dict[str, _Entry]:
         found: dict[str, _Entry] = {}
         for path in (self.folder / kind).glob("*.json"):
             try:
-                entry = msgspec.json.decode(path.read_bytes(), type=type)
-            except (msgspec.MsgspecError, OSError):
-                continue  # not ours, or damaged: it is left alone
+                entry = msgspec.json.decode(read_whole(path, _MOST_RECORD_BYTES), type=type)
+                if entry.id != path.stem:
+                    raise ValueError("it belongs to another name")
+            except (msgspec.DecodeError, ValueError, RecursionError, OSError):
+                logger.warning("a record in %s of the folder of --batches is damaged; it is removed", kind)
+                _remove(path)
+                continue
             found[entry.id] = entry
         return found
 
-    def _save(self, kind: str, entry: StoredFile | StoredBatch) -> None:
-        path = self.folder / kind / f"{entry.id}.json"
-        aside = path.with_suffix(".unfinished")
-        aside.write_bytes(msgspec.json.encode(entry))
-        os.replace(aside, path)
+    def _tidy(self) -> None:
+        """Counts what is there and belongs to somebody; removes what an earlier server left behind."""
+        for name, stored in list(self._files.items()):
+            path = self.path_of(stored)
+            if path.is_symlink() or not path.is_file():
+                del self._files[name]
+                _remove(self._record_of("files", name))
+                continue
+            stored.bytes = path.stat().st_size
+            self.room.count(stored.owner, stored.counted_bytes)
+        work = set()
+        for batch in self._batches.values():
+            self.room.count(batch.owner, batch.counted_bytes)
+            for kind in () if batch.is_over else _KINDS:
+                path = self._work_path(batch.id, kind)
+                if path.is_file() and not path.is_symlink():
+                    work.add(path.name)
+                    self.room.count(batch.owner, path.stat().st_size)
+        known = {self.path_of(stored).name for stored in self._files.values()}
+        for path in (self.folder / "files").iterdir():
+            if path.name not in known and path.suffix in (".data", ".unfinished"):
+                _remove(path)
+        for path in (self.folder / "batches").glob("*.unfinished"):
+            _remove(path)
+        for path in (self.folder / "work").iterdir():
+            if path.name not in work:
+                _remove(path)
 
 
-def _owned(entries: dict[str, _Entry], owner: str, name: str, what: str) -> _Entry:
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):  # a folder, say, that somebody else put there
+        path.unlink(missing_ok=True)
+
+
+def _owned(entries: dict[str, _Entry], owner: str | None, name: str, what: str) -> _Entry:
     found = entries.get(name)
-    if found is None or found.owner != owner:
-        message = f"{what}_id: there is no {what} {name[:128]!r}: it was deleted, or belongs to another key"
-        raise ApiError(404, message, field=f"{what}_id", code="not_found")
+    if found is None or owner not in (None, found.owner):
+        raise _missing(name, what)
     return found
+
+
+def _missing(name: str, what: str) -> ApiError:
+    message = f"{what}_id: there is no {what} {name[:128]!r}: it was deleted, or belongs to another key"
+    return ApiError(404, message, field=f"{what}_id", code="not_found")
 
 
 def _in_order(entries: Iterable[_Entry]) -> list[_Entry]:
     key: Callable[[_Entry], tuple[int, str]] = lambda one: (one.created_at, one.id)  # noqa: E731
     return sorted(entries, key=key)
-
-
-def split_answers(answers: Path, output: Path, errors: Path) -> tuple[int, int]:
-    """Divides complete lines into those that are answers and those that are errors; how many there are of each."""
-    counts = [0, 0]
-    with answers.open("rb") as source, output.open("wb") as good, errors.open("wb") as bad:
-        for line in source:
-            response = msgspec.json.decode(line).get("response")
-            is_error = response is None or response["status_code"] != 200
-            (bad if is_error else good).write(line)
-            counts[is_error] += 1
-    return counts[0], counts[1]

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.server.errors import ApiError, error_response
-from quire.server.guard.page_session import PageSessions, read_key, sign_in_form, wants_page
+from quire.server.guard.host import split_host
+from quire.server.guard.page_session import PageSessions, is_foreign, read_key, sign_in_form, wants_page
 
 _OPEN_PATHS = frozenset({"/health"})
 
@@ -32,10 +33,19 @@ class ApiKeys:
 class Authentication:
     """ASGI middleware. The path it decides on is the one the router will use, whatever Host or URL say."""
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str], sessions: PageSessions | None = None) -> None:
-        """`sessions`: the page is served, so a cookie that was given for a key is as good as the key."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Iterable[str],
+        sessions: PageSessions | None = None,
+        admin_keys: Iterable[str] = (),
+    ) -> None:
+        """`sessions`: the page is served, so a cookie that was given for a key is as good as the key. `admin_keys`
+        see what others asked for, too (`seen_by`)."""
+        admins = tuple(admin_keys)
         self._app = app
-        self._keys = ApiKeys(keys)
+        self._keys = ApiKeys((*keys, *admins))
+        self._admin_keys = ApiKeys(admins)
         self._sessions = sessions
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -44,6 +54,8 @@ class Authentication:
             return
         sessions = self._sessions
         if sessions is not None and scope["path"] == "/" and scope["method"] == "POST":
+            if is_foreign(scope):
+                raise ApiError(403, "another site's page may not sign in here", code="foreign_origin")
             key = await read_key(receive)
             response = sessions.signed_in(scope, key) if key in self._keys else sign_in_form(is_wrong=True)
             await response(scope, receive, send)
@@ -53,6 +65,7 @@ class Authentication:
             sent = sessions.key_behind(scope)
         if sent is not None and sent in self._keys:
             scope["state"]["owner"] = _owner(sent)
+            scope["state"]["is_admin"] = sent in self._admin_keys
             await self._app(scope, receive, send)
         elif sessions is not None and wants_page(scope):
             await sign_in_form()(scope, receive, send)
@@ -67,6 +80,11 @@ class Authentication:
 def owner_of(scope: Scope) -> str:
     """A name for whoever sent the key, from which the key can't be told; "" where there are no keys."""
     return str(scope["state"].get("owner", ""))
+
+
+def seen_by(scope: Scope) -> str | None:
+    """Whose requests, files and batches a client may see: its own key's, or, as None, everybody's."""
+    return None if scope["state"].get("is_admin", False) else owner_of(scope)
 
 
 def _owner(key: bytes) -> str:
@@ -90,9 +108,7 @@ class AllowedHosts:
 
 
 def _host_of(scope: Scope) -> str:
-    host = next((value.decode("latin-1").lower() for name, value in scope["headers"] if name == b"host"), "")
-    name, colon, port = host.rpartition(":")
-    return name if colon and port.isdigit() else host
+    return split_host(next((value for name, value in scope["headers"] if name == b"host"), b""))[0]
 
 
 def key_of(scope: Scope) -> bytes | None:

@@ -29,6 +29,7 @@ from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, error_body
 from quire.server.guard.connection import new_id
 from quire.server.guard.counts import CONNECTIONS, Counts
+from quire.server.guard.host import is_host
 
 _SEND_BUFFER = 128 * 1024
 """The kernel's part of what may be on its way to a client that does not read."""
@@ -37,6 +38,7 @@ _LINGER_BYTES = 64 * 2**20
 """How long, and how much of, what a client still sends is read after the answer."""
 _CHUNK_HEAD = 20
 """Bytes around a chunk that are free: its size in at most 16 digits, and two ends of lines."""
+_EXTRA = "trailers and extensions of chunks"
 _FIRST_PROBE, _LONGEST_PROBE = 0.005, 5.0
 """Seconds between two looks whether a client that sends no more is there."""
 
@@ -82,6 +84,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._num_header_bytes = 0
         self._num_extra_bytes = 0
         """Of a body, what is not its contents: extensions of chunks, and trailers."""
+        self._is_chunked = False
         self._is_pipelined = False
         self._is_lingering = False
         self._num_lingering_bytes = 0
@@ -128,7 +131,7 @@ class LimitedProtocol(HttpToolsProtocol):
         most = self.limits.max_header_bytes
         is_too_much = self._num_header_bytes > most if self._in_headers else self._num_extra_bytes > most
         if is_too_much and self.parser is not None:
-            self._refuse(self._too_large("headers" if self._in_headers else "trailers and extensions of chunks"))
+            self._refuse(self._too_large("headers" if self._in_headers else _EXTRA))
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more; it may still wait for an answer. True: the connection stays open."""
@@ -165,11 +168,16 @@ class LimitedProtocol(HttpToolsProtocol):
         if size > self.limits.max_header_bytes:
             self._refusal = self._too_large("headers")
             raise _RefusedError
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if len(hosts) > 1 or not all(map(is_host, hosts)):
+            self._refusal = ApiError(400, "the Host header must be one name or address, perhaps with a port")
+            raise _RefusedError
         codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
         if codings not in ([], [b"chunked"]):
             message = "bodies are accepted as they are or in chunks, in no other transfer-encoding"
             self._refusal = ApiError(415, message)
             raise _RefusedError
+        self._is_chunked = bool(codings)
         super().on_headers_complete()
         self._direct = _DirectBody(self.cycle, self.transport)
         self.scope["extensions"] = {DIRECT_BODY: self._direct}  # type: ignore[dict-item]
@@ -185,6 +193,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         if not self._is_pipelined:
+            # It may all have come at once, so that this is the first time to look.
+            if self._is_chunked and self._num_extra_bytes > self.limits.max_header_bytes:
+                self._refusal = self._too_large(_EXTRA)
+                raise _RefusedError
             self._in_headers = True
             super().on_message_complete()
 

@@ -127,15 +127,19 @@ class BodyLimits:
         received = 0
         seconds = self._seconds * (_UPLOAD_TIMES if is_upload else 1)
         deadline = time.monotonic() + seconds
+        pause = self._seconds
+        """An upload may take long, but not stand still."""
 
         async def limited_receive() -> Message:
             nonlocal is_read, received
             if is_read:
                 return await receive()  # waits for the client to leave
             try:
-                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                async with asyncio.timeout(max(0.0, min(pause, deadline - time.monotonic()))):
                     message = await receive()
             except TimeoutError:
+                if is_upload and time.monotonic() < deadline:
+                    raise ApiError(408, f"nothing of the body arrived for {pause:g} s") from None
                 raise ApiError(408, f"the body did not arrive within {seconds:g} s") from None
             if message["type"] == "http.request":
                 size = len(message.get("body", b""))

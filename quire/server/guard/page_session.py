@@ -15,16 +15,19 @@ import re
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope
 
 from quire.server.errors import ApiError
+from quire.server.guard.host import split_host
 
 SESSION_SECONDS = 7 * 24 * 3600
 _MOST_FORM_BYTES = 8 * 1024
+_MOST_FORM_FIELDS = 8
 _FORM = (Path(__file__).parents[1] / "web" / "sign_in.html").read_text(encoding="utf-8")
+_ORIGIN = re.compile(rb"https?://([^/?#@\s]+)")
 _WRONG = '<p role="alert" id="wrong">This key is not known here.</p>'
 
 
@@ -115,8 +118,11 @@ async def read_key(receive: Receive) -> bytes:
         more = message.get("more_body", False)
         if len(body) > _MOST_FORM_BYTES:
             raise ApiError(413, "a form with a key is shorter than this")
-    given = parse_qs(body.decode("utf-8", "replace"), max_num_fields=8).get("key", [""])
-    return given[0].strip().encode()
+    try:
+        given = parse_qs(body.decode(), max_num_fields=_MOST_FORM_FIELDS).get("key", [""])
+        return given[0].strip().encode()
+    except ValueError:  # too many fields, or no UTF-8
+        raise ApiError(400, f"the form must be UTF-8 and have at most {_MOST_FORM_FIELDS} fields") from None
 
 
 def wants_page(scope: Scope) -> bool:
@@ -134,8 +140,8 @@ def sign_in_form(is_wrong: bool = False) -> Response:
 
 def cookie_name(scope: Scope) -> str:
     """Cookies know hosts but no ports: each server of a machine has a name of its own."""
-    port = urlsplit("//" + _header(scope, b"host").decode("latin-1")).netloc.rpartition(":")[2]
-    return f"quire_page_{port}" if port.isascii() and port.isdigit() else "quire_page"
+    _, port = split_host(_header(scope, b"host"))
+    return f"quire_page_{port}" if port else "quire_page"
 
 
 def _proof(key: bytes, until: str) -> bytes:
@@ -153,9 +159,14 @@ def _cookie(scope: Scope) -> str:
     return ""
 
 
+def is_foreign(scope: Scope) -> bool:
+    """Whether a browser says that another page sent this."""
+    return bool(_header(scope, b"origin")) and not _is_own_origin(scope)
+
+
 def _is_own_origin(scope: Scope) -> bool:
-    origin = urlsplit(_header(scope, b"origin").decode("latin-1")).netloc.lower()
-    return bool(origin) and origin == _header(scope, b"host").decode("latin-1").lower()
+    origin = _ORIGIN.fullmatch(_header(scope, b"origin").lower())
+    return origin is not None and bool(origin[1]) and origin[1] == _header(scope, b"host").lower()
 
 
 def _header(scope: Scope, name: bytes) -> bytes:

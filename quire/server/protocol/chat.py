@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -72,7 +72,7 @@ class ChatCompletionRequest(sampling.SamplingFields):
     safety_identifier: str | None = Field(None, max_length=1024)
     store: bool | None = None
     """Only /v1/responses stores what it answers; the answer itself is the same."""
-    metadata: dict[str, Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=16)
+    metadata: common.Metadata | None = None
 
     documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from quire.errors import InvalidRequestError
@@ -23,6 +23,11 @@ MAX_ENTRIES = MAX_BIASES
 MAX_MESSAGES = 8192
 NO_TEMPLATES = "templates come with the model"
 """Why `chat_template` is refused wherever there is a chat."""
+
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
+"""What clients note down with what they ask for, in OpenAI's bounds: it is kept."""
 
 
 def _bound_errors(schema: Any) -> None:

@@ -128,7 +128,7 @@ class ResponsesRequest(sampling.TokenChoice, common.ApiRequest):
     store: bool | None = None
     """False: the response can't be asked for again, nor gone on with."""
     truncation: Literal["disabled", "auto"] | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    metadata: common.Metadata | None = None
     service_tier: Literal["auto", "default"] | None = None
     user: str | None = Field(None, max_length=1024)
     safety_identifier: str | None = Field(None, max_length=1024)

@@ -13,7 +13,9 @@ from quire import __version__
 from quire.observe.explain_outside import add_outside
 from quire.observe.explain_text import explanation_text
 from quire.server.errors import ApiError
+from quire.server.guard.auth import seen_by
 from quire.server.http_responses import JsonResponse
+from quire.server.others import hide_others
 from quire.server.replicas.pool import ReplicaPool
 from quire.server.service import GenerationService, get_service
 
@@ -60,12 +62,13 @@ async def metrics(request: Request) -> Response:
 async def explain_request(request: Request, request_id: str) -> Response:
     """By the id of the response or by x-request-id: what the request waited for and because of whom, what it found in
     the cache, its chunks and preemptions, and its time in parts that add up to the whole; in words, too (`text`)."""
-    service = get_service(request)
-    record = await service.find_record(request_id)
+    service, owner = get_service(request), seen_by(request.scope)
+    record = await service.find_record(request_id, owner)
     explanation = None if record is None else await service.describe(record, explain=True)
     if record is None or explanation is None:
         raise ApiError(404, "there is no request of this id, or the step log has forgotten it", code="not_found")
     add_outside(explanation, record)
+    explanation = await hide_others(explanation, service.find_record, owner)
     return JsonResponse({**record.describe(), **explanation, "text": explanation_text(explanation)})
 
 
@@ -73,11 +76,11 @@ async def explain_request(request: Request, request_id: str) -> Response:
 async def get_request(request: Request, request_id: str) -> Response:
     """By the id of the response or by x-request-id: where its time went, from the engine's step log (`engine`) as
     long as that remembers it."""
-    service = get_service(request)
-    record = await service.find_record(request_id)
+    service, owner = get_service(request), seen_by(request.scope)
+    record = await service.find_record(request_id, owner)
     if record is None:
         raise ApiError(404, "there is no request of this id, or it was too long ago", code="not_found")
-    engine = await service.describe(record)
+    engine = await hide_others(await service.describe(record), service.find_record, owner)
     return JsonResponse({**record.describe(), "engine": engine})
 
 

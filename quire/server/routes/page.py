@@ -15,8 +15,10 @@ from starlette.types import Scope, Send
 
 from quire import __version__
 from quire.server.errors import ApiError, error_body
+from quire.server.guard.auth import seen_by
 from quire.server.guard.page_session import PageSessions, security_headers
 from quire.server.http_responses import EventStream, JsonResponse, named_event
+from quire.server.others import OwnNames
 from quire.server.service import get_service
 from quire.server.watch_hub import WatchHub, WatchHubs
 
@@ -77,22 +79,25 @@ async def watch(request: Request, engine: int = 0) -> Response:
     hubs: WatchHubs = request.app.state.watch_hubs
     hub = hubs.of(engine)
     hub.check_room()
+    owner = seen_by(request.scope)
+    own = OwnNames(get_service(request).find_record, owner) if owner else None  # without keys all is everybody's
 
     def failed(path: str, error: ApiError, request_id: str) -> bytes:
         return named_event("failed", error_body(path, error, request_id))
 
-    return _WatchStream(hub, failed, lambda: None, {"cache-control": "no-store"})
+    return _WatchStream(hub, own, failed, lambda: None, {"cache-control": "no-store"})
 
 
 class _WatchStream(EventStream):
     """Frame after frame, as long as somebody watches."""
 
-    def __init__(self, hub: WatchHub, *rest: Any) -> None:
+    def __init__(self, hub: WatchHub, own: OwnNames | None, *rest: Any) -> None:
         super().__init__(*rest)
         self._hub = hub
+        self._own = own
 
     async def _write_events(self, scope: Scope, send: Send) -> None:
-        async with contextlib.aclosing(self._hub.follow()) as events:
+        async with contextlib.aclosing(self._hub.follow(self._own)) as events:
             async for event in events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
 

@@ -12,6 +12,7 @@ import { SettingsError, requestFields, seedOf, showSettingsError, typeSettings, 
 let turns = [];
 let model = "";
 let running = null;
+let offered = null;  // a link whose answer nobody has asked for yet
 
 export function startTalk(about) {
   model = about.models[0];
@@ -29,8 +30,12 @@ export function startTalk(about) {
   byId("new-chat").addEventListener("click", () => {
     stop();
     turns = [];
+    offer(null);
     render();
     byId("question").focus();
+  });
+  byId("link-ask").addEventListener("click", () => {
+    if (!running && offered !== null) ask({ expected: offered });
   });
   addEventListener("hashchange", openLink);
   openLink();
@@ -43,7 +48,13 @@ function openLink() {
   typeSettings({ ...link.settings, seed: String(link.seed) });
   turns = link.turns;
   render();
-  ask({ expected: link });
+  offer(link);
+}
+
+// Whoever made the link is not whose key pays for the answer: that one is asked first.
+function offer(link) {
+  offered = link;
+  byId("link-offer").hidden = link === null;
 }
 
 function sendQuestion() {
@@ -83,6 +94,7 @@ async function ask({ expected = null }) {
     render();
     return;
   }
+  offer(null);
   const typed = typedSettings();
   const seed = seedOf(typed);
   const fields = requestFields(typed);

@@ -28,11 +28,13 @@ class Accepting:
         listener: socket.socket,
         make_protocol: Callable[[], asyncio.Protocol],
         tls: ssl.SSLContext | None,
+        handshake_seconds: float | None,
         counts: Counts,
     ) -> None:
         self._listener = listener
         self._make_protocol = make_protocol
         self._tls = tls
+        self._handshake_seconds = handshake_seconds
         self._counts = counts
         self._loop = asyncio.get_running_loop()
         self._coming: set[asyncio.Task[object]] = set()
@@ -72,7 +74,9 @@ class Accepting:
         accepted.setblocking(False)
         if accepted.family != socket.AF_UNIX:
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connecting = self._loop.connect_accepted_socket(self._make_protocol, accepted, ssl=self._tls)
+        connecting = self._loop.connect_accepted_socket(
+            self._make_protocol, accepted, ssl=self._tls, ssl_handshake_timeout=self._handshake_seconds
+        )
         task: asyncio.Task[object] = self._loop.create_task(connecting)
         self._coming.add(task)
         task.add_done_callback(self._came)

@@ -22,7 +22,7 @@ class RemoteEngines(asyncio.Protocol):
         self.state: State = "ready"
         self.ready: messages.Ready | None = ready
         self.on_drain: Callable[[], None] = lambda: None
-        self.on_find: Callable[[str], dict[str, Any] | None] = lambda _: None
+        self.on_find: Callable[[str, str | None], dict[str, Any] | None] = lambda *_: None
         self.lost = asyncio.get_running_loop().create_future()
         """Done when the connection is gone."""
         self._loop = asyncio.get_running_loop()
@@ -112,6 +112,6 @@ class RemoteEngines(asyncio.Protocol):
             case wire.Ping():
                 self.send(wire.Pong())
             case wire.Find():
-                self.send(wire.Found(message.ticket, self.on_find(message.name)))
+                self.send(wire.Found(message.ticket, self.on_find(message.name, message.owner)))
             case wire.Drain():
                 self.on_drain()

@@ -117,8 +117,8 @@ class WorkerHub:
             self._server.close()
         self._stack.close()
 
-    async def find_record(self, name: str) -> RequestRecord | None:
-        """What a worker knows about a request."""
+    async def find_record(self, name: str, owner: str | None) -> RequestRecord | None:
+        """What a worker knows about a request of this owner."""
         self._num_tickets += 1
         ticket = self._num_tickets
         future: asyncio.Future[RequestRecord | None] = asyncio.get_running_loop().create_future()
@@ -135,7 +135,7 @@ class WorkerHub:
 
         for link in links:
             link.finding[ticket] = answered
-            link.send(Find(ticket, name))
+            link.send(Find(ticket, name, owner))
         try:
             return await asyncio.wait_for(future, _FIND_SECONDS)
         except TimeoutError:

@@ -86,10 +86,11 @@ class Failed(msgspec.Struct, tag="failed"):
 
 
 class Find(msgspec.Struct, tag="find"):
-    """Does the worker know a request of this name?"""
+    """Does the worker know a request of this name, asked for by this owner, or with None by anybody?"""
 
     ticket: int
     name: str
+    owner: str | None
 
 
 class Recalled(msgspec.Struct, tag="recalled"):

@@ -18,7 +18,6 @@ from typing import cast
 
 import msgspec
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quire.checkpoints.sources import resolve
 from quire.frontend.tokenizer import Tokenizer
@@ -52,17 +51,15 @@ class _Server(HttpServer):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
-        self._accepting = Accepting(self._listener, self._new_protocol, self.config.ssl, self._counts)
+        self._accepting = Accepting(
+            self._listener, self.new_protocol, self.config.ssl, self.handshake_seconds, self._counts
+        )
         self._accepting.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._accepting is not None:
             self._accepting.stop()
         await super().shutdown([])
-
-    def _new_protocol(self) -> asyncio.Protocol:
-        kind = cast(type[HttpToolsProtocol], self.config.http_protocol_class)
-        return kind(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
 
 def main() -> int:
@@ -99,9 +96,9 @@ async def _serve(first: WorkerConfig, config: ServerConfig, tokenizer: Tokenizer
         service.is_draining = True
         server.should_exit = True
 
-    def find(name: str) -> dict[str, object] | None:
-        record = service.records.find(name)
-        return None if record is None else record.describe()
+    def find(name: str, owner: str | None) -> dict[str, object] | None:
+        record = service.records.find(name, owner)
+        return None if record is None else {**record.describe(), "owner": record.owner}
 
     engines.on_drain, engines.on_find = drain, find
     settle()
