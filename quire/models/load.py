@@ -28,6 +28,7 @@ from quire.models.gguf_spec import read_gguf_spec
 from quire.models.model_config import read_config
 from quire.models.names import Piece, gguf_pieces, huggingface_pieces
 from quire.models.weight_plan import ModelFiles, WeightPlan
+from quire.process.life import sign_of_life
 
 Progress = Callable[[int, int], None]
 """Called with the number of bytes read so far (0 at first) and of all bytes."""
@@ -121,6 +122,7 @@ class _Reading:
             read.result()
         self._done += self._sizes[name]
         self._progress(self._done, self._total)
+        sign_of_life()
         return weight
 
     def _start(self, name: str) -> None:
