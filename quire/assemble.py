@@ -169,11 +169,9 @@ def assemble(
     step_log = StepLog(path=path, listeners=(*listeners, speculator.observe), engine=about)
     num_drafts = None if config.speculation == "off" else speculator.num_drafts
     scheduler = Scheduler(scheduling, guess=speculator.guess, num_drafts=num_drafts)
-<<<<<<< HEAD
-    core = EngineCore(scheduler, runner, depth=worker.depth, on_step=step_log.append, clock=time.monotonic)
-=======
-    core = EngineCore(scheduler, runner, depth=depth, on_step=step_log.append, clock=time.monotonic, held=worker.runner)
->>>>>>> files
+    core = EngineCore(
+        scheduler, runner, depth=worker.depth, on_step=step_log.append, clock=time.monotonic, held=worker.runner
+    )
     description = f"{name}: {worker.description}" + ("" if ranks is None else f"; {ranks.description}")
     logger.info(description)
     return Engine(core, step_log, runner, decoder, whole, tokenizer, worker.plan, eos_token_ids, grammars, description)

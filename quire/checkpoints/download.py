@@ -10,7 +10,6 @@ import hashlib
 import os
 import re
 import struct
-import subprocess
 import sys
 import zipfile
 import zlib
@@ -19,10 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
-from typing import Any
 
 from quire.config import cache_dir
 from quire.errors import ModelFormatError, ModelNotFoundError, QuireError
+from quire.process.child_group import ChildGroup
 from quire.process.temporary_folders import temporary_folder
 
 Progress = Callable[[int, int | None], None]
@@ -142,8 +141,8 @@ def _pip_download(alias: Alias, folder: Path, progress: Progress | None) -> Path
     last_lines: deque[str] = deque(maxlen=20)
     # Python would put the current folder first on the path of `-m pip`: a stray pip.py there must not run.
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
-    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command, **streams, text=True, errors="replace", env=environment) as process:
+    # On Ctrl-C, on an error in the callback, and when this process is killed, pip must not run on by itself.
+    with ChildGroup() as group, group.start(command, environment) as process:
         assert process.stdout is not None
         try:
             for line in process.stdout:
@@ -152,7 +151,7 @@ def _pip_download(alias: Alias, folder: Path, progress: Progress | None) -> Path
                     last_lines.append(line.strip())
                 elif progress is not None:
                     progress(*counts)
-        except BaseException:  # Ctrl-C, or an error in the callback: don't leave pip running on its own
+        except BaseException:
             process.kill()
             raise
     if process.returncode != 0:

@@ -12,6 +12,7 @@ from quire.checkpoints.files import no_weights_error, weight_kinds
 from quire.checkpoints.hub import fetch_from_hub, parse_hub_id
 from quire.config import cache_dir
 from quire.errors import ModelNotFoundError, UnsupportedModelError
+from quire.process.life import sign_of_life
 
 Kind = Literal["huggingface", "gguf", "npy"]
 
@@ -50,6 +51,12 @@ def resolve(model: str, *, offline: bool = False, progress: Progress | None = No
     another than the main one and `:FILE.gguf` for one GGUF file of the repository. So an existing local
     path always wins: a folder called `smollm2` in the current directory hides the alias.
     """
+
+    def report(done: int, total: int | None) -> None:
+        sign_of_life()
+        if progress is not None:
+            progress(done, total)
+
     path = Path(model).expanduser()
     if model and _exists(path):
         return _local(model, path)
@@ -60,12 +67,12 @@ def resolve(model: str, *, offline: bool = False, progress: Progress | None = No
                 f"{model} is not in Quire's cache ({alias_path(alias)}) and offline mode is on: "
                 f"run `quire pull {model}` with network once"
             )
-        return ModelSource(model, "gguf", fetch_alias(alias, progress), alias.source)
+        return ModelSource(model, "gguf", fetch_alias(alias, report), alias.source)
     hub_id = None if _looks_like_path(model) else parse_hub_id(model)
     if hub_id is None:
         raise _not_found(model, path)
     try:
-        found = fetch_from_hub(hub_id, offline=offline, progress=progress)
+        found = fetch_from_hub(hub_id, offline=offline, progress=report)
     except ModelNotFoundError as error:
         raise ModelNotFoundError(f"{model!r} was not found: no file or folder {path}; {error}") from error
     kind: Kind = "gguf" if hub_id.gguf else "huggingface"

@@ -65,12 +65,9 @@ class EngineCore:
         self.depth = depth
         self._on_step = on_step
         self.clock = clock
-<<<<<<< HEAD
         self.refusal: str | None = None
         """Why no request is taken now; None: all are."""
-=======
         self._held = held
->>>>>>> files
         self._in_flight: deque[tuple[Step, Pending, float | None]] = deque()
         """Submitted and not committed yet, oldest first, each with the time of submission if there is a clock."""
         self._updates: list[RequestUpdate] = []

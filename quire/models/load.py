@@ -30,6 +30,7 @@ from quire.models.model_config import read_config
 from quire.models.names import Piece, gguf_pieces, huggingface_pieces
 from quire.models.parameters import WeightSource
 from quire.models.weight_plan import ModelFiles, WeightPlan
+from quire.process.life import sign_of_life
 
 Progress = Callable[[int, int], None]
 """Called with the number of bytes read so far (0 at first) and of all bytes."""
@@ -129,6 +130,7 @@ class _Reading:
             read.result()
         self._done += self._sizes[name]
         self._progress(self._done, self._total)
+        sign_of_life()
         return weight
 
     def _start(self, name: str) -> None:

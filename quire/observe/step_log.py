@@ -186,15 +186,11 @@ def _decode_engine(found: dict[str, Any]) -> LoggedEngine:
     costs = _build(StepCosts, settings.pop("costs", {"head_share": share}))
     named = settings.pop("model", None)
     model = None if named is None else _build(LoggedModel, named)
-<<<<<<< HEAD
-    return entries[first:], LoggedEngine(depth, SchedulerConfig.from_settings(settings), costs, model)
-=======
-    return LoggedEngine(depth, SchedulerConfig(**settings), costs, model)
+    return LoggedEngine(depth, SchedulerConfig.from_settings(settings), costs, model)
 
 
 def _cause(error: Exception) -> str:
     return "is nested too deeply" if isinstance(error, RecursionError) else str(error)
->>>>>>> files
 
 
 def encode_entry(entry: StepLogEntry, engine: Mapping[str, Any] | None = None) -> str:

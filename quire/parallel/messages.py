@@ -42,6 +42,10 @@ class Hello(NamedTuple):
     """The process lives, and torch is imported."""
 
 
+class Alive(NamedTuple):
+    """It still loads or compiles."""
+
+
 class Computed(NamedTuple):
     """A step's results are there; ranks that agree have the same checksum."""
 

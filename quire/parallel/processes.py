@@ -20,7 +20,8 @@ from pathlib import Path
 
 import quire
 from quire.parallel.group import GroupError
-from quire.parallel.messages import Computed, Failed, Hello, Task, frame, receive
+from quire.parallel.messages import Alive, Computed, Failed, Hello, Task, frame, receive
+from quire.process.life import sign_of_life
 
 _LAST_WORDS = 3.0
 """Seconds in which ranks that have given up, too, say so."""
@@ -165,6 +166,8 @@ class RankProcesses:
                             self._break(f"{process.name} {process.end_of_it()}")
 
     def _take(self, one: RankProcess, message: object) -> None:
+        if isinstance(message, (Hello, Alive)):
+            sign_of_life()
         if isinstance(message, Computed):
             with self._changed:
                 expected = self._expected.get(message.step_id)

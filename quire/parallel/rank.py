@@ -6,6 +6,7 @@ went, so is this process.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -22,8 +23,9 @@ from quire.constrain import GrammarCompiler
 from quire.errors import QuireError
 from quire.load import load_model
 from quire.parallel.group import Group, GroupError
-from quire.parallel.messages import Computed, Failed, Hello, Sleep, Task, Wake, checksum, frame, receive
+from quire.parallel.messages import Alive, Computed, Failed, Hello, Sleep, Task, Wake, checksum, frame, receive
 from quire.parallel.share import RankShare, rank_config, rank_device
+from quire.process import life
 from quire.runner.runner import Runner
 from quire.runner.step_outputs import PendingStep
 from quire.runner.worker import start_worker
@@ -44,6 +46,12 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format=f"rank {task.rank}: %(levelname)s: %(message)s")
     inbox: Inbox = queue.SimpleQueue()
     connection.sendall(frame(Hello()))
+
+    def tell() -> None:
+        with contextlib.suppress(OSError):  # whoever takes in steps notices that rank 0 is gone
+            connection.sendall(frame(Alive()))
+
+    life.listeners.append(life.Heartbeat(tell))
     threading.Thread(target=_take_steps, args=(connection, inbox), daemon=True).start()
     try:
         _work(task, inbox, connection)
@@ -79,6 +87,7 @@ def _work(task: Task, inbox: Inbox, connection: socket.socket) -> None:
     grammars = GrammarCompiler(loaded.tokenizer, loaded.spec.vocab_size, loaded.eos_token_ids)
     worker = start_worker(loaded.decoder, config, grammars, draft=loaded.draft, agree=share.agree)
     group.seconds = task.step_seconds
+    life.listeners.clear()  # from here on steps are its life, and their results use the connection
     _compute(worker.runner, worker.depth, inbox, connection)
 
 

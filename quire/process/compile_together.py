@@ -12,6 +12,8 @@ from typing import Any
 
 import triton
 
+from quire.process.life import sign_of_life
+
 _may_miss = {"kernels"}
 """Empty once it turned out that an earlier process has compiled them all."""
 
@@ -46,8 +48,10 @@ class _Compilers(ThreadPoolExecutor):
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         def compile_both() -> Any:
             kernel = fn(*args, **kwargs)
+            sign_of_life()
             with contextlib.suppress(Exception):  # who launches it will see
                 triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
+            sign_of_life()
             return kernel
 
         return super().submit(compile_both)

@@ -24,6 +24,7 @@ from quire.kernels.device import GraphPool
 from quire.kernels.ops import LayerCache
 from quire.kernels.tensor_memory import TensorMemory
 from quire.models.decoder import Decoder
+from quire.process.life import sign_of_life
 from quire.runner.batch import StepShape
 from quire.runner.request_rows import RequestRows
 from quire.sampling.upload import Uploader
@@ -134,6 +135,7 @@ class DecodeGraphs:
             for size, name in self._most_work:
                 if size.bit_count() == 1 or size == self._sizes[-1]:
                     self._compute(size, name, has_inputs)
+                    sign_of_life()
 
         self._kernels.compile_together(lambda: compute(has_inputs=False))
         compute(has_inputs=True)

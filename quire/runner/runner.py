@@ -95,7 +95,6 @@ class Runner:
             pending.add_drafts(self._drafter.draft(free, pending.result().tokens, self._sampler))
         return pending
 
-<<<<<<< HEAD
     @torch.inference_mode()
     def update(self, weights: Mapping[str, Weight]) -> None:
         """Replaces weights between two steps, none of which is in flight: see `Parameters.update`. What the cache holds
@@ -135,7 +134,7 @@ class Runner:
                 f"There is too little free memory to wake up: free some, and try again. {error}"
             ) from error
         self.is_asleep = False
-=======
+
     def held_rows(self) -> frozenset[int]:
         """Request rows that would keep a step waiting for their masks (see `quire.constrain.ahead`)."""
         return self._grammars.held_rows()
@@ -143,7 +142,6 @@ class Runner:
     def wait_for_held(self) -> None:
         """For a moment, or until one of them would not."""
         self._grammars.wait_for_held()
->>>>>>> files
 
     def release(self) -> None:
         """Frees weights and cache, even if this object lives on: it sleeps for good."""

@@ -85,6 +85,8 @@ class ServerConfig:
     """For requests to end after SIGTERM."""
     stall_seconds: float = 30.0
     """Work and no sign of life for this long: not ready."""
+    suspect_seconds: float = 10.0
+    """Work and no sign of life for this long: what other replicas have room for goes on there."""
     hang_seconds: float = 120.0
     """Work and no sign of life for this long: the engine is restarted."""
     start_seconds: float = 120.0

@@ -85,6 +85,8 @@ class EngineClient:
         self._ticking: asyncio.Task[None] | None = None
         self._last_heard = 0.0
         """By that clock."""
+        self._owes = False
+        """Whether it was silent when its requests were taken from it: then its silence still counts."""
         self._last_steps: deque[StepSummary] = deque(maxlen=_LAST_STEPS)
         self._on_watched: Callable[[messages.Watched], None] | None = None
         self.state: State = "starting"
@@ -127,7 +129,7 @@ class EngineClient:
     @property
     def seconds_silent(self) -> float:
         """How long the engine has had work without giving a sign of life, and this process was there to hear it."""
-        return self._clock.now - self._last_heard if self._listeners else 0.0
+        return self._clock.now - self._last_heard if self._listeners or self._owes else 0.0
 
     @property
     def is_stalled(self) -> bool:
@@ -139,7 +141,7 @@ class EngineClient:
         """Hands a request over. `names` are those of its answers; `listener` hears of it from now on, the verdict
         whether the engine takes it first."""
         link = self._live_link()
-        if not self._listeners:
+        if not self._listeners and not self._owes:
             self._last_heard = self._clock.now  # an idle engine has nothing to say
         self._listeners.add(message.request_id, names, listener)
         link.send(message)
@@ -195,7 +197,7 @@ class EngineClient:
         self._metrics.set_cache(ready.num_blocks, ready.block_size)
         self._metrics.memory(ready.memory)
         self.state = "ready"
-        self._last_heard = self._clock.now
+        self._heard()
         if self._on_watched is not None:
             self.watch(self._on_watched)
 
@@ -263,7 +265,7 @@ class EngineClient:
             event: messages.Event | None = await link.receive()
             num_updates = 0
             while event is not None:
-                self._last_heard = self._clock.now
+                self._heard()
                 if isinstance(event, messages.Fatal):
                     return event.message
                 if isinstance(event, messages.Updates):
@@ -282,10 +284,18 @@ class EngineClient:
     async def _watch(self, link: EngineLink) -> str:
         while True:
             await asyncio.sleep(self._clock.interval)
+            self._look_at_silence()
             if self.seconds_silent > self._config.hang_seconds:
                 silent = self.seconds_silent
                 await link.kill_hung()
                 return f"it had work and gave no sign of life for {silent:.0f} s; its stacks are above"
+
+    def _heard(self) -> None:
+        self._last_heard = self._clock.now
+        self._owes = False
+
+    def _look_at_silence(self) -> None:
+        """Called again and again while there is an engine; whoever has others may do something before it is killed."""
 
     def _take_updates(self, event: messages.Updates) -> None:
         self._listeners.take(event, self.abort)

@@ -159,6 +159,7 @@ class EngineLink:
         """Waits for the process to end and says how it did."""
         assert self._process is not None
         code = await self._process.wait()
+        self._kill_group()  # a compiler that it had started would go on
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
     async def kill_hung(self) -> None:
@@ -168,6 +169,13 @@ class EngineLink:
             self._process.send_signal(signal.SIGUSR1)
             await asyncio.sleep(_STACKS_SECONDS)
             self._process.kill()
+            self._kill_group()
+
+    def _kill_group(self) -> None:
+        """Kills what the process has started: it leads a group of its own, once it has come so far."""
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     async def stop(self) -> None:
         """Ends the process, gently first, and closes the sockets. Can be called at any point; raises nothing."""
@@ -191,6 +199,7 @@ class EngineLink:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
             await self._process.wait()
+        self._kill_group()
 
     async def _close_sockets(self) -> None:
         if self._context is not None:

@@ -7,6 +7,7 @@ the HTTP process dies, however it dies.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import hashlib
@@ -34,12 +35,12 @@ from quire.config import EngineConfig
 from quire.errors import EngineError, QuireError
 from quire.frontend.progress import ModelBars
 from quire.kernels.select import pick_device
-from quire.models.load import Progress
 from quire.observe.cache_events import CacheEvents, window_of
 from quire.observe.explain import explain_request
 from quire.observe.explain_outside import add_grammar
 from quire.observe.request_records import describe_request
 from quire.observe.step_log import StepSummary, describe_steps, summarize
+from quire.process import life
 from quire.process.gc_pauses import IdleCollector, full_collections_put_off
 from quire.server import messages
 from quire.server.engine_memory import EngineMemory
@@ -72,6 +73,7 @@ class EngineLoop:
     def __init__(self, commands: zmq.Socket[bytes], events: zmq.Socket[bytes]) -> None:
         self._commands = commands
         self._events = events
+        self._sending = threading.Lock()
         self._poller = zmq.Poller()
         self._poller.register(commands, zmq.POLLIN)
         self._out = messages.Updates()
@@ -152,24 +154,13 @@ class EngineLoop:
         elif not self._poller.poll(_SILENCE):
             self._idle_collector.collect(time.monotonic())
 
-    def sign_of_life(self, report: Progress) -> Progress:
-        """`report`, which also tells the HTTP process, not too often, that weights are being loaded."""
-        last = time.monotonic()
-
-        def report_and_send(done: int, total: int) -> None:
-            nonlocal last
-            report(done, total)
-            if time.monotonic() - last > _HEARTBEAT / 1000:
-                last = time.monotonic()
-                self.send(messages.Loading())
-
-        return report_and_send
-
     def log_last_steps(self) -> None:
         logger.error("last steps: %s", describe_steps(self._last_steps))
 
     def send(self, event: messages.Event) -> None:
-        self._events.send(messages.encode(event))
+        # A socket may be used by one thread after the other: threads that compile give signs of life.
+        with self._sending:
+            self._events.send(messages.encode(event))
 
     def _handle(self, command: messages.Command, requests: EngineRequests, engine: Engine) -> None:
         now = time.monotonic()
@@ -240,6 +231,8 @@ def main(build: Callable[..., Engine] = build_engine) -> int:
     # They reach every process of a group; the HTTP process decides what they mean.
     for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(one, signal.SIG_IGN)
+    with contextlib.suppress(PermissionError):  # it leads a session, so it has a group of its own
+        os.setpgid(0, 0)  # ranks, compilers and whatever else it starts can be ended with it
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=messages.EngineProcessConfig)
     folder = Path(config.commands_address.removeprefix("ipc://")).parent
     threading.Thread(target=_exit_with_parent, args=(folder,), daemon=True).start()
@@ -253,10 +246,11 @@ def main(build: Callable[..., Engine] = build_engine) -> int:
     events.connect(config.events_address)
     loop = EngineLoop(commands, events)
     loop.send(messages.Loading())
+    life.listeners.append(life.Heartbeat(lambda: loop.send(messages.Loading())))
     try:
         with ModelBars(config.model) as bars:
-            source = resolve(config.model)
-            engine = build(source, engine_config(config.options), loop.sign_of_life(bars("load")), [loop.observe])
+            source = resolve(config.model, progress=bars("download"))
+            engine = build(source, engine_config(config.options), bars("load"), [loop.observe])
         # The weights and modules are here to stay: no need to look through them again and again.
         gc.collect()
         gc.freeze()
@@ -301,7 +295,7 @@ def _exit_with_parent(folder: Path) -> None:
     while os.read(0, 1024):
         pass
     shutil.rmtree(folder, ignore_errors=True)
-    os._exit(0)
+    os.killpg(0, signal.SIGKILL)  # itself and what it has started
 
 
 if __name__ == "__main__":

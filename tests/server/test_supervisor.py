@@ -27,7 +27,7 @@ from quire.server import engine_client
 from quire.server.config import ServerConfig
 from quire.server.engine_client import EngineClient
 from quire.server.engine_link import EngineLink
-from quire.server.messages import AddRequest, Event, Ready, pack_tokens
+from quire.server.messages import AddRequest, Event, Loading, Ready, pack_tokens
 from quire.server.tasks import AttendedClock
 
 READY = Ready(100, 8, 256, 64, 64, 16, "fcfs", "fp")
@@ -254,6 +254,43 @@ def test_a_start_that_hangs_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert "no sign of life for 0.5 s while it started" in message
     assert time.monotonic() - began < 55  # it would have slept for a minute
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("seconds", [2.5, 60.0], ids=["it comes to an end", "its server gives up"])
+def test_compiling_at_a_start_is_life_and_what_compiles_ends_with_the_engine(
+    seconds: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A compiler that the engine has started, and that knows nothing of it, is gone with the engine."""
+    told = tmp_path / "compiler"
+    monkeypatch.setenv("QUIRE_TEST_FAULT", str(told))
+    monkeypatch.setenv("QUIRE_TEST_SECONDS", str(seconds))
+    seen: list[object] = []
+
+    class Counting(EngineLink):
+        async def receive(self) -> Event:
+            seen.append(await super().receive())
+            return seen[-1]  # type: ignore[return-value]
+
+    async def run() -> None:
+        link = Counting(ServerConfig(engine_module="tests.server.compiling_engine"), AttendedClock(0.05))
+        starting = asyncio.create_task(link.start())
+        while not starting.done() and len(seen) < 3:
+            await asyncio.sleep(0.05)
+        if seconds > 10:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+        else:
+            with pytest.raises(QuireError, match="compiled, but the model is wrong"):
+                await starting
+        await link.stop()
+
+    asyncio.run(run())
+    assert sum(isinstance(event, Loading) for event in seen) >= 3
+    stat = Path(f"/proc/{told.read_text()}/stat")
+    deadline = time.monotonic() + 10
+    while stat.exists() and ") Z " not in stat.read_text():  # a zombie is init's to reap
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 # Pauses

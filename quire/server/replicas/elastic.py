@@ -125,10 +125,6 @@ class ElasticPool(ReplicaPool):
         self._leaving.discard(number)
         logger.info("engine %d has left; %d in all", number, self.num_engines)
 
-    def _relays_at(self, number: int) -> list[Relay]:
-        found = [relay for relay in self._relays.values() if relay.assignment is not None]
-        return [relay for relay in found if relay.assignment is not None and relay.assignment.replica == number]
-
     async def _scale(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_SECONDS)

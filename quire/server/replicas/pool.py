@@ -48,6 +48,20 @@ class Replica(EngineClient):
             self._pool.router.note_blocks(self.number, event.blocks_stored, event.blocks_removed)
         super()._take_updates(event)
 
+    @property
+    def is_suspect(self) -> bool:
+        """It may hang: whoever can be served elsewhere is."""
+        return self.seconds_silent > self._config.suspect_seconds
+
+    def _look_at_silence(self) -> None:
+        if self.is_suspect and self._listeners:
+            self._pool.relieve(self)
+
+    def forsake(self, request_id: str) -> None:
+        """Takes a request from an engine that is silent; that it was silent is not forgotten for that."""
+        self._owes = True
+        self.abort([request_id])
+
     def _lose_all(self, error: ApiError) -> None:
         self._pool.left(self)
         super()._lose_all(error)
@@ -276,6 +290,31 @@ class ReplicaPool:
             return
         self._send_again(relay)
 
+    def relieve(self, replica: Replica) -> None:
+        """An engine has work and has been silent for long. What others have room for goes on there, once: the step may
+        just take long, and then it will elsewhere. If it is heard of again, it has only lost these requests."""
+        moved = 0
+        silent = replica.seconds_silent
+        for relay in self._relays_at(replica.number):
+            if relay.was_relieved or not self._has_room(relay, replica.number):
+                continue
+            replica.forsake(relay.message.request_id)
+            relay.relieve()
+            self.move(relay)
+            moved += 1
+        if moved:
+            what = "replica %d has work and has been silent for %.0f s: %d of its requests go on elsewhere"
+            logger.warning(what, replica.number, silent, moved)
+
+    def _has_room(self, relay: Relay, number: int) -> bool:
+        """Whether an engine that is well would run it at once. The one it is at counts as silent."""
+        others = (one for one in self._candidates(relay) if one != number and not self.replicas[one].is_suspect)
+        return any(self.router.has_room(one, len(relay.outputs)) for one in others)
+
+    def _relays_at(self, number: int) -> list[Relay]:
+        found = [relay for relay in self._relays.values() if relay.assignment is not None]
+        return [relay for relay in found if relay.assignment is not None and relay.assignment.replica == number]
+
     def _send_again(self, relay: Relay) -> None:
         if not self._candidates(relay):
             self._strand(relay)
@@ -323,11 +362,11 @@ class ReplicaPool:
 
     def _candidates(self, relay: Relay | None = None) -> list[int]:
         """Engines that take requests, or this one: an answer that has begun goes on only where the same tokens come of
-        it. One that hangs takes them only where there is no other."""
+        it. One that may hang takes them only where there is no other."""
         live = [replica for replica in self.replicas if replica.state == "ready"]
         if relay is not None and relay.fingerprint is not None and any(relay.outputs.values()):
             live = [replica for replica in live if self._fingerprint(replica) == relay.fingerprint]
-        lively = [replica.number for replica in live if not replica.is_stalled]
+        lively = [replica.number for replica in live if not replica.is_suspect]
         return lively or [replica.number for replica in live]
 
     @staticmethod

@@ -59,6 +59,8 @@ class Relay:
         self._is_computed = False
         self._num_lost = 0
         """Engines that were lost since its last token."""
+        self.was_relieved = False
+        """Whether it was taken from an engine that was only silent, since its last token."""
 
     @property
     def is_waiting(self) -> bool:
@@ -73,6 +75,11 @@ class Relay:
         """An answer is complete, says its reader."""
         if name in self.outputs:
             self._ended[name] = len(self.outputs.pop(name))
+
+    def relieve(self) -> None:
+        """It leaves an engine that is silent, not lost: that is no sign that the request is the reason."""
+        self.was_relieved = True
+        self._num_lost -= 1
 
     def again(self) -> messages.AddRequest | ApiError:
         """What another engine is to be given, or why none is."""
@@ -141,6 +148,7 @@ class Relay:
 
     def _note(self, name: str, token_ids: tuple[int, ...]) -> None:
         self._num_lost = 0
+        self.was_relieved = False
         if not self._is_computed:
             self._is_computed = True
             self._mover.computed(self)

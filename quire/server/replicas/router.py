@@ -194,6 +194,11 @@ class PrefixRouter:
         """What a replica has to do, in prompt tokens."""
         return self._replicas[replica].load
 
+    def has_room(self, replica: int, num_answers: int) -> bool:
+        """Whether so many more answers could run there at once."""
+        one = self._replicas[replica]
+        return one.num_answers + num_answers <= one.max_num_seqs
+
     def num_cached_blocks(self, replica: int) -> int:
         table, number = self._table(replica)
         return table.count(number)

@@ -52,6 +52,7 @@ class LocalLink:
         self.config = config
         self.number = int(config.share.log_name.partition(" ")[2] or 0)
         self.is_dead = False
+        self.is_hung = False
         self._death = asyncio.Event()
         self._commands: list[messages.Command] = []
         self._work = asyncio.Event()
@@ -86,6 +87,9 @@ class LocalLink:
             await asyncio.sleep(0)
             if self.is_dead:
                 await asyncio.Event().wait()
+            if self.is_hung:
+                await asyncio.sleep(0.002)
+                continue
             if self._mailbox.sent:
                 event = messages.decode_event(self._mailbox.sent.pop(0))
                 if not self.engines.lets_pass(self, event):

@@ -218,3 +218,116 @@ def test_what_a_lost_rank_takes_along_is_not_called_an_error(small_model: str, m
     with pytest.raises(EngineError, match="rank 1 was killed"):
         link._loop.run(engine)
     assert not link._mailbox.sent
+
+
+# An engine that hangs
+
+
+def hang_at(engines: LocalEngines, count: int) -> list[LocalLink]:
+    """The engine that gives the n-th token gives no further one; the list will hold it."""
+    hung: list[LocalLink] = []
+    seen = 0
+
+    def watch(link: LocalLink, event: Updates) -> bool:
+        nonlocal seen
+        seen += sum(len(update.new_token_ids) for update in event.all_updates())
+        if seen >= count and not hung:
+            hung.append(link)
+            link.is_hung = True
+        return True
+
+    engines.watch = watch
+    return hung
+
+
+QUICK_TO_SUSPECT = {"suspect_seconds": 0.6, "stall_seconds": 0.8}
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+def test_streams_leave_an_engine_that_hangs_while_another_has_room(engines: LocalEngines, recovers: bool) -> None:
+    """Long before it is killed; one that is heard of again goes on, one that is not is killed in the end."""
+    path, body = BODIES["sampled"]
+
+    async def main() -> None:
+        engines.kill_at()
+        server = LocalServer(engines, 2, **QUICK_TO_SUSPECT, hang_seconds=30.0 if recovers else 6.0)
+        async with server as http:
+            wanted = await seen_by_client(http, path, body)
+            hung = hang_at(engines, 5)
+            clock = asyncio.get_running_loop()
+            began = clock.time()
+            assert await seen_by_client(http, path, body) == wanted
+            assert clock.time() - began < 5.5
+            assert server.moved() == 1
+            (link,) = hung
+            suspect = server.pool.replicas[link.number]
+            assert suspect.is_suspect  # that its request is gone changes nothing about it
+            assert await seen_by_client(http, path, body) == wanted  # at the other one
+            assert server.moved() == 1
+            if recovers:
+                link.is_hung = False
+                async with asyncio.timeout(10):
+                    while suspect.is_suspect:
+                        await asyncio.sleep(0.01)
+                assert await seen_by_client(http, path, body) == wanted
+                assert not link.is_dead
+            else:
+                async with asyncio.timeout(10):
+                    while not link.is_dead:
+                        await asyncio.sleep(0.01)
+                await server.all_up()
+                assert not server.pool.replicas[link.number].is_suspect
+            server.assert_empty()
+
+    with local_links(engines):
+        asyncio.run(main())
+
+
+def test_a_step_that_takes_long_everywhere_is_waited_for(engines: LocalEngines) -> None:
+    """It moves once, not to and fro, and is never given up for that."""
+    path, body = BODIES["greedy"]
+
+    async def main() -> None:
+        engines.kill_at()
+        server = LocalServer(engines, 2, **QUICK_TO_SUSPECT, hang_seconds=30.0)
+        async with server as http:
+            wanted = await seen_by_client(http, path, body)
+            asking = asyncio.create_task(seen_by_client(http, path, body))
+            for link in engines.live:
+                link.is_hung = True
+            await asyncio.sleep(2.5)
+            assert server.moved() <= 1
+            for link in engines.live:
+                link.is_hung = False
+            assert await asking == wanted
+            assert server.moved() <= 1
+
+    with local_links(engines):
+        asyncio.run(main())
+
+
+def test_streams_leave_an_engine_that_hangs_as_far_as_others_have_room(small_model: str) -> None:
+    full = LocalEngines(small_model, {"max_num_seqs": 1})
+    path, body = BODIES["greedy"]
+
+    async def main() -> None:
+        server = LocalServer(full, 2, **QUICK_TO_SUSPECT, hang_seconds=30.0)
+        async with server as http:
+            wanted = await seen_by_client(http, path, body)
+            hung = hang_at(full, 3)
+            long = asyncio.create_task(seen_by_client(http, path, {**body, "max_tokens": 90, "ignore_eos": True}))
+            asking = asyncio.create_task(seen_by_client(http, path, body))
+            async with asyncio.timeout(10):
+                while not hung:
+                    await asyncio.sleep(0.001)
+            moves: list[int] = []
+            async with asyncio.timeout(10):
+                while not (asking.done() and long.done()):
+                    moves.append(server.moved())
+                    await asyncio.sleep(0.01)
+            assert asking.result() == wanted
+            assert moves == sorted(moves)
+            assert 1 <= moves[-1] <= 2  # where both were with the one that hung, one after the other
+
+    with local_links(full):
+        asyncio.run(main())
