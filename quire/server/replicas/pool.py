@@ -92,11 +92,12 @@ class ReplicaPool:
         self._is_stopped = False
 
     def _divide(self, config: ServerConfig) -> list[ServerConfig]:
-        """The configuration of each engine."""
-        return divide(config)
+        """The configuration of each engine; a single one has the whole machine."""
+        return [config] if config.replicas == 1 else divide(config)
 
     def _new_replica(self, config: ServerConfig, number: int) -> Replica:
-        return Replica(config, self._server_metrics.of_engine(str(number)), self, number)
+        metrics = self._server_metrics
+        return Replica(config, metrics if self._config.replicas == 1 else metrics.of_engine(str(number)), self, number)
 
     # Its life
 
