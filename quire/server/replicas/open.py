@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quire.config import EngineConfig
 from quire.observe.prometheus import ALL_ENGINES, ServerMetrics
 from quire.observe.shared_metrics import Numbers
 from quire.server.config import ServerConfig
@@ -19,7 +18,6 @@ def metrics_for(config: ServerConfig, numbers: Numbers | None = None) -> ServerM
 
 def open_engines(config: ServerConfig, metrics: ServerMetrics, on_failure: Callable[[], None]) -> Engines:
     """As many engines as the configuration asks for; `on_failure` is called when none is left that could be started."""
-    if config.replicas == 1 and EngineConfig.of(config.engine).tensor_parallel_size == 1:
+    if config.replicas == 1:
         return EngineClient(config, metrics, on_failure)
-    # An engine of several processes is lost with any of them: a pool has its requests go on when it is back.
     return ReplicaPool(config, metrics, on_failure)
