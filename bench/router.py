@@ -21,8 +21,10 @@ import sys
 import time
 import tracemalloc
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -255,7 +257,7 @@ def new_router(num_replicas: int, num_blocks: int) -> PrefixRouter:
 
 def choose(router: PrefixRouter, namer: BlockNamer, prompt: bytes) -> float:
     began = time.thread_time()
-    assignment = router.place(namer.names(prompt), len(prompt) // 4, 1, range(len(router._replicas)))
+    assignment = router.place(namer.names(prompt), len(prompt) // 4, 1, None)
     router.computed(assignment)
     router.close(assignment)
     return time.thread_time() - began
@@ -303,6 +305,63 @@ def show_load(rate: int = 10_000, seconds: float = 3.0, num_replicas: int = 8) -
     print(f"so a second of such load takes {mean * rate:.2f} s of one core")
 
 
+# Many engines
+
+
+def show_many(num_blocks: int = 40_000, length: int = 1000) -> None:
+    """Choices, news, and engines that come and go, from one engine to a thousand; their caches are full."""
+    print(f"prompts of {length:,} tokens among engines of {num_blocks:,} blocks, processor time in µs")
+    print("(medians of 200, and the longest):")
+    print("the choice for a prompt of new text, one that an engine has cached, one that all have; the news of 16")
+    print("blocks that come and 16 that go; an engine that leaves and joins; memory of the process, MiB")
+    columns = ("new", "cached", "by all", "news", "rejoin")
+    print(f"{'engines':>9}" + "".join(f"{name:>16}" for name in columns) + f"{'MiB':>9}")
+    source = np.random.default_rng(0)
+    for num_replicas in (1, 8, 100, 256, 1000):
+        router, namer = new_router(num_replicas, num_blocks), BlockNamer(16)
+        for number in range(num_replicas):
+            router.note_blocks(number, source.integers(0, 2**64, num_blocks - 200, np.uint64).tobytes(), b"")
+        spent: dict[str, list[float]] = {name: [] for name in columns}
+        for number in range(200):
+            prompt = source.integers(0, 30_000, length, np.int32).tobytes()
+            names = pack_names(namer.names(prompt))
+            which = number * 7 % num_replicas
+            spent["new"].append(choose(router, namer, prompt))
+            router.note_blocks(which, names, b"")
+            spent["cached"].append(choose(router, namer, prompt))
+            if number % 10 == 0:
+                for other in range(num_replicas):
+                    router.note_blocks(other, names, b"")
+                spent["by all"].append(choose(router, namer, prompt))
+                for other in range(num_replicas):
+                    router.note_blocks(other, b"", names)
+            router.note_blocks(which, b"", names)
+            come, go = (source.integers(0, 2**64, 16, np.uint64).tobytes() for _ in range(2))
+            router.note_blocks(which, go, b"")
+            spent["news"].append(timed(router.note_blocks, which, come, go))
+            router.note_blocks(which, b"", come)
+        for number in range(min(num_replicas, 50)):
+            spent["rejoin"].append(timed(rejoin, router, number, num_blocks))
+        shown = [f"{1e6 * statistics.median(one):>9.1f} {1e6 * max(one):>6.0f}" for one in spent.values()]
+        print(f"{num_replicas:>9}" + "".join(shown) + f"{resident_mib():>9,.0f}", flush=True)
+
+
+def rejoin(router: PrefixRouter, number: int, num_blocks: int) -> None:
+    router.leave(number)
+    router.join(number, 16, num_blocks, 256)
+
+
+def timed(call: Callable[..., None], *arguments: Any) -> float:
+    began = time.thread_time()
+    call(*arguments)
+    return time.thread_time() - began
+
+
+def resident_mib() -> float:
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[1]) * 4096 / 2**20
+
+
 # Its memory
 
 
@@ -326,8 +385,8 @@ def show_memory(num_blocks: int = 1_000_000, num_replicas: int = 4) -> None:
     print(f"{num_blocks} cached blocks over {num_replicas} replicas: {taken / 2**20:.1f} MiB, {taken / num_blocks:.1f} "
           f"bytes a block (a Python set of the same: {usual / 2**20:.1f} MiB)")  # fmt: skip
     for count in (1, 16, 512):
-        table = BlockTable(num_replicas)
-        table.reserve(num_blocks)
+        table = BlockTable()
+        table.join()
         pieces = [np.array(names[first : first + count], np.uint64) for first in range(0, each - count, count)]
         times = []
         for change in (table.add, table.discard):
@@ -338,7 +397,7 @@ def show_memory(num_blocks: int = 1_000_000, num_replicas: int = 4) -> None:
         print(f"blocks that come or go {count} at a time: {times[0]:.2f} and {times[1]:.2f} µs each")
 
 
-PARTS = {"chat": show_chat, "cost": show_cost, "load": show_load, "memory": show_memory}
+PARTS = {"chat": show_chat, "cost": show_cost, "load": show_load, "many": show_many, "memory": show_memory}
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,6 +12,9 @@ from typer import Option
 from quire.cli import options
 from quire.cli.option_groups import ByPlace, with_groups
 from quire.errors import InvalidRequestError
+
+_DRAWN = 256
+"""Requests, where ranges are given and not how many."""
 
 
 @with_groups
@@ -27,8 +31,18 @@ def plan(
     tensor_parallel_size: Annotated[
         int, Option(metavar="N", min=1, max=64, help="Divide the model among so many of them; the others repeat that.")
     ] = 1,
-    input_tokens: Annotated[int, Option("--input", metavar="N", min=1, help="Tokens of a prompt.")] = 1000,
-    output_tokens: Annotated[int, Option("--output", metavar="N", min=1, help="Tokens of an answer.")] = 250,
+    input_tokens: Annotated[
+        str, Option("--input", metavar="N", help="Tokens of a prompt, or a range of them: 100-1024.")
+    ] = "1000",
+    output_tokens: Annotated[str, Option("--output", metavar="N", help="Tokens of an answer, or a range.")] = "250",
+    requests: Annotated[
+        int | None,
+        Option(metavar="N", min=1, max=100_000, help="So many come all at once: how long until all are answered?"),
+    ] = None,
+    workload: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="Such requests from a file: a line each, the tokens of prompt and answer."),
+    ] = None,
     rate: Annotated[float | None, Option(metavar="R", min=1e-6, help="Requests a second that come.")] = None,
     ttft: Annotated[float | None, Option(metavar="S", min=0.0, help="Seconds to the first token, as wanted.")] = None,
     json_output: Annotated[bool, Option("--json", help="Print everything as JSON.")] = False,
@@ -39,6 +53,7 @@ def plan(
     \b
     quire plan smollm2
     quire plan Qwen3-8B/config.json --gpu h200 --input 2000 --output 500 --rate 5 --ttft 0.5
+    quire plan Qwen3-8B/config.json --gpu h200 --requests 256 --input 100-1024 --output 100-1024
     quire plan --model config.json --gpu l4 --gpus 4 --json
     quire plan Qwen3-32B/config.json --gpu h100 --gpus 4 --tensor-parallel-size 2
     """
@@ -47,12 +62,22 @@ def plan(
     from quire.plan.forms import forms_of
     from quire.plan.model import open_planned
     from quire.plan.report import Findings, as_json, print_plan
+    from quire.plan.workload import Lengths, draw_jobs, read_jobs
 
     planned = open_planned(model)
     device = this_device() if gpu is None else named_device(gpu)
-    load = Load(input_tokens, output_tokens, rate, ttft)
+    prompts, answers = Lengths.parse("--input", input_tokens), Lengths.parse("--output", output_tokens)
+    if workload is not None:
+        if requests is not None:
+            raise InvalidRequestError("--requests", "is not given beside --workload, which has its own number of them")
+        load = Load.of_jobs(read_jobs(workload), rate, ttft)
+    elif requests is not None or prompts.low < prompts.high or answers.low < answers.high:
+        load = Load.of_jobs(draw_jobs(requests or _DRAWN, prompts, answers), rate, ttft)
+    else:
+        load = Load(prompts.mean, answers.mean, rate, ttft)
     engines = _num_engines(gpus, tensor_parallel_size, device.is_gpu)
-    found = [estimate(planned, device, form, load) for form in forms_of(planned, device, tensor_parallel_size)]
+    forms = forms_of(planned, device, tensor_parallel_size)
+    found = [estimate(planned, device, form, load, engines) for form in forms]
     fitting = next((one for one in found if one.fits), None)
     serving = serve(planned, device, fitting, load, engines) if fitting is not None and rate is not None else None
     findings = Findings(planned, device, engines, load, found, serving)

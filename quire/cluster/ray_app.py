@@ -13,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import ray
 from ray import serve
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -31,8 +32,10 @@ from quire.server.service import GenerationService
 
 logger = logging.getLogger(__name__)
 
-_FIXED = ("model", "server", "api_key_file", "http_cpus")
+_FIXED = ("model", "server", "api_key_file", "http_cpus", "http_node")
 """Settings that need another deployment, or another application."""
+_HEAD = "node:__internal_head__"
+"""A resource that Ray gives the head's machine."""
 _apps: dict[str, ASGIApp] = {}
 """The application of this process, where Serve looks for it."""
 
@@ -121,9 +124,25 @@ def build(args: Mapping[str, Any]) -> serve.Application:
         graceful_shutdown_wait_loop_s=1.0,
         graceful_shutdown_timeout_s=settings.config(()).drain_seconds + 10.0,
         health_check_period_s=10.0,
-        ray_actor_options={"num_cpus": settings.http_cpus, "runtime_env": {"env_vars": _environment()}},
+        ray_actor_options={
+            "num_cpus": settings.http_cpus,
+            "runtime_env": {"env_vars": _environment()},
+            **_place(settings, ray.nodes() if ray.is_initialized() else []),
+        },
     )
     return deployment.bind(fixed)
+
+
+def _place(settings: RaySettings, nodes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Keeps the HTTP side on the head's machine, if that has room for it: losing another one then cuts no stream."""
+    if settings.http_node == "any":
+        return {}
+    heads = [one["Resources"] for one in nodes if one["Alive"] and _HEAD in one["Resources"]]
+    if any(head.get("CPU", 0.0) >= settings.http_cpus for head in heads):
+        return {"resources": {_HEAD: 0.001}}
+    if nodes:
+        logger.warning("the head has no room for the HTTP side (http_cpus): the loss of its machine will cut streams")
+    return {}
 
 
 def _environment() -> dict[str, str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import time
 from collections.abc import Iterable, Iterator
@@ -20,6 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import grpc
 import msgspec
 import numpy as np
 import pyarrow as pa
@@ -213,7 +215,16 @@ def _reason(error: BaseException) -> str:
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself tries for minutes."""
+    """Raises OSError if no server of Ray's kind answers there within seconds: Ray itself tries for minutes."""
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS", "")
+    address = address.removeprefix("ray://")
     host, colon, port = address.rpartition(":")
-    if colon and host and port.isdigit() and "/" not in address:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+    if not (colon and host and port.isdigit()):
+        return  # Ray knows at once what to say
+    socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+    with grpc.insecure_channel(address) as channel:
+        try:
+            grpc.channel_ready_future(channel).result(_CONNECT_SECONDS)
+        except grpc.FutureTimeoutError:
+            raise OSError(f"something listens at {address}, but it does not speak as Ray does") from None

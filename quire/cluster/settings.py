@@ -15,6 +15,14 @@ _WHOLE = ("min_replicas", "max_replicas", "gpus_per_replica", "target_queue")
 _REAL = ("cpus_per_replica", "http_cpus", "up_seconds", "down_seconds", "schedule_seconds")
 _OURS = ("model", "engine", "replicas", "share", "host", "port", "api_keys", "tls_certificate", "tls_key")
 """Fields of ServerConfig that are set otherwise here."""
+_NOT_HERE = {
+    "http_workers": "the HTTP side is one process of Ray Serve; run several applications behind a load balancer",
+    "store": "a folder is not on every machine of a cluster, so responses are kept in the HTTP side's memory",
+    "batches": "a folder is not on every machine of a cluster; `quire batch --ray` answers files on it",
+    "max_batch_bytes": "there are no batches",
+}
+"""Fields that `quire serve` has and a server on Ray does not, and why."""
+HTTP_NODES = ("head", "any")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +42,9 @@ class RaySettings:
     cpus_per_replica: float = 1.0
     """Cores that Ray keeps for each engine; on the CPU, its threads."""
     http_cpus: float = 1.0
+    http_node: str = "head"
+    """Where the HTTP side runs, which all streams pass: on the head's machine, without which there is no cluster, or on
+    any, where the loss of that machine cuts them. A head that has no room for it (`http_cpus`) is not waited for."""
     schedule_seconds: float = 600.0
     """For the cluster to make room for an engine."""
     api_key_file: str | None = None
@@ -47,6 +58,11 @@ class RaySettings:
         self.rule()
         if self.gpus_per_replica < 0 or self.cpus_per_replica < 0:
             raise InvalidRequestError("gpus_per_replica", "and cpus_per_replica must not be negative")
+        for name in _REAL:
+            if not 0 <= getattr(self, name) < 1e9:
+                raise InvalidRequestError(name, f"must be a number that is not negative, not {getattr(self, name)!r}")
+        if self.http_node not in HTTP_NODES:
+            raise InvalidRequestError("http_node", f"must be one of {', '.join(HTTP_NODES)}, not {self.http_node!r}")
         wanted = self.engine.get("tensor_parallel_size", 1)
         if self.gpus_per_replica and wanted != self.gpus_per_replica:
             raise InvalidRequestError(
@@ -55,6 +71,8 @@ class RaySettings:
         for name in self.server:
             if name in _OURS:
                 raise InvalidRequestError(f"server.{name}", "is not set here: Ray or another setting has it")
+            if name in _NOT_HERE:
+                raise InvalidRequestError(f"server.{name}", f"is not done on Ray: {_NOT_HERE[name]}")
             if name not in ServerConfig.__slots__:
                 raise InvalidRequestError(f"server.{name}", "is no option of the server")
         self.config(())

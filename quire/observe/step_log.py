@@ -6,35 +6,25 @@ counts (metrics) and logs, a step is told in a few numbers (`StepSummary`).
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO, TypeVar
+from typing import Any, NamedTuple, TextIO
 
 from quire.engine import SchedulerConfig
 from quire.errors import InvalidRequestError
 from quire.observe.packed_entry import PackedEntry, UnpackedEntries, pack, unpack
 from quire.observe.request_records import belongs_to
 from quire.observe.step_costs import StepCosts
-from quire.sampling_params import ResolvedTokens, SamplingParams, StructuredOutput
-from quire.step import Admission, BlockCopy, Finished, Preemption, ScheduledRequest, Step, StepLogEntry, StepResult
+from quire.observe.step_lines import LineReader, LineWriter, build_record
+from quire.step import Admission, Finished, StepLogEntry
 
 logger = logging.getLogger(__name__)
-
-VERSION = 5
-_RECORDS: Mapping[str, Callable[..., Any]] = {
-    "scheduled": ScheduledRequest,
-    "admitted": Admission,
-    "preempted": Preemption,
-    "finished": Finished,
-    "copies": BlockCopy,
-}
-"""What a step has tuples of."""
-_DEFAULT_PARAMS = SamplingParams()
-_T = TypeVar("_T")
 
 
 class LoggedModel(NamedTuple):
@@ -88,9 +78,10 @@ class StepLog:
         self._num_tokens = 0
         self._listeners = tuple(listeners)
         self._engine = engine
+        self._writer = LineWriter()
         self.file_error: str | None = None
         try:
-            self._file: TextIO | None = None if path is None else path.open("a", encoding="utf-8")
+            self._file: TextIO | None = None if path is None else _open_to_append(path)
         except OSError as error:
             raise InvalidRequestError("step_log", f"{path} can't be written: {error}; name another file") from error
 
@@ -128,7 +119,7 @@ class StepLog:
             listener(entry)
         if self._file is not None:
             try:
-                self._file.write(encode_entry(entry, self._engine) + "\n")
+                self._file.write(self._writer.encode(entry, self._engine) + "\n")
                 self._engine = None
                 self._file.flush()
             except OSError as error:
@@ -146,128 +137,93 @@ class StepLog:
                 self.file_error = self.file_error or f"step log could not be closed: {error}"
 
 
-_BAD_LINE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+def _open_to_append(path: Path) -> TextIO:
+    """A line that was cut off by the end of an earlier run gets its end, so that ours are lines of their own."""
+    file = path.open("a+b")
+    with contextlib.suppress(OSError):  # a pipe has no end to look at
+        if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":
+            file.write(b"\n")
+    return io.TextIOWrapper(file, encoding="utf-8")
+
+
+_BAD_LINE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 """All that a line of others may raise: wrong JSON, other fields, other types, nesting without end."""
 
 
+def iter_step_log(path: Path) -> Iterator[StepLogEntry]:
+    """The entries of a file, each when it is asked for, equal to those written (but for logits processors, which are
+    code and stay out of it); says which line is wrong if one is. A last line without its end was cut off while it was
+    written, and is left out."""
+    for entry, _ in _entries(path):
+        yield entry
+
+
 def read_step_log(path: Path) -> list[StepLogEntry]:
-    """The entries of a file, equal to those written (but for logits processors, which are code and stay out of
-    it); says which line is wrong if one is."""
-    entries = []
+    """All entries of a file, as objects: for a long log, `iter_step_log` takes less memory."""
+    return list(iter_step_log(path))
+
+
+def _entries(path: Path) -> Iterator[tuple[StepLogEntry, dict[str, Any] | None]]:
+    """With the engine's settings where a line has them."""
+    reader = LineReader()
+    line, wrong = b"\n", ""
     try:
-        lines = path.read_bytes().splitlines()
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    entry = reader.decode(line.decode("utf-8"))
+                except _BAD_LINE as error:
+                    if wrong:
+                        break
+                    wrong = f"{path}, line {number}: {_cause(error)}"
+                    continue
+                if wrong:
+                    if entry.step.step_id:
+                        break
+                    logger.warning("%s; it was cut off, and another run begins behind it", wrong)
+                    wrong = ""
+                yield entry, reader.engine
     except OSError as error:
         raise InvalidRequestError("step log", f"{path} can't be read: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        try:
-            entries.append(decode_entry(line.decode("utf-8")))
-        except _BAD_LINE as error:
-            raise InvalidRequestError("step log", f"{path}, line {number}: {_cause(error)}") from error
-    return entries
+    if wrong and line.endswith(b"\n"):
+        raise InvalidRequestError("step log", wrong)
+    if wrong:
+        logger.warning("%s; the file ends there, in the middle of a line, which is left out", wrong)
 
 
-def last_run(path: Path) -> tuple[list[StepLogEntry], LoggedEngine | None]:
-    """The entries of the engine that wrote to a file last (others may have done so before), and its settings."""
-    entries = read_step_log(path)
-    first = max((index for index, entry in enumerate(entries) if entry.step.step_id == 0), default=0)
-    with path.open("rb") as file:
-        line = next(islice(file, first, None), b"{}")
+def last_run(path: Path) -> tuple[UnpackedEntries, LoggedEngine | None]:
+    """The entries of the engine that wrote to a file last (others may have done so before), and its settings. They are
+    packed: a long log takes as many bytes as its file, not ten times as many."""
+    packed: list[PackedEntry] = []
+    found: dict[str, Any] | None = None
+    for entry, engine in _entries(path):
+        if entry.step.step_id == 0:
+            packed.clear()
+            found = None
+        if not packed:
+            found = engine
+        packed.append(pack(entry))
+    entries = UnpackedEntries(packed)
+    if found is None:
+        return entries, None
     try:
-        found = json.loads(line).get("engine")
-        return entries[first:], None if found is None else _decode_engine(found)
+        return entries, _decode_engine(found)
     except _BAD_LINE as error:
-        what = f"{path}, line {first + 1}: the engine's settings can't be read: {_cause(error)}"
+        what = f"{path}: the engine's settings can't be read: {_cause(error)}"
         raise InvalidRequestError("step log", what) from error
 
 
 def _decode_engine(found: dict[str, Any]) -> LoggedEngine:
     settings = dict(found)
     depth, share = settings.pop("depth"), settings.pop("head_share", 0.0)  # which older ones have
-    costs = _build(StepCosts, settings.pop("costs", {"head_share": share}))
+    costs = build_record(StepCosts, settings.pop("costs", {"head_share": share}))
     named = settings.pop("model", None)
-    model = None if named is None else _build(LoggedModel, named)
+    model = None if named is None else build_record(LoggedModel, named)
     return LoggedEngine(depth, SchedulerConfig.from_settings(settings), costs, model)
 
 
 def _cause(error: Exception) -> str:
     return "is nested too deeply" if isinstance(error, RecursionError) else str(error)
-
-
-def encode_entry(entry: StepLogEntry, engine: Mapping[str, Any] | None = None) -> str:
-    """One line of the file, without its end."""
-    step = _fields(entry.step) | {name: [_fields(one) for one in getattr(entry.step, name)] for name in _RECORDS}
-    for item in step["admitted"]:
-        item["params"] = encode_params(item["params"])
-        item["resolved"] = _fields(item["resolved"])
-    result: dict[str, Any] | None = None
-    if entry.result is not None:
-        done = entry.result
-        result = {"step_id": done.step_id, "tokens": dict(done.tokens), "errors": dict(done.errors)}
-        result["ended"] = sorted(done.ended)
-        result["drafts"] = dict(done.drafts)
-    line = {"version": VERSION, "step": step, "result": result, "error": entry.error, "committed": entry.committed}
-    if entry.submitted is not None:
-        line["submitted"] = entry.submitted
-    if engine is not None:
-        line["engine"] = dict(engine)
-    return json.dumps(line, separators=(",", ":"))
-
-
-def decode_entry(line: str) -> StepLogEntry:
-    """The value one line stands for."""
-    data = json.loads(line)
-    if not isinstance(data, dict) or data.get("version") != VERSION:
-        version = data.get("version") if isinstance(data, dict) else None
-        raise ValueError(f"not a step log of version {VERSION} (found {version!r})")
-    step = dict(data["step"])
-    for item in step["admitted"]:
-        item["params"] = decode_params(item["params"])
-        item["resolved"] = _build(ResolvedTokens, item["resolved"])
-    for name, kind in _RECORDS.items():
-        step[name] = tuple(_build(kind, item) for item in step[name])
-    result = None if data["result"] is None else _decode_result(data["result"])
-    return StepLogEntry(Step(**step), result, data["error"], data["committed"], data.get("submitted"))
-
-
-def encode_params(params: SamplingParams) -> dict[str, Any]:
-    """The parameters that differ from their defaults, in plain types; without logits processors: those are code."""
-    given = _fields(params)
-    del given["logits_processors"]
-    if params.structured is not None:
-        given["structured"] = _fields(params.structured)
-    return {name: value for name, value in given.items() if value != getattr(_DEFAULT_PARAMS, name)}
-
-
-def decode_params(fields: Mapping[str, Any]) -> SamplingParams:
-    """The parameters that `encode_params` wrote, checked again."""
-    given = dict(fields)
-    if "structured" in given:
-        given["structured"] = _build(StructuredOutput, given["structured"])
-    return _build(SamplingParams, given)
-
-
-def _decode_result(item: dict[str, Any]) -> StepResult:
-    return StepResult(
-        step_id=item["step_id"],
-        tokens={request_id: tuple(tokens) for request_id, tokens in item["tokens"].items()},
-        errors=item["errors"],
-        ended=frozenset(item["ended"]),
-        drafts={request_id: tuple(tokens) for request_id, tokens in item["drafts"].items()},
-    )
-
-
-def _fields(record: Any) -> dict[str, Any]:
-    """Of a dataclass or a named tuple."""
-    return {name: getattr(record, name) for name in getattr(record, "_fields", None) or record.__dataclass_fields__}
-
-
-def _build(kind: Callable[..., _T], fields: dict[str, Any]) -> _T:
-    """Lists become tuples again: no record holds a list."""
-    return kind(**{key: _tuples(value) for key, value in fields.items()})
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 class StepSummary(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from quire.config import EngineConfig, format_bytes
@@ -14,6 +13,7 @@ from quire.plan.devices import PlannedDevice
 from quire.plan.forms import Form
 from quire.plan.model import PlannedModel
 from quire.plan.work import Work, decode_work, gathered, layer_inputs, mlp_width, prompt_work
+from quire.plan.workload import Job, workload_seconds
 from quire.runner.layer_groups import LayerGroups
 from quire.runner.memory import CachePlan, Needs, plan_cache
 
@@ -28,6 +28,21 @@ class Load:
     """Requests a second."""
     ttft: float | None = None
     """Seconds to the first token that are wanted."""
+    jobs: tuple[Job, ...] = ()
+    """Requests that come all at once; their mean lengths are those above."""
+
+    @classmethod
+    def of_jobs(cls, jobs: tuple[Job, ...], rate: float | None = None, ttft: float | None = None) -> Load:
+        prompts, answers = sum(job.prompt for job in jobs), sum(job.answer for job in jobs)
+        return cls(round(prompts / len(jobs)), max(1, round(answers / len(jobs))), rate, ttft, jobs)
+
+    @property
+    def longest(self) -> int:
+        return max((job.prompt + job.answer for job in self.jobs), default=self.input_tokens + self.output_tokens)
+
+    @property
+    def num_answer_tokens(self) -> int:
+        return sum(job.answer for job in self.jobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +65,18 @@ class Estimate:
     """Of answers, with so many at once."""
     bound: str = ""
     """What the steps of answers wait for."""
+    workload_seconds: float = 0.0
+    """Of the load's requests, all at once, over the engines there are."""
 
 
-def estimate(model: PlannedModel, device: PlannedDevice, form: Form, load: Load) -> Estimate:
+def estimate(model: PlannedModel, device: PlannedDevice, form: Form, load: Load, num_engines: int = 1) -> Estimate:
     """One form, in an engine with the usual limits and sequences as long as the load's."""
     spec = Division(model.spec, 0, form.ranks).local_spec  # of the rank that has most
     length = load.input_tokens + load.output_tokens
-    if length > spec.max_position:
-        message = f"input and output are {length:,} tokens, but the model was made for {spec.max_position:,}"
+    if load.longest > spec.max_position:
+        message = f"input and output are {load.longest:,} tokens, but the model was made for {spec.max_position:,}"
         raise InvalidRequestError("--input", message)
-    config = EngineConfig(max_model_len=length)
+    config = EngineConfig(max_model_len=load.longest)
     limits = config.limits(on_gpu=device.is_gpu)
     weights = -(-form.weight_bytes // form.ranks)
     free = device.memory - weights
@@ -82,9 +99,11 @@ def estimate(model: PlannedModel, device: PlannedDevice, form: Form, load: Load)
     step, prompt = times.step(at_once, context), times.prompt(load.input_tokens)
     # Each request takes the engine for its prompt, and shares the steps of its answer.
     per_request = load.output_tokens * step / at_once + prompt
+    # The engine with the first request has most of them.
+    played = workload_seconds(times, load.jobs[::num_engines], at_once) if load.jobs else 0.0
     return Estimate(
         form, True, "", plan, at_once, step, times.step(1, context), prompt, load.output_tokens / per_request,
-        times.bound(at_once, context),
+        times.bound(at_once, context), played,
     )  # fmt: skip
 
 
@@ -145,16 +164,6 @@ class StepTimes:
         link = self._device.link
         times, received = gathered(self._spec, rows, num_scored, self._form.ranks, self._form.dtype.itemsize)
         return times * link.latency + received / link.bandwidth
-
-
-def workload_seconds(model: PlannedModel, device: PlannedDevice, form: Form, jobs: Sequence[tuple[int, int]]) -> float:
-    """Requests of (prompt, answer) tokens, all at once: prompts first, then one token each a step."""
-    times = StepTimes(model.spec, device, form)
-    total = times.prompt(*[prompt for prompt, _ in jobs])
-    for step in range(1, max(new for _, new in jobs)):
-        contexts = [prompt + step for prompt, new in jobs if new > step]
-        total += times.step(len(contexts), sum(contexts) // len(contexts))
-    return total
 
 
 @dataclass(frozen=True, slots=True)

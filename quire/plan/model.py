@@ -15,6 +15,7 @@ from quire.checkpoints.quantization_config import COMPRESSED_TENSORS, read_cache
 from quire.checkpoints.quantized_tensors import format_of
 from quire.checkpoints.safetensors_checkpoint import read_settings
 from quire.checkpoints.sources import resolve
+from quire.errors import ModelNotFoundError
 from quire.kernels.formats import FORMATS
 from quire.models.load import open_model
 from quire.models.model_config import read_config
@@ -46,6 +47,10 @@ class PlannedModel:
 
 def open_planned(model: str) -> PlannedModel:
     """From a config.json, a folder that has one, a .gguf file, or whatever is on this machine under a name."""
+    if not model:  # else it would be the current folder
+        raise ModelNotFoundError(
+            "'' is no model: give a config.json, a folder with one, a .gguf file or a model's name"
+        )
     path = Path(model).expanduser()
     if path.name.endswith(".json") and os.path.isfile(path):  # False, too, for what can't be a path
         return described_model(model, read_config(path), read_settings(path))

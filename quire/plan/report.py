@@ -45,7 +45,8 @@ def print_plan(findings: Findings) -> None:
         markup=False,
         soft_wrap=True,
     )
-    console.print(f"requests of {load.input_tokens:,} prompt and {load.output_tokens:,} answer tokens", markup=False)
+    what = f"{len(load.jobs):,} requests, all at once, in the mean of" if load.jobs else "requests of"
+    console.print(f"{what} {load.input_tokens:,} prompt and {load.output_tokens:,} answer tokens", markup=False)
     console.print(f"{_division(device, num_engines, found[0].form.ranks)}", markup=False)
     table = Table("weights in", "take", "cache, tokens", "at once", "prompt, ms", box=None, pad_edge=False)
     at_most = "" if device.is_measured else " at most"
@@ -84,6 +85,10 @@ def _speed(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
+def _duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 600 else f"{seconds / 60:,.0f} minutes"
+
+
 def advice(findings: Findings) -> Iterator[str]:
     """What follows from the table, and what to change."""
     _, device, num_engines, load, found, serving = findings
@@ -98,6 +103,9 @@ def advice(findings: Findings) -> Iterator[str]:
     if best.tokens_per_second > 1.2 * first.tokens_per_second:
         times = best.tokens_per_second / first.tokens_per_second
         yield f"{_asked(best.form)} is {times:.1f} times as fast; `quire bench quality` tells its price."
+    if load.jobs:
+        speed = _speed(load.num_answer_tokens / first.workload_seconds)
+        yield f"The {len(load.jobs):,} requests take {_duration(first.workload_seconds)}: {speed} tokens a second."
     if num_engines > 1:
         whose = f"Each of the {num_engines} devices" if ranks == 1 else f"Each group of {ranks} devices"
         yield f"({whose} holds the whole model and a share of the requests.)"
@@ -180,13 +188,14 @@ def as_json(findings: Findings) -> Mapping[str, Any]:
         "times_are": "estimates" if device.is_measured else "bounds",
         "input_tokens": load.input_tokens,
         "output_tokens": load.output_tokens,
-        "forms": [_form_json(one, num_engines) for one in found],
+        "requests": len(load.jobs) or None,
+        "forms": [_form_json(one, num_engines, load) for one in found],
         "serving": None if serving is None else {name: getattr(serving, name) for name in serving.__slots__},
         "advice": list(advice(findings)),
     }
 
 
-def _form_json(one: Estimate, num_engines: int) -> dict[str, Any]:
+def _form_json(one: Estimate, num_engines: int, load: Load) -> dict[str, Any]:
     base = {"weights": one.form.name, "option": one.form.option, "weight_bytes": one.form.weight_bytes}
     if one.plan is None:
         return {**base, "fits": False, "why_not": one.why_not}
@@ -200,4 +209,6 @@ def _form_json(one: Estimate, num_engines: int) -> dict[str, Any]:
         "step_seconds_alone": one.alone_seconds,
         "tokens_per_second": one.tokens_per_second * num_engines,
         "bound": one.bound,
+        "workload_seconds": one.workload_seconds if load.jobs else None,
+        "workload_tokens_per_second": load.num_answer_tokens / one.workload_seconds if load.jobs else None,
     }

@@ -26,7 +26,7 @@ from quire.errors import NO_TOKEN_LEFT
 from quire.frontend.tokenizer import Tokenizer
 from quire.observe.prometheus import ServerMetrics
 from quire.observe.request_records import RequestRecord
-from quire.observe.step_log import encode_params
+from quire.observe.step_lines import encode_params
 from quire.observe.tracing import Trace
 from quire.outputs import TokenLogprobs
 from quire.server.config import ServerConfig

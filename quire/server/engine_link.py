@@ -106,8 +106,10 @@ class EngineLink:
             share.log_name,
             share.block_events,
         )
-        stdin.write(msgspec.json.encode(first) + b"\n")
-        with contextlib.suppress(ConnectionError):  # it is gone already, which shows below
+        # It may be gone already, which shows below: asyncio says so in one way, uvloop, of a handle that is closed, in
+        # another.
+        with contextlib.suppress(ConnectionError, RuntimeError):
+            stdin.write(msgspec.json.encode(first) + b"\n")
             await stdin.drain()
 
     async def receive(self) -> Event:
@@ -192,7 +194,8 @@ class EngineLink:
         if self._commands is not None:
             self.send(Shutdown())
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with contextlib.suppress(RuntimeError):  # uvloop's: it is closed
+            self._process.stdin.close()
         try:
             await asyncio.wait_for(self._process.wait(), _EXIT_SECONDS)
         except TimeoutError:

@@ -14,7 +14,7 @@ from quire.assemble import Engine
 from quire.constrain import Grammar
 from quire.engine import Request, make_requests
 from quire.errors import InvalidRequestError, QuireError
-from quire.observe.step_log import decode_params
+from quire.observe.step_lines import decode_params
 from quire.sampling_params import SamplingParams
 from quire.server.messages import AddRequest, Refused, Resume
 from quire.step import FinishReason, RequestUpdate

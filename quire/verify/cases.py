@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 from quire.frontend.tokenizer import Tokenizer
-from quire.observe.step_log import encode_params
+from quire.observe.step_lines import encode_params
 from quire.sampling_params import SamplingParams
 
 TEXT = (

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from quire.observe.step_log import encode_params
+from quire.observe.step_lines import encode_params
 from quire.verify.check import AxisResult, Verdict
 
 _PIPE_WIDTH = 160

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -79,6 +80,34 @@ def test_a_cluster_that_is_not_there() -> None:
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(QuireError, match=f"--ray {address}: there is no Ray cluster"), cluster_at(address):
         pass
+
+
+def test_something_else_at_the_address_is_noticed_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes connections and says nothing: Ray itself tries for minutes."""
+    pytest.importorskip("pyarrow", reason="Ray Data needs pyarrow: pip install 'quire[ray]'")
+    from quire.cluster import ray_batch
+
+    monkeypatch.setattr(ray_batch, "_CONNECT_SECONDS", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        for form in (address, f"ray://{address}", "auto"):
+            monkeypatch.setenv("RAY_ADDRESS", address)
+            with pytest.raises(QuireError, match="does not speak as Ray does"), ray_batch.cluster_at(form):
+                pass
+
+
+@pytest.mark.parametrize(
+    ("cpus", "http_node", "is_pinned"), [(4.0, "head", True), (0.0, "head", False), (4.0, "any", False)]
+)
+def test_the_http_side_stays_with_the_head_that_has_room(cpus: float, http_node: str, is_pinned: bool) -> None:
+    """Its machine's end is the cluster's end; that of another one would cut every stream."""
+    from quire.cluster.ray_app import _place
+    from quire.cluster.settings import RaySettings
+
+    head = {"Alive": True, "Resources": {"node:__internal_head__": 1.0, "CPU": cpus}}
+    other = {"Alive": True, "Resources": {"CPU": 64.0}}
+    found = _place(RaySettings(http_node=http_node), [other, head])
+    assert found == ({"resources": {"node:__internal_head__": 0.001}} if is_pinned else {})
 
 
 # With a cluster

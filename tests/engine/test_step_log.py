@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import tracemalloc
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -19,11 +19,14 @@ from quire.errors import InvalidRequestError
 from quire.observe.engine_metrics import EngineMetrics, derive_metrics
 from quire.observe.explain import explain_request
 from quire.observe.request_records import describe_request
-from quire.observe.step_log import StepLog, decode_entry, encode_entry, read_step_log
+from quire.observe.step_lines import LineReader, LineWriter
+from quire.observe.step_log import StepLog, iter_step_log, last_run, read_step_log
 from quire.sampling_params import ResolvedTokens, SamplingParams, StructuredOutput
 from quire.simulate.fake_runner import FakeRunner
 from quire.step import Admission, Finished, PromptScores, ScheduledRequest, Step, StepLogEntry, StepResult, TokenScore
 from tests.engine.harness import config
+
+SETTINGS = asdict(config())
 
 
 def run_with(log: StepLog) -> list[int]:
@@ -58,7 +61,7 @@ def test_file_reads_back_equal_to_what_was_written(tmp_path: Path) -> None:
     entries = read_step_log(path)
     assert entries == list(log)
     assert [entry.step.step_id for entry in entries] == step_ids
-    assert all(json.loads(line)["version"] == 5 for line in path.read_text().splitlines())
+    assert all(json.loads(line)["version"] == 6 for line in path.read_text().splitlines())
     assert any(entry.error for entry in entries)
     assert any(entry.step.copies for entry in entries)
     assert any(entry.step.preempted for entry in entries)
@@ -73,7 +76,7 @@ def test_ends_and_parameters_survive_a_line() -> None:
     )
     admission = Admission("a", 0, (1, 2), 2, (), 0, 0, params, 3, (), 0.0, ResolvedTokens(((7, 8),)), 1)
     result = StepResult(0, {"a": (5,)}, ended=frozenset("ab"))
-    got = decode_entry(encode_entry(StepLogEntry(Step(0, 0.0, admitted=(admission,)), result, None, 1.0)))
+    got = LineReader().decode(LineWriter().encode(StepLogEntry(Step(0, 0.0, admitted=(admission,)), result, None, 1.0)))
     assert got.result == result
     assert got.step.admitted == (replace(admission, params=replace(params, logits_processors=())),)
 
@@ -150,19 +153,30 @@ def test_a_file_that_cannot_be_opened_says_so(tmp_path: Path, path: str) -> None
         read_step_log(tmp_path / "nothing.jsonl")
 
 
+EMPTY_STEP = json.dumps(
+    {"step_id": 1, "now": 0, "num_free_blocks": 1, "num_waiting": 0, "num_running": 0, "num_decodes": 0}
+    | {"scheduled": {"rows": [], "starts": []}, "admitted": [], "preempted": [], "finished": [], "copies": []}
+)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"version": 2}', "not a step log of version 5 .found 2."),
+        ('{"version": 2}', "not a step log of version 5 or 6 .found 2."),
         ("[]", "found None"),
         ('{"version": 3}', "step"),
         ("{", "Expecting"),
         ("\udcff", "utf-8"),
+        ("[" * 100_000, "nested too deep"),
+        ('{"version": 6, "step": 5, "result": null}', "expected an object, got int"),
+        ('{"version": 6, "step": {"admitted": [5]}, "result": null}', "int"),
+        ('{"version": 6, "step": ' + EMPTY_STEP.replace("[]", "[5]", 1) + ', "result": null}', "row 5 has no name"),
+        ('{"version": 6, "step": ' + EMPTY_STEP + ', "result": {"tokens": [1]}}', "tokens of 1"),
     ],
 )
 def test_a_broken_file_is_refused_with_its_line(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "steps.jsonl"
-    good = encode_entry(StepLogEntry(Step(0, 0.0), StepResult(0, {}), None, 0.0))
+    good = LineWriter().encode(StepLogEntry(Step(0, 0.0), StepResult(0, {}), None, 0.0))
     path.write_text(f"{good}\n{line}\n", errors="surrogateescape")
     with pytest.raises(InvalidRequestError, match=rf"line 2: .*{message}"):
         read_step_log(path)
@@ -181,9 +195,9 @@ def test_any_text_and_any_time_survive_a_line(
     finished = Finished(name, None, "stop", times[0], times[1], 3, 4)
     result = None if error is not None else StepResult(7, tokens, {name: "why"})
     entry = StepLogEntry(Step(7, times[2], finished=(finished,)), result, error, times[0])
-    line = encode_entry(entry)
+    line = LineWriter().encode(entry)
     assert "\n" not in line
-    assert decode_entry(line) == entry
+    assert LineReader().decode(line) == entry
 
 
 def test_metrics_count_times_between_tokens() -> None:
@@ -203,10 +217,10 @@ def test_metrics_count_times_between_tokens() -> None:
 def test_the_documented_example_is_a_line_of_this_version() -> None:
     page = (Path(__file__).parents[2] / "docs" / "step_log.md").read_text(encoding="utf-8")
     example = page.split("```json\n")[1].split("```")[0]
-    entry = decode_entry(example)
+    entry = LineReader().decode(example)
     assert entry.step.admitted[0].token_ids == (5, 6, 7)
     assert entry.result == StepResult(0, {"a": (42,)})
-    assert json.loads(encode_entry(entry)) == json.loads(example)
+    assert json.loads(LineWriter().encode(entry)) == json.loads(example)
 
 
 def test_the_ring_forgets_earlier_when_prompts_are_long() -> None:
@@ -256,3 +270,86 @@ def test_what_is_about_one_request_explains_it_as_the_whole_log_does() -> None:
         assert describe_request(entries, name, config()) == describe_request(whole, name, config())
     entries, before = log.about("nobody")
     assert (entries, len(before)) == ([], len(whole))
+
+
+# Files of other versions, of other ends, and large ones
+
+
+def test_a_file_of_version_5_is_read(tmp_path: Path) -> None:
+    """It has an object for each request of each step."""
+    path = Path(__file__).parent / "steps_v5.jsonl"
+    entries = read_step_log(path)
+    assert [entry.step.step_id for entry in entries] == list(range(len(entries)))
+    log = StepLog(path=tmp_path / "again.jsonl")
+    for entry in entries:
+        log.append(entry)
+    log.close()
+    assert read_step_log(tmp_path / "again.jsonl") == entries
+    assert (tmp_path / "again.jsonl").stat().st_size < 0.75 * path.stat().st_size
+    assert derive_metrics(entries).counters.output_tokens == 32
+
+
+def test_a_log_that_is_cut_off_anywhere_reads_up_to_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, cut = tmp_path / "steps.jsonl", tmp_path / "cut.jsonl"
+    log = StepLog(path=path)
+    run_with(log)
+    whole, data = list(log), path.read_bytes()
+    ends = [place + 1 for place, byte in enumerate(data) if byte == 10]
+    for place in [*range(0, len(data), 97), *ends, *(end - 1 for end in ends)]:
+        cut.write_bytes(data[:place])
+        num_whole = sum(end <= place for end in ends) + (place + 1 in ends)
+        assert list(iter_step_log(cut)) == whole[:num_whole]
+    assert "in the middle of a line" in caplog.text
+
+
+def test_a_run_after_one_that_was_cut_off_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "steps.jsonl"
+    run_with(StepLog(path=path))
+    path.write_bytes(path.read_bytes()[:-40])
+    log = StepLog(path=path, engine={"depth": 2, **SETTINGS})
+    run_with(log)
+    entries, engine = last_run(path)
+    assert list(entries) == list(log)
+    assert engine is not None
+    assert engine.depth == 2
+    assert "another run begins behind it" in caplog.text
+
+
+def test_rows_are_named_again_now_and_then(tmp_path: Path) -> None:
+    """So that the end of a file can be read."""
+    path = tmp_path / "steps.jsonl"
+    log = StepLog(path=path)
+    for step_id in range(1500):
+        scheduled = (ScheduledRequest("a", 0, step_id, 1, True, ()),)
+        log.append(StepLogEntry(Step(step_id, 0.0, scheduled), StepResult(step_id, {"a": (step_id,)}), None, 0.0))
+    log.close()
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[1024:]))
+    assert read_step_log(path) == list(log)[1024:]
+    path.write_bytes(b"".join(lines[1000:]))
+    with pytest.raises(InvalidRequestError, match="lines before this one are missing"):
+        read_step_log(path)
+
+
+def test_a_long_log_is_small_and_read_in_little_memory(tmp_path: Path) -> None:
+    """200 steps of 128 requests: a row of a step took 230 bytes of the file and a kilobyte of memory."""
+    path = tmp_path / "steps.jsonl"
+    names = [f"chatcmpl-{number:032x}" for number in range(128)]
+    log = StepLog(path=path, engine={"depth": 2, **SETTINGS})
+    for step_id in range(200):
+        scheduled = tuple(ScheduledRequest(name, row, step_id, 1, True, ()) for row, name in enumerate(names))
+        tokens = dict.fromkeys(names, (10_000 + step_id,))
+        log.append(StepLogEntry(Step(step_id, 0.1, scheduled), StepResult(step_id, tokens), None, 0.2))
+    log.close()
+    assert path.stat().st_size / (200 * 128) < 20
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in iter_step_log(path)) == 200
+        _, streamed = tracemalloc.get_traced_memory()
+        entries, _ = last_run(path)
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(entries) == 200
+    assert streamed < 2 * 2**20
+    assert kept / (200 * 128) < 120

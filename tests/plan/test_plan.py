@@ -19,11 +19,12 @@ from quire.cli.main import app
 from quire.config import EngineConfig
 from quire.errors import InvalidRequestError, ModelNotFoundError
 from quire.plan.devices import PCIE, PlannedDevice, Shares, named_device
-from quire.plan.estimate import Estimate, Load, StepTimes, estimate, serve, workload_seconds
+from quire.plan.estimate import Estimate, Load, StepTimes, estimate, serve
 from quire.plan.forms import Form, forms_of
 from quire.plan.model import PlannedModel, described_model
 from quire.plan.report import Findings, advice
 from quire.plan.work import Rates
+from quire.plan.workload import Job, Lengths, draw_jobs, read_jobs, workload_seconds
 from quire.runner.layer_groups import LayerGroups
 from quire.runner.memory import Needs, plan_cache
 
@@ -111,7 +112,7 @@ def test_whole_workloads_with_quantised_weights_take_what_was_measured(
 ) -> None:
     """Nothing was fitted to these lines."""
     model = planned("qwen3-8b")
-    seconds = workload_seconds(model, H200, form_named(model, quantization), jobs_of_nano())
+    seconds = workload_seconds(StepTimes(model.spec, H200, form_named(model, quantization)), jobs_of_nano())
     assert sum(new for _, new in jobs_of_nano()) / seconds == pytest.approx(tokens_per_second, rel=0.15)
 
 
@@ -145,8 +146,7 @@ def test_prompts_take_what_was_measured(name: str, tokens_per_second: float) -> 
 )
 def test_whole_workloads_take_what_was_measured(name: str, tokens_per_second: float) -> None:
     """Nothing was fitted to these lines."""
-    model = planned(name)
-    seconds = workload_seconds(model, H200, next(iter(forms_of(model, H200))), jobs_of_nano())
+    seconds = workload_seconds(times_of(name), jobs_of_nano())
     assert sum(new for _, new in jobs_of_nano()) / seconds == pytest.approx(tokens_per_second, rel=0.15)
 
 
@@ -246,3 +246,94 @@ def test_wrong_input_says_what_to_do(tmp_path: Path) -> None:
         run("--model", str(config), "--gpu", "h200", "--tensor-parallel-size", "64")
     with pytest.raises(ModelNotFoundError):
         run("--model", "./nothing", "--gpu", "h200")
+
+
+# A workload
+
+
+def run_plan(*arguments: str) -> Any:
+    done = CliRunner().invoke(app, ["plan", *arguments, "--json"])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(("name", "tokens_per_second"), [("qwen3-0.6b", 25_072), ("qwen3-8b", 9_579)])
+@pytest.mark.parametrize("source", ["ranges", "file"])
+def test_the_command_holds_its_15_percent_for_the_256_requests(
+    name: str, tokens_per_second: float, source: str, tmp_path: Path
+) -> None:
+    """With the mean lengths alone it was 18 and 21% above what was measured: the last answers have few beside them."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIGS[name]))
+    options = ["--requests", "256", "--input", "100-1024", "--output", "100-1024"]
+    if source == "file":
+        (tmp_path / "jobs").write_text("# prompt answer\n\n" + "".join(f"{a} {b}\n" for a, b in jobs_of_nano()))
+        options = ["--workload", str(tmp_path / "jobs")]
+    found = run_plan(str(config), "--gpu", "h200", *options)
+    assert found["requests"] == 256
+    assert found["forms"][0]["workload_tokens_per_second"] == pytest.approx(tokens_per_second, rel=0.15)
+
+
+def test_more_requests_than_fit_wait_for_a_place() -> None:
+    class Times:
+        def prompt(self, *lengths: int) -> float:
+            return 10.0 * len(lengths)
+
+        def step(self, rows: int, context: int) -> float:
+            return 1.0
+
+    jobs = [Job(5, 3)] * 4
+    assert workload_seconds(Times(), jobs) == 42.0
+    assert workload_seconds(Times(), jobs, 4) == 42.0
+    assert workload_seconds(Times(), jobs, 2) == 44.0
+    assert workload_seconds(Times(), jobs, 1) == 48.0
+    assert workload_seconds(Times(), jobs, 0) == 48.0
+    assert workload_seconds(Times(), [Job(5, 1)] * 3, 2) == 30.0
+    assert workload_seconds(Times(), [Job(5, 3), Job(5, 9)], 1) == 30.0
+    assert workload_seconds(Times(), [Job(5, 3), Job(5, 9)]) == 28.0
+
+
+def test_jobs_that_are_drawn_are_always_the_same_and_cover_their_ranges() -> None:
+    jobs = draw_jobs(1000, Lengths(100, 1024), Lengths(7, 7))
+    assert jobs == draw_jobs(1000, Lengths(100, 1024), Lengths(7, 7))
+    assert {job.answer for job in jobs} == {7}
+    assert min(job.prompt for job in jobs) < 110
+    assert max(job.prompt for job in jobs) > 1014
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no requests"),
+        ("500", "expected the tokens"),
+        ("500 0", "expected the tokens"),
+        ("500 1 2", "expected the tokens"),
+        ("-5 10", "expected the tokens"),
+        ("1e3 10", "expected the tokens"),
+        ("500 " + "9" * 5000, "expected the tokens"),
+        ('{"input_tokens": 5}', "expected the tokens"),
+        ('{"input_tokens": true, "output_tokens": 5}', "expected the tokens"),
+        ('{"input_tokens": 5', "Expecting"),
+        ("5 5\n" + '{"a":' * 20_000, "line 2"),
+        ("5 5\n\ud800 5", "can't be read"),
+    ],
+)
+def test_a_workload_that_is_wrong_is_refused_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "jobs"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    with pytest.raises(InvalidRequestError, match=message):
+        read_jobs(path)
+
+
+@pytest.mark.parametrize("text", ["", "0", "-5", "5-", "9-5", "1.5", "five", "1-2-3", "9" * 5000, "٣"])
+@pytest.mark.parametrize("option", ["--input", "--output"])
+def test_lengths_that_are_wrong_are_refused_by_name(option: str, text: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{option}: must be"):
+        Lengths.parse(option, text)
+
+
+def test_a_workload_and_a_number_of_requests_are_not_given_together(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIGS["qwen3-0.6b"]))
+    done = CliRunner().invoke(app, ["plan", str(config), "--gpu", "h200", "--requests", "5", "--workload", "x"])
+    assert done.exit_code != 0

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 import zmq
 
 from quire.errors import EngineError, QuireError
@@ -291,6 +292,30 @@ def test_compiling_at_a_start_is_life_and_what_compiles_ends_with_the_engine(
     while stat.exists() and ") Z " not in stat.read_text():  # a zombie is init's to reap
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("uses_uvloop", [False, True])
+def test_a_process_that_is_gone_before_it_is_told_anything(uses_uvloop: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine: uvloop raises for a pipe that it has closed, and that is no message for a user."""
+    start = asyncio.create_subprocess_exec
+
+    async def start_and_miss(*command: str, **options: Any) -> Any:
+        process = await start(*command, **options)
+        await process.wait()
+        await asyncio.sleep(0.05)
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_and_miss)
+
+    async def run() -> str:
+        link = EngineLink(ServerConfig(engine_module="tests.server.no_such_engine"), AttendedClock(0.05))
+        with pytest.raises(EngineError) as caught:
+            await link.start()
+        await link.stop()
+        return str(caught.value)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop if uses_uvloop else None) as runner:
+        assert "did not start: exited with code 1" in runner.run(run())
 
 
 # Pauses

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from quire import LLM, SamplingParams
 from quire.cli.main import app
 from quire.errors import InvalidRequestError
-from quire.observe.step_log import last_run
+from quire.observe.step_log import last_run, read_step_log
 from tests.ladder.conftest import tiny_model as tiny_model
 
 
@@ -64,8 +64,10 @@ def test_the_log_says_what_rows_cost(log: Path) -> None:
 def test_a_token_that_was_changed_is_found(log: Path, tiny_model: Path, tmp_path: Path) -> None:
     lines = log.read_text().splitlines()
     changed = json.loads(lines[4])
-    name = next(name for name, tokens in changed["result"]["tokens"].items() if tokens)
-    changed["result"]["tokens"][name] = [changed["result"]["tokens"][name][0] ^ 1]
+    tokens = changed["result"]["tokens"]
+    place = next(place for place, token in enumerate(tokens) if isinstance(token, int))
+    name = [one.request_id for one in read_step_log(log)[4].step.scheduled if one.samples][place]
+    tokens[place] ^= 1
     lines[4] = json.dumps(changed)
     other = tmp_path / "other.jsonl"
     other.write_text("\n".join(lines) + "\n")

@@ -15,7 +15,6 @@ from quire.observe.prometheus import ServerMetrics
 from quire.server import messages
 from quire.server.config import ServerConfig
 from quire.server.replicas.pool import Replica, ReplicaPool
-from quire.server.replicas.relay import Relay
 from quire.server.replicas.scaling import Scaler, ScalingRule
 
 logger = logging.getLogger(__name__)
@@ -115,6 +114,7 @@ class ElasticPool(ReplicaPool):
         """Gives it nothing more, waits for what it has, moves what takes too long, and ends it."""
         self._here.discard(number)
         self._leaving.add(number)
+        self.look_at(self.replicas[number])
         end = time.monotonic() + self._config.drain_seconds
         while self._relays_at(number) and time.monotonic() < end:
             await asyncio.sleep(min(_LOOK_SECONDS, self._config.drain_seconds) / 10)
@@ -151,8 +151,8 @@ class ElasticPool(ReplicaPool):
         self._parts = super()._divide(config)
         return self._parts
 
-    def _candidates(self, relay: Relay | None = None) -> list[int]:
-        return [number for number in super()._candidates(relay) if number not in self._leaving]
+    def _takes_requests(self, replica: Replica) -> bool:
+        return super()._takes_requests(replica) and replica.number not in self._leaving
 
     def _present(self) -> list[Replica]:
         return [self.replicas[number] for number in sorted(self._here | self._leaving)]

@@ -54,6 +54,7 @@ class Replica(EngineClient):
         return self.seconds_silent > self._config.suspect_seconds
 
     def _look_at_silence(self) -> None:
+        self._pool.look_at(self)
         if self.is_suspect and self._listeners:
             self._pool.relieve(self)
 
@@ -91,11 +92,12 @@ class ReplicaPool:
         self._is_stopped = False
 
     def _divide(self, config: ServerConfig) -> list[ServerConfig]:
-        """The configuration of each engine."""
-        return divide(config)
+        """The configuration of each engine; a single one has the whole machine."""
+        return [config] if config.replicas == 1 else divide(config)
 
     def _new_replica(self, config: ServerConfig, number: int) -> Replica:
-        return Replica(config, self._server_metrics.of_engine(str(number)), self, number)
+        metrics = self._server_metrics
+        return Replica(config, metrics if self._config.replicas == 1 else metrics.of_engine(str(number)), self, number)
 
     # Its life
 
@@ -182,7 +184,7 @@ class ReplicaPool:
 
     def add(self, message: messages.AddRequest, names: Sequence[str], listener: Listener) -> None:
         """Hands a request to the engine that suits it best."""
-        if not self._candidates():
+        if not self.router.has_open and not self._candidates():
             raise unavailable()
         relay = Relay(self, message, names, listener)
         self._relays[message.request_id] = relay
@@ -290,6 +292,10 @@ class ReplicaPool:
             return
         self._send_again(relay)
 
+    def look_at(self, replica: Replica) -> None:
+        """One that may hang is not chosen while there are others."""
+        self.router.set_open(replica.number, self._takes_requests(replica) and not replica.is_suspect)
+
     def relieve(self, replica: Replica) -> None:
         """An engine has work and has been silent for long. What others have room for goes on there, once: the step may
         just take long, and then it will elsewhere. If it is heard of again, it has only lost these requests."""
@@ -346,7 +352,10 @@ class ReplicaPool:
     def _place(self, relay: Relay, message: messages.AddRequest) -> None:
         num_tokens, names = message.num_prompt_tokens, list(relay.outputs)
         blocks = self._namer.names(message.prompt, message.params.get("cache_salt"))
-        assignment = self.router.place(blocks, num_tokens, len(names), self._candidates(relay))
+        # Only an answer that has begun may be bound to some of them: looking at each takes long where there are many.
+        is_free = self.router.has_open and not any(relay.outputs.values())
+        candidates = None if is_free else self._candidates(relay)
+        assignment = self.router.place(blocks, num_tokens, len(names), candidates)
         relay.assignment = assignment
         relay.fingerprint = self._fingerprint(self.replicas[assignment.replica])
         self._last_at[message.request_id] = assignment.replica
@@ -363,11 +372,14 @@ class ReplicaPool:
     def _candidates(self, relay: Relay | None = None) -> list[int]:
         """Engines that take requests, or this one: an answer that has begun goes on only where the same tokens come of
         it. One that may hang takes them only where there is no other."""
-        live = [replica for replica in self.replicas if replica.state == "ready"]
+        live = [replica for replica in self.replicas if self._takes_requests(replica)]
         if relay is not None and relay.fingerprint is not None and any(relay.outputs.values()):
             live = [replica for replica in live if self._fingerprint(replica) == relay.fingerprint]
         lively = [replica.number for replica in live if not replica.is_suspect]
         return lively or [replica.number for replica in live]
+
+    def _takes_requests(self, replica: Replica) -> bool:
+        return replica.state == "ready"
 
     @staticmethod
     def _fingerprint(replica: Replica) -> str | None:

@@ -230,7 +230,7 @@ class LocalServer:
         assert not pool._owners
         assert not pool._stranded
         assert [pool.router.load(number) for number in range(len(pool.replicas))] == [0] * len(pool.replicas)
-        assert not any(state.expected for state in pool.router._replicas)
+        assert not any(pool.router.expected(number) for number in range(len(pool.replicas)))
         assert (self.service.admission.num_answers, self.service.admission.num_tokens) == (0, 0)
 
 

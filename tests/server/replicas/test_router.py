@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from quire.observe.block_names import BlockNamer, Names, pack_names, unpack_name
 from quire.observe.cache_events import CacheEvents
 from quire.sampling_params import SamplingParams
 from quire.server.messages import pack_tokens
-from quire.server.replicas.block_table import BlockTable
+from quire.server.replicas.block_table import BlockTable, Depths
 from quire.server.replicas.router import ANSWER_TOKENS, HOME_TOKENS, QUEUED_TOKENS, Assignment, PrefixRouter
 from quire.simulate.fake_runner import FakeRunner
 
@@ -39,56 +40,94 @@ NAMES = st.integers(0, 400).map(lambda number: number * 2**55 % (2**64 - 1) + nu
 """Many in the same bucket, so that there is no room for all."""
 
 
+def depths_of(found: Depths, members: Sequence[int]) -> dict[int, int]:
+    return {one: next((depth for bits, depth in found if bits >> one & 1), 0) for one in members}
+
+
+def bits_of(members: Iterable[int]) -> int:
+    return sum(1 << one for one in set(members))
+
+
 class TestBlockTable:
     @settings(max_examples=30)
     @given(
         st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.sets(NAMES, max_size=60)), max_size=12),
-        st.sampled_from([3, 9, 17, 64]),
+        st.sampled_from([3, 9, 64, 1000]),
     )
-    def test_is_a_set_for_each_replica(self, changes: list[tuple[int, bool, set[int]]], num_replicas: int) -> None:
-        """One name at a time or many at once."""
-        table = BlockTable(num_replicas)
-        replicas = (0, 1, num_replicas - 1)
+    def test_is_a_set_for_each_member(self, changes: list[tuple[int, bool, set[int]]], num_members: int) -> None:
+        table = BlockTable()
+        assert [table.join() for _ in range(num_members)] == list(range(num_members))
+        members = (0, 1, num_members - 1)
         wanted: list[set[int]] = [set(), set(), set()]
-        for which, is_added, given_names in changes:
-            names = {name or 1 for name in given_names}
-            (table.add if is_added else table.discard)(replicas[which], named(sorted(names)))
+        for which, is_added, names in changes:
+            (table.add if is_added else table.discard)(members[which], named(sorted(names)))
             wanted[which] = wanted[which] | names if is_added else wanted[which] - names
-            assert [table.count(replica) for replica in replicas] == [len(one) for one in wanted]
+            assert [table.count(member) for member in members] == [len(one) for one in wanted]
         for name in {name for _, _, names in changes for name in names}:
-            found = table.leading(named([name]), replicas)
-            assert [found[replica] for replica in replicas] == [int((name or 1) in one) for one in wanted]
-            assert table.in_row(named([name]), replicas, np.zeros(1, np.intp)) == found
-        table.clear(1)
-        wanted[1] = set()
-        assert [table.count(replica) for replica in replicas] == [len(one) for one in wanted]
-        assert table._size == len(wanted[0] | wanted[2])
+            found = depths_of(table.leading(named([name]), bits_of(members)), members)
+            assert [found[member] for member in members] == [int(name in one) for one in wanted]
+            assert depths_of(table.in_row(named([name]), bits_of(members), [0]), members) == found
+        table.leave(1)
+        for _ in range(4096):
+            table.add(0, named([]))
+        assert len(table) == len(wanted[0] | wanted[2])
 
     @settings(max_examples=40)
     @given(st.lists(st.integers(0, 70), min_size=5, max_size=5), st.sets(st.integers(0, 4), min_size=1))
-    def test_how_much_of_a_prompt_each_has(self, depths: list[int], replicas: set[int]) -> None:
-        table = BlockTable(5)
+    def test_how_much_of_a_prompt_each_has(self, depths: list[int], members: set[int]) -> None:
+        table = BlockTable()
         names = named(range(2**40, 2**40 + 70))
-        for replica, depth in enumerate(depths):
-            table.add(replica, names[:depth])
-        assert table.leading(names, sorted(replicas)) == {one: depths[one] for one in replicas}
+        for depth in depths:
+            table.add(table.join(), names[:depth])
+        found = table.leading(names, bits_of(members))
+        assert depths_of(found, sorted(members)) == {one: depths[one] for one in members}
+        assert not any(bits & ~bits_of(members) for bits, _ in found)
 
-    def test_grows_and_empties(self) -> None:
-        table = BlockTable(4)
-        names = named([number * 0x9E3779B97F4A7C15 % 2**64 for number in range(1, 3001)])
-        for first in range(0, 3000, 10):  # one by one, and again all at once
-            table.add(0, names[first : first + 10])
-        table.add(0, names)
-        assert table.leading(names, [0, 1]) == {0: 3000, 1: 0}
-        table.reserve(100_000)
-        assert table.leading(names, [0, 1]) == {0: 3000, 1: 0}
-        table.discard(0, names[1000:2000])
-        assert (table.count(0), table.leading(names, [0])) == (2000, {0: 1000})
-        for first in range(0, 3000, 10):
-            table.discard(0, names[first : first + 10])
-        assert (table.count(0), table._size) == (0, 0)
-        assert not table._names.any()
-        assert not table._bits.any()
+    @settings(max_examples=60)
+    @given(
+        st.lists(st.integers(0, 7), min_size=1, max_size=40),
+        st.lists(st.integers(0, 3), min_size=40, max_size=40),
+    )
+    def test_enough_in_a_row(self, held: list[int], steps: list[int]) -> None:
+        """Against looking at every place of every member's."""
+        table, names = BlockTable(), named(range(1, len(held) + 1))
+        for member in range(3):
+            table.join()
+            table.add(member, names[[bits >> member & 1 == 1 for bits in held]])
+        first = [min(place, sum(steps[:place])) for place in range(len(held))]
+        first = [max(0, place - 5) if steps[0] else one for place, one in enumerate(first)]
+        wanted = {}
+        for member in range(3):
+            ends = [
+                place + 1
+                for place in range(len(held))
+                if all(bits >> member & 1 for bits in held[first[place] : place + 1])
+            ]
+            wanted[member] = max(ends, default=0)
+        assert depths_of(table.in_row(names, 7, first), range(3)) == wanted
+
+    def test_who_left_is_removed_a_part_at_a_time_and_his_bit_used_again(self) -> None:
+        table, source = BlockTable(), random.Random(1)
+        names = named([source.getrandbits(64) for _ in range(3000)])
+        table.add(table.join(), names)
+        table.add(table.join(), names[:1000])
+        table.leave(0)
+        assert len(table) == 3000  # nobody had to wait for it
+        assert table.join() == 2
+        for _ in range(4096):
+            table.discard(2, named([]))
+        assert len(table) == 1000
+        assert table.join() == 0
+        assert table.count(0) == 0
+        assert depths_of(table.leading(names[:1], 0b111), range(3)) == {0: 0, 1: 1, 2: 0}
+
+    def test_work_is_bounded_however_many_different_depths_there_are(self) -> None:
+        table, names = BlockTable(), named(range(1, 1001))
+        for depth in range(1, 1001):
+            table.add(table.join(), names[:depth])
+        found = depths_of(table.leading(names, bits_of(range(1000))), range(1000))
+        assert len(set(found.values())) < 800
+        assert all(0 < found[member] <= member + 1 for member in range(1000))
 
 
 class TestNames:
@@ -218,7 +257,7 @@ class RouterMachine(RuleBasedStateMachine):
     def loads_agree(self) -> None:
         for number in ALL:
             assert self.router.load(number) == self.load(number)
-            assert set(self.router._replicas[number].expected) == self.expected(number)
+            assert self.router.expected(number) == self.expected(number)
             assert self.router.num_cached_blocks(number) == len(self.cached(number))
 
 
@@ -261,7 +300,7 @@ class TestChoices:
         prompt = named(range(1, 101))
         for _ in range(20):  # each adds an answer; from the fifth on they wait for a row
             router.place(prompt, 1601, 1, ALL)
-        counts = [router._replicas[number].num_answers for number in ALL]
+        counts = [router.num_answers(number) for number in ALL]
         assert counts[1] > counts[0] > 0
         assert counts[1] > counts[2] > 0
 
@@ -272,7 +311,7 @@ class TestChoices:
         assert (second.replica, second.num_cached) == (first.replica, 128)
         for assignment in (first, second):
             router.close(assignment)
-        assert not router._replicas[first.replica].expected
+        assert not router.expected(first.replica)
 
     def test_a_conversation_stays_where_it_was_though_its_blocks_are_gone(self) -> None:
         router = new_router()
