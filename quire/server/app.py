@@ -22,16 +22,19 @@ from quire.server.routes import (
     completions,
     embeddings,
     information,
+    ollama,
     page,
     responses,
     stored,
     tokenize,
+    vllm,
 )
 from quire.server.service import GenerationService
 from quire.server.watch_hub import WatchHubs
 
 ROUTERS = tuple(
-    one.router for one in (chat, completions, responses, stored, anthropic, embeddings, tokenize, information)
+    one.router
+    for one in (chat, completions, responses, stored, anthropic, embeddings, tokenize, information, ollama, vllm)
 )
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "Something is wrong with the request; the message says what."},

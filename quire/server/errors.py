@@ -124,6 +124,8 @@ def error_body(path: str, error: ApiError, request_id: str) -> dict[str, Any]:
     if path.startswith("/v1/messages"):
         kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.type == "server_error" else error.type)
         return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+    if path.startswith("/api/"):
+        return {"error": error.message, "request_id": request_id}
     fields = {"message": error.message, "type": error.type, "param": error.field, "code": error.code}
     return {"error": {**fields, "request_id": request_id}}
 

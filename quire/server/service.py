@@ -194,6 +194,8 @@ def renamed(error: InvalidRequestError, fields: Mapping[str, str], number: int |
     field = fields.get(error.field, error.field)
     if number is not None and error.field in _PROMPT_FIELDS:
         field = f"{field}[{number}]"
+    elif number is not None and error.field.partition("[")[0] == "messages":  # of one of several conversations
+        field = f"messages[{number}]" + error.field.removeprefix("messages")
     return error if field == error.field else type(error)(field, str(error).removeprefix(f"{error.field}: "))
 
 
