@@ -33,6 +33,8 @@ _TYPES = {
 }
 # Anthropic has names of its own for some.
 _ANTHROPIC_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
+CANCELLED = "cancelled"
+"""The code of what its own client ended."""
 _MOST_SHOWN = 200
 """Characters of a value that a message repeats."""
 

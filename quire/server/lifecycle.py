@@ -21,6 +21,7 @@ from quire.server.engine_call import EngineCall
 from quire.server.errors import ApiError, error_body
 from quire.server.generation import GenerationEvent, GenerationRequest
 from quire.server.guard import connection
+from quire.server.guard.auth import owner_of
 from quire.server.http_responses import JsonResponse, LargeJsonResponse, data_event
 from quire.server.protocol.common import ApiRequest
 from quire.server.protocol.sampling import SamplingFields
@@ -138,6 +139,7 @@ async def answer(request: Request, kind: type[RequestT], writer_kind: type[Write
         raise renamed(error, kind.FIELDS) from None
     call = await service.start(wanted, request.headers)
     request.state.record = call.record
+    service.calls[owner_of(request.scope), wanted.response_id] = call
     try:
         writer = writer_kind(body, call, model, service.ready.fingerprint, stored)
         headers = connection.ignored_header([*request.state.ignored, *wanted.ignored, *call.ignored])

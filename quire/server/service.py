@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from fastapi import Request
 
@@ -69,6 +70,8 @@ class GenerationService:
         self.admission = Admission(*limits, counts=self.counts)
         self.find_elsewhere: Callable[[str], Awaitable[RequestRecord | None]] | None = None
         """Where else a request may be known: in the processes that serve the same engine."""
+        self.calls: WeakValueDictionary[tuple[str, str], EngineCall] = WeakValueDictionary()
+        """By the owner and id of a response, as long as it is being written or read."""
         self.started = int(time.time())
         self.is_draining = False
         self._describing = asyncio.Lock()
