@@ -20,6 +20,7 @@ import importlib.machinery
 import importlib.util
 import inspect
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -79,17 +80,9 @@ FILES = (
 """Those that start a server of a model for text. Left out: images, sound, adapters, gpt-oss (20 GB), rerankers,
 classifiers, and what runs inside of vLLM without a server."""
 
-_WITH_VALUE = {
-    "--max-model-len": "--max-model-len",
-    "--max_model_len": "--max-model-len",
-    "--max-num-seqs": "--max-num-seqs",
-    "--max-num-batched-tokens": "--max-batched-tokens",
-    "--api-key": "--api-key",
-    "--port": "--port",
-}
-_ALONE = {"--no-enable-prefix-caching": "--no-prefix-caching"}
+_MODEL_NAME = r'"((?!application/|v1/|typeof/)[A-Za-z][\w.-]+/[\w.-]+)"'
 _CONTEXT = 2048
-"""Of longer ones only some are given: answers without a limit, of which there are many, end with the context."""
+"""Many answers have no limit but this."""
 _START_SECONDS = 180
 _CASE_SECONDS = 150
 
@@ -146,38 +139,35 @@ class _MissingModule(ModuleType):
 
 
 class QuireServer:
-    """In the place of vLLM's `RemoteOpenAIServer`. Servers with the same settings are one."""
+    """In the place of vLLM's `RemoteOpenAIServer`. Starting one takes longer than most tests do, so all whose settings
+    don't matter are one, which knows every model's name."""
 
     DUMMY_API_KEY = "token-abc123"
     _running: ClassVar[dict[tuple[str, ...], tuple[int, subprocess.Popen[bytes]]]] = {}
 
     def __init__(self, model: str, vllm_serve_args: Sequence[str], **options: Any) -> None:
+        if not self._running:
+            self._start(())
         arguments = _translated(model, vllm_serve_args)
-        if "--port" in arguments:
-            self.port = int(arguments[arguments.index("--port") + 1])
-        elif arguments in self._running and self._running[arguments][1].poll() is None:
-            self.port = self._running[arguments][0]
-        else:
-            self.port = free_port()
+        if arguments not in self._running:
+            self._start(arguments)
+        self.port, self.proc = self._running[arguments]
         self.host = "127.0.0.1"
         self.uds = None
         self.show_hidden_metrics = False
         self.url_root = f"http://{self.host}:{self.port}"
-        if self._running.get(arguments, (None,))[0] != self.port:
-            self._start(arguments)
-        self.proc = self._running[arguments][1]
 
     def _start(self, arguments: tuple[str, ...]) -> None:
-        for _, process in self._running.values():  # one at a time: the machine may be small
-            _stop(process)
-        port = () if "--port" in arguments else ("--port", str(self.port))
-        command = [sys.executable, "-m", "quire", "serve", *arguments, *port, "--kv-cache-memory", "256MiB"]
+        port = int(arguments[arguments.index("--port") + 1]) if "--port" in arguments else free_port()
+        names = [part for name in _model_names() for part in ("--served-model-name", name)]
+        command = [sys.executable, "-m", "quire", "serve", *(arguments or names), "--port", str(port)]
+        command += ["--kv-cache-memory", "128MiB", "--max-model-len", str(_CONTEXT)]
         command += ["--speculation", "ngram"]  # the same answers, sooner
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         atexit.register(_stop, process)
-        self._running[arguments] = self.port, process
-        _wait_until_up(self.url_for("health"), process)
+        self._running[arguments] = port, process
+        _wait_until_up(f"http://127.0.0.1:{port}/health", process)
 
     def __enter__(self) -> QuireServer:
         return self
@@ -220,23 +210,32 @@ def _in_time(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _translated(model: str, given: Sequence[str]) -> tuple[str, ...]:
-    """vLLM's arguments as ours; those about its kernels and memory have nothing to say here."""
-    arguments = ["--served-model-name", model]
+    """vLLM's arguments as ours: none, if the common server will do. Those about kernels, memory and lengths have
+    nothing to say here."""
+    arguments: list[str] = []
     words = [part for word in given for part in (word.split("=", 1) if word.startswith("--") else [word])]
     for place, word in enumerate(words):
-        if word in _WITH_VALUE:
-            value = words[place + 1]
-            if "len" in word:
-                value = str(min(int(value), _CONTEXT))
-            arguments += [_WITH_VALUE[word], value]
-        elif word in _ALONE:
-            arguments.append(_ALONE[word])
+        if word in ("--api-key", "--port"):
+            arguments += [word, words[place + 1]]
+        elif word == "--no-enable-prefix-caching":
+            arguments.append("--no-prefix-caching")
         elif word == "--served-model-name":
             for name in words[place + 1 :]:
                 if name.startswith("--"):
                     break
                 arguments += ["--served-model-name", name]
-    return tuple(arguments)
+    return (*arguments, "--served-model-name", model) if arguments else ()
+
+
+def _model_names() -> list[str]:
+    """What tests call their models."""
+    sources = [Path(ENTRYPOINTS + name).read_text() for name in FILES]
+    sources += [
+        path.read_text()
+        for path in {Path(ENTRYPOINTS + name).parent / "conftest.py" for name in FILES}
+        if path.exists()
+    ]
+    return sorted({name for source in sources for name in re.findall(_MODEL_NAME, source)})
 
 
 def _wait_until_up(url: str, process: subprocess.Popen[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""Clients as their users run them, where they are installed (`make clients`): agents, frameworks for agents, libraries."""
+"""Clients as their users run them, where they are installed (`make clients`): agents, frameworks, libraries."""
 
 from __future__ import annotations
 
