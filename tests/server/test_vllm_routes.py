@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from quire.server.protocol.anthropic import MessagesRequest
 from quire.server.protocol.chat import ChatCompletionRequest
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.embeddings import EmbeddingsRequest
+from quire.server.protocol.responses import ResponsesRequest
 from tests.server.harness import Server, error_of
 
 ASK = [{"role": "user", "content": "What now?"}]
@@ -156,6 +158,9 @@ NAMES = {
     CompletionRequest: "suffix prompt_embeds return_token_offsets routed_experts_prompt_start ec_transfer_params "
     "kv_transfer_params vllm_xargs repetition_detection thinking_token_budget use_beam_search length_penalty "
     "truncation_side logprob_token_ids truncate_prompt_tokens add_special_tokens structured_outputs response_format",
+    ResponsesRequest: "enable_response_messages chat_template_kwargs previous_input_messages structured_outputs seed "
+    "include_reasoning stop repetition_penalty logit_bias cache_salt skip_special_tokens include_stop_str_in_output media_io_kwargs",
+    MessagesRequest: "chat_template_kwargs seed structured_outputs kv_transfer_params",
     EmbeddingsRequest: "messages normalize embed_dtype endianness truncation_side truncate_prompt_tokens dimensions "
     "encoding_format use_activation mm_processor_kwargs chat_template chat_template_kwargs task cache_salt priority",
 }
