@@ -158,8 +158,8 @@ NAMES = {
     CompletionRequest: "suffix prompt_embeds return_token_offsets routed_experts_prompt_start ec_transfer_params "
     "kv_transfer_params vllm_xargs repetition_detection thinking_token_budget use_beam_search length_penalty "
     "truncation_side logprob_token_ids truncate_prompt_tokens add_special_tokens structured_outputs response_format",
-    ResponsesRequest: "enable_response_messages chat_template_kwargs previous_input_messages structured_outputs seed "
-    "include_reasoning stop repetition_penalty logit_bias cache_salt skip_special_tokens include_stop_str_in_output media_io_kwargs",
+    ResponsesRequest: "enable_response_messages chat_template_kwargs previous_input_messages structured_outputs "
+    "include_reasoning seed stop repetition_penalty logit_bias cache_salt skip_special_tokens media_io_kwargs",
     MessagesRequest: "chat_template_kwargs seed structured_outputs kv_transfer_params",
     EmbeddingsRequest: "messages normalize embed_dtype endianness truncation_side truncate_prompt_tokens dimensions "
     "encoding_format use_activation mm_processor_kwargs chat_template chat_template_kwargs task cache_salt priority",
