@@ -3,6 +3,7 @@
     pip install pytest-asyncio
     python scripts/vllm_tests.py path/to/vllm                       # all, with a count
     python scripts/vllm_tests.py path/to/vllm -k test_tokenize -x   # what else pytest takes
+    QUIRE_MODEL=path/to/model python scripts/vllm_tests.py path/to/vllm     # with another model than SmolLM2
 
 Nothing of vLLM is installed or needed but its `tests` folder: where they start `vllm serve`, `quire serve` is started
 with SmolLM2 under the name that the test gives its model. What else they import of vLLM is not there, and whoever asks
@@ -44,6 +45,7 @@ for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
     del sys.modules[name]  # vLLM's package has the same name
 sys.path.remove(str(ROOT))
 
+MODEL = os.environ.get("QUIRE_MODEL", "smollm2")
 ENTRYPOINTS = "tests/entrypoints/"
 FILES = (
     "openai/test_chunked_prompt.py",
@@ -160,7 +162,7 @@ class QuireServer:
     def _start(self, arguments: tuple[str, ...]) -> None:
         port = int(arguments[arguments.index("--port") + 1]) if "--port" in arguments else free_port()
         names = [part for name in _model_names() for part in ("--served-model-name", name)]
-        command = [sys.executable, "-m", "quire", "serve", *(arguments or names), "--port", str(port)]
+        command = [sys.executable, "-m", "quire", "serve", MODEL, *(arguments or names), "--port", str(port)]
         command += ["--kv-cache-memory", "128MiB", "--max-model-len", str(_CONTEXT)]
         command += ["--speculation", "ngram"]  # the same answers, sooner
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -262,6 +264,8 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 def _get_tokenizer(*_: Any, **__: Any) -> Any:
     from transformers import AutoTokenizer
 
+    if MODEL != "smollm2":
+        return AutoTokenizer.from_pretrained(MODEL)
     path = fetch_alias(ALIASES["smollm2"])
     return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
 
@@ -355,20 +359,12 @@ def main(checkout: str, *more: str) -> int:
         importlib.import_module(name)
     _own_file("vllm.utils.serial_utils")
     files = [word for word in more if word.startswith("tests/")] or [ENTRYPOINTS + name for name in FILES]
-    options = ["-p", "pytest_asyncio", "-o", "asyncio_mode=strict", "-o", "cache_dir=/dev/null", "-q", "--no-header"]
-    options += [
-        "--confcutdir",
-        ENTRYPOINTS,
-        "--rootdir",
-        ".",
-        "-c",
-        os.devnull,
-        "-W",
-        "ignore",
-        "--tb",
-        "short",
-        "--continue-on-collection-errors",
-    ]
+    options = ["-p", "pytest_asyncio", "-o", "asyncio_mode=strict", "-p", "no:cacheprovider", "--no-header", "-q"]
+    options += ["--confcutdir", ENTRYPOINTS, "--rootdir", ".", "-c", os.devnull, "-W", "ignore", "--tb", "short"]
+    options += ["--show-capture", "no", "--continue-on-collection-errors"]
+    signal.signal(signal.SIGALRM, _too_long)
+    if "--collect-only" not in more:
+        QuireServer("", ())  # the one that most cases share
     return int(pytest.main([*options, *files, *(word for word in more if word not in files)], plugins=[Count()]))
 
 

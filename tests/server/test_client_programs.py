@@ -21,7 +21,7 @@ DONE = "I have seen what came back."
 
 def run(command: list[str], folder: Path, **environment: str) -> str:
     """What a program prints. It has a home of its own, so that nobody's settings count."""
-    given = {**os.environ, "HOME": str(folder), "NO_PROXY": "127.0.0.1", **environment}
+    given = {**os.environ, "HOME": str(folder), "PWD": str(folder), "NO_PROXY": "127.0.0.1", **environment}
     options: Any = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL, "timeout": 240}
     done = subprocess.run(command, cwd=folder, env=given, check=False, **options)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -89,12 +89,12 @@ def test_ollama_for_javascript(scripted: Server, tmp_path: Path) -> None:
 def test_ollama(scripted: Server, tmp_path: Path) -> None:
     python = need_python("ollama")
     found = json.loads(run([python, str(SCRIPTS / "ollama_calls.py"), scripted.url], tmp_path).splitlines()[-1])
+    assert found.pop("vector") > 0
     assert found == {
         "models": ["scripted"],
         **dict.fromkeys(("chat", "stream", "generate", "generated"), HELLO),
         "calls": [["weather", {"city": "Rome"}]],
         "after": DONE,
-        "vector": 96,
         "context": 16384,
         "running": ["scripted"],
         "missing": 404,
