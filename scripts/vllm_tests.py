@@ -83,7 +83,7 @@ FILES = (
 classifiers, and what runs inside of vLLM without a server."""
 
 _MODEL_NAME = r'"((?!application/|v1/|typeof/)[A-Za-z][\w.-]+/[\w.-]+)"'
-_CONTEXT = 4096
+_CONTEXT = 8192
 """Many answers have no limit but this."""
 _START_SECONDS = 180
 _CASE_SECONDS = 150
