@@ -73,6 +73,8 @@ class EngineConfig:
     """Memory of the host tier below the prefix cache, in bytes; 0 turns it off."""
     prefix_caching: bool = True
     """Whether requests share the computed blocks of equal prefixes."""
+    skip_tokenizer_init: bool = False
+    """Load no tokenizer: prompts are token ids, and so are answers, which have no text. For folders without one."""
     cuda_graphs: bool = True
     """Whether decode steps are captured and launched as a whole; on a CPU, recorded and made again without Python. The
     same bits either way."""

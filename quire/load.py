@@ -69,7 +69,8 @@ def load_model(
     pick_dtype(config.dtype, device)  # a dtype that the device lacks is an error before files are opened
     with ThreadPoolExecutor(1, "device") as beside:
         initialising = beside.submit(device.initialise)
-        files, tokenizer = _open(source)  # the tokenizer takes long and holds the interpreter's lock
+        # The tokenizer takes long and holds the interpreter's lock.
+        files, tokenizer = _open(source, config.skip_tokenizer_init)
     try:
         initialising.result()
         device.return_freed_memory()  # of engines that were here before: the plan counts what is free
@@ -118,7 +119,7 @@ def _load_draft(
     if not config.speculation.startswith("draft:"):
         return None
     source = resolve(config.speculation.removeprefix("draft:"))
-    files, own_tokenizer = _open(source)
+    files, own_tokenizer = _open(source, config.skip_tokenizer_init)
     try:
         sizes = {own_tokenizer.vocab_size, tokenizer.vocab_size, spec.vocab_size, files.spec.vocab_size}
         known = range(min(sizes))
@@ -144,15 +145,15 @@ def _load_draft(
 
 def open_tokenizer(source: ModelSource) -> Tokenizer:
     """A model's tokenizer alone, for a process that does not need the weights."""
-    files, tokenizer = _open(source)
+    files, tokenizer = _open(source, without_text=False)
     files.checkpoint.close()
     return tokenizer
 
 
-def _open(source: ModelSource) -> tuple[ModelFiles, Tokenizer]:
+def _open(source: ModelSource, without_text: bool) -> tuple[ModelFiles, Tokenizer]:
     files = open_model(source.path)
     try:
-        tokenizer = _open_tokenizer(files.checkpoint, source.path)
+        tokenizer = Tokenizer.without_text() if without_text else _open_tokenizer(files.checkpoint, source.path)
         files.checkpoint.metadata = {}  # a GGUF file's vocabulary as Python objects, which nobody needs any more
         gc_pauses.return_freed_memory()
         return files, tokenizer

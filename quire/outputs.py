@@ -29,6 +29,8 @@ class TokenLogprobs(Logprob):
 
     top: tuple[Logprob, ...]
     """The most likely tokens, as many as were asked for (or as there are), the likeliest first."""
+    named: tuple[Logprob, ...] = ()
+    """Those that `logprob_token_ids` asks for, in that order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,10 @@ class RequestOutput:
     @property
     def token_ids(self) -> tuple[int, ...]:
         return self.completions[0].token_ids
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        return self.completions[0].logprobs
 
     @property
     def finish_reason(self) -> FinishReason:

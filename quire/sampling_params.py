@@ -200,6 +200,8 @@ class SamplingParams:
     """Generate this many and return the `n` with the highest mean logprob."""
     logprobs: int | None = check.whole(None, 0, MAX_LOGPROBS, optional=True)
     """Report each answer token's logprob and those of this many most likely tokens; None reports nothing."""
+    logprob_token_ids: tuple[int, ...] = check.token_ids((), MAX_LOGPROBS)
+    """Report the logprobs of these tokens, too, wherever logprobs are reported: needs `logprobs`."""
     prompt_logprobs: int | None = check.whole(None, 0, MAX_LOGPROBS, optional=True)
     """The same for the prompt's tokens."""
     skip_special_tokens: bool = check.flag(True)
@@ -227,6 +229,8 @@ class SamplingParams:
         check.check_fields(self)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError("min_tokens", f"is {self.min_tokens}, more than max_tokens ({self.max_tokens})")
+        if self.logprob_token_ids and self.logprobs is None:
+            raise InvalidRequestError("logprob_token_ids", "needs logprobs: 0 reports these tokens alone")
         if self.best_of is not None and self.best_of < self.n:
             raise InvalidRequestError("best_of", f"is {self.best_of}, less than n ({self.n})")
         if self.best_of is not None and self.best_of > 1 and self.temperature == 0:
@@ -240,6 +244,7 @@ class SamplingParams:
         """Refuses ids outside the model's vocabulary; called by `LLM` and the server, which know the model."""
         fields = (
             ("stop_token_ids", self.stop_token_ids),
+            ("logprob_token_ids", self.logprob_token_ids),
             ("allowed_token_ids", self.allowed_token_ids or ()),
             ("logit_bias", dict(self.logit_bias or ())),
         )

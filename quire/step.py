@@ -199,6 +199,8 @@ class TokenScore(NamedTuple):
     """1 for the most likely token; among equals the lower id comes first."""
     top: tuple[tuple[int, float], ...] = ()
     """(token id, logprob) of the most likely tokens, as many as were asked for, the first ranks first."""
+    named: tuple[tuple[int, float, int], ...] = ()
+    """(token id, logprob, rank) of the tokens that were asked for by id, in that order."""
 
 
 class PromptScores(NamedTuple):
@@ -223,7 +225,7 @@ class StepResult:
     ended: frozenset[str] = frozenset()
     """Requests that end with these tokens because their grammar allows no further one."""
     pooled: Mapping[str, bytes] = field(default_factory=dict)
-    """For requests with pooling that sample: the pooled vector, of length 1, as little-endian float32."""
+    """For requests with pooling that sample: the pooled vector, not normalised, as little-endian float32."""
     drafts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Guesses for a later step: a draft model's tokens, or the only text that a grammar allows there."""
 

@@ -93,6 +93,9 @@ class EngineOptions(OptionGroup):
         str, Option(metavar="M", help="Host memory below the prefix cache, such as 4GiB; 0: none.")
     ] = "0"
     prefix_caching: Annotated[bool, Option(help="Share the computed blocks of equal prefixes.")] = True
+    skip_tokenizer_init: Annotated[
+        bool, Option("--skip-tokenizer-init", help="Load no tokenizer: prompts and answers are token ids.")
+    ] = False
     policy: Annotated[str, Option(metavar="fcfs|priority", help="Who goes first.")] = "fcfs"
     step_log: Annotated[Path | None, Option(metavar="FILE", help="Write every step to this file.")] = None
 

@@ -65,7 +65,7 @@ class QuireServer:
         metrics = ServerMetrics(config.model_names[0], ALL_ENGINES)
         pool = RayPool(config, metrics, _no_engine_left, settings)
         try:
-            ready, tokenizer = await asyncio.gather(pool.start(), asyncio.to_thread(open_tokenizer, source))
+            ready, tokenizer = await asyncio.gather(pool.start(), asyncio.to_thread(open_tokenizer, source, config))
         except BaseException:
             await pool.stop()
             raise

@@ -200,7 +200,7 @@ class _Answers:
         metrics = metrics_for(config)
         client = open_engines(config, metrics, lambda: None)
         source = await asyncio.to_thread(resolve, config.model)
-        ready, tokenizer = await asyncio.gather(client.start(), asyncio.to_thread(open_tokenizer, source))
+        ready, tokenizer = await asyncio.gather(client.start(), asyncio.to_thread(open_tokenizer, source, config))
         return GenerationService(config, tokenizer, client, ready, metrics)
 
 

@@ -13,13 +13,15 @@ from quire.frontend import template_sandbox as sandbox
 from quire.frontend.call_form import CallForm, find_call_form
 from quire.frontend.control_tokens import ControlTokens, Placeholders, holds
 from quire.frontend.earlier_reasoning import named_thinking, says_thinking
-from quire.frontend.messages import check_list, check_messages, plain_data
+from quire.frontend.messages import ROLES, Message, check_list, check_messages, plain_data
 from quire.frontend.template_limits import TemplateLimitError, limited
 from quire.frontend.tokenizer import Tokenizer
 
 _MAX_SOURCE = 1024 * 1024
 # The fields of an assistant's message that the model wrote token by token.
 _OWN_WORDS = ("content", "reasoning_content", "thinking")
+_PROBE = "what is said in this role"
+_MOST_OWN_ROLES = 64
 
 
 class ChatOptions(TypedDict, total=False):
@@ -51,6 +53,8 @@ class ChatTemplate:
         self._says_thinking = says_thinking(source)
         self._kept: tuple[Tokenizer, ControlTokens] | None = None
         self._call_form: CallForm | None = None
+        self._own_roles: set[str] = set()
+        """Roles of clients' own that the template is known to show."""
         try:
             self._template = sandbox.BoundedEnvironment(clock).from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -118,6 +122,7 @@ class ChatTemplate:
         checked = check_messages(messages, self._knows_developer)
         if self._says_thinking:
             checked = named_thinking(checked)
+        self._check_roles(checked)
         if any("tool_calls" in message for message in checked):
             checked = self._form_of_calls().suit(checked)
         request = {
@@ -132,6 +137,23 @@ class ChatTemplate:
             if name in request or name in self._named_tokens or name == "add_generation_prompt":
                 raise InvalidRequestError(f"chat_template_kwargs.{name}", "is set by Quire itself")
         return request | extra
+
+    def _check_roles(self, messages: Sequence[Message]) -> None:
+        """Refuses a role of the client's own where the template would leave out what is said in it."""
+        for index, message in enumerate(messages):
+            role = message["role"]
+            if role in ROLES or role in self._own_roles:
+                continue
+            trial = [{"role": "user", "content": "a"}, {"role": role, "content": _PROBE}]
+            try:
+                is_shown = _PROBE in self._render({"messages": trial, "tools": None, "documents": None}, {})
+            except TemplateError:
+                is_shown = False
+            if not is_shown:
+                why = "this model's chat template leaves out messages of it"
+                raise InvalidRequestError(f"messages[{index}].role", f"{role!r} is not supported: {why}")
+            if len(self._own_roles) < _MOST_OWN_ROLES:
+                self._own_roles.add(role)
 
     def _render(self, request: Mapping[str, Any], options: ChatOptions) -> str:
         begins_answer = options.get("add_generation_prompt", True)

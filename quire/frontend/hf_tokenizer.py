@@ -49,6 +49,7 @@ def read_hf_tokenizer(folder: Path) -> TokenizerParts:
         unk_token_id=_unk_token_id(backend, ids.get("unk_token")),
         named_tokens={name: token.content for name, token in named.items()},
         chat_templates=_chat_templates(folder, config),
+        class_name=str(config.get("tokenizer_class") or "PreTrainedTokenizerFast"),
     )
 
 
@@ -77,7 +78,9 @@ def _explain_missing(folder: Path) -> None:
             "Get one from a newer revision of the model, or make it with transformers: "
             "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
         )
-    raise ModelNotFoundError(f"{folder} has no tokenizer.json; a model folder needs one")
+    raise ModelNotFoundError(
+        f"{folder} has no tokenizer.json; a model folder needs one, or --skip-tokenizer-init and prompts of token ids"
+    )
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -209,7 +209,10 @@ class LiveRequest:
             Logprob(token_id, logprob, rank, self._bytes(token_id))
             for rank, (token_id, logprob) in enumerate(score.top, start=1)
         )
-        return TokenLogprobs(score.token_id, score.logprob, score.rank, self._bytes(score.token_id), top)
+        named = tuple(
+            Logprob(token_id, logprob, rank, self._bytes(token_id)) for token_id, logprob, rank in score.named
+        )
+        return TokenLogprobs(score.token_id, score.logprob, score.rank, self._bytes(score.token_id), top, named)
 
     def _bytes(self, token_id: int) -> bytes:
         # A model may have more rows than its tokenizer has tokens.

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.errors import InvalidRequestError
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
+_CUSTOM_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_ -]{0,63}")
+"""Other roles, for templates that write down any role. Nothing in such a name can pass for a control token."""
 MAX_DEPTH = 64
 """How deep lists and objects in messages and tools may be nested."""
 
@@ -79,8 +82,9 @@ def _check_message(message: object, field: str) -> Message:
     role = plain.get("role")
     if role is None:
         raise InvalidRequestError(f"{field}.role", f"is missing; it is one of {', '.join(ROLES)}")
-    if role not in ROLES:
-        raise InvalidRequestError(f"{field}.role", f"is {role!r}, not one of {', '.join(ROLES)}")
+    if role not in ROLES and not (isinstance(role, str) and _CUSTOM_ROLE.fullmatch(role)):
+        allowed = "a name of at most 64 letters, digits, spaces, - and _"
+        raise InvalidRequestError(f"{field}.role", f"is neither one of {', '.join(ROLES)} nor {allowed}")
     if plain.get("tool_calls"):
         _check_tool_calls(plain["tool_calls"], f"{field}.tool_calls")
     else:  # clients send null for none; to templates a key that is there means calls

@@ -11,10 +11,16 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.sampling_params import ResolvedTokens, SamplingParams
 
 _REMEMBERED = 64
+_NEED_TEXT = ("stop", "bad_words", "structured", "dry_multiplier", "prediction")
+"""Parameters that mean nothing where tokens stand for no text."""
 
 
 def resolve_tokens(params: SamplingParams, tokenizer: Tokenizer) -> ResolvedTokens:
     """Raises InvalidRequestError for what can't be said in this model's tokens."""
+    if not tokenizer.has_text:
+        for field in _NEED_TEXT:
+            if getattr(params, field):
+                tokenizer.need_text(field)
     breakers = params.dry_sequence_breakers if params.dry_multiplier else ()
     bad_word_ids = dict.fromkeys(ids for word in params.bad_words for ids in _spellings(word, tokenizer))
     predicted = tokenizer.encode_plain(params.prediction) if params.prediction and params.speculation else ()

@@ -47,6 +47,9 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self.vocab_size = parts.vocab_size
+        self.has_text = True
+        """False: tokens stand for no text (`without_text`)."""
+        self.class_name = parts.class_name
         self.bos_token_id = parts.bos_token_id
         self.eos_token_ids = parts.eos_token_ids
         self.named_tokens: Mapping[str, str] = dict(parts.named_tokens)
@@ -81,6 +84,20 @@ class Tokenizer:
         backend.decoder = decoders.ByteLevel()
         return cls(TokenizerParts(backend, vocab_size=256, bos_token_id=None, eos_token_ids=(), unk_token_id=None))
 
+    @classmethod
+    def without_text(cls) -> Tokenizer:
+        """For a model whose prompts and answers are token ids: no token stands for any text."""
+        backend = tokenizers.Tokenizer(models.BPE(vocab={}, merges=[]))
+        backend.decoder = decoders.ByteLevel()
+        tokenizer = cls(TokenizerParts(backend, vocab_size=0, bos_token_id=None, eos_token_ids=(), unk_token_id=None))
+        tokenizer.has_text = False
+        return tokenizer
+
+    def need_text(self, field: str) -> None:
+        """Raises InvalidRequestError where there is none."""
+        if not self.has_text:
+            raise InvalidRequestError(field, "needs the model's tokenizer, and none was loaded: send token ids")
+
     def encode(self, text: str, add_special_tokens: bool = True, allow_special: bool = False) -> list[int]:
         """Token ids of `text`.
 
@@ -88,6 +105,7 @@ class Tokenizer:
         adds) around them. `allow_special` reads special tokens' text in `text` as those tokens: never use
         it on text that came from a user.
         """
+        self.need_text("text")
         if allow_special:
             ids: list[int] = self._encode_with(self._backend, text).ids
         else:
@@ -100,6 +118,7 @@ class Tokenizer:
         No token spans a position in `cuts`. `continues` says that other text stands before this one, so
         its beginning gets no space of SentencePiece's own.
         """
+        self.need_text("text")
         ids: list[int] = []
         bounds = sorted({0, *cuts, len(text)})
         todo = list(pairwise(bounds))[::-1]
@@ -125,6 +144,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The tokens' bytes read as UTF-8, with U+FFFD where they are not; special tokens only when asked."""
+        if not self.has_text:
+            return ""
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
         data = b"".join([self.token_bytes(token_id) for token_id in ids if token_id not in skipped])
         if self.strips_first_space:

@@ -104,6 +104,8 @@ class ServerMetrics:
         text = "Guesses that were right, by their place among a request's guesses."
         per_place = "vllm:spec_decode_num_accepted_tokens_per_pos"
         self._accepted = Counter(per_place, text, [*names, "position"], registry=registry)
+        text = "Requests that wait, by what for: room in the batch or in the cache is all there is to wait for."
+        self._waiting = Gauge("vllm:num_requests_waiting_by_reason", text, [*names, "reason"], registry=registry)
         text = "The cache of keys and values: always 1, with its sizes as labels."
         cache_labels = ["block_size", "num_gpu_blocks", "engine"]
         self._cache_sizes: tuple[str, ...] | None = None
@@ -175,6 +177,7 @@ class ServerMetrics:
                     self._accepted.labels(**self._labels, position=str(place)).inc(count)
         self._gauges["vllm:num_requests_running"].set(steps[-1].num_running)
         self._gauges["vllm:num_requests_waiting"].set(steps[-1].num_waiting)
+        self._waiting.labels(**self._labels, reason="capacity").set(steps[-1].num_waiting)
         self._gauges["vllm:kv_cache_usage_perc"].set(1 - num_free_blocks / self._num_blocks)
 
     def memory(self, found: Mapping[str, int]) -> None:
@@ -186,6 +189,7 @@ class ServerMetrics:
         self._counters["quire_engine_restarts"].inc()
         for gauge in self._gauges.values():
             gauge.set(0)
+        self._waiting.labels(**self._labels, reason="capacity").set(0)
 
     def worker_restarted(self, num_answers: int) -> None:
         """An HTTP worker was replaced, and so many answers ended with it."""

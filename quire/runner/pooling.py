@@ -76,15 +76,14 @@ class PoolingRows:
 
 
 def _read_vector(outputs: StepOutputs, request_id: str, pool: _Pool) -> None:
-    """Of length 1, so neither the number of tokens nor the scale of fixed point matters."""
+    """As long as it is: whoever wants it of length 1 divides it by its length."""
+    scale = _SCALE * pool.num_prompt_tokens if pool.kind == "mean" else 1.0
 
     def read(tensors: Sequence[Tensor]) -> None:
-        vector = tensors[0].double()
-        norm = torch.linalg.vector_norm(vector)
-        if not (tensors[1] and norm.isfinite()):
+        vector = (tensors[0].double() / scale).float()
+        if not (tensors[1] and vector.isfinite().all()):
             outputs.errors[request_id] = _NOT_NUMBERS
             return
-        unit = vector / norm if norm > 0 else vector
-        outputs.pooled[request_id] = unit.float().numpy().astype("<f4").tobytes()
+        outputs.pooled[request_id] = vector.numpy().astype("<f4").tobytes()
 
     outputs.add((pool.total, pool.is_sound), read)

@@ -97,11 +97,10 @@ class StepOutputs:
 
     def add_scores(self, drawn_for: Sequence[ScheduledRequest], draws: ScoredDraws, scores: list[Tensor]) -> None:
         """The logprobs of some of the sampled tokens, in the order of the draws."""
-        request_ids, num_top = [drawn_for[index].request_id for index in draws.which], draws.num_top
+        request_ids = [drawn_for[index].request_id for index in draws.which]
 
         def read(tensors: Sequence[Tensor]) -> None:
-            found = read_scores(tensors, num_top)
-            for request_id, score in zip(request_ids, found, strict=True):
+            for request_id, score in zip(request_ids, draws.read(tensors), strict=True):
                 self.scores[request_id] = (*self.scores.get(request_id, ()), score)
 
         self.add(scores, read)

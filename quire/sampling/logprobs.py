@@ -19,6 +19,8 @@ from quire.sampling.upload import Uploader
 from quire.step import Admission, ScheduledRequest, TokenScore
 
 ROWS_AT_ONCE = 64
+_NUM_SCORES = 5
+"""Tensors that `score_rows` returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +51,20 @@ class Logprobs:
     def __init__(self, device: torch.device) -> None:
         self._num_top: dict[int, int] = {}
         """By request row that wants logprobs of its answer: how many of the most likely tokens."""
+        self._named: dict[int, tuple[int, ...]] = {}
+        """By request row that asks for tokens by id: which."""
         self._uploader = Uploader(device)
         self._prompts: dict[int, Admission] = {}
         """By request row that wants logprobs of its prompt, until all of it is scored."""
 
     def admit(self, admission: Admission) -> None:
         self._num_top.pop(admission.row, None)
+        self._named.pop(admission.row, None)
         self._prompts.pop(admission.row, None)
         if admission.params.logprobs is not None:
             self._num_top[admission.row] = admission.params.logprobs
+            if admission.params.logprob_token_ids:
+                self._named[admission.row] = admission.params.logprob_token_ids
         if admission.score_prompt_from is not None:
             self._prompts[admission.row] = admission
 
@@ -76,8 +83,16 @@ class Logprobs:
         which = [index for index, row in enumerate(rows) if row in self._num_top]
         if not which:
             return None
-        (index,) = self._uploader.upload(np.array(which))
-        return ScoredDraws(which, [self._num_top[rows[one]] for one in which], index, logits[index])
+        num_top = [self._num_top[rows[one]] for one in which]
+        if self._named.keys().isdisjoint(rows):
+            (index,) = self._uploader.upload(np.array(which))
+            return ScoredDraws(which, num_top, index, logits[index])
+        named = [self._named.get(rows[one], ()) for one in which]
+        places = np.repeat(np.arange(len(which)), [len(ids) for ids in named])
+        index, named_rows, named_ids = self._uploader.upload(
+            np.array(which), places, np.array([one for ids in named for one in ids])
+        )
+        return ScoredDraws(which, num_top, index, logits[index], named, named_rows, named_ids)
 
     def prompt_parts(self, scheduled: Sequence[ScheduledRequest]) -> Iterator[PromptPart]:
         """The step's tokens that score prompts, by request; a request whose prompt ends in this step is done then."""
@@ -111,10 +126,32 @@ class ScoredDraws:
     index: Tensor
     """`which`, on the device."""
     logits: Tensor
+    named: Sequence[tuple[int, ...]] = ()
+    """The tokens that each of these draws asks for by id."""
+    named_rows: Tensor | None = None
+    named_ids: Tensor | None = None
+    """All of them, and which rows of `logits` they are about, on the device."""
 
     def score(self, token_ids: Tensor, kernels: Kernels) -> list[Tensor]:
-        """The scores of these draws' tokens, as `score_rows` returns them; `token_ids` are those of all draws."""
-        return score_rows(self.logits, lambda logits: logits, token_ids[self.index], max(self.num_top), kernels)
+        """The scores of these draws' tokens, as `score_rows` returns them; `token_ids` are those of all draws. If there
+        are tokens that are asked for by id, then the logprobs and ranks of those."""
+        scores = score_rows(self.logits, lambda logits: logits, token_ids[self.index], max(self.num_top), kernels)
+        if self.named_rows is not None and self.named_ids is not None:
+            rows, ids = self.named_rows, self.named_ids
+            _, logprobs, ranks, *_ = score_rows(rows, lambda some: self.logits[some], ids, 0, kernels)
+            scores += [logprobs, ranks]
+        return scores
+
+    def read(self, tensors: Sequence[Tensor]) -> list[TokenScore]:
+        """What `score` returned, copied to the host."""
+        found = read_scores(tensors[:_NUM_SCORES], self.num_top)
+        if len(tensors) == _NUM_SCORES:
+            return found
+        logprobs, ranks = (iter(tensor.tolist()) for tensor in tensors[_NUM_SCORES:])
+        return [
+            score._replace(named=tuple((one, next(logprobs), next(ranks)) for one in ids))
+            for score, ids in zip(found, self.named, strict=True)
+        ]
 
 
 def score_rows(

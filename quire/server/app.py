@@ -22,10 +22,12 @@ from quire.server.routes import (
     completions,
     embeddings,
     information,
+    ollama,
     page,
     responses,
     stored,
     tokenize,
+    vllm,
 )
 from quire.server.service import GenerationService
 from quire.server.watch_hub import WatchHubs
@@ -33,7 +35,8 @@ from quire.server.watch_hub import WatchHubs
 _NO_REDIRECTS: dict[str, Any] = {"redirect_slashes": False}
 """They would lead to whatever the Host header says."""
 ROUTERS = tuple(
-    one.router for one in (chat, completions, responses, stored, anthropic, embeddings, tokenize, information)
+    one.router
+    for one in (chat, completions, responses, stored, anthropic, embeddings, tokenize, information, ollama, vllm)
 )
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "Something is wrong with the request; the message says what."},

@@ -34,6 +34,8 @@ _TYPES = {
 }
 # Anthropic has names of its own for some.
 _ANTHROPIC_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
+CANCELLED = "cancelled"
+"""The code of what its own client ended."""
 _MOST_SHOWN = 200
 """Characters of a value that a message repeats."""
 
@@ -127,6 +129,8 @@ def error_body(path: str, error: ApiError, request_id: str) -> dict[str, Any]:
     if path.startswith("/v1/messages"):
         kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.type == "server_error" else error.type)
         return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+    if path.startswith("/api/"):
+        return {"error": error.message, "request_id": request_id}
     fields = {"message": error.message, "type": error.type, "param": error.field, "code": error.code}
     return {"error": {**fields, "request_id": request_id}}
 

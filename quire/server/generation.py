@@ -24,6 +24,7 @@ from quire.outputs import TokenLogprobs
 from quire.sampling_params import SamplingParams
 from quire.step import Pooling
 
+TruncationSide = Literal["left", "right"]
 FinishReason = Literal["stop", "length", "tool_calls"]
 """What a client sees. Aborts, deadlines and failures are no answers: they come as an ApiError."""
 
@@ -90,7 +91,11 @@ class GenerationRequest:
     pooling: Pooling | None = None
     """For embeddings: how a prompt's hidden states become one vector."""
     truncate_prompt_tokens: int | None = None
-    """Keep this many of the prompt's last tokens; -1: as many as fit."""
+    """Keep this many of the prompt's tokens; -1: as many as fit."""
+    truncation_side: TruncationSide = "left"
+    """Where tokens are cut off: on the left (the last ones are kept) or on the right."""
+    max_context: int | None = None
+    """Tokens of prompt and answer together, if that is to be less than the model's context."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """Names of parameters as this endpoint's clients write them, where they differ: an error about
     `max_tokens` names `fields["max_tokens"]`."""
@@ -136,7 +141,7 @@ class GenerationEvent(msgspec.Struct, frozen=True):
     stop_reason: str | int | None = None
     """The stop string or token id that ended it, with the finish reason."""
     vector: bytes = b""
-    """Of a text to embed: float32, little-endian, of length 1."""
+    """Of a text to embed: float32, little-endian, not normalised."""
 
 
 def whole_choices(events: Iterable[GenerationEvent]) -> list[GenerationEvent]:

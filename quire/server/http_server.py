@@ -138,8 +138,10 @@ def settle() -> None:
     gc.set_threshold(*_GC_THRESHOLDS)
 
 
-def open_tokenizer(source: ModelSource) -> Tokenizer:
+def open_tokenizer(source: ModelSource, config: ServerConfig) -> Tokenizer:
     """A model's tokenizer, if possible without importing torch, which takes seconds and 170 MB."""
+    if config.engine.get("skip_tokenizer_init"):
+        return Tokenizer.without_text()
     if (source.path / "tokenizer.json").is_file():
         return Tokenizer.from_hf_folder(source.path)
     if source.path.suffix.lower() == ".gguf":

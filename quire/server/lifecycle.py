@@ -10,7 +10,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -36,6 +36,9 @@ _MANY_EVENTS = 2000
 class Writer(ABC, Generic[RequestT]):
     """Puts one call's events into the form of an API. `begin`, `chunk` and `finish` write a stream, `whole` the one
     body for those who wait."""
+
+    MEDIA_TYPE: ClassVar[str] = "text/event-stream; charset=utf-8"
+    """Of its streams."""
 
     def __init__(self, body: RequestT, call: EngineCall, model: str, fingerprint: str, stored: OwnResponses) -> None:
         self.body = body
@@ -120,7 +123,7 @@ async def answer(request: Request, kind: type[RequestT], writer_kind: type[Write
     """One call from its body to its response."""
     body = await connection.read_body(request, kind)
     service = get_service(request)
-    model = service.check_model(body.model)
+    model = service.check_model(body.served_name)
     body.check_model_limits(service.ready.hidden_size)
     request_id = connection.name_request(request, body.request_id if isinstance(body, SamplingFields) else None)
     stored = service.responses_of(request)
@@ -136,6 +139,7 @@ async def answer(request: Request, kind: type[RequestT], writer_kind: type[Write
         raise renamed(error, kind.FIELDS) from None
     call = await service.start(wanted, request.headers, owner_of(request.scope))
     request.state.record = call.record
+    service.calls[owner_of(request.scope), wanted.response_id] = call
     try:
         writer = writer_kind(body, call, model, service.ready.fingerprint, stored)
         headers = connection.ignored_header([*request.state.ignored, *wanted.ignored, *call.ignored])
@@ -147,7 +151,7 @@ async def answer(request: Request, kind: type[RequestT], writer_kind: type[Write
                 call.abort()
                 writer.close()
 
-            return CallStream(writer, end, headers)
+            return CallStream(writer, end, {"content-type": writer.MEDIA_TYPE, **headers})
         events = await call.all()
     except BaseException:
         call.abort()

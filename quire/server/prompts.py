@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from quire.errors import InvalidRequestError
 from quire.frontend.chat_template import ChatTemplate
 from quire.frontend.reasoning import opens_reasoning
@@ -68,6 +70,11 @@ class PromptEncoder:
         """Raises InvalidRequestError for what can't be answered."""
         params = request.params
         params.check_token_ids(limits.vocab_size)
+        if request.max_context is not None:
+            if request.max_context > limits.max_model_len:
+                message = f"is {request.max_context}, and the model's context is {limits.max_model_len} tokens"
+                raise InvalidRequestError("options.num_ctx", message)
+            limits = msgspec.structs.replace(limits, max_model_len=request.max_context)
         truncate = request.truncate_prompt_tokens
         if truncate == 0:
             raise InvalidRequestError("truncate_prompt_tokens", "must be -1 or at least 1: nothing would be left")
@@ -89,7 +96,8 @@ class PromptEncoder:
             room = limits.max_model_len - (params.max_tokens or 1)
             keep = max(1, room) if truncate == -1 else truncate
             if keep < len(encoded.token_ids):  # its text is no longer what is answered
-                encoded = replace(encoded, token_ids=encoded.token_ids[-keep:], text=None)
+                kept = encoded.token_ids[-keep:] if request.truncation_side == "left" else encoded.token_ids[:keep]
+                encoded = replace(encoded, token_ids=kept, text=None)
         room = limits.max_model_len - len(encoded.token_ids)
         if request.clamp_max_tokens and params.max_tokens is not None and params.max_tokens > room > 0:
             encoded = replace(encoded, params=replace(encoded.params, max_tokens=room), is_clamped=True)

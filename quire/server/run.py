@@ -91,7 +91,8 @@ class _Run:
 
     async def _start(self) -> tuple[Ready, Tokenizer] | None:
         """None if a signal came before the model was loaded."""
-        self._starting = asyncio.gather(self._client.start(), asyncio.to_thread(open_tokenizer, self._source))
+        opening = asyncio.to_thread(open_tokenizer, self._source, self._config)
+        self._starting = asyncio.gather(self._client.start(), opening)
         try:
             return await self._starting
         except asyncio.CancelledError:

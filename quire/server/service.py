@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from fastapi import Request
 
@@ -69,6 +70,8 @@ class GenerationService:
         self.admission = Admission(*limits, counts=self.counts)
         self.find_elsewhere: Callable[[str, str | None], Awaitable[RequestRecord | None]] | None = None
         """Where else a request may be known: in the processes that serve the same engine."""
+        self.calls: WeakValueDictionary[tuple[str, str], EngineCall] = WeakValueDictionary()
+        """By the owner and id of a response, as long as it is being written or read."""
         self.started = int(time.time())
         self.is_draining = False
         self._describing = asyncio.Lock()
@@ -197,6 +200,8 @@ def renamed(error: InvalidRequestError, fields: Mapping[str, str], number: int |
     field = fields.get(error.field, error.field)
     if number is not None and error.field in _PROMPT_FIELDS:
         field = f"{field}[{number}]"
+    elif number is not None and error.field.partition("[")[0] == "messages":  # of one of several conversations
+        field = f"messages[{number}]" + error.field.removeprefix("messages")
     return error if field == error.field else type(error)(field, str(error).removeprefix(f"{error.field}: "))
 
 

@@ -19,10 +19,23 @@ NPM_PACKAGES = (
     "ai@6.0.326",
     "@ai-sdk/openai@3.0.139",
     "zod@4.6.7",
+    "@langchain/openai@1.6.0",
+    "@langchain/core",
+    "ollama@0.6.4",
+    "opencode-ai@1.18.33",
+    "@earendil-works/pi-coding-agent@1.5.0",
+    "@continuedev/cli@1.5.47",
 )
-PYTHON_PACKAGES = ("litellm", "mcp", "lm-eval[api]", "transformers")
+PYTHON_PACKAGES = {
+    "python": (
+        *("litellm", "mcp", "lm-eval[api]", "transformers", "ollama", "guidance"),
+        *("autogen-agentchat", "autogen-ext[openai]", "strands-agents[openai]", "mirascope[openai]"),
+    ),
+    "inspect": ("inspect-ai", "openai"),
+}
+"""By environment: some don't agree on the version of a package."""
 NPM = FOLDER / "npm"
-PYTHON = FOLDER / "python" / "bin" / "python"
+PYTHONS = tuple(FOLDER / name / "bin" / "python" for name in PYTHON_PACKAGES)
 
 
 def need_npm(name: str) -> Path:
@@ -36,7 +49,7 @@ def need_npm(name: str) -> Path:
 
 def need_python(module: str) -> str:
     """An interpreter that has the module; skips where there is none."""
-    for python in (str(PYTHON), sys.executable):
+    for python in (*map(str, PYTHONS), sys.executable):
         if Path(python).exists():
             look = f"import importlib.util as u; exit(u.find_spec({module!r}) is None)"
             if subprocess.call([python, "-c", look]) == 0:
@@ -47,12 +60,13 @@ def need_python(module: str) -> str:
 def main() -> None:
     NPM.mkdir(parents=True, exist_ok=True)
     if shutil.which("npm") is None:
-        print("npm is not installed: Codex, Claude Code and the Vercel AI SDK are left out")
+        print("npm is not installed: Codex, Claude Code and all others from npm are left out")
     else:
         subprocess.run(["npm", "install", "--no-audit", "--no-fund", "--prefix", str(NPM), *NPM_PACKAGES], check=True)
-    if not PYTHON.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(PYTHON.parents[1])], check=True)
-    subprocess.run([str(PYTHON), "-m", "pip", "install", "--quiet", *PYTHON_PACKAGES], check=True)
+    for python, packages in zip(PYTHONS, PYTHON_PACKAGES.values(), strict=True):
+        if not python.exists():
+            subprocess.run([sys.executable, "-m", "venv", str(python.parents[1])], check=True)
+        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages], check=True)
 
 
 if __name__ == "__main__":

@@ -57,6 +57,8 @@ SCRIPTS = {
     "shell": '<tool_call>\n{"name": "exec_command", "arguments": {"cmd": "echo quire-was-here"}}\n</tool_call>',
     "bash": '<tool_call>\n{"name": "Bash", "arguments": {"command": "echo quire-was-here", "description": "Say it"}}'
     "\n</tool_call>",
+    "small-bash": '<tool_call>\n{"name": "bash", "arguments": {"command": "echo quire-was-here", "description": "x"}}'
+    "\n</tool_call>",
     "weather": 'I look it up. <tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>',
     "mixed": 'First. <tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call> Then this.',
     "nested": '<tool_call>\n{"name": "agents.stop", "arguments": {"target": "all"}}\n</tool_call>',

@@ -1,5 +1,4 @@
-"""Clients as their users run them, where they are installed (`make clients`): Codex, Claude Code, Vercel's AI SDK,
-LiteLLM and lm-eval."""
+"""Clients as their users run them, where they are installed (`make clients`): agents, frameworks, libraries."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ DONE = "I have seen what came back."
 
 def run(command: list[str], folder: Path, **environment: str) -> str:
     """What a program prints. It has a home of its own, so that nobody's settings count."""
-    given = {**os.environ, "HOME": str(folder), "NO_PROXY": "127.0.0.1", **environment}
+    given = {**os.environ, "HOME": str(folder), "PWD": str(folder), "NO_PROXY": "127.0.0.1", **environment}
     options: Any = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL, "timeout": 240}
     done = subprocess.run(command, cwd=folder, env=given, check=False, **options)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -68,6 +67,80 @@ def test_vercel_ai_sdk(scripted: Server, tmp_path: Path) -> None:
     script.write_text((SCRIPTS / "vercel.mjs").read_text())
     found = json.loads(run(["node", str(script), f"{scripted.url}/v1"], tmp_path))
     assert found == {"first": HELLO, "second": HELLO, "third": "I look it up." + DONE, "results": ["sunny in Rome"]}
+
+
+def run_module(name: str, package: str, folder: Path, url: str) -> Any:
+    """What a script for node prints last; packages are found from where a script lies."""
+    script = need_npm(package) / name
+    script.write_text((SCRIPTS / name).read_text())
+    return json.loads(run(["node", str(script), url], folder))
+
+
+def test_langchain_for_javascript(scripted: Server, tmp_path: Path) -> None:
+    found = run_module("langchain.mjs", "@langchain/openai", tmp_path, f"{scripted.url}/v1")
+    assert found == {"chat": HELLO, "stream": HELLO, "results": ["sunny in Rome"], "after": DONE}
+
+
+def test_ollama_for_javascript(scripted: Server, tmp_path: Path) -> None:
+    found = run_module("ollama.mjs", "ollama", tmp_path, scripted.url)
+    assert found == {"chat": HELLO, "stream": HELLO, "generate": HELLO, "models": ["scripted"]}
+
+
+def test_ollama(scripted: Server, tmp_path: Path) -> None:
+    python = need_python("ollama")
+    found = json.loads(run([python, str(SCRIPTS / "ollama_calls.py"), scripted.url], tmp_path).splitlines()[-1])
+    assert found.pop("vector") > 0
+    assert found == {
+        "models": ["scripted"],
+        **dict.fromkeys(("chat", "stream", "generate", "generated"), HELLO),
+        "calls": [["weather", {"city": "Rome"}]],
+        "after": DONE,
+        "context": 16384,
+        "running": ["scripted"],
+        "missing": 404,
+    }
+
+
+@pytest.mark.parametrize(("ask", "answer"), [("hi", HELLO), ("Please @small-bash", DONE)])
+def test_pi(scripted: Server, tmp_path: Path, ask: str, answer: str) -> None:
+    program = need_npm("@earendil-works/pi-coding-agent") / "node_modules" / ".bin" / "pi"
+    model = {"id": "scripted", "contextWindow": 16384, "maxTokens": 2048}
+    provider = {"baseUrl": f"{scripted.url}/v1", "api": "openai-completions", "apiKey": "none", "models": [model]}
+    settings = tmp_path / ".pi" / "agent" / "models.json"
+    settings.parent.mkdir(parents=True)
+    settings.write_text(json.dumps({"providers": {"quire": provider}}))
+    out = run([str(program), "--provider", "quire", "--model", "scripted", "-p", ask], tmp_path)
+    assert out.strip().endswith(answer)
+
+
+@pytest.mark.parametrize(("ask", "answer"), [("hi", HELLO), ("Please @small-bash", DONE)])
+def test_opencode(scripted: Server, tmp_path: Path, ask: str, answer: str) -> None:
+    program = need_npm("opencode-ai") / "node_modules" / ".bin" / "opencode"
+    options = {"baseURL": f"{scripted.url}/v1", "apiKey": "none"}
+    models = {"scripted": {"name": "scripted", "limit": {"context": 16384, "output": 2048}}}
+    provider = {"npm": "@ai-sdk/openai-compatible", "name": "Quire", "options": options, "models": models}
+    (tmp_path / "opencode.json").write_text(json.dumps({"provider": {"quire": provider}}))
+    assert answer in run([str(program), "run", "-m", "quire/scripted", ask], tmp_path)
+
+
+def test_continue(scripted: Server, tmp_path: Path) -> None:
+    program = need_npm("@continuedev/cli") / "node_modules" / ".bin" / "cn"
+    model = {"name": "scripted", "provider": "openai", "model": "scripted", "apiBase": f"{scripted.url}/v1"}
+    models = [{**model, "apiKey": "none", "roles": ["chat"]}]
+    config = tmp_path / "config.yaml"  # which JSON is as well
+    config.write_text(json.dumps({"name": "quire", "version": "1.0.0", "schema": "v1", "models": models}))
+    assert run([str(program), "-p", "hi", "--config", str(config)], tmp_path).strip() == HELLO
+
+
+@pytest.mark.parametrize("name", ["inspect_ai", "autogen", "strands", "mirascope", "guidance"])
+def test_frameworks(scripted: Server, tmp_path: Path, name: str) -> None:
+    python = need_python({"autogen": "autogen_agentchat"}.get(name, name))
+    out = run([python, str(SCRIPTS / "framework_calls.py"), name, scripted.url], tmp_path)
+    found = json.loads(out.splitlines()[-1])
+    if name == "guidance":
+        assert found["choice"] in ("red", "blue")  # it sends its grammar under two names
+    else:
+        assert found == {"chat": HELLO, "tool": DONE}
 
 
 def test_litellm(scripted: Server, tmp_path: Path) -> None:

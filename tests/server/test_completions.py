@@ -113,6 +113,7 @@ def test_logprobs_and_echo(server: Server, llm: LLM) -> None:
     assert logprobs["token_logprobs"] == [None if entry is None else entry.logprob for entry in entries]
     assert logprobs["top_logprobs"][0] is None
     assert all(2 <= len(top) <= 3 for top in logprobs["top_logprobs"][1:])
+    assert all(list(top.values()) == sorted(top.values(), reverse=True) for top in logprobs["top_logprobs"][1:])
     for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
         assert choice["text"][offset:].startswith(token)
     chunks = list(
@@ -123,6 +124,41 @@ def test_logprobs_and_echo(server: Server, llm: LLM) -> None:
     streamed = [chunk["choices"][0]["logprobs"] for chunk in chunks]
     for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
         assert [value for part in streamed for value in part[name]] == logprobs[name]
+
+
+def test_the_token_itself_is_among_the_likeliest_even_if_none_of_those_is_asked_for(server: Server) -> None:
+    logprobs = server.complete(prompt=PROMPT, max_tokens=3, logprobs=0)["choices"][0]["logprobs"]
+    for token, logprob, top in zip(
+        *(logprobs[name] for name in ("tokens", "token_logprobs", "top_logprobs")), strict=True
+    ):
+        assert top == {token: logprob}
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_offsets_are_places_in_the_text_whatever_it_omits(server: Server, skips: bool) -> None:
+    """A prompt with special tokens in it, which the text shows or not, and characters of several tokens."""
+    ids = server.post("/tokenize", {"messages": [{"role": "user", "content": "Grüße 🙂🦙!"}]}).json()["tokens"]
+    choice = server.complete(prompt=ids, max_tokens=4, logprobs=1, echo=True, skip_special_tokens=skips)["choices"][0]
+    logprobs = choice["logprobs"]
+    assert ("<|im_start|>" in choice["text"]) is not skips
+    shown = [
+        (token, offset)
+        for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True)
+        if not (skips and token.startswith("<|")) and "\ufffd" not in token
+    ]
+    assert len(shown) > 10
+    for token, offset in shown:
+        assert choice["text"][offset:].startswith(token)
+
+
+def test_what_was_not_asked_for_is_null(server: Server) -> None:
+    """vLLM's clients read these fields without looking whether they are there."""
+    choice = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 1}).json()["choices"][0]
+    assert [choice[name] for name in ("prompt_logprobs", "prompt_token_ids", "token_ids")] == [None] * 3
+    chat = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}).json()
+    assert [chat["prompt_logprobs"], chat["prompt_token_ids"], chat["choices"][0]["token_ids"]] == [None] * 3
+    assert server.post("/tokenize", {"prompt": "a"}).json()["token_strs"] is None
+    assert server.get("/tokenizer_info").json()["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
 def test_echo_without_an_answer_scores_the_prompt(server: Server) -> None:

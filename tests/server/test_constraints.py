@@ -132,8 +132,19 @@ def test_nothing_asked_for_is_nothing() -> None:
     empty = {"regex": "", "ebnf": None, "grammar": "", "json_schema": "", "format": "", "guided_json_object": False}
     assert ConstraintFields.model_validate(empty).structured() == (None, {})
     both = ConstraintFields.model_validate({"regex": "a", "response_format": {"type": "json_object"}})
-    with pytest.raises(InvalidRequestError, match="regex: can't be combined with response_format"):
+    with pytest.raises(InvalidRequestError, match="regex: asks for something else than response_format"):
         both.structured()
+
+
+def test_the_same_constraint_under_two_names_is_one() -> None:
+    """guidance's client for vLLM sends its grammar under the new name and under the former one."""
+    grammar = 'start: "a" | "b"'
+    twice = ConstraintFields.model_validate({"structured_outputs": {"grammar": grammar}, "guided_grammar": grammar})
+    once = ConstraintFields.model_validate({"structured_outputs": {"grammar": grammar}})
+    assert twice.structured() == once.structured()
+    differ = ConstraintFields.model_validate({"guided_grammar": grammar, "structured_outputs": {"regex": "a"}})
+    with pytest.raises(InvalidRequestError, match="guided_grammar"):
+        differ.structured()
 
 
 OPEN = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}

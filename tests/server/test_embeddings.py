@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from quire.assemble import build_engine
 from quire.checkpoints.sources import resolve
 from quire.config import EngineConfig
 from quire.engine import make_requests
 from quire.sampling_params import SamplingParams
+from quire.server.vectors import EmbedDtype, rounded, stored, unit
 from quire.step import Pooling
 from tests.server.harness import SMALL_ENGINE, Server, error_of, send, wait_for
 
@@ -37,7 +39,8 @@ def offline(texts: list[str], pooling: Pooling) -> list[bytes]:
         (request,) = make_requests("a", engine.tokenizer.encode(text), SamplingParams(max_tokens=1), 0, pooling=pooling)
         engine.core.add_request(request, 0.0)
         while engine.core.has_work:
-            vectors += [update.pooled for update in engine.core.step(0.0) if update.pooled is not None]
+            found = [update.pooled for update in engine.core.step(0.0) if update.pooled is not None]
+            vectors += [unit(np.frombuffer(pooled, "<f4")).tobytes() for pooled in found]
     engine.runner.release()
     return vectors
 
@@ -67,12 +70,51 @@ def test_every_form_of_input_and_output(server: Server) -> None:
     np.testing.assert_allclose(np.frombuffer(shorter, "<f4"), kept / np.linalg.norm(kept), rtol=1e-6)
 
 
-def test_truncation_keeps_the_end(server: Server) -> None:
+def test_vectors_keep_their_own_length_if_asked_to(server: Server) -> None:
+    (raw,) = embed(server, TEXTS[0], normalize=False)
+    numbers = np.frombuffer(raw, "<f4")
+    assert abs(float(np.linalg.norm(numbers)) - 1) > 0.1
+    assert embed(server, TEXTS[0], normalize=True) == embed(server, TEXTS[0]) == [unit(numbers).tobytes()]
+    assert embed(server, TEXTS[0], normalize=False, dimensions=8) == [numbers[:8].tobytes()]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"])
+def test_numbers_of_fewer_bits_are_those_of_torch(server: Server, dtype: EmbedDtype) -> None:
+    (exact,) = embed(server, TEXTS[0])
+    (found,) = embed(server, TEXTS[0], embed_dtype=dtype)
+    kind = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}.get(dtype) or getattr(torch, dtype)
+    wanted = torch.frombuffer(bytearray(exact), dtype=torch.float32).to(kind)
+    assert found == wanted.view(torch.uint8).numpy().tobytes()
+    (big,) = embed(server, TEXTS[0], embed_dtype=dtype, endianness="big")
+    assert big == wanted.view(torch.uint8).reshape(-1, kind.itemsize).flip(1).contiguous().numpy().tobytes()
+    body = server.post("/v1/embeddings", {"input": TEXTS[0], "embed_dtype": dtype}).json()
+    assert np.array_equal(np.array(body["data"][0]["embedding"], np.float32), wanted.float().numpy())
+    assert body["id"].startswith("embd-")
+
+
+def test_rounding_to_fewer_bits_is_right_at_the_ends_and_between() -> None:
+    edges = [0.0, -0.0, 448, 464, 465, 480, 57344, 61439, 61440, 1e9, 1e-9, 2**-10, 2**-9 * 1.5, 2**-17, 2**-16 * 1.5]
+    drawn = torch.randn(2000, generator=torch.Generator().manual_seed(0)) * 2.0 ** torch.arange(-20, 20).repeat(50)
+    numbers = torch.cat([drawn, torch.tensor(edges), -torch.tensor(edges)])
+    kinds: dict[EmbedDtype, torch.dtype] = {
+        "float16": torch.float16,
+        "bfloat16": torch.bfloat16,
+        "fp8_e4m3": torch.float8_e4m3fn,
+        "fp8_e5m2": torch.float8_e5m2,
+    }
+    for name, kind in kinds.items():
+        wanted = numbers.to(kind)
+        assert stored(numbers.numpy(), name, False) == wanted.view(torch.uint8).numpy().tobytes()
+        np.testing.assert_array_equal(rounded(numbers.numpy(), name), wanted.float().numpy())
+
+
+def test_truncation_keeps_the_end_or_the_beginning(server: Server) -> None:
     long = "word " * 3000
     assert "context" in error_of(server.post("/v1/embeddings", {"input": long}), 400)
     tokens = server.post("/tokenize", {"prompt": TEXTS[0]}).json()["tokens"]
     assert embed(server, TEXTS[0], truncate_prompt_tokens=2) == embed(server, tokens[-2:])
     assert len(embed(server, long, truncate_prompt_tokens=-1)) == 1
+    assert embed(server, TEXTS[0], truncate_prompt_tokens=2, truncation_side="right") == embed(server, tokens[:2])
 
 
 def test_more_texts_than_are_computed_at_once(server: Server) -> None:

@@ -61,6 +61,8 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "bad_words": ({"allowed_token_ids": [70, 71]}, ["g"]),
     "skip_special_tokens": ({"allowed_token_ids": [EOS], "ignore_eos": True}, False),
     "truncate_prompt_tokens": ({}, 3),
+    "truncation_side": ({"truncate_prompt_tokens": 3}, "right"),
+    "logprob_token_ids": ({"logprobs": True}, [5, 6]),
     "logprobs": ({}, True),
     "top_logprobs": ({"logprobs": True}, 2),
     "prompt_logprobs": ({}, 1),

@@ -28,7 +28,8 @@ ENDPOINTS: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "/v1/messages": (MessagesRequest, {"model": "m", "messages": MESSAGES, "max_tokens": 1}),
     "/v1/embeddings": (EmbeddingsRequest, {"input": "hi"}),
 }
-NO_NUMBERS = ("NaN", "Infinity", "-Infinity", "1e400", "-1e400", "true", "false", '"1"', '""', "[]", "{}")
+NO_NUMBERS = ("NaN", "Infinity", "-Infinity", "1e400", "-1e400", "true", "false", "[]", "{}")
+NO_NUMBERS += ('"one"', '"NaN"', '"1e400"', '""')
 NEGATIVE_IS_FINE = {"presence_penalty", "frequency_penalty", "seed", "top_k", "truncate_prompt_tokens"}
 """-1 means something there; -10**6 does not, but for a seed."""
 ZERO_IS_FINE = {

@@ -28,6 +28,25 @@ def respond(server: Server, **fields: Any) -> dict[str, Any]:
     return body
 
 
+def test_a_response_can_be_cancelled_while_it_is_written(server: Server) -> None:
+    body = {"input": "Tell me a story.", "max_output_tokens": 900, "ignore_eos": True, "stream": True}
+    with server.client() as client, client.stream("POST", "/v1/responses", json=body) as response:
+        events = (json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: "))
+        response_id = next(event["response"]["id"] for event in events if event["type"] == "response.created")
+        next(event for event in events if event["type"] == "response.output_text.delta")
+        cancelled = server.post(f"/v1/responses/{response_id}/cancel", {})
+        rest = list(events)
+    assert cancelled.status_code == 200
+    assert (cancelled.json()["id"], cancelled.json()["status"]) == (response_id, "cancelled")
+    assert rest[-1]["type"] == "error"
+    assert rest[-1]["code"] == "cancelled"
+    stored = server.get(f"/v1/responses/{response_id}").json()
+    assert stored["status"] == "cancelled"
+    assert stored["output"][0]["content"][0]["text"]
+    assert "is over" in error_of(server.post(f"/v1/responses/{response_id}/cancel", {}), 400)
+    error_of(server.post("/v1/responses/resp_unknown/cancel", {}), 404)
+
+
 def test_an_answer_is_what_chat_completions_give(server: Server) -> None:
     chat = server.post(
         "/v1/chat/completions",

@@ -173,7 +173,8 @@ class _Run:
         metrics = metrics_for(self._config)
         client = open_engines(self._config, metrics, lambda: None)
         try:
-            ready, tokenizer = await asyncio.gather(client.start(), asyncio.to_thread(open_tokenizer, self._source))
+            opening = asyncio.to_thread(open_tokenizer, self._source, self._config)
+            ready, tokenizer = await asyncio.gather(client.start(), opening)
             service = GenerationService(self._config, tokenizer, client, ready, metrics)
             self._progress.report()
             started = time.monotonic()

@@ -188,6 +188,7 @@ class CountTokensRequest(common.Body):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     def read_prompt(self) -> tuple[ChatPrompt, tuple[str, ...]]:
         """The conversation as the chat template takes it, and what was left out of it."""
@@ -205,7 +206,7 @@ class CountTokensRequest(common.Body):
             messages += _TURNS[message.role](blocks)
         if len(messages) == bool(self.system):
             raise InvalidRequestError("messages", "say nothing")
-        kwargs: dict[str, Any] = {}
+        kwargs: dict[str, Any] = dict(self.chat_template_kwargs or {})
         if self.thinking is not None:
             kwargs["enable_thinking"] = self.thinking.type != "disabled"
         if self.output_config is not None and self.output_config.effort is not None:

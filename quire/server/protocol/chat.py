@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -11,7 +11,8 @@ from quire.errors import InvalidRequestError
 from quire.frontend.tool_calls.tools import MAX_TOOLS
 from quire.server.generation import ChatPrompt, GenerationRequest, NamedTool, ToolChoice
 from quire.server.protocol import common, sampling
-from quire.server.protocol.tools import offered
+from quire.server.protocol.completions import MAX_PROMPTS
+from quire.server.protocol.tools import foreign_function, offered
 
 
 class FunctionName(common.Body):
@@ -81,6 +82,9 @@ class ChatCompletionRequest(sampling.SamplingFields):
     include_reasoning: bool = True
     """False leaves the reasoning out of the response."""
 
+    def conversations(self) -> list[list[dict[str, Any]]]:
+        return [self.messages]
+
     def to_generation(self, response_id: str, request_id: str) -> GenerationRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("top_logprobs", "needs logprobs to be true")
@@ -89,7 +93,11 @@ class ChatCompletionRequest(sampling.SamplingFields):
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         predicted = (self.prediction.joined() if self.prediction is not None else None) or None
         params = self.sampling_params(
-            self.stop, max_tokens=self._max_tokens(), logprobs=logprobs, structured=structured, prediction=predicted
+            self.stop,
+            max_tokens=self._max_tokens(),
+            structured=structured,
+            prediction=predicted,
+            **self.logprob_params(logprobs),
         )
         if self.max_completion_tokens is not None:
             fields["max_tokens"] = "max_completion_tokens"
@@ -98,14 +106,17 @@ class ChatCompletionRequest(sampling.SamplingFields):
             kwargs.setdefault("reasoning_effort", self.reasoning_effort)
             fields["chat_template_kwargs.reasoning_effort"] = "reasoning_effort"
         begins, continues = self.add_generation_prompt, self.continue_final_message
-        tools, ignored = offered(self.tools, _foreign, self.tool_choice in ("auto", "none"))
+        tools, ignored = offered(self.tools, foreign_function, self.tool_choice in ("auto", "none"))
         if self.store:
             ignored += ("store",)
-        prompt = ChatPrompt(self.messages, tools or None, self.documents, kwargs or None, begins, continues)
+        prompts = tuple(
+            ChatPrompt(messages, tools or None, self.documents, kwargs or None, begins, continues)
+            for messages in self.conversations()
+        )
         return GenerationRequest(
             response_id=response_id,
             request_id=request_id,
-            prompts=(prompt,),
+            prompts=prompts,
             params=params,
             endpoint=self.ENDPOINT,
             stream=bool(self.stream),
@@ -113,6 +124,7 @@ class ChatCompletionRequest(sampling.SamplingFields):
             tool_choice=self._tool_choice(),
             parallel_tool_calls=self.parallel_tool_calls is not False,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
+            truncation_side=self.truncation_side or "left",
             fields=fields,
             ignored=ignored,
             notes=common.present(user=self.user, safety_identifier=self.safety_identifier, metadata=self.metadata),
@@ -131,10 +143,20 @@ class ChatCompletionRequest(sampling.SamplingFields):
         return self.tool_choice or "auto"
 
 
-def _foreign(tool: Mapping[str, Any]) -> tuple[str, str | None] | None:
-    kind = tool.get("type")
-    if not isinstance(kind, str) or kind == "function":  # what is wrong with a function is found later
-        return None
-    about = tool.get(kind)
-    name = about.get("name") if isinstance(about, Mapping) else tool.get("name")
-    return kind, name if isinstance(name, str) else None
+class BatchedChatRequest(ChatCompletionRequest):
+    """POST /v1/chat/completions/batch: vLLM's way to ask for answers to several conversations at once."""
+
+    ENDPOINT: ClassVar[str] = "/v1/chat/completions/batch"
+    messages: list[Annotated[list[dict[str, Any]], Field(min_length=1, max_length=common.MAX_MESSAGES)]] = Field(  # type: ignore[assignment]
+        min_length=1, max_length=MAX_PROMPTS
+    )
+    """Conversations."""
+
+    def conversations(self) -> list[list[dict[str, Any]]]:
+        return self.messages
+
+    def to_generation(self, response_id: str, request_id: str) -> GenerationRequest:
+        for field, value in (("stream", self.stream), ("tools", self.tools)):
+            if value:
+                raise InvalidRequestError(field, "is not supported for batches: use /v1/chat/completions")
+        return super().to_generation(response_id, request_id)

@@ -5,11 +5,13 @@ Null means "not given" where OpenAI's documentation allows it; elsewhere it is a
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, core_schema
 
 from quire.errors import InvalidRequestError
@@ -54,13 +56,63 @@ def _check_size(value: Any) -> Any:
     return value
 
 
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
+_LONGEST_NUMBER = 40
+_WORDS = {"true": True, "false": False}
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The types that a field may have, if it is one of several."""
+    if get_origin(annotation) is Annotated:
+        return _kinds(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return set().union(*map(_kinds, get_args(annotation)))
+    return {annotation}
+
+
+def _from_text(text: str, kind: type) -> Any:
+    """What a text says that stands for a number or for true or false; the text itself if it says none."""
+    if kind is bool:
+        return _WORDS.get(text, text)
+    if len(text) > _LONGEST_NUMBER or _NUMBER.fullmatch(text) is None:
+        return text
+    number = float(text)
+    if kind is float:
+        return number
+    try:
+        return int(text)
+    except ValueError:
+        return int(number) if number.is_integer() else text
+
+
 class Body(BaseModel):
-    """Strict: no text for a number, no 1 for true, no NaN. Fields nobody knows are kept apart.
+    """Strict: no 1 for true, no NaN. Fields nobody knows are kept apart. As in vLLM, a number may be written as text
+    ("0.5"), and so may true and false, where a field takes nothing else.
 
     Checking ends with the first item of a list that is wrong: a million errors would take half a minute to collect.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    _from_text: ClassVar[Mapping[str, type]] = {}
+    """Fields that are a number or a truth value and nothing else, with which of them."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        found = {name: _kinds(field.annotation) - {type(None)} for name, field in cls.model_fields.items()}
+        cls._from_text = {name: kind for name, kinds in found.items() for kind in (bool, int, float) if kinds == {kind}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_texts(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or cls._from_text.keys().isdisjoint(data):
+            return data
+        return {
+            name: _from_text(value, cls._from_text[name])
+            if isinstance(value, str) and name in cls._from_text
+            else value
+            for name, value in data.items()
+        }
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -79,6 +131,11 @@ class ApiRequest(Body):
     """Parameters as clients of this API write them, where that differs from ours."""
 
     model: str | None = None
+
+    @property
+    def served_name(self) -> str | None:
+        """The model's name, as the server knows it."""
+        return self.model
 
     @property
     def recalls(self) -> bool:

@@ -49,6 +49,8 @@ class CompletionRequest(sampling.SamplingFields):
             raise InvalidRequestError("best_of", "can't be streamed: the best is known at the end")
         if self.no_answer and not self.echo:
             raise InvalidRequestError("max_tokens", "0 needs echo to be true: there would be nothing to return")
+        if self.no_answer and self.logprob_token_ids:
+            raise InvalidRequestError("logprob_token_ids", "is about tokens of an answer, and max_tokens is 0")
         structured, fields = self.structured()
         prompt_logprobs = self.prompt_logprobs
         if self.echo and self.logprobs is not None:
@@ -57,9 +59,9 @@ class CompletionRequest(sampling.SamplingFields):
             self.stop,
             max_tokens=DEFAULT_MAX_TOKENS if self.max_tokens is None else max(1, self.max_tokens),
             best_of=best_of,
-            logprobs=self.logprobs,
             prompt_logprobs=prompt_logprobs,
             structured=structured,
+            **self.logprob_params(self.logprobs),
         )
         return GenerationRequest(
             response_id=response_id,
@@ -69,6 +71,7 @@ class CompletionRequest(sampling.SamplingFields):
             endpoint=self.ENDPOINT,
             stream=bool(self.stream),
             truncate_prompt_tokens=self.truncate_prompt_tokens,
+            truncation_side=self.truncation_side or "left",
             fields=fields,
             notes=present(user=self.user),
         )

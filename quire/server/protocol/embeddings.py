@@ -9,8 +9,9 @@ from pydantic import Discriminator, Field, Tag
 
 from quire.errors import InvalidRequestError
 from quire.sampling_params import SamplingParams
-from quire.server.generation import GenerationRequest
-from quire.server.protocol.common import ApiRequest, present, to_prompts
+from quire.server.generation import GenerationRequest, TruncationSide
+from quire.server.protocol.common import NO_TEMPLATES, ApiRequest, present, to_prompts
+from quire.server.vectors import EmbedDtype
 from quire.step import Pooling
 
 MAX_INPUTS = 2048
@@ -35,8 +36,11 @@ class EmbeddingsRequest(ApiRequest):
     FIELDS: ClassVar[Mapping[str, str]] = {"prompt": "input", "text": "input", "token_ids": "input"}
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
         "messages": "give the text as input",
-        "normalize": "vectors always have length 1",
         "task": "there is one kind of embedding",
+        "use_activation": "there is none: use normalize",
+        "mm_processor_kwargs": "the model reads text only",
+        "chat_template": NO_TEMPLATES,
+        "chat_template_kwargs": "give the text as input",
     }
 
     input: Annotated[
@@ -52,13 +56,21 @@ class EmbeddingsRequest(ApiRequest):
     ]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1)
-    """Keep this many of the first numbers, scaled to length 1 again."""
+    """Keep this many of the first numbers, scaled to length 1 again if they are to have it."""
+    normalize: bool = True
+    """Vectors have length 1; false: the length that the pooled hidden states have."""
+    embed_dtype: EmbedDtype = "float32"
+    """Numbers are rounded to this; with base64 they are stored as it, too."""
+    endianness: Literal["native", "little", "big"] = "native"
+    """The order of the bytes in base64."""
     user: str | None = Field(None, max_length=1024)
     pooling: Pooling = "mean"
     """How a text's hidden states become one vector: their mean, or the last token's."""
     add_special_tokens: bool = True
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
-    """Keep this many of a text's last tokens; -1: as many as fit."""
+    """Keep this many of a text's tokens; -1: as many as fit."""
+    truncation_side: TruncationSide | None = None
+    """"left" keeps a text's last tokens (so does null), "right" the first."""
     cache_salt: str | None = Field(None, min_length=1)
     priority: int = 0
 
@@ -72,6 +84,7 @@ class EmbeddingsRequest(ApiRequest):
             endpoint=self.ENDPOINT,
             pooling=self.pooling,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
+            truncation_side=self.truncation_side or "left",
             fields=self.FIELDS,
             notes=present(user=self.user),
         )

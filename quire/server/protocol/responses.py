@@ -103,6 +103,7 @@ class ResponsesRequest(sampling.TokenChoice, common.ApiRequest):
         "conversation": "go on with previous_response_id, or send the whole conversation as input",
         "prompt": "there are no stored prompts: send the text as input",
         "max_tool_calls": "no tools run here: calls are returned to you",
+        "enable_response_messages": "what the template made of the input is not returned: see /tokenize",
         "previous_input_messages": "send the whole conversation as input",
     }
 
@@ -130,6 +131,9 @@ class ResponsesRequest(sampling.TokenChoice, common.ApiRequest):
     truncation: Literal["disabled", "auto"] | None = None
     metadata: common.Metadata | None = None
     service_tier: Literal["auto", "default"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: Literal[True] | None = None
+    """An item of its own, which a client may leave out by itself."""
     user: str | None = Field(None, max_length=1024)
     safety_identifier: str | None = Field(None, max_length=1024)
 
@@ -173,7 +177,9 @@ class ResponsesRequest(sampling.TokenChoice, common.ApiRequest):
             structured=structured,
         )
         effort = self.reasoning.effort if self.reasoning is not None else None
-        kwargs = None if effort is None else {"reasoning_effort": effort}
+        kwargs = dict(self.chat_template_kwargs or {})
+        if effort is not None:
+            kwargs.setdefault("reasoning_effort", effort)
         tools, dropped = offered(self.tools, _foreign, self.tool_choice in ("auto", "none"))
         functions = [function for tool in tools for function in _functions(tool)]
         assert self._conversation is not None, "recall comes first"
@@ -181,7 +187,7 @@ class ResponsesRequest(sampling.TokenChoice, common.ApiRequest):
         return GenerationRequest(
             response_id=response_id,
             request_id=request_id,
-            prompts=(ChatPrompt(messages, functions or None, template_kwargs=kwargs),),
+            prompts=(ChatPrompt(messages, functions or None, template_kwargs=kwargs or None),),
             params=params,
             endpoint=self.ENDPOINT,
             stream=bool(self.stream),

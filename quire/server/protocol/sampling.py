@@ -10,6 +10,7 @@ from pydantic import Field
 
 from quire.errors import InvalidRequestError
 from quire.sampling_params import MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS, SamplingParams
+from quire.server.generation import TruncationSide
 from quire.server.protocol import structure
 from quire.server.protocol.common import MAX_TOP_LOGPROBS, NO_TEMPLATES, ApiRequest, Body, present
 from quire.server.protocol.structure import ConstraintFields
@@ -85,10 +86,22 @@ class SamplingFields(TokenChoice, ApiRequest):
     top_p: float | None = Field(None, gt=0, le=1)
     stop: str | list[str] | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    logprob_token_ids: Annotated[list[int], Field(max_length=MAX_TOP_LOGPROBS)] | None = None
+    """Instead of the most likely tokens: report the logprobs of these, and of the one that was chosen."""
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
-    """Keep this many of the prompt's last tokens; -1: as many as fit."""
+    """Keep this many of the prompt's tokens; -1: as many as fit."""
+    truncation_side: TruncationSide | None = None
+    """"left" keeps the prompt's last tokens (so does null), "right" the first."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+
+    def logprob_params(self, logprobs: int | None) -> dict[str, Any]:
+        """Which logprobs are reported; `logprobs`: of how many of the most likely tokens, None for none at all."""
+        if not self.logprob_token_ids:
+            return {"logprobs": logprobs}
+        if logprobs is None:
+            raise InvalidRequestError("logprob_token_ids", "needs logprobs")
+        return {"logprobs": 0, "logprob_token_ids": tuple(self.logprob_token_ids)}
 
     def check_stream(self) -> None:
         """Raises InvalidRequestError for what needs a stream and for what can't be streamed."""
@@ -110,6 +123,13 @@ UNSUPPORTED: Mapping[str, str] = {
     "lora_request": "there are no adapters",
     "thinking_token_budget": "limit the length of the whole answer",
     "stop_regex": "stop at texts or tokens",
+    "early_stopping": "it belongs to beam search",
+    "ec_transfer_params": "the cache is not transferred",
+    "media_io_kwargs": "the model reads text only",
+    "return_token_offsets": "/tokenize has a prompt's tokens",
+    "return_prompt_text": "/tokenize has a chat's tokens, /detokenize their text",
+    "return_assistant_tokens_mask": "/tokenize has a chat's tokens",
+    "routed_experts_prompt_start": "which experts were chosen is not reported",
     **dict.fromkeys(
         (
             "repetition_detection",

@@ -102,7 +102,7 @@ class TypedGrammar(Body):
 
 
 class ConstraintFields(Body):
-    """Every name by which an answer's form can be asked for, in every API; one may be used at a time."""
+    """Every name by which an answer's form can be asked for, in every API; several, if they ask for the same."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -135,9 +135,10 @@ class ConstraintFields(Body):
         if not forms:
             return None, {}
         field, *others = forms
-        if others:
-            raise InvalidRequestError(others[0], f"can't be combined with {field}")
         form, schema_field = forms[field]
+        for other in others:
+            if forms[other][0] != form:
+                raise InvalidRequestError(other, f"asks for something else than {field}: send one of them")
         return form, {"structured": field, **dict.fromkeys((f"structured.{part}" for part in PARTS), schema_field)}
 
 
@@ -164,12 +165,17 @@ def _read_typed_grammar(body: ConstraintFields) -> StructuredOutput | None:
     return structured_output("grammar", **{part: body.grammar.value})
 
 
-def _read_format(body: ConstraintFields) -> StructuredOutput | None:
-    if isinstance(body.format, str) and body.format not in ("", "json"):
+def format_output(given: str | dict[str, Any] | None) -> StructuredOutput | None:
+    """What Ollama's `format` asks for."""
+    if isinstance(given, str) and given not in ("", "json"):
         raise InvalidRequestError("format", 'must be "json" or a JSON schema')
-    if body.format == "json":
+    if given == "json":
         return StructuredOutput(json_object=True)
-    return structured_output("format", json_schema=body.format) if body.format else None
+    return structured_output("format", json_schema=given) if given else None
+
+
+def _read_format(body: ConstraintFields) -> StructuredOutput | None:
+    return format_output(body.format)
 
 
 def _reader(name: str, part: str) -> Callable[[ConstraintFields], StructuredOutput | None]:

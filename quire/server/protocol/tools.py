@@ -8,8 +8,8 @@ less than was asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from quire.errors import InvalidRequestError
 
@@ -35,3 +35,13 @@ def offered(
             raise InvalidRequestError(f"tools[{place}].type", f"tools of type {shown} can't be used here: {advice}")
         ignored.append(f"tools[{place}].{kind}")
     return kept, tuple(ignored)
+
+
+def foreign_function(tool: Mapping[str, Any]) -> tuple[str, str | None] | None:
+    """For tools in OpenAI's form, of which functions can be offered."""
+    kind = tool.get("type")
+    if not isinstance(kind, str) or kind == "function":  # what is wrong with a function is found later
+        return None
+    about = tool.get(kind)
+    name = about.get("name") if isinstance(about, Mapping) else tool.get("name")
+    return kind, name if isinstance(name, str) else None

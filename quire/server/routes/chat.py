@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from quire.outputs import TokenLogprobs
-from quire.server.generation import GenerationEvent, ToolCallDelta, whole_choices
+from quire.server.generation import GenerationEvent, ToolCallDelta, Usage, whole_choices
 from quire.server.lifecycle import endpoint
 from quire.server.protocol.chat import ChatCompletionRequest
 from quire.server.protocol.common import function_call
-from quire.server.routes.choices import ChoicesWriter, logprob_body, prompt_logprobs_body
+from quire.server.routes.choices import ChoicesWriter, logprob_body, prompt_logprobs_body, usage_body
 
 
 class ChatWriter(ChoicesWriter[ChatCompletionRequest]):
@@ -58,12 +58,11 @@ class ChatWriter(ChoicesWriter[ChatCompletionRequest]):
             if event.tool_calls:
                 message["tool_calls"] = [function_call(one.id, one.name, one.arguments) for one in event.tool_calls]
             logprobs = self._logprobs(event.logprobs) if self.body.logprobs else None
-            choices.append(self._choice(event, "message", message, logprobs))
-        whole = self.whole_of(choices)
-        if self.body.prompt_logprobs is not None:
-            found = self.call.prompt_logprobs(0)
-            whole["prompt_logprobs"] = prompt_logprobs_body(found, self.body.prompt_logprobs)
-        return whole | self._prompt_tokens()
+            # vLLM's clients read token ids, asked for or not.
+            choices.append({"token_ids": None, **self._choice(event, "message", message, logprobs)})
+        found = None if self.body.prompt_logprobs is None else self.call.prompt_logprobs(0)
+        prompt = {"prompt_logprobs": prompt_logprobs_body(found, self.body.prompt_logprobs or 0)}
+        return self.whole_of(choices) | prompt | {"prompt_token_ids": None} | self._prompt_tokens()
 
     def outline(self, kind: str) -> dict[str, Any]:
         outline = super().outline(kind)
@@ -82,7 +81,10 @@ class ChatWriter(ChoicesWriter[ChatCompletionRequest]):
         more = {} if self._begun else self._prompt_tokens()
         self._begun.add(event.index)
         self.begun(event.index)
-        return self.chunk_of(first, **more)
+        if len(self._begun) > 1:
+            return self.chunk_of(first, **more)
+        usage = self.call.usage  # the first token comes with the next chunk
+        return self.chunk_of(first, usage_body(Usage(usage.prompt_tokens, usage.cached_tokens)), **more)
 
     def _prompt_tokens(self) -> dict[str, Any]:
         return {"prompt_token_ids": self.call.prompts[0].token_ids} if self.body.return_token_ids else {}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from quire.outputs import Logprob, TokenLogprobs
+from quire.server.generation import Usage
 from quire.server.http_responses import DONE, TextEvent, data_event
 from quire.server.lifecycle import Writer
 from quire.server.protocol.sampling import SamplingFields
@@ -24,8 +25,8 @@ class ChoicesWriter(Writer[RequestT]):
         super().__init__(*args)
         options, body = self.body.stream_options, self.body
         # Where a chunk tells more than its text, it is different every time.
-        tells_usage = options is not None and bool(options.continuous_usage_stats)
-        self._tells_text = not (tells_usage or body.return_token_ids or body.prompt_logprobs is not None)
+        self._tells_usage = options is not None and options.include_usage and options.continuous_usage_stats
+        self._tells_text = not (self._tells_usage or body.return_token_ids or body.prompt_logprobs is not None)
         self._text_events: dict[tuple[int, bool], TextEvent] = {}
         """How a choice that has begun goes on, with content or with reasoning."""
 
@@ -65,30 +66,33 @@ class ChoicesWriter(Writer[RequestT]):
             "system_fingerprint": self.fingerprint,
         }
 
-    def chunk_of(self, choice: dict[str, Any], **more: Any) -> bytes:
-        """One choice gained something. The chunk tells the usage so far if every chunk is to tell it, null if the last
-        one will, else nothing."""
+    def chunk_of(self, choice: dict[str, Any], usage: dict[str, Any] | None = None, **more: Any) -> bytes:
+        """One choice gained something. The chunk tells the usage so far (`usage`, if that is another) if every chunk is
+        to tell it, null if the last one will, else nothing."""
         options = self.body.stream_options
-        if options is not None and (options.continuous_usage_stats or options.include_usage):
-            more["usage"] = self.usage() if options.continuous_usage_stats else None
+        if options is not None and options.include_usage:
+            more["usage"] = (usage or self.usage()) if self._tells_usage else None
         return data_event({**self.outline(self.CHUNK_OBJECT), "choices": [choice], **more})
 
     def whole_of(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self.outline(self.OBJECT), "choices": choices, "usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
-        usage = self.call.usage
-        return {
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "total_tokens": usage.total_tokens,
-            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-            "completion_tokens_details": {
-                "reasoning_tokens": usage.reasoning_tokens,
-                "accepted_prediction_tokens": usage.accepted_tokens,
-                "rejected_prediction_tokens": usage.rejected_tokens,
-            },
-        }
+        return usage_body(self.call.usage)
+
+
+def usage_body(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.total_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {
+            "reasoning_tokens": usage.reasoning_tokens,
+            "accepted_prediction_tokens": usage.accepted_tokens,
+            "rejected_prediction_tokens": usage.rejected_tokens,
+        },
+    }
 
 
 def token_name(entry: Logprob, as_ids: bool) -> str:
@@ -98,7 +102,14 @@ def token_name(entry: Logprob, as_ids: bool) -> str:
 
 def logprob_body(entry: TokenLogprobs, as_ids: bool = False) -> dict[str, Any]:
     """A token with its logprob and those of the most likely ones, as chat and responses have it."""
-    return {**_token_body(entry, as_ids), "top_logprobs": [_token_body(one, as_ids) for one in entry.top]}
+    return {**_token_body(entry, as_ids), "top_logprobs": [_token_body(one, as_ids) for one in shown_beside(entry)]}
+
+
+def shown_beside(entry: TokenLogprobs) -> Sequence[Logprob]:
+    """The most likely tokens; if some were asked for by id, those and the one that was chosen, the likeliest first."""
+    if not entry.named:
+        return entry.top
+    return sorted({one.token_id: one for one in (*entry.named, entry)}.values(), key=lambda one: one.rank)
 
 
 def _token_body(entry: Logprob, as_ids: bool) -> dict[str, Any]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import sys
 from typing import Any
 
 import numpy as np
 
+from quire.server import vectors
 from quire.server.generation import GenerationEvent
 from quire.server.lifecycle import Writer, endpoint
 from quire.server.protocol.embeddings import EmbeddingsRequest
@@ -18,7 +20,9 @@ class EmbeddingWriter(Writer[EmbeddingsRequest]):
     def whole(self, events: list[GenerationEvent]) -> dict[str, Any]:
         num_tokens = self.call.usage.prompt_tokens
         return {
+            "id": self.response_id,
             "object": "list",
+            "created": self.created,
             "data": [
                 {"object": "embedding", "index": event.index, "embedding": self._vector(event.vector)}
                 for event in sorted(events, key=lambda event: event.index)
@@ -28,14 +32,14 @@ class EmbeddingWriter(Writer[EmbeddingsRequest]):
         }
 
     def _vector(self, vector: bytes) -> str | list[float]:
-        if self.body.dimensions is not None:
-            kept = np.frombuffer(vector, "<f4")[: self.body.dimensions].astype(np.float64)
-            norm = np.linalg.norm(kept)
-            vector = (kept / norm if norm > 0 else kept).astype("<f4").tobytes()
-        if self.body.encoding_format == "base64":
-            return base64.b64encode(vector).decode("ascii")
+        body = self.body
+        numbers = np.frombuffer(vector, "<f4")[: body.dimensions]
+        rounded = vectors.rounded(vectors.unit(numbers) if body.normalize else numbers, body.embed_dtype)
+        if body.encoding_format == "base64":
+            is_big = body.endianness == "big" or (body.endianness == "native" and sys.byteorder == "big")
+            return base64.b64encode(vectors.stored(rounded, body.embed_dtype, is_big)).decode("ascii")
         # The shortest decimals that mean these float32 numbers, not the long ones of their float64 neighbours.
-        return [float(str(number)) for number in np.frombuffer(vector, "<f4")]
+        return [float(str(number)) for number in rounded]
 
 
 router = endpoint(EmbeddingsRequest, EmbeddingWriter, "create_embeddings", "Vectors for texts.", "OpenAI")

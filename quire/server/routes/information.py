@@ -120,6 +120,7 @@ async def tokenizer_info(request: Request) -> Response:
         "chat_template": tokenizer.chat_templates.get("default"),
         "model_max_length": service.ready.max_model_len,
         "vocab_size": tokenizer.vocab_size,
+        "tokenizer_class": tokenizer.class_name,
     }
     return JsonResponse(body)
 

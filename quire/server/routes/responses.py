@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from quire.outputs import TokenLogprobs
-from quire.server.errors import ApiError, error_body
+from quire.server.errors import CANCELLED, ApiError, error_body
 from quire.server.generation import FinishReason, GenerationEvent, Usage
 from quire.server.guard.connection import new_id
 from quire.server.http_responses import TextEvent, named_event
@@ -68,9 +68,11 @@ class ResponseWriter(Writer[ResponsesRequest]):
     def error_event(self, path: str, error: ApiError, request_id: str) -> bytes:
         shown = error_body(path, error, request_id)["error"]
         if not self._is_over:
-            self._error = {"code": shown["code"] or "server_error", "message": shown["message"]}
+            is_cancelled = error.code == CANCELLED
+            if not is_cancelled:
+                self._error = {"code": shown["code"] or "server_error", "message": shown["message"]}
             list(self._items.finish("length"))
-            self._finish("failed")
+            self._finish("cancelled" if is_cancelled else "failed")
         return self._event({"type": "error", **{name: shown[name] for name in ("code", "message", "param")}})
 
     def close(self) -> None:

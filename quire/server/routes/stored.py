@@ -1,14 +1,17 @@
-"""GET and DELETE /v1/responses/{id}, and GET /v1/responses/{id}/input_items: what was stored."""
+"""GET and DELETE /v1/responses/{id}, and GET /v1/responses/{id}/input_items: what was stored. POST
+/v1/responses/{id}/cancel: what is being written."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
 from quire.errors import InvalidRequestError
-from quire.server.errors import ApiError
+from quire.server.errors import CANCELLED, ApiError
+from quire.server.guard.auth import owner_of
 from quire.server.guard.connection import ignored_header
 from quire.server.http_responses import JsonResponse
 from quire.server.response_store import StoredResponse
@@ -17,6 +20,7 @@ from quire.server.service import get_service
 router = APIRouter(tags=["OpenAI"])
 _UNUSED = ("include", "include[]", "starting_after", "include_obfuscation")
 """Parameters of OpenAI's that have nothing to change here."""
+_CANCEL_TRIES, _CANCEL_SECONDS = 20, 0.02
 
 
 @router.get("/v1/responses/{response_id}")
@@ -34,6 +38,24 @@ async def delete_response(request: Request, response_id: str) -> Response:
     if not get_service(request).responses_of(request).delete(response_id):
         raise _missing(response_id)
     return JsonResponse({"id": response_id, "object": "response", "deleted": True})
+
+
+@router.post("/v1/responses/{response_id}/cancel")
+async def cancel_response(request: Request, response_id: str) -> Response:
+    """Ends a response that is being written, and stores what there is of it."""
+    service = get_service(request)
+    call = service.calls.get((owner_of(request.scope), response_id))
+    if call is None or call.is_over:
+        status = _find(request, response_id).status()
+        message = f"the response is over ({status}): only one that is being written can be cancelled"
+        raise ApiError(400, message, field="response_id", code="invalid_value")
+    call.fail(ApiError(499, "the response was cancelled", code=CANCELLED))
+    for _ in range(_CANCEL_TRIES):  # it is stored by whoever writes it, if it is to be stored
+        await asyncio.sleep(_CANCEL_SECONDS)
+        stored = service.responses_of(request).get(response_id)
+        if stored is not None:
+            return Response(bytes(stored.body), media_type="application/json")
+    return JsonResponse({"id": response_id, "object": "response", "status": "cancelled"})
 
 
 @router.get("/v1/responses/{response_id}/input_items")

@@ -63,6 +63,7 @@ async def tokenize(request: Request) -> Response:
 
     def make() -> dict[str, Any]:
         answer: dict[str, Any] = {"count": len(ids), "max_model_len": service.ready.max_model_len, "tokens": ids}
+        answer["token_strs"] = None
         if body.return_token_strs:
             answer["token_strs"] = [service.tokenizer.id_to_token(one) for one in ids]
         return answer

@@ -71,7 +71,7 @@ def main() -> int:
     config = decode_config(first.server)
     set_up_logging(config.log_format, config.log_level, f"worker-{first.worker}")
     prepare_process()
-    tokenizer = open_tokenizer(resolve(config.model))
+    tokenizer = open_tokenizer(resolve(config.model), config)
     loop_factory = uvicorn.Config(app="", loop="auto", log_config=None).get_loop_factory()
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(_serve(first, config, tokenizer))
