@@ -63,6 +63,7 @@ BAD: dict[str, list[Any]] = {
     "best_of": [0, 129, 1.0, True],
     "logprobs": [-1, 101, 1.0, True],
     "prompt_logprobs": [-1, 101, 1.0, True],
+    "logprob_token_ids": [5, "5", [-1], [1.0], [True], list(range(101)), [5]],
     "skip_special_tokens": [1, "true", None],
     "spaces_between_special_tokens": [1, "true", None],
     "cache_salt": [5, "x" * 1025, b"x"],
@@ -85,7 +86,7 @@ BAD_STRUCTURED: dict[str, list[Any]] = {
 
 EVERY_DRAW = ("temperature", "seed")
 ELSEWHERE = {
-    "sampling": ["logprobs", "prompt_logprobs"],
+    "sampling": ["logprobs", "prompt_logprobs", "logprob_token_ids"],
     "engine": ["max_tokens", "n", "best_of", "cache_salt", "priority", "deadline"],
     "frontend": ["stop", "include_stop_str_in_output", "skip_special_tokens", "prediction"],
     "speculate": ["speculation"],
