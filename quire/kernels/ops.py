@@ -120,6 +120,18 @@ class AttentionSpec:
         window = self.sliding_window or 0
         return LayerState((*sides, *scales), "window" if window else "all", window, self.heads.num_heads)
 
+    def layer_cache(
+        self, parts: Sequence[Tensor], group: int, fp8_scales: tuple[float, float], keys_by_dimension: bool
+    ) -> LayerCache:
+        """What kernels read and write, from the memory of the parts of `layer_state` [num_blocks, heads, block_size,
+        ...]."""
+        keys, values, key_scales, value_scales = (*parts, None, None)[:4]
+        assert keys is not None
+        assert values is not None
+        if keys_by_dimension:
+            keys = keys.view(*keys.shape[:2], keys.shape[3], keys.shape[2]).mT
+        return LayerCache(keys, values, key_scales, value_scales, fp8_scales, group)
+
 
 class HeadNorms(NamedTuple):
     """RMSNorm of queries and keys: of each head if a weight has head_dim numbers, else of all heads together."""

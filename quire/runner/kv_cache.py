@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -87,18 +86,13 @@ class KVCache:
         firsts: list[int] = []
         for index, layer in enumerate(spec.layers):
             firsts.append(len(self.layers))
-            for number in range(len(layer.mixers)):
+            for number, mixer in enumerate(layer.mixers):
                 place = len(self.layers)
                 if layer.reads_layer is not None:
                     self.layers.append(self.layers[firsts[layer.reads_layer] + number])
                     continue
                 fp8_scales = spec.cache.scales_of(index) if dtype == torch.float8_e4m3fn else (1.0, 1.0)
-                parts = dict(zip(("keys", "values", "key_scales", "value_scales"), places[place], strict=False))
-                cache = LayerCache(**parts, fp8_scales=fp8_scales, group=number_of[place])
-                if keys_by_dimension:
-                    shape = cache.keys.shape
-                    by_dimension = cache.keys.view(*shape[:2], shape[3], shape[2])
-                    cache = replace(cache, keys=by_dimension.mT)
+                cache = mixer.layer_cache(places[place], number_of[place], fp8_scales, keys_by_dimension)
                 self.layers.append(cache)
 
     @property

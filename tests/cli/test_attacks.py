@@ -95,7 +95,7 @@ LOGS = [
 @pytest.mark.parametrize("text", LOGS, ids=range(len(LOGS)))
 @pytest.mark.parametrize("command", ["explain", "replay"])
 def test_step_logs(tmp_path: Path, text: str, command: str) -> None:
-    from quire.observe.step_log import VERSION
+    from quire.observe.step_lines import VERSION
 
     file = tmp_path / "steps.jsonl"
     file.write_text(text.replace('"version": 5', f'"version": {VERSION}'))

@@ -108,13 +108,14 @@ def test_a_sleeping_engine_has_given_its_memory_back(shape: str) -> None:
     engine = GpuEngine(decoder, kv_cache_memory=CACHE, host_cache_memory="256MiB")
     before, weights, cache = engine.run(jobs), decoder.nbytes, engine.engine.plan.nbytes
     torch.cuda.synchronize()
-    free, awake = torch.cuda.mem_get_info()[0], torch.cuda.memory_allocated()
+    reserved, awake = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
     assert awake - empty > weights + 0.9 * cache
     for level in (1, 2):
         engine.engine.sleep(level)
         # What stays: request rows, the sampler's columns, workspaces of kernels.
         assert torch.cuda.memory_allocated() - empty < 0.5 * GIB
-        assert torch.cuda.mem_get_info()[0] - free > 0.8 * (weights + cache)
+        # And not kept by torch; what is free on the card says less, since others of these tests run beside this one.
+        assert reserved - torch.cuda.memory_reserved() > 0.8 * (weights + cache)
         with pytest.raises(EngineError, match="asleep"):
             engine.run(jobs)
         engine.engine.wake_up()

@@ -318,9 +318,11 @@ def expert_product(
     outputs = PIECE_OUTPUTS * blocks.warps // (2 if activation else 1)
     each = next(count for count in (blocks.each, 4, 3, 2, 1) if pieces % count == 0)
     _experts_kernel[(cdiv(outer, outputs), tiles.bound)](
-        x, codes, codes if bias is None else bias, tiles.experts, tiles.counts, tiles.order, out, row_stride(x),
-        tiles.bound, 1, inner, outer, top_k, activation is not None, 0 if activation is None else NUMBERS[activation],
-        bias is not None, tiles.listed, tiles.width, each, blocks.stages, blocks.in_registers, blocks.is_async,
-        blocks.warps, USE_PDL, num_warps=blocks.warps, maxnreg=blocks.registers, **ROUND_ALWAYS, **LAUNCH,
+        x=x, codes=codes, bias=codes if bias is None else bias, tile_experts=tiles.experts, tile_counts=tiles.counts,
+        order=tiles.order, out=out, x_stride=row_stride(x), bound=tiles.bound, once=1, INNER=inner, OUTER=outer,
+        TOP_K=top_k, GATED=activation is not None, ACTIVATION=0 if activation is None else NUMBERS[activation],
+        BIAS=bias is not None, LISTED=tiles.listed, BLOCK_M=tiles.width, EACH=each, STAGES=blocks.stages,
+        IN_REGISTERS=blocks.in_registers, ASYNC=blocks.is_async, WARPS=blocks.warps, PDL=USE_PDL,
+        num_warps=blocks.warps, maxnreg=blocks.registers, **ROUND_ALWAYS, **LAUNCH,
     )  # fmt: skip
     return out
