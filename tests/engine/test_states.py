@@ -30,7 +30,7 @@ WITH_ATTENTION = ("beside attention", "and a window")
 
 def settings(kind: str = "beside attention", interval: int = 1024, state_blocks: int = 2, **changes: Any) -> Any:
     state = StateSpec(CHUNK, state_blocks, interval)
-    values = {"num_blocks": 400, "max_model_len": 256, "groups": KINDS[kind], "state": state, **changes}
+    values = {"num_blocks": 200, "max_model_len": 256, "groups": KINDS[kind], "state": state, **changes}
     return config(**values)
 
 
@@ -86,7 +86,7 @@ def test_without_a_state_nothing_else_is_of_use() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("depth", [1, 3])
 def test_a_conversation_computes_little_more_than_what_is_new(kind: str, depth: int) -> None:
-    engine = Harness(settings(kind, max_batched_tokens=256), depth=depth)
+    engine = Harness(settings(kind, num_blocks=400, max_batched_tokens=256), depth=depth)
     history = PROMPT.copy()
     for turn in range(6):
         name, new = f"turn {turn}", [turn * 11 % VOCAB + i for i in range(5 + turn)]
@@ -214,7 +214,9 @@ def test_too_little_room_for_kept_states_holds_nobody_up(kind: str) -> None:
 @pytest.mark.parametrize("depth", [1, 3])
 def test_a_request_may_be_aborted_at_any_moment(depth: int) -> None:
     for moment in range(10):
-        engine = Harness(settings(interval=CHUNK, max_batched_tokens=10, num_host_blocks=20), depth=depth)
+        engine = Harness(
+            settings(interval=CHUNK, max_batched_tokens=10, num_blocks=99, num_host_blocks=20), depth=depth
+        )
         engine.add("a", PROMPT, max_tokens=12)
         engine.add("b", [*PROMPT[:20], 9], max_tokens=12)
         engine.turn(moment)
@@ -324,7 +326,7 @@ def _a_block_less(first: Request, _: Request) -> None:
         (_a_block_less, "lacks blocks for its states"),
     ],
 )
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WITH_ATTENTION)
 def test_a_wrong_state_is_found(kind: str, plant: Callable[[Request, Request], None], message: str) -> None:
     engine = Harness(settings(kind, interval=CHUNK))
     (first,) = engine.add("a", PROMPT, max_tokens=20)
