@@ -94,7 +94,7 @@ PARTS = st.builds(
     KeyPart,
     name=st.sampled_from(["x", "y", "group 1", "0:2"]),
     start=st.integers(0, 5),
-    end=st.one_of(st.none(), st.integers(6, 8)),
+    end=st.one_of(st.none(), st.integers(0, 8)),
 )
 WHAT = st.tuples(
     st.lists(st.integers(0, 1), min_size=6, max_size=6),
@@ -114,11 +114,16 @@ def keys_of(what: Content) -> list[BlockKey]:
     return request.block_keys
 
 
+def covered_by(part: KeyPart, first: int) -> list[int]:
+    """Those of a block's two tokens on which a part lies."""
+    return [at for at in (first, first + 1) if part.start <= at and (part.end is None or at < part.end)]
+
+
 def prefix_of(what: Content, num_blocks: int) -> tuple[object, ...]:
     """What a group's block stands for: tokens, salt, and for each block the parts on it and where they lie."""
     tokens, parts, salt, _ = what
     on_blocks = [
-        [(one.name, max(one.start, first), min(one.end or 99, first + 2)) for one in parts if one.start < first + 2]
+        [(one.name, covered[0], len(covered)) for one in parts if (covered := covered_by(one, first))]
         for first in range(0, num_blocks * 2, 2)
     ]
     return tokens[: num_blocks * 2], salt, on_blocks

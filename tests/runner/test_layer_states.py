@@ -114,6 +114,16 @@ def test_blocks_hold_at_least_one_head_of_a_state() -> None:
     assert groups.state.num_blocks == 1
 
 
+@pytest.mark.parametrize("size", [5, 9])
+def test_heads_of_a_state_are_aligned_in_every_block(size: int) -> None:
+    """Blocks of 50 or 162 bytes could hold one head, but in every second one it would begin amid a word."""
+    state = LayerState((StoredPart(1, (1,), FP32),), "records", 4, 1, (StoredPart(3, (size, size), BF16),))
+    cache, groups = cache_of([state, keys_and_values(1, 3)], 3, 0)
+    assert groups.block_bytes % 16 == 0
+    views = [cache.state_head(0, head)[1] for head in range(3)]
+    assert all((view[block].data_ptr() - views[0][0].data_ptr()) % 16 == 0 for view in views for block in range(3))
+
+
 @pytest.mark.parametrize("block_bytes", [512, 700, 1024, 100_000])
 def test_heads_of_a_state_are_whole_and_apart(block_bytes: int) -> None:
     carried = (
