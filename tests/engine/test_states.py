@@ -202,7 +202,7 @@ def test_too_little_room_for_kept_states_holds_nobody_up(kind: str) -> None:
     """A pool that just fits two requests: they run as in a large one, step by step."""
     roomy = settings(kind, interval=CHUNK, prefix_caching=True)
     each = roomy.blocks_for(len(PROMPT) + 19) + roomy.num_state_blocks
-    engines = [Harness(one) for one in (roomy, settings(kind, interval=CHUNK, num_blocks=1 + 2 * each))]
+    engines = [Harness(one, depth=4) for one in (roomy, settings(kind, interval=CHUNK, num_blocks=1 + 2 * each))]
     for engine in engines:
         engine.add("a", PROMPT, max_tokens=20)
         engine.add("b", [3 * token % VOCAB for token in PROMPT], max_tokens=20)
@@ -211,7 +211,7 @@ def test_too_little_room_for_kept_states_holds_nobody_up(kind: str) -> None:
     assert len(engines[0].steps) == len(engines[1].steps)
 
 
-@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("depth", [1, 4])
 def test_a_request_may_be_aborted_at_any_moment(depth: int) -> None:
     for moment in range(10):
         engine = Harness(
