@@ -109,11 +109,12 @@ def check_states(blocks: BlockManager, request: Request) -> None:
         if chunk and request.states[chunk % 2].chunk != chunk:
             raise InvariantError(f"request {request.request_id} is at token {position}, without the state before it")
     for state in (*request.states, *request.left_states):
-        for block in state.blocks:
-            if block.key is None or state.chunk * spec.chunk > len(request.block_keys) * blocks.block_size:
-                continue
+        for number, block in enumerate(state.blocks):
             last = (state.chunk * spec.chunk // blocks.block_size - 1) * blocks.config.num_groups
-            if state.chunk == 0 or not same_prefix(block.key.parent, request.block_keys[last]):
+            if block.key is None or last >= len(request.block_keys):
+                continue
+            is_own = state.chunk > 0 and same_prefix(block.key.parent, request.block_keys[last])
+            if not is_own or block.key.extra_keys != (f"state {number}",):
                 raise InvariantError(f"request {request.request_id} has the state of another prefix in {block}")
 
 

@@ -106,9 +106,9 @@ def part_keys(parts: Sequence[KeyPart], first: int, size: int) -> tuple[str, ...
     """What a block depends on besides its tokens and all before it: each part that lies on it, and where."""
     found: list[str] = []
     for part in parts:
-        start, end = part.start - first, size if part.end is None else part.end - first
-        if start < size and end > 0:
-            found += (part.name, f"{max(start, 0)}:{min(end, size)}")
+        start, end = max(part.start - first, 0), size if part.end is None else min(part.end - first, size)
+        if start < end:
+            found += (part.name, f"{start}:{end}")
     return tuple(found)
 
 

@@ -137,7 +137,8 @@ class PrefixIndex:
     def _extra_keys(self, request: Request) -> list[tuple[str, ...]]:
         """What the first block of each group of layers depends on. Groups hold different content for the same tokens;
         the number of the salts stands beside a group's name, so that no salt can pass for one."""
-        extra, is_plain = request.extra_keys, not request.key_parts
+        extra = request.extra_keys
+        is_plain = not part_keys(request.key_parts, 0, self.config.block_size)
         return [
             extra if is_plain and not group else (f"group {group}", str(len(extra)), *extra)
             for group in range(self._groups)

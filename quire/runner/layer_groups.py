@@ -130,7 +130,9 @@ def _block_bytes(kinds: Sequence[tuple[LayerState, int]], carried: Sequence[Stor
         groups = sum(-(-count // (block // size)) for size, count in sizes)
         return groups > max(MOST_GROUPS, len(kinds)), groups * block, groups
 
-    return min(sorted(candidates), key=cost)
+    best = min(sorted(candidates), key=cost)
+    # With states, which begin at any block's begin: so that every block is aligned as the first one is.
+    return -(-best // _ALIGNMENT) * _ALIGNMENT if carried else best
 
 
 def _state_spec(

@@ -150,14 +150,9 @@ class CpuKernels(ReferenceKernels):
         matrices = zip(stored.view(-1, columns, num_bytes), factors, packed.view(-1, size.value), strict=False)
         for plain, factor, target in matrices:
             self._pack_quantized(
-                stored=plain,
-                channel_scales=factor,
-                packed=target,
-                columns=columns,
-                depth=depth,
-                format=number,
+                stored=plain, channel_scales=factor, packed=target, columns=columns, depth=depth, format=number,
                 num_threads=_threads(),
-            )
+            )  # fmt: skip
         return Part(format, (packed,), part.rows)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -286,6 +281,9 @@ class CpuKernels(ReferenceKernels):
         return out
 
     def write_kv_(self, keys: Tensor, values: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
+        if not cache.values.is_contiguous():
+            super().write_kv_(keys, values, cache, slot_mapping)
+            return
         rows, heads, head_dim = keys.shape
         keys, values = _with_whole_rows(keys), _with_whole_rows(values)
         key_scale, value_scale = cache.fp8_scales
@@ -313,6 +311,9 @@ class CpuKernels(ReferenceKernels):
     def attention(
         self, query: Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec, sinks: Tensor | None = None
     ) -> Tensor:
+        # Where layers keep different things, blocks are apart from each other: the C++ code takes no stride for that.
+        if not cache.values.is_contiguous():
+            return super().attention(query, cache, batch, spec, sinks)
         rows, num_heads, head_dim = query.shape
         if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
             raise UnsupportedModelError(
