@@ -9,6 +9,7 @@ import pytest
 
 from quire.engine.block_manager import BlockManager
 from quire.engine.prefix_cache import PrefixCache
+from quire.engine.prefix_match import PrefixIndex
 from quire.engine.request import Request
 from quire.engine.results import ResultTaker
 from quire.engine.scheduler import Scheduler
@@ -103,16 +104,16 @@ def test_a_scheduler_that_loses_a_prompts_scores_is_noticed(monkeypatch: pytest.
 def test_prefix_hits_over_positions_to_be_scored_are_noticed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    match = BlockManager._match
+    match = PrefixIndex.match
 
-    def greedy(self: BlockManager, request: Request) -> Any:
+    def greedy(self: PrefixIndex, request: Request) -> Any:
         params, request.params = request.params, replace(request.params, prompt_logprobs=None)
         try:
             return match(self, request)
         finally:
             request.params = params
 
-    monkeypatch.setattr(BlockManager, "_match", greedy)
+    monkeypatch.setattr(PrefixIndex, "match", greedy)
     assert main(["--seeds", "200"]) == 1
     assert "the prompt's scores are" in capsys.readouterr().err
 
@@ -120,15 +121,15 @@ def test_prefix_hits_over_positions_to_be_scored_are_noticed(
 def test_prefix_hits_under_a_mean_are_noticed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    match = BlockManager._match
+    match = PrefixIndex.match
 
-    def greedy(self: BlockManager, request: Request) -> Any:
+    def greedy(self: PrefixIndex, request: Request) -> Any:
         pooling, request.pooling = request.pooling, None
         try:
             return match(self, request)
         finally:
             request.pooling = pooling
 
-    monkeypatch.setattr(BlockManager, "_match", greedy)
+    monkeypatch.setattr(PrefixIndex, "match", greedy)
     assert main(["--seeds", "200"]) == 1
     assert "pooled" in capsys.readouterr().err

@@ -59,9 +59,14 @@ def test_a_stream_gives_the_same_in_pieces(server: Server) -> None:
 
 
 def test_usage_with_every_chunk_when_asked_for(server: Server) -> None:
-    body = {"messages": MESSAGES, "max_tokens": 4, "stream_options": {"continuous_usage_stats": True}}
+    body = {
+        "messages": MESSAGES,
+        "max_tokens": 4,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
     counts = [chunk["usage"]["completion_tokens"] for chunk in server.stream(CHAT, body)]
     assert counts == sorted(counts)
+    assert counts[0] == 0  # the role comes before any token
     assert 1 <= counts[-1] <= 4
 
 

@@ -155,7 +155,7 @@ def test_embeddings_and_answers_share_the_engine(server: Server) -> None:
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
         ({"input": "a", "pooling": "max"}, "pooling"),
         ({"input": "a", "priority": 1}, "priority"),
-        ({"input": "a", "normalize": True}, "normalize"),
+        ({"input": "a", "normalize": "maybe"}, "normalize"),
         ({"input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
         ({"input": "a", "model": "gpt-9"}, "model"),
     ],

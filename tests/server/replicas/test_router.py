@@ -446,7 +446,7 @@ def test_engines_tell_what_they_have(num_host_blocks: int, window: int) -> None:
     for number in range(12):
         prompt = tuple(range(number % 4, number % 4 + 9 + number % 3))
         request = Request(f"r{number}", prompt, SamplingParams(max_tokens=7), seed=number)
-        found, _, _ = scheduler.blocks._match(request)
+        found = scheduler.blocks.prefixes.match(request).found
         assert router.leading(BlockNamer(4).names(pack_tokens(prompt)), [0]) == {0: len(found)}
         core.add_request(request, float(number))
         while core.has_work and (number % 3 == 2 or scheduler.table.waiting):
@@ -480,7 +480,7 @@ def test_of_a_long_conversation_a_window_is_enough() -> None:
             core.step(0.0)
         router.note_blocks(1, *events.take())
     request = Request("next", tuple(range(28)), SamplingParams(max_tokens=1), seed=1)
-    found, _, _ = scheduler.blocks._match(request)
+    found = scheduler.blocks.prefixes.match(request).found
     assert scheduler.blocks.cache.find(request.block_keys[0]) is None
     assert len(found) == 6
     names = BlockNamer(4).names(pack_tokens(tuple(range(28))))
