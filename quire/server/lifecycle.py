@@ -39,6 +39,8 @@ class Writer(ABC, Generic[RequestT]):
 
     MEDIA_TYPE: ClassVar[str] = "text/event-stream; charset=utf-8"
     """Of its streams."""
+    STREAMS: ClassVar[bool] = True
+    """Whether a body that asks for a stream gets one; else it is refused."""
 
     def __init__(self, body: RequestT, call: EngineCall, model: str, fingerprint: str, stored: OwnResponses) -> None:
         self.body = body
@@ -110,7 +112,7 @@ def endpoint(kind: type[RequestT], writer: type[Writer[RequestT]], name: str, ab
         return await answer(request, kind, writer)
 
     options: dict[str, Any] = {"name": name, "description": about, "tags": [tag]}
-    if "stream" in kind.model_fields:
+    if "stream" in kind.model_fields and writer.STREAMS:
         events = {"text/event-stream": {"schema": {"type": "string"}}}
         options["responses"] = {
             200: {"description": "The answer, or its events if `stream` is true.", "content": events}

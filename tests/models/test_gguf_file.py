@@ -23,6 +23,7 @@ from quire.checkpoints.sources import ModelSource
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.formats import FORMATS
 from quire.models.load import open_checkpoint
+from quire.server.config import ServerConfig
 from quire.server.http_server import open_tokenizer
 from tests.models.corruption import Damage, check_open_and_read, damages
 from tests.models.gguf_bytes import TYPE_IDS, Gguf, Tensor, array, pair, text, u16, u32
@@ -347,10 +348,11 @@ def test_the_http_process_leaves_the_tokenizer_of_a_split_model_to_the_loader(
     asked: list[Path] = []
     monkeypatch.setattr("quire.load.open_tokenizer", lambda source: asked.append(source.path))
     path = split_model(tmp_path, 2)
-    open_tokenizer(ModelSource("split", "gguf", path, "local file"))
+    config = ServerConfig(model="m")
+    open_tokenizer(ModelSource("split", "gguf", path, "local file"), config)
     assert asked == [path]
     with pytest.raises(ModelFormatError, match=r"m\.gguf: not a GGUF file"):
-        open_tokenizer(ModelSource("m", "gguf", save(tmp_path, Gguf(magic=b"GGML")), "local file"))
+        open_tokenizer(ModelSource("m", "gguf", save(tmp_path, Gguf(magic=b"GGML")), "local file"), config)
     assert asked == [path]
 
 

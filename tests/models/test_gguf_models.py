@@ -374,7 +374,7 @@ def metadata_spec(architecture: str, **settings: Any) -> ModelSpec:
 
 
 def test_a_head_of_unknown_size_is_a_whole_share_of_the_hidden_size() -> None:
-    assert metadata_spec("llama").heads.head_dim == 44
+    assert metadata_spec("llama").head_shapes[0].head_dim == 44
     with pytest.raises(ModelFormatError, match=r"embedding_length should be a multiple of the 4 attention heads"):
         metadata_spec("llama", embedding_length=178)
 

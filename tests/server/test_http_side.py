@@ -67,7 +67,7 @@ WRITERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "chat with all usage": (
         ChatWriter,
         ChatCompletionRequest,
-        {**CHAT, "stream_options": {"continuous_usage_stats": True}},
+        {**CHAT, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     ),
     "chat with tokens": (ChatWriter, ChatCompletionRequest, {**CHAT, "return_token_ids": True}),
     "chat of a tier": (ChatWriter, ChatCompletionRequest, {**CHAT, "service_tier": "auto"}),
@@ -83,6 +83,7 @@ def new_writer(name: str) -> Any:
     prompt = SimpleNamespace(plan=None, token_ids=(1, 2), is_clamped=False, text="Hi")
     request = GenerationRequest("id", "req", (TextPrompt("Hi"),), SamplingParams(n=2))
     call = SimpleNamespace(request=request, prompts=[prompt], usage=Usage(2, 0, 5))
+    call.tokenizer = SimpleNamespace(special_token_ids=frozenset())
     writer = kind(body_kind.model_validate(fields), call, 'a "model"', "fp", SimpleNamespace(store=None))
     writer.created = 7
     return writer
@@ -555,7 +556,7 @@ def test_no_count_is_lost_with_a_process(tmp_path: Path) -> None:
 
 
 def test_messages_come_in_any_pieces() -> None:
-    sent = [Find(1, "a" * 1000), Drain(), Find(2, "b")]
+    sent = [Find(1, "a" * 1000, "key"), Drain(), Find(2, "b", None)]
     data = b"".join(map(frame, sent))
     for size in (1, 3, 500, len(data)):
         frames = Frames()

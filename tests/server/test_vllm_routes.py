@@ -33,9 +33,14 @@ def test_ping_is_health(small: Server) -> None:
 def test_load_counts_what_is_asked_for(small: Server) -> None:
     assert small.get("/load").json() == {"server_load": 0}
     body = {"prompt": "a", "max_tokens": 800, "ignore_eos": True, "n": 3, "stream": True}
-    with small.client() as client, client.stream("POST", "/v1/completions", json=body) as response:
-        next(response.iter_lines())
-        assert small.get("/load").json()["server_load"] == 3
+    seen = set()
+    for _ in range(20):  # on a busy machine an answer may end before it is asked for
+        with small.client() as client, client.stream("POST", "/v1/completions", json=body) as response:
+            next(response.iter_lines())
+            seen.add(small.get("/load").json()["server_load"])
+        if 3 in seen:
+            break
+    assert 3 in seen
 
 
 def test_server_info_tells_settings_and_no_secrets(small: Server, small_model: str) -> None:

@@ -30,6 +30,8 @@ from quire.server.service import get_service
 class BatchedChatWriter(ChatWriter):
     """One choice for each conversation, in their order. What is said of a prompt is said with its choice."""
 
+    STREAMS = False
+
     def whole(self, events: list[GenerationEvent]) -> dict[str, Any]:
         body, call = self.body, self.call
         whole = super().whole(events)
