@@ -49,16 +49,17 @@ class ScheduledRequest(NamedTuple):
     for the keys and values of all of these but the last."""
 
 
-_make = tuple.__new__
-"""Makes a named tuple in half the time that its own constructor takes, and checks nothing. So it is used only here,
-next to the types, by functions that take names; `tests/engine/test_step_values.py` compares them with constructors."""
+new_tuple = tuple.__new__
+"""Makes a named tuple in half the time that its own constructor takes, and checks nothing. So it is used here, next to
+the types, by functions that take names, and in two loops over all rows of a step, which write out what these functions
+do. `tests/engine/test_step_values.py` compares all of them with constructors, and the fields are checked below."""
 
 
 def decode_entry(
     request_id: str, row: int, start: int, new_block_ids: tuple[int, ...], runs_ahead: bool
 ) -> ScheduledRequest:
     """An entry that computes one token and samples the next."""
-    return _make(ScheduledRequest, (request_id, row, start, 1, True, new_block_ids, (), runs_ahead, 0))
+    return new_tuple(ScheduledRequest, (request_id, row, start, 1, True, new_block_ids, (), runs_ahead, 0))
 
 
 def with_guesses(
@@ -67,7 +68,7 @@ def with_guesses(
     """An entry without guesses, which computes and checks these too and has the runner draft tokens after them."""
     request_id, row, start, num_tokens, samples, _, _, runs_ahead, _ = entry
     num_tokens += len(guesses)
-    return _make(
+    return new_tuple(
         ScheduledRequest,
         (request_id, row, start, num_tokens, samples, new_block_ids, guesses, runs_ahead, num_drafts),
     )
@@ -93,6 +94,9 @@ class ScheduledColumns(NamedTuple):
 
 
 assert ScheduledColumns._fields == ScheduledRequest._fields
+assert " ".join(ScheduledRequest._fields) == (
+    "request_id row start num_tokens samples new_block_ids guesses runs_ahead num_drafts"
+), "the scheduler lists a decode's values in this order"
 
 
 class BlockCopy(NamedTuple):
@@ -311,4 +315,9 @@ _NOTHING_ELSE = RequestUpdate(request_id="", new_token_ids=())[2:]
 
 def tokens_update(request_id: str, new_token_ids: tuple[int, ...], scores: tuple[TokenScore, ...]) -> RequestUpdate:
     """The update of a request that gained tokens and goes on."""
-    return _make(RequestUpdate, (request_id, new_token_ids, None, None, None, None, scores, None, None))
+    return new_tuple(RequestUpdate, (request_id, new_token_ids, None, None, None, None, scores, None, None))
+
+
+assert " ".join(RequestUpdate._fields) == (
+    "request_id new_token_ids finish_reason stop_token_id error metrics scores prompt_scores pooled"
+), "whoever takes results lists an update's values in this order"

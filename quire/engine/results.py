@@ -9,7 +9,7 @@ from quire.engine.block_manager import BlockManager
 from quire.engine.config import SchedulerConfig
 from quire.engine.request import Request
 from quire.engine.request_table import RequestTable
-from quire.step import PromptScores, RequestUpdate, Step, StepResult, tokens_update
+from quire.step import PromptScores, RequestUpdate, Step, StepResult, new_tuple
 
 
 class ResultTaker:
@@ -26,7 +26,7 @@ class ResultTaker:
         prompt_scores, drafts = result.prompt_scores, result.drafts
         step_id = step.step_id
         block_size = self._config.block_size
-        append = self._table.updates.append
+        append, update_type = self._table.updates.append, RequestUpdate
         # Most entries are decodes, for which `request` is enough: reading a named tuple's fields would cost more time
         # than the rest of the loop. Their entry is None here.
         others = step.scheduled[step.num_decodes :]
@@ -89,7 +89,8 @@ class ResultTaker:
             elif len(token_ids) >= request.max_total_tokens:
                 self._table.finish(request, "length", now, tokens, scores=scores)
             else:
-                append(tokens_update(request_id, tokens, scores))
+                # As `tokens_update` makes it, without a call for every row.
+                append(new_tuple(update_type, (request_id, tokens, None, None, None, None, scores, None, None)))
 
     def _take_right_guesses(
         self, request: Request, num_guesses: int, tokens: tuple[int, ...], owns_row: bool

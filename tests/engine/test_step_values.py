@@ -17,6 +17,7 @@ from quire.step import (
     tokens_update,
     with_guesses,
 )
+from tests.engine.harness import Harness, config
 
 names = st.text(max_size=8)
 counts = st.integers(0, 2**31)
@@ -102,3 +103,24 @@ def test_columns_have_the_values_of_each_field(scheduled: list[ScheduledRequest]
     columns = ScheduledColumns.of(scheduled)
     for name in ScheduledRequest._fields:
         assert getattr(columns, name) == tuple(getattr(entry, name) for entry in scheduled)
+
+
+def test_what_the_loops_over_rows_write_is_what_these_functions_make() -> None:
+    """Entries and updates of an engine at work, with prompts, decodes and ends."""
+    harness = Harness(config(max_batched_tokens=8), depth=2)
+    for index in range(4):
+        harness.add(f"r{index}", range(index, index + 9), max_tokens=5 + index)
+    updates: list[RequestUpdate] = []
+    while harness.core.has_work:
+        harness.now += 1.0
+        updates += harness.core.step(harness.now)
+    entries = [entry for one in harness.log for entry in one.step.scheduled[: one.step.num_decodes]]
+    assert entries
+    for entry in entries:
+        made = decode_entry(entry.request_id, entry.row, entry.start, entry.new_block_ids, entry.runs_ahead)
+        assert (type(entry), entry) == (ScheduledRequest, made)
+    growing = [update for update in updates if update.finish_reason is None]
+    assert growing
+    for update in growing:
+        made_update = tokens_update(update.request_id, update.new_token_ids, update.scores)
+        assert (type(update), update) == (RequestUpdate, made_update)
