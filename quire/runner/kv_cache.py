@@ -49,7 +49,6 @@ class KVCache:
         """Without `groups` layers are grouped only if they differ in what they keep of a token."""
         groups = groups or LayerGroups.of(spec, block_size, dtype, longest=1)
         pinned = device_of(device).pinned
-        self._block_size = block_size
         self._groups = groups
         self._device: list[Tensor] = []
         self._host: list[Tensor] = []
