@@ -9,7 +9,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from quire.plan.work import Itemsizes, Rates, Work, decode_work, prompt_work, workload_work
+from quire.tools.plan.work import Itemsizes, Rates, Work, decode_work, prompt_work, workload_work
 
 __all__ = ["Itemsizes", "Rates", "Work", "decode_work", "measure_rates", "prompt_work", "workload_work"]
 

@@ -25,14 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 
 from bench.server import serving
 from quire.assemble import Engine, build_engine
-from quire.bench.http_client import HttpClient
 from quire.checkpoints.sources import resolve
 from quire.config import EngineConfig
 from quire.engine import make_requests
-from quire.observe.explain import explain_request
 from quire.observe.step_log import StepLog
 from quire.sampling_params import SamplingParams
 from quire.step import RequestMetrics
+from quire.tools.bench.http_client import HttpClient
+from quire.tools.explain.explain import explain_request
 
 MOST = 1e-3
 """Seconds."""

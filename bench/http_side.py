@@ -43,7 +43,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
 
 from bench.http_side_engine import FIRST_ID, NUM_IDS, VARIABLE, Board
-from quire.bench.spread import percentile_of
+from quire.tools.bench.spread import percentile_of
 
 ROOT = Path(__file__).parents[1]
 _AT_ONCE = 100

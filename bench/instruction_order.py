@@ -1,4 +1,4 @@
-"""Looks for quicker orders of the instructions in quire/kernels/cpu/quantized_neon.h, on the ARM machine it runs on.
+"""Looks for quicker orders of the instructions in quire/backends/cpu/quantized_neon.h, on the ARM machine it runs on.
 
     python bench/instruction_order.py EightByFour --seconds 60          # prints what was found
     python bench/instruction_order.py FourByEight --seconds 60 --write  # and puts it into the file
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-HEADER = Path(__file__).resolve().parents[1] / "quire/kernels/cpu/quantized_neon.h"
+HEADER = Path(__file__).resolve().parents[1] / "quire/backends/cpu/quantized_neon.h"
 COPIES, UNITS = 24, 18
 MAIN = """
 #include <cstdio>

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.cpu.kernels import CpuKernels
+from quire.backends.cpu.kernels import CpuKernels
 from quire.kernels.formats import FORMATS
 from quire.kernels.ops import Activation, AttentionSpec, HeadShape, LayerCache, PagedBatch
 from quire.kernels.weights import Weight

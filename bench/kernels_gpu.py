@@ -24,13 +24,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 
 from bench.ceiling import Work, measure_rates
 from bench.shapes import CONFIGS, spec_of
+from quire.backends.triton.heads import qkv_to_cache_
+from quire.backends.triton.moe import moe, route
+from quire.backends.triton.rowwise import add_rms_norm, embedding, rms_norm, sigmoid_mul
+from quire.backends.triton.rowwise import gate as gate_rows
+from quire.backends.triton.sampling import gumbel_argmax, sample_rows
 from quire.kernels.noise import noise_keys
 from quire.kernels.ops import Activation, ExpertWeights, HeadNorms, LayerCache
-from quire.kernels.triton.heads import qkv_to_cache_
-from quire.kernels.triton.moe import moe, route
-from quire.kernels.triton.rowwise import add_rms_norm, embedding, rms_norm, sigmoid_mul
-from quire.kernels.triton.rowwise import gate as gate_rows
-from quire.kernels.triton.sampling import gumbel_argmax, sample_rows
 from quire.kernels.weights import Weight
 from quire.models.spec import MlpSpec, ModelSpec
 

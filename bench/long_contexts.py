@@ -31,8 +31,8 @@ from bench.gpu_peers import LONG_DECODES, LONG_PROMPTS
 from bench.random_engine import capture_graphs, random_decoder
 from bench.shapes import CONFIGS, spec_of
 from quire.assemble import Engine, assemble
+from quire.backends.select import pick_device, select_kernels
 from quire.config import EngineConfig
-from quire.kernels.select import pick_device, select_kernels
 from quire.runner.dtypes import pick_dtype
 from quire.sampling_params import SamplingParams
 from quire.step import Admission, ScheduledRequest, Step

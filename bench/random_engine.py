@@ -14,12 +14,12 @@ from torch import Tensor
 from bench.ceiling import Itemsizes, Rates, measure_rates
 from bench.shapes import CONFIGS, spec_of
 from quire.assemble import Engine, assemble
+from quire.backends.select import pick_device, select_kernels
 from quire.config import EngineConfig
 from quire.engine import EngineCore, Request, make_requests
 from quire.kernels.formats import FORMATS, Format
 from quire.kernels.ops import Kernels
 from quire.kernels.quantize import FP8, quantize, to_codes
-from quire.kernels.select import pick_device, select_kernels
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec

@@ -22,9 +22,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
 
 from bench.server import serving
-from quire.bench.http_client import HttpClient
-from quire.bench.jobs import Job, Lengths, TokenSource, random_jobs
-from quire.bench.serve.load import Load, measure
+from quire.tools.bench.http_client import HttpClient
+from quire.tools.bench.jobs import Job, Lengths, TokenSource, random_jobs
+from quire.tools.bench.serve.load import Load, measure
 
 
 def server(model: str, replicas: int, threads: int, options: list[str]) -> AbstractContextManager[str]:

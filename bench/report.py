@@ -14,9 +14,9 @@ import torch
 
 from bench.gpu_peers import GOAL, NANO_VLLM, VLLM, VLLM_EXACT, compare, times_better
 from bench.random_engine import Machine, add_options, open_machine
-from quire.bench.machine import report_facts
-from quire.bench.report import Report, Table, number_text
-from quire.bench.spread import Spread
+from quire.tools.bench.machine import report_facts
+from quire.tools.bench.report import Report, Table, number_text
+from quire.tools.bench.spread import Spread
 
 UNITS = {"throughput": "tok/s", "prefill": "tok/s", "decode": "ms", "first": "ms", "startup": "s"}
 COLUMNS = (GOAL, VLLM, VLLM_EXACT, NANO_VLLM)

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from quire import LLM, SamplingParams
+from quire.backends.select import select_kernels
 from quire.kernels.ops import Kernels
-from quire.kernels.select import select_kernels
 from quire.runner.request_rows import RequestRows
 from quire.sampling.draws import Draws
 from quire.sampling.sampler import Sampler

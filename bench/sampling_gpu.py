@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 
 from bench.sampling import BAD_WORDS, FEATURES, admit
 from quire import SamplingParams
-from quire.kernels.triton.kernels import TritonKernels
+from quire.backends.triton.kernels import TritonKernels
 from quire.sampling.draws import Draws
 from quire.sampling.logprobs import score_rows
 from quire.sampling.sampler import Sampler

@@ -36,12 +36,12 @@ from itertools import pairwise
 from pathlib import Path
 
 from quire import LLM
-from quire.bench.http_client import HttpClient
-from quire.bench.jobs import Job, Lengths, TokenSource, random_jobs
-from quire.bench.offline import run_together
-from quire.bench.serve.load import Load, measure
-from quire.bench.spread import percentile_of
 from quire.observe.step_log import read_step_log
+from quire.tools.bench.http_client import HttpClient
+from quire.tools.bench.jobs import Job, Lengths, TokenSource, random_jobs
+from quire.tools.bench.offline import run_together
+from quire.tools.bench.serve.load import Load, measure
+from quire.tools.bench.spread import percentile_of
 
 ROOT = Path(__file__).parents[1]
 ENGINE = {"max_num_seqs": 32, "max_batched_tokens": 512, "max_model_len": 1024, "kv_cache_memory": "512MiB"}

@@ -32,16 +32,16 @@ from bench.random_engine import random_decoder
 from bench.shapes import CONFIGS, spec_of
 from quire import LLM, RequestOutput, SamplingParams
 from quire.assemble import Engine, assemble
-from quire.bench.machine import report_facts
-from quire.bench.report import Row, Table, cell_text
-from quire.bench.spread import Spread
+from quire.backends.select import pick_device, select_kernels
 from quire.config import EngineConfig
-from quire.kernels.select import pick_device, select_kernels
 from quire.process.gc_pauses import full_collections_put_off
 from quire.runner.dtypes import pick_dtype
 from quire.speculate.adaptive import MAX_GUESSES, StepCosts
 from quire.speculate.speculator import Speculator
 from quire.step import ScheduledRequest, Step
+from quire.tools.bench.machine import report_facts
+from quire.tools.bench.report import Row, Table, cell_text
+from quire.tools.bench.spread import Spread
 from tests.speculate.every_kind import TEXT, answers, essence, num_accepted
 
 STORY = (Path(__file__).parent / "copied_story.txt").read_text().strip()

@@ -25,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
 
 from quire import LLM, SamplingParams
-from quire.kernels.cpu.recording import Calls
+from quire.backends.cpu.recording import Calls
 from quire.step import ScheduledRequest, Step
 
 PARTS = ("layers' products", "head", "attention", "norms, rotation, activation", "cache, inputs", "drawing")

@@ -23,14 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 import torch
 
 from quire import LLM
-from quire.bench.jobs import Job
-from quire.bench.machine import report_facts
-from quire.bench.measure import in_turn
-from quire.bench.offline import run_together
-from quire.bench.peers import PeerSetting, Transformers
-from quire.bench.report import Factor, Report, Table
 from quire.checkpoints.sources import resolve
 from quire.frontend.progress import BenchmarkBar
+from quire.tools.bench.jobs import Job
+from quire.tools.bench.machine import report_facts
+from quire.tools.bench.measure import in_turn
+from quire.tools.bench.offline import run_together
+from quire.tools.bench.peers import PeerSetting, Transformers
+from quire.tools.bench.report import Factor, Report, Table
 
 
 def make_jobs(count: int, vocab_size: int) -> list[Job]:

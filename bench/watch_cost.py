@@ -25,11 +25,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
 
 from bench.server import served, serving
-from quire.bench.jobs import Job, Lengths, TokenSource, random_jobs
 from quire.engine import SchedulerConfig
 from quire.observe.live_view import LiveView
 from quire.sampling_params import SamplingParams
 from quire.step import Admission, ScheduledRequest, Step, StepLogEntry, StepResult
+from quire.tools.bench.jobs import Job, Lengths, TokenSource, random_jobs
 
 CATCHING_UP = 1.5
 """Seconds in which a watcher is told of the steps that the log remembers."""

@@ -41,13 +41,13 @@ from quire.observe.step_costs import StepCosts
 from quire.observe.step_log import LoggedEngine, LoggedModel, StepLog, last_run
 from quire.process.gc_pauses import full_collections_put_off
 from quire.sampling_params import SamplingParams
-from quire.simulate.calibration import Calibration, Calibrator, config_for
-from quire.simulate.recorded import recorded_requests
-from quire.simulate.step_shapes import StepShape, add_seconds
-from quire.simulate.step_times import StepTimes, fit_step_times
-from quire.simulate.what_if import Setting, Summary, parse_changes, predict
 from quire.step import StepLogEntry
-from quire.verify.calibrate import SECONDS, SHARES
+from quire.tools.verify.calibrate import SECONDS, SHARES
+from quire.tools.what_if.calibration import Calibration, Calibrator, config_for
+from quire.tools.what_if.recorded import recorded_requests
+from quire.tools.what_if.step_shapes import StepShape, add_seconds
+from quire.tools.what_if.step_times import StepTimes, fit_step_times
+from quire.tools.what_if.what_if import Setting, Summary, parse_changes, predict
 
 SETTINGS = ("max_num_seqs=2", "max_num_seqs=8", "max_num_seqs=8,max_batched_tokens=32")
 LIMITS = {"max_num_seqs": 8, "max_batched_tokens": 512}
@@ -227,7 +227,7 @@ def load(model: str, device: str) -> Engine:
 
 
 def calibrator_for(first: Engine, log: Measured, runs: dict[str, Measured], options: argparse.Namespace) -> Calibrator:
-    """As `quire.verify.calibrate` opens it, with our clock."""
+    """As `quire.tools.verify.calibrate` opens it, with our clock."""
     wanted = config_for([one.setting.config for one in runs.values()])
     limits = {name: getattr(wanted, name) for name in ("max_num_seqs", "max_batched_tokens", "max_model_len")}
     config = EngineConfig(device=options.device, kv_cache_memory="256MiB", prefix_caching=False, **limits)

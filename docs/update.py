@@ -4,7 +4,7 @@ A quotation stands between two comments, the first of which says what it is:
 
     <!-- results: The ladder | rung, adds, time -->     a table, or some of its columns
     <!-- results: h200/results.md The ladder -->        the same of another machine's results in bench/results/
-    <!-- code: quire/ladder/naive.py generate_naive --> a function, a class or one of its methods
+    <!-- code: quire/tools/ladder/naive.py generate_naive --> a function, a class or one of its methods
     <!-- families: all -->                              the table of model families
     <!-- end -->
 

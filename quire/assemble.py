@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quire.backends.select import device_of, pick_device
 from quire.checkpoints.sources import ModelSource
 from quire.config import EngineConfig
 from quire.constrain import GrammarCompiler
@@ -17,7 +18,6 @@ from quire.engine import EngineCore, Scheduler
 from quire.errors import EngineError, InvalidRequestError
 from quire.frontend.engine_info import EngineInfo, engine_info
 from quire.frontend.tokenizer import Tokenizer
-from quire.kernels.select import device_of, pick_device
 from quire.kernels.weights import Weight
 from quire.load import Share, load_model, reload_weights, scheduler_config
 from quire.models.decoder import Decoder

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from quire.backends.select import device_of
 from quire.checkpoints.checkpoint import Checkpoint
 from quire.checkpoints.sources import ModelSource, resolve
 from quire.config import EngineConfig, Limits
@@ -18,7 +19,6 @@ from quire.engine import SchedulerConfig
 from quire.errors import InvalidRequestError
 from quire.frontend.tokenizer import Tokenizer
 from quire.kernels.device import Device
-from quire.kernels.select import device_of
 from quire.models.decoder import Decoder
 from quire.models.load import Progress, load_planned, open_model, reading
 from quire.models.parameters import WeightSource

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from quire.bench.http_client import HttpClient, HttpError
+from quire.tools.bench.http_client import HttpClient, HttpError
 
 ROOT = Path(__file__).parents[1]
 CUTS = 0.3

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels import select
-from quire.kernels.cpu.device import CpuDevice
+from quire.backends import select
+from quire.backends.cpu.device import CpuDevice
 from quire.kernels.device import Device, DeviceMemory
 
 _GARBAGE = 0x5A

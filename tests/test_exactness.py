@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from quire.backends.select import select_kernels
 from quire.checkpoints.checkpoint import StoredCache
 from quire.engine import make_requests
 from quire.kernels.ops import Kernels
 from quire.kernels.reference import ReferenceKernels
-from quire.kernels.select import select_kernels
 from quire.models.decoder import Decoder
 from quire.models.load import open_model
 from quire.sampling_params import SamplingParams

@@ -18,13 +18,13 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from quire import LLM, SamplingParams
+from quire.backends.cpu.device import CpuDevice
+from quire.backends.cpu.kernels import CpuKernels
 from quire.cli.main import app
 from quire.errors import InvalidRequestError
-from quire.inspect.activations import first_bad, trace
-from quire.kernels.cpu.device import CpuDevice
-from quire.kernels.cpu.kernels import CpuKernels
 from quire.kernels.reference import ReferenceKernels
 from quire.observe.tracing import Tracing
+from quire.tools.inspect.activations import first_bad, trace
 from tests.decoding import all_logits
 from tests.frontend.templates import QWEN
 from tests.random_models import SPECS, random_decoder

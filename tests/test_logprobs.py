@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from quire import LLM, SamplingParams
+from quire.backends.select import select_kernels
 from quire.engine import make_requests
 from quire.errors import InvalidRequestError
-from quire.kernels.select import select_kernels
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from quire.models.linear import Rows

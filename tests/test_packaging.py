@@ -73,7 +73,7 @@ def test_the_wheel_answers_without_the_source_tree(installed: Path) -> None:
     """The kernels' sources are the same, so the build is the one in this machine's cache."""
     script = (
         "import quire, torch; from quire.kernels.weights import Weight\n"
-        "from quire.kernels.cpu.kernels import CpuKernels\n"
+        "from quire.backends.cpu.kernels import CpuKernels\n"
         "print(quire.__file__); kernels = CpuKernels()\n"
         "weight = kernels.pack(Weight.dense(torch.eye(32)))\n"
         "print(torch.equal(kernels.linear(torch.ones(1, 32), weight), torch.ones(1, 32)))"
@@ -87,7 +87,7 @@ def test_the_wheel_answers_without_the_source_tree(installed: Path) -> None:
 
 
 def test_where_no_compiler_is_the_wheel_says_what_to_install(installed: Path, tmp_path: Path) -> None:
-    script = "from quire.kernels.cpu.build import load_library; load_library()"
+    script = "from quire.backends.cpu.build import load_library; load_library()"
     done = python(installed, "-c", script, PATH=str(tmp_path), QUIRE_HOME=str(tmp_path))
     assert "No C++ compiler was found" in done.stderr
     assert "install g++" in done.stderr

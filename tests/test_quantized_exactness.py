@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.backends.cpu.kernels import CpuKernels
 from quire.errors import DeviceError
-from quire.kernels.cpu.kernels import CpuKernels
 from quire.kernels.formats import FORMATS
 from quire.kernels.quantize import INT8, to_codes, to_q4_0
 from quire.kernels.weights import Weight

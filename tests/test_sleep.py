@@ -15,13 +15,13 @@ from torch import Tensor
 
 from quire import LLM, SamplingParams
 from quire.assemble import Engine, assemble
+from quire.backends.select import select_kernels
 from quire.config import EngineConfig
 from quire.engine import make_requests
 from quire.engine.invariants import check_invariants
 from quire.errors import EngineError, InvalidRequestError, ModelFormatError
 from quire.kernels.formats import FORMATS
 from quire.kernels.quantize import quantize
-from quire.kernels.select import select_kernels
 from quire.kernels.tensor_memory import TensorMemory
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder

@@ -21,24 +21,20 @@ PACKAGE = Path(__file__).parents[1] / "quire"
 LAYERS = (
     ("errors", "config", "block_groups", "field_checks", "sampling_params", "outputs", "step", "process"),
     ("kernels",),
+    ("backends",),
     ("checkpoints",),
     ("models",),
-    ("convert",),
     ("sampling",),
     ("constrain",),
     ("runner",),
     ("engine",),
     ("speculate",),
     ("observe",),
-    ("simulate",),
     ("frontend",),
     ("load",),
     ("parallel",),
     ("assemble", "llm", "__init__"),
-    ("ladder",),
-    ("inspect",),
-    ("bench",),
-    ("verify", "plan"),
+    ("tools",),
     ("server",),
     ("cluster",),
     ("cli", "__main__"),
@@ -48,12 +44,12 @@ LAYERS = (
 MAX_FILE_LINES = 400
 
 BACKEND_NAMES = ("reference", "cpu", "triton")
-KNOWS_BACKENDS = "kernels/select.py"
+KNOWS_BACKENDS = "backends/select.py"
 
 MAY_SAY_CUDA = (
     KNOWS_BACKENDS,  # the table of devices
-    "kernels/triton/",  # the device itself, and kernels for it
-    "bench/",  # measures what only such a device has
+    "backends/triton/",  # the device itself, and kernels for it
+    "tools/bench/",  # measures what only such a device has
     "server/replicas/shares.py",  # compares what a user typed, in a process that must not import torch
 )
 """Files, and folders of them, in which a line of code may name the device that torch calls cuda."""
@@ -220,7 +216,11 @@ def _lines_with_cuda(node: ast.AST) -> Iterator[int]:
 def test_nothing_below_the_table_of_families_asks_for_a_familys_name() -> None:
     """What differs between families is data: a string that is one's name or architecture is a branch on it."""
     names = {name for family in FAMILIES for name in (family.name, *family.architectures, family.gguf)}
-    below = [name for name in SOURCES if name.split(".")[1:2] in (["models"], ["kernels"], ["runner"], ["engine"])]
+    below = [
+        name
+        for name in SOURCES
+        if name.split(".")[1:2] in (["models"], ["kernels"], ["backends"], ["runner"], ["engine"])
+    ]
     assert len(below) > 40
     found = [
         f"{name}, line {node.lineno}: {node.value!r}"
@@ -235,9 +235,9 @@ def test_nothing_below_the_table_of_families_asks_for_a_familys_name() -> None:
 PRODUCTS = ("linear", "linear_gated", "moe", "embedding")
 """The methods of `Kernels` that take a weight."""
 DOOR = "quire.models.linear"
-BEHIND_THE_DOOR = ("quire.kernels", "quire.parallel.kernels")
+BEHIND_THE_DOOR = ("quire.kernels", "quire.backends", "quire.parallel.kernels")
 """Backends, which compute the products."""
-WITH_MATRICES_OF_THEIR_OWN = ("quire.plan.devices", "quire.bench")
+WITH_MATRICES_OF_THEIR_OWN = ("quire.tools.plan.devices", "quire.tools.bench")
 """Measure kernels, with no model."""
 
 

@@ -17,13 +17,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from quire.backends.select import device_of
 from quire.checkpoints.compressed import from_compressed
 from quire.checkpoints.files import FileStamp, open_checked, quote, read_exact_into
 from quire.checkpoints.packed_weights import fp8_scales, int4_tensors
 from quire.checkpoints.quantization_config import FP8_CACHE, Layout
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.formats import FORMATS, Format
-from quire.kernels.select import device_of
 
 MAX_DIMENSIONS = 8
 MAX_CHUNK_ELEMENTS = 2**19

@@ -43,7 +43,7 @@ def explain(
     quire explain http://127.0.0.1:8000 chatcmpl-0123abcd
     quire explain http://127.0.0.1:8000 my-id --json
     """
-    from quire.observe.explain_text import explanation_svg, explanation_text
+    from quire.tools.explain.text import explanation_svg, explanation_text
 
     is_server = source.startswith(("http://", "https://"))
     if request is None:
@@ -67,8 +67,8 @@ def explain(
 
 
 def _read(path: Path, request: str) -> dict[str, Any]:
-    from quire.observe.explain import explain_request, request_names
     from quire.observe.step_log import last_run
+    from quire.tools.explain.explain import explain_request, request_names
 
     entries, engine = last_run(path)
     explanation = explain_request(entries, request, None if engine is None else engine.config)
@@ -104,7 +104,7 @@ def _list_requests(path: Path, json_output: bool) -> None:
 
 
 async def _ask(url: str, api_key: str | None, request: str) -> dict[str, Any]:
-    from quire.bench.http_client import HttpClient
+    from quire.tools.bench.http_client import HttpClient
 
     async with HttpClient(url.removesuffix("/").removesuffix("/v1"), api_key) as client:
         found = await client.get_json(f"/v1/requests/{quote(request, safe='')}/explain")

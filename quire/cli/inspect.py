@@ -17,8 +17,8 @@ from quire.frontend.progress import ModelBars
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
-    from quire.inspect.model_facts import ModelFacts
     from quire.models.weight_plan import ModelFiles
+    from quire.tools.inspect.model_facts import ModelFacts
 
 _TEMPLATE_LINES = 8
 
@@ -54,7 +54,7 @@ def inspect(
     """
     from quire.checkpoints.sources import resolve
     from quire.config import EngineConfig
-    from quire.inspect.model_facts import look_at
+    from quire.tools.inspect.model_facts import look_at
 
     if not tolerance >= 0:
         raise InvalidRequestError("--tolerance", f"must be at least 0, not {tolerance}")
@@ -77,7 +77,7 @@ def inspect(
 
 def _show(facts: ModelFacts, all_tensors: bool) -> None:
     from quire.config import format_bytes
-    from quire.inspect.model_facts import grouped
+    from quire.tools.inspect.model_facts import grouped
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
     console.print(facts.source)
@@ -106,9 +106,9 @@ def _show(facts: ModelFacts, all_tensors: bool) -> None:
 
 def _compare(path: Path, files: ModelFiles, against: str, tolerance: float) -> None:
     from quire.checkpoints.sources import resolve
-    from quire.inspect.comparison import first_stage_difference, first_weight_difference, spec_differences
-    from quire.inspect.model_facts import golden_tokens
     from quire.models.load import open_model
+    from quire.tools.inspect.comparison import first_stage_difference, first_weight_difference, spec_differences
+    from quire.tools.inspect.model_facts import golden_tokens
 
     source = resolve(against)
     other = open_model(source.path)
@@ -132,10 +132,10 @@ def _compare(path: Path, files: ModelFiles, against: str, tolerance: float) -> N
 
 
 def _trace(files: ModelFiles, token_ids: list[int], config: EngineConfig) -> None:
-    from quire.inspect.activations import trace
-    from quire.kernels.select import pick_device
+    from quire.backends.select import pick_device
     from quire.models.load import load_planned
     from quire.runner.worker import choose_weights
+    from quire.tools.inspect.activations import trace
 
     decoder = load_planned(choose_weights(files, config, pick_device(config.device)))
     table = Table("STAGE", "LARGEST", "MEAN", "NOT NUMBERS", box=None, pad_edge=False)

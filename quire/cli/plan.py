@@ -57,12 +57,12 @@ def plan(
     quire plan --model config.json --gpu l4 --gpus 4 --json
     quire plan Qwen3-32B/config.json --gpu h100 --gpus 4 --tensor-parallel-size 2
     """
-    from quire.plan.devices import named_device, this_device
-    from quire.plan.estimate import Load, estimate, serve
-    from quire.plan.forms import forms_of
-    from quire.plan.model import open_planned
-    from quire.plan.report import Findings, as_json, print_plan
-    from quire.plan.workload import Lengths, draw_jobs, read_jobs
+    from quire.tools.plan.devices import named_device, this_device
+    from quire.tools.plan.estimate import Load, estimate, serve
+    from quire.tools.plan.forms import forms_of
+    from quire.tools.plan.model import open_planned
+    from quire.tools.plan.report import Findings, as_json, print_plan
+    from quire.tools.plan.workload import Lengths, draw_jobs, read_jobs
 
     planned = open_planned(model)
     device = this_device() if gpu is None else named_device(gpu)

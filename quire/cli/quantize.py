@@ -33,8 +33,8 @@ def quantize(
     """
     from quire.checkpoints.sources import resolve
     from quire.config import format_bytes
-    from quire.convert.quantized_folder import quantize_model
     from quire.models.weight_plan import QUANTIZED
+    from quire.tools.quantize import quantize_model
 
     if to not in QUANTIZED:
         raise InvalidRequestError("--to", f"must be one of {', '.join(QUANTIZED)}, not {to!r}")

@@ -18,7 +18,7 @@ from quire.frontend.progress import BatchBar
 
 if TYPE_CHECKING:
     from quire.observe.step_log import LoggedEngine
-    from quire.simulate.recorded import RecordedRequest
+    from quire.tools.what_if.recorded import RecordedRequest
 
 
 _LARGE = 10 * 2**20
@@ -70,7 +70,7 @@ def replay(
     quire replay steps.jsonl --what-if rate=2 --what-if rate=2,max_batched_tokens=1024,policy=priority
     """
     from quire.observe.step_log import last_run
-    from quire.simulate.recorded import recorded_requests
+    from quire.tools.what_if.recorded import recorded_requests
 
     size = log.stat().st_size if os.path.isfile(log) else 0  # what can't be a path is told when it is read
     if size > _LARGE:
@@ -100,8 +100,8 @@ def _run_again(
 ) -> None:
     """On the real engine; exits with 1 if a token differs."""
     from quire.observe.engine_metrics import EngineMetrics
-    from quire.verify.replay import open_engine
-    from quire.verify.replay import replay as run_again
+    from quire.tools.verify.replay import open_engine
+    from quire.tools.verify.replay import replay as run_again
 
     metrics = EngineMetrics(keep=10**9)
     running = open_engine(model, engine, metrics.observe, **chosen)

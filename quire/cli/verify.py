@@ -51,16 +51,16 @@ def verify(
     """
     if url is not None:
         _check_server(url, model)
-        from quire.verify.server import verify_server
+        from quire.tools.verify.server import verify_server
 
         key = api_key or os.environ.get("OPENAI_API_KEY")
         with TimeBar("Verifying", seconds) as bar:
             verdict, facts = verify_server(url, key, served, concurrency, seconds, seed, bar.show)
         what = "that came alone"
     else:
-        from quire.verify.axes import LoadedModel
-        from quire.verify.check import verify as check
-        from quire.verify.engines import Model
+        from quire.tools.verify.axes import LoadedModel
+        from quire.tools.verify.check import verify as check
+        from quire.tools.verify.engines import Model
 
         loaded = Model(
             chosen_model(model, served) or options.DEFAULT_MODEL,
@@ -71,7 +71,7 @@ def verify(
         with TimeBar("Verifying", seconds) as bar:
             verdict = check(LoadedModel(loaded), seconds, seed, bar.show)
         what = "alone"
-    from quire.verify.report import as_json, print_verdict
+    from quire.tools.verify.report import as_json, print_verdict
 
     if json_output:
         print(as_json(verdict, facts))

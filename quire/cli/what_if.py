@@ -17,13 +17,13 @@ from quire.errors import QuireError
 from quire.frontend.progress import PlayBar, TimeBar
 from quire.observe.engine_metrics import derive_metrics
 from quire.observe.step_log import LoggedEngine
-from quire.simulate.calibration import Calibration
-from quire.simulate.players import Players
-from quire.simulate.recorded import RecordedRequest
-from quire.simulate.step_shapes import StepShape, add_seconds
-from quire.simulate.step_times import StepTimes, fit_step_times
-from quire.simulate.what_if import PLAYS, Prediction, Setting, Summary, parse_changes, predict_all
 from quire.step import StepLogEntry
+from quire.tools.what_if.calibration import Calibration
+from quire.tools.what_if.players import Players
+from quire.tools.what_if.recorded import RecordedRequest
+from quire.tools.what_if.step_shapes import StepShape, add_seconds
+from quire.tools.what_if.step_times import StepTimes, fit_step_times
+from quire.tools.what_if.what_if import PLAYS, Prediction, Setting, Summary, parse_changes, predict_all
 
 _TIMES = {"ttft": "time to first token", "per_token": "time per token", "latency": "latency"}
 _WHICH = ("median", "p95")
@@ -97,7 +97,7 @@ def _calibrate(
     chosen: Mapping[str, Any],
 ) -> str:
     """Measures steps and plays again; why that could not be done, if so."""
-    from quire.verify.calibrate import SECONDS, SHARES, model_of, open_calibrator
+    from quire.tools.verify.calibrate import SECONDS, SHARES, model_of, open_calibrator
 
     known = played.times.seen
     try:

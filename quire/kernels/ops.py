@@ -216,7 +216,7 @@ class TokenScores(NamedTuple):
 
 
 class SampleRows(Protocol):
-    """Samples tokens and writes them into their request rows: see `quire.kernels.triton.sampling.sample_rows`."""
+    """Samples tokens and writes them into their request rows: see `quire.backends.triton.sampling.sample_rows`."""
 
     def __call__(
         self, logits: Tensor, row_index: Tensor, seeds: Tensor, temperatures: Tensor, positions: Tensor,

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from quire.backends.select import device_class, pick_device
 from quire.config import EngineConfig, parse_bytes
 from quire.errors import DeviceError
 from quire.kernels.device import Device
-from quire.kernels.select import device_class, pick_device
 from quire.load import Share
 from quire.models.parameters import WeightSource
 from quire.models.spec import ModelSpec

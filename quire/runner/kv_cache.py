@@ -9,8 +9,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from quire.backends.select import device_of
 from quire.kernels.ops import LayerCache
-from quire.kernels.select import device_of
 from quire.kernels.tensor_memory import TensorMemory
 from quire.models.spec import ModelSpec
 from quire.runner.layer_groups import LayerGroups, layer_bytes, part_bytes, state_places

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from quire.backends.select import device_of
 from quire.config import EngineConfig, Limits, format_bytes, parse_bytes
 from quire.errors import CapacityError, InvalidRequestError
 from quire.kernels.ops import PagedBatch
-from quire.kernels.select import device_of
 from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec
 from quire.models.weight_plan import WeightPlan

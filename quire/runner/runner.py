@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.backends.select import device_of
 from quire.constrain.masks import Constrainer
 from quire.constrain.step_grammars import StepGrammars
 from quire.errors import CapacityError, EngineError
-from quire.kernels.select import device_of
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from quire.models.parameters import SleepLevel

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from quire.backends.select import device_of, select_kernels
 from quire.config import EngineConfig, format_bytes
 from quire.constrain import GrammarCompiler
 from quire.constrain.masks import Constrainer
 from quire.kernels.device import Device
-from quire.kernels.select import device_of, select_kernels
 from quire.models.decoder import Decoder
 from quire.models.weight_plan import ModelFiles, WeightPlan, plan_weights
 from quire.runner.drafting import Graphs, ModelDrafter

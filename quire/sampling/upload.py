@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.backends.select import device_of
 from quire.kernels.device import Device
-from quire.kernels.select import device_of
 
 Array = npt.NDArray[Any]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from quire.kernels.select import device_of
+from quire.backends.select import device_of
 
 _PAUSE = 1.0
 """Seconds between two looks: asking a driver takes a while."""

@@ -30,14 +30,12 @@ import zmq
 
 import quire
 from quire.assemble import Engine, build_engine
+from quire.backends.select import pick_device
 from quire.checkpoints.sources import resolve
 from quire.config import EngineConfig
 from quire.errors import EngineError, QuireError
 from quire.frontend.progress import ModelBars
-from quire.kernels.select import pick_device
 from quire.observe.cache_events import CacheEvents, window_of
-from quire.observe.explain import explain_request
-from quire.observe.explain_outside import add_grammar
 from quire.observe.request_records import describe_request
 from quire.observe.step_log import StepSummary, describe_steps, summarize
 from quire.process import life
@@ -48,6 +46,8 @@ from quire.server.engine_requests import EngineRequests
 from quire.server.engine_watch import EngineWatch
 from quire.server.logs import set_up_logging
 from quire.step import RequestUpdate, StepLogEntry
+from quire.tools.explain.explain import explain_request
+from quire.tools.explain.outside import add_grammar
 
 logger = logging.getLogger(__name__)
 

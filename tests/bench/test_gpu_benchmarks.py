@@ -17,8 +17,8 @@ from bench.profiling import gpu_times
 from bench.random_engine import Run, random_decoder
 from bench.report import Result, read_results, report
 from bench.shapes import CONFIGS, spec_of
-from quire.bench.report import cell_text
-from quire.kernels.cpu.kernels import CpuKernels
+from quire.backends.cpu.kernels import CpuKernels
+from quire.tools.bench.report import cell_text
 from tests.decoding import all_logits
 from tests.random_models import SPECS
 

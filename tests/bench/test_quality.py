@@ -12,14 +12,14 @@ import tokenizers
 import torch
 import transformers
 
-from quire.bench.quality import OWN_TEXT, measure_quality, perplexity, read_text, score, windows_of
-from quire.bench.report import Number, cell_text
+from quire.backends.select import select_kernels
 from quire.cli.main import main
 from quire.errors import EngineError, InvalidRequestError
 from quire.frontend.tokenizer import Tokenizer
 from quire.frontend.tokenizer_parts import TokenizerParts
-from quire.kernels.select import select_kernels
 from quire.models.decoder import Decoder
+from quire.tools.bench.quality import OWN_TEXT, measure_quality, perplexity, read_text, score, windows_of
+from quire.tools.bench.report import Number, cell_text
 from tests.decoding import all_logits
 from tests.random_models import SPECS, random_decoder
 

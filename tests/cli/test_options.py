@@ -99,9 +99,9 @@ def test_a_model_is_named_with_or_without_its_option(
 
     monkeypatch.setattr("quire.cli.serve.ServerOptions.config", lambda _, model, __: note(model) if model else None)
     monkeypatch.setattr("quire.cli.chat.check_can_chat", note)
-    monkeypatch.setattr("quire.bench.offline.open_engine", note)
-    monkeypatch.setattr("quire.bench.ladder.engines.Engines", note)
-    monkeypatch.setattr("quire.plan.model.open_planned", note)
+    monkeypatch.setattr("quire.tools.bench.offline.open_engine", note)
+    monkeypatch.setattr("quire.tools.bench.ladder.engines.Engines", note)
+    monkeypatch.setattr("quire.tools.plan.model.open_planned", note)
     monkeypatch.setattr("quire.checkpoints.sources.resolve", note)
     words = command.split()
     (tmp_path / "settings.toml").write_text('model = "from a file"')

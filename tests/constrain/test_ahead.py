@@ -16,7 +16,7 @@ from quire.engine.request import make_requests
 from quire.engine.scheduler import Scheduler
 from quire.frontend.tokenizer import Tokenizer
 from quire.sampling_params import SamplingParams, StructuredOutput
-from quire.simulate.fake_runner import FakeRunner
+from quire.tools.simulate.fake_runner import FakeRunner
 from tests.constrain.conftest import PADDING
 from tests.engine.harness import config
 

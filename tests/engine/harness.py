@@ -13,9 +13,9 @@ from quire.engine.request import Request, make_requests
 from quire.engine.scheduler import Guess, Scheduler
 from quire.observe.step_log import StepLog
 from quire.sampling_params import SamplingParams
-from quire.simulate.fake_model import solo_run
-from quire.simulate.fake_runner import FakeRunner
 from quire.step import PromptScores, RequestUpdate, Step
+from quire.tools.simulate.fake_model import solo_run
+from quire.tools.simulate.fake_runner import FakeRunner
 
 VOCAB = 50
 

@@ -15,14 +15,14 @@ from quire.engine.request import make_requests
 from quire.engine.scheduler import Scheduler
 from quire.errors import InvalidRequestError
 from quire.sampling_params import SamplingParams
-from quire.simulate.fake_runner import FakePending, FakeRunner, StepFault
-from quire.simulate.scenario import FaultyPool
 from quire.step import Step, StepResult
+from quire.tools.simulate.fake_runner import FakePending, FakeRunner, StepFault
+from quire.tools.simulate.scenario import FaultyPool
 from tests.engine.harness import Harness, config
 
 
 def test_engine_imports_neither_torch_nor_numpy() -> None:
-    code = "import sys, quire.simulate.simulation; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    code = "import sys, quire.tools.simulate.simulation; print([m for m in ('torch', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

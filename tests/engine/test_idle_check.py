@@ -21,9 +21,9 @@ from quire.engine.prefix_cache import PrefixCache
 from quire.engine.request import Request, make_requests
 from quire.engine.scheduler import Scheduler
 from quire.sampling_params import SamplingParams
-from quire.simulate.scenario import make_scenario
-from quire.simulate.simulation import Simulation
 from quire.step import StepResult
+from quire.tools.simulate.scenario import make_scenario
+from quire.tools.simulate.simulation import Simulation
 from tests.engine.harness import Harness, config
 
 

@@ -9,8 +9,8 @@ import pytest
 from quire.engine.request import Request, make_requests
 from quire.errors import InvalidRequestError
 from quire.sampling_params import SamplingParams
-from quire.simulate.fake_model import fake_vector, solo_states
 from quire.step import Pooling, StepResult
+from quire.tools.simulate.fake_model import fake_vector, solo_states
 from tests.engine.harness import Harness, config
 
 PARAMS = SamplingParams(max_tokens=1, temperature=0)

@@ -23,9 +23,9 @@ from quire.engine.invariants import check_invariants
 from quire.engine.request import Request, make_requests
 from quire.engine.scheduler import Scheduler
 from quire.sampling_params import SamplingParams
-from quire.simulate.fake_model import solo_run
-from quire.simulate.fake_runner import FakePending, FakeRunner
 from quire.step import RequestUpdate, Step
+from quire.tools.simulate.fake_model import solo_run
+from quire.tools.simulate.fake_runner import FakePending, FakeRunner
 from tests.engine.naive_scheduler import NaiveRequest, NaiveScheduler
 from tests.long_runs import short_or_long
 

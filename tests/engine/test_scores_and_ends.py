@@ -8,8 +8,8 @@ from quire.engine.request import make_requests
 from quire.engine.scheduler import Scheduler
 from quire.errors import InvalidRequestError
 from quire.sampling_params import ResolvedTokens, SamplingParams
-from quire.simulate.fake_model import solo_prompt_scores
 from quire.step import PromptScores, StepResult, TokenScore
+from quire.tools.simulate.fake_model import solo_prompt_scores
 from tests.engine.harness import Harness, config
 
 PROMPT = list(range(20))

@@ -13,8 +13,8 @@ from quire.engine.prefix_match import PrefixIndex
 from quire.engine.request import Request
 from quire.engine.results import ResultTaker
 from quire.engine.scheduler import Scheduler
-from quire.simulate.simulation import SimulationError, main, run_seed
 from quire.step import BlockCopy, PromptScores, RequestUpdate, Step, StepResult
+from quire.tools.simulate.simulation import SimulationError, main, run_seed
 from tests.long_runs import short_or_long
 
 SEEDS_PER_TEST = 200
@@ -46,7 +46,7 @@ def test_a_missing_copy_is_noticed_and_the_seed_named(
 
     monkeypatch.setattr(BlockManager, "take_copies", lose_partial_blocks)
     assert main(["--seeds", "50"]) == 1
-    assert "replay: python -m quire.simulate --seed " in capsys.readouterr().err
+    assert "replay: python -m quire.tools.simulate --seed " in capsys.readouterr().err
 
 
 def test_a_scheduler_that_forgets_someone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,13 +17,13 @@ from quire.engine.request import make_requests
 from quire.engine.scheduler import Scheduler
 from quire.errors import InvalidRequestError
 from quire.observe.engine_metrics import EngineMetrics, derive_metrics
-from quire.observe.explain import explain_request
 from quire.observe.request_records import describe_request
 from quire.observe.step_lines import LineReader, LineWriter
 from quire.observe.step_log import StepLog, iter_step_log, last_run, read_step_log
 from quire.sampling_params import ResolvedTokens, SamplingParams, StructuredOutput
-from quire.simulate.fake_runner import FakeRunner
 from quire.step import Admission, Finished, PromptScores, ScheduledRequest, Step, StepLogEntry, StepResult, TokenScore
+from quire.tools.explain.explain import explain_request
+from quire.tools.simulate.fake_runner import FakeRunner
 from tests.engine.harness import config
 
 SETTINGS = asdict(config())

@@ -123,7 +123,7 @@ def test_preempted_swapped_and_ahead(kind: str, depth: int) -> None:
 
 
 def test_who_has_cached_what_is_told_in_spite_of_holes() -> None:
-    from quire.observe.block_origins import cached_from
+    from quire.tools.explain.block_origins import cached_from
 
     engine = Harness(settings("all layers"))
     engine.add("a", PROMPT, max_tokens=4)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.kernels.select import select_kernels
+from quire.backends.select import select_kernels
 from quire.models.decoder import Decoder
 from quire.models.load import open_model
 from tests.decoding import load_decoder

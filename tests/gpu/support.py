@@ -13,10 +13,10 @@ import torch
 from bench.random_engine import random_decoder
 from bench.shapes import spec_of
 from quire.assemble import Engine, assemble
+from quire.backends.select import select_kernels
 from quire.config import EngineConfig
 from quire.engine import Request, make_requests
 from quire.engine.invariants import check_invariants
-from quire.kernels.select import select_kernels
 from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec
 from quire.runner.kv_cache import token_bytes

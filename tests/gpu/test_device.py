@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from quire.kernels.select import device_of, pick_device
+from quire.backends.select import device_of, pick_device
 
 pytestmark = pytest.mark.gpu
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from quire.backends.select import select_kernels
 from quire.kernels.ops import Kernels
 from quire.kernels.reference import ReferenceKernels
-from quire.kernels.select import select_kernels
 from quire.models.config_parts import plain_attention
 from quire.models.spec import MlpSpec, ModelSpec
 from tests.decoding import all_logits

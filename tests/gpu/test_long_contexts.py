@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.random_engine import random_decoder
-from quire.kernels.select import select_kernels
+from quire.backends.select import select_kernels
 from quire.models.decoder import Decoder
 from quire.sampling_params import SamplingParams
 from tests.gpu.support import DEVICE, Job, assert_same, run_jobs, shape_of

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from bench.random_engine import quantized
+from quire.backends.select import select_kernels
 from quire.checkpoints.checkpoint import StoredCache
 from quire.kernels.formats import FORMATS
 from quire.kernels.ops import Activation
-from quire.kernels.select import select_kernels
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from quire.models.weight_plan import QUANTIZED
@@ -96,8 +96,8 @@ def test_an_output_has_the_same_bits_beside_any_others(name: str) -> None:
 
 @pytest.mark.parametrize("name", FOUR_BITS)
 def test_four_bits_give_the_bits_of_the_same_weight_in_the_models_dtype(name: str) -> None:
-    from quire.kernels.triton.quantized import HAS_MINIMA
-    from quire.kernels.triton.streamed_linear import Int4, expand_int4
+    from quire.backends.triton.quantized import HAS_MINIMA
+    from quire.backends.triton.streamed_linear import Int4, expand_int4
 
     kernels = select_kernels(DEVICE, torch.bfloat16)
     weight = weight_of(name, 1024, 2048)

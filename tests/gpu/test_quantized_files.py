@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.kernels.select import select_kernels
+from quire.backends.select import select_kernels
 from quire.models.load import open_model
 from tests.decoding import all_logits, load_decoder
 from tests.gpu.support import DEVICE

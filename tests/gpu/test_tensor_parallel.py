@@ -21,7 +21,7 @@ from torch._C import _distributed_c10d as c10d
 from bench.shapes import CONFIGS
 from bench.startup import write_tokenizer
 from quire import LLM, SamplingParams
-from quire.kernels.select import pick_device, select_kernels
+from quire.backends.select import pick_device, select_kernels
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from quire.models.model_config import read_config

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bench.shapes import CONFIGS
-from quire.kernels.select import select_kernels
+from quire.backends.select import select_kernels
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from quire.models.model_config import read_config

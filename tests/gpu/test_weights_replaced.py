@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from bench.random_engine import quantized
+from quire.backends.select import select_kernels
 from quire.errors import CapacityError, EngineError
 from quire.kernels.formats import FORMATS
-from quire.kernels.select import select_kernels
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from quire.backends.cpu.kernels import CpuKernels
 from quire.errors import DeviceError
-from quire.kernels.cpu.kernels import CpuKernels
 from tests.kernels.cpu_support import VARIANTS, is_best_again
 from tests.long_runs import IS_LONG
 

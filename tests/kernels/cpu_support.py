@@ -10,7 +10,7 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
-from quire.kernels.cpu.kernels import CpuKernels
+from quire.backends.cpu.kernels import CpuKernels
 from quire.kernels.ops import LayerCache, PagedBatch
 from quire.kernels.reference import ReferenceKernels
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.backends.cpu import build
+from quire.backends.cpu.arguments import Recorded, caller, check_names, check_packer, exported
+from quire.backends.cpu.functions import Address
 from quire.errors import DeviceError
-from quire.kernels.cpu import build
-from quire.kernels.cpu.arguments import Recorded, caller, check_names, check_packer, exported
-from quire.kernels.cpu.functions import Address
 from quire.process.native_library import find_compiler
 
 SOURCE = """

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from quire.backends.cpu.kernels import CpuKernels
 from quire.errors import UnsupportedModelError
-from quire.kernels.cpu.kernels import CpuKernels
 from quire.kernels.ops import AttentionSpec, HeadShape
 from tests.decoding import attend
 from tests.kernels.cpu_support import (

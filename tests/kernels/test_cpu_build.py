@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from quire.backends.cpu import build
+from quire.backends.cpu.kernels import CpuKernels
+from quire.backends.select import select_kernels
 from quire.errors import DeviceError
-from quire.kernels.cpu import build
-from quire.kernels.cpu.kernels import CpuKernels
 from quire.kernels.ops import Activation
-from quire.kernels.select import select_kernels
 from quire.process import native_library
 
 needs_compiler = pytest.mark.skipif(
@@ -90,7 +90,7 @@ case " $* " in *" -shared "*) echo linked >> {tmp_path}/log; cp {library} "$last
 """)
     quick.chmod(0o700)
     monkeypatch.setenv("CXX", str(quick))
-    code = "import torch; from quire.kernels.select import select_kernels as s; "
+    code = "import torch; from quire.backends.select import select_kernels as s; "
     code += "from quire.kernels.ops import Activation as A; "
     code += "print(s(torch.device('cpu'), torch.float32, 'cpu').gate(torch.zeros(1, 4), A.SILU).tolist())"
     monkeypatch.setenv("QUIRE_HOME", str(tmp_path / "home"))
@@ -130,8 +130,8 @@ def test_a_build_without_room_says_what_to_do(tmp_path: Path) -> None:
     source.parent.mkdir()
     source.write_text("extern const int numbers[10000] = {1};\n")
     code = "import resource, sys, torch; resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)); "
-    code += "from pathlib import Path; from quire.kernels.cpu import build; build._SOURCE_FOLDER = Path(sys.argv[1]); "
-    code += "from quire.kernels.select import select_kernels as s; print(s(torch.device('cpu'), torch.float32).name)"
+    code += "from pathlib import Path; from quire.backends.cpu import build; build._SOURCE_FOLDER = Path(sys.argv[1]); "
+    code += "from quire.backends.select import select_kernels as s; print(s(torch.device('cpu'), torch.float32).name)"
     environment = {**os.environ, "QUIRE_HOME": str(tmp_path)}
     command = [sys.executable, "-c", code, str(source.parent)]
     done = subprocess.run(
@@ -160,7 +160,7 @@ def test_select_kernels(device: str, dtype: torch.dtype, name: str, expected: st
 def test_a_gpu_gets_triton_or_the_reference_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, "quire.kernels.triton.kernels", None)  # as if triton were not installed
+    monkeypatch.setitem(sys.modules, "quire.backends.triton.kernels", None)  # as if triton were not installed
     assert select_kernels(torch.device("cuda"), torch.bfloat16).name == "reference"
     assert "pip install triton" in caplog.text
     with pytest.raises(DeviceError, match="pip install triton"):

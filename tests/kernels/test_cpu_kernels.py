@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.backends.cpu.kernels import CpuKernels
 from quire.errors import DeviceError, UnsupportedModelError
-from quire.kernels.cpu.kernels import CpuKernels
 from quire.kernels.ops import Activation, ExpertWeights, Kernels, LayerCache, MoeSpec
 from quire.kernels.weights import Weight
 from tests.decoding import attend

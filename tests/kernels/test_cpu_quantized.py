@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quire.kernels.cpu.kernels import CpuKernels
+from quire.backends.cpu.kernels import CpuKernels
 from quire.kernels.formats import FORMATS
 from quire.kernels.ops import Activation
 from quire.kernels.weights import Weight

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.kernels import CpuKernels
+from quire.backends.cpu.kernels import CpuKernels
 from quire.kernels.noise import gumbel_noise, noise_keys
 from quire.kernels.ops import HAS_NAN, NOTHING_LEFT
 from tests.kernels.cpu_support import REFERENCE, random

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from quire.backends.cpu.device import CpuDevice
+from quire.backends.select import device_class, device_of, pick_device
+from quire.backends.triton.device import CudaDevice
 from quire.errors import DeviceError
-from quire.kernels.cpu.device import CpuDevice
 from quire.kernels.device import DeviceMemory
-from quire.kernels.select import device_class, device_of, pick_device
-from quire.kernels.triton.device import CudaDevice
 from quire.runner.dtypes import pick_dtype
 
 CPU = CpuDevice(torch.device("cpu"))
@@ -67,7 +67,7 @@ def test_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda has_it=has_it: has_it)
         assert pick_dtype("auto", GPU, is_quantized=True) == pick_dtype("auto", GPU) == dtype
     for has_it, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr("quire.kernels.cpu.device._multiplies_bfloat16", lambda has_it=has_it: has_it)
+        monkeypatch.setattr("quire.backends.cpu.device._multiplies_bfloat16", lambda has_it=has_it: has_it)
         assert pick_dtype("auto", CPU) == dtype
         assert pick_dtype("auto", CPU, is_quantized=True) == torch.float32
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quire.backends.select import device_of
 from quire.errors import DeviceError
 from quire.kernels.ops import AttentionSpec, HeadShape, LayerCache, PagedBatch
 from quire.kernels.reference import ReferenceKernels
-from quire.kernels.select import device_of
 from quire.runner.dtypes import pick_cache_dtype
 
 HEADS = HeadShape(4, 2, 32)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.kernels.cpu import build
+from quire.backends.cpu import build
 from quire.process import native_library
 from tests.long_runs import IS_LONG
 

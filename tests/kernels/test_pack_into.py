@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.kernels import CpuKernels
+from quire.backends.cpu.kernels import CpuKernels
+from quire.backends.triton import quantized
+from quire.backends.triton.kernels import TritonKernels
 from quire.kernels.formats import FORMATS
 from quire.kernels.ops import Activation, ExpertWeights, Kernels, MoeSpec
 from quire.kernels.reference import ReferenceKernels
-from quire.kernels.triton import quantized
-from quire.kernels.triton.kernels import TritonKernels
 from quire.kernels.weights import Weight
 from quire.parallel.division import Division
 from quire.parallel.kernels import DividedWeight, parallel_kernels

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu import recording
-from quire.kernels.cpu.kernels import CpuKernels
+from quire.backends.cpu import recording
+from quire.backends.cpu.kernels import CpuKernels
 from quire.kernels.ops import Activation
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch import Tensor
 
-from quire.kernels.cpu.memory import ResultMemory
+from quire.backends.cpu.memory import ResultMemory
 
 _NUM_BYTES = 4096
 _DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)

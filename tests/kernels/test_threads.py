@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from quire.backends.cpu.kernels import CpuKernels
 from quire.errors import DeviceError
-from quire.kernels.cpu.kernels import CpuKernels
 from quire.kernels.ops import Activation
 from quire.kernels.weights import Weight
 from quire.process.granted import granted_cores

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.kernels import CpuKernels
+from quire.backends.cpu.kernels import CpuKernels
 from quire.kernels.formats import FORMATS
 from quire.kernels.ops import Activation, ExpertWeights, Kernels, MoeSpec
 from quire.kernels.reference import ReferenceKernels

@@ -21,18 +21,18 @@ import torch
 from typer.testing import CliRunner
 
 from quire import LLM
-from quire.bench.comparison import OWN, STANDARD, Starts, Workload, compare, start_engines
-from quire.bench.engine_process import EngineChoice, EngineProcess
-from quire.bench.jobs import Job, Lengths, TokenSource, random_jobs
-from quire.bench.machine import command_line
-from quire.bench.measure import peak_memory
-from quire.bench.offline import OwnEngine, measure_latency, measure_throughput, run_together
-from quire.bench.peers import Peer, PeerSetting, open_peer
-from quire.bench.spread import Spread
 from quire.cli.main import app, main
 from quire.errors import QuireError
 from quire.frontend.progress import BenchmarkBar
 from quire.sampling_params import SamplingParams
+from quire.tools.bench.comparison import OWN, STANDARD, Starts, Workload, compare, start_engines
+from quire.tools.bench.engine_process import EngineChoice, EngineProcess
+from quire.tools.bench.jobs import Job, Lengths, TokenSource, random_jobs
+from quire.tools.bench.machine import command_line
+from quire.tools.bench.measure import peak_memory
+from quire.tools.bench.offline import OwnEngine, measure_latency, measure_throughput, run_together
+from quire.tools.bench.peers import Peer, PeerSetting, open_peer
+from quire.tools.bench.spread import Spread
 from tests.cli.in_process import quire_here
 
 CPU = torch.device("cpu")
@@ -122,11 +122,11 @@ class CountingBar(BenchmarkBar):
 
 def test_bars_end_full(llm: LLM, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CountingBar, "seen", [])
-    monkeypatch.setattr("quire.bench.offline.BenchmarkBar", CountingBar)
+    monkeypatch.setattr("quire.tools.bench.offline.BenchmarkBar", CountingBar)
     jobs = random_jobs(2, Lengths(4, 8), Lengths(2, 3), TokenSource(0, 256))
     measure_throughput(llm, jobs, repeats=2)
     measure_latency(llm, jobs, repeats=2)
-    monkeypatch.setattr("quire.bench.comparison.BenchmarkBar", CountingBar)
+    monkeypatch.setattr("quire.tools.bench.comparison.BenchmarkBar", CountingBar)
     own = OwnEngine(setting(tiny_model), OWN_OPTIONS)
     engines = {"transformers": open_peer("transformers", setting(tiny_model)), OWN: own}
     compare(engines, [Workload(name, 2, Lengths(4, 8), Lengths(2, 3)) for name in "ab"], 256, repeats=2)
@@ -264,7 +264,9 @@ done
 
 
 def test_a_peer_has_nothing_of_ours_in_its_process() -> None:
-    script = "import sys, quire.bench.engine_process; print(sorted({'torch', 'numpy', 'rich'} & set(sys.modules)))"
+    script = (
+        "import sys, quire.tools.bench.engine_process; print(sorted({'torch', 'numpy', 'rich'} & set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 

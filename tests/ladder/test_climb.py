@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from quire.bench.jobs import Lengths
-from quire.bench.ladder import settings as ladder_settings
-from quire.bench.ladder.climb import climb
-from quire.bench.ladder.engines import Engines
-from quire.bench.ladder.settings import FULL, QUICK
-from quire.bench.report import Bytes, Factor, Table, cell_text
-from quire.bench.spread import Spread
 from quire.models.decoder import Decoder
+from quire.tools.bench.jobs import Lengths
+from quire.tools.bench.ladder import settings as ladder_settings
+from quire.tools.bench.ladder.climb import climb
+from quire.tools.bench.ladder.engines import Engines
+from quire.tools.bench.ladder.settings import FULL, QUICK
+from quire.tools.bench.report import Bytes, Factor, Table, cell_text
+from quire.tools.bench.spread import Spread
 from tests.cli.in_process import quire_here
 
 NUMBER = r"[\d,]+(?:\.\d+)?"
@@ -171,9 +171,9 @@ def test_what_the_clock_says_is_what_the_table_says(tiny_model: Path) -> None:
 def test_a_rung_that_says_something_else_is_found_out(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from quire.bench.ladder import rungs
     from quire.cli.bench.ladder import ladder
     from quire.errors import EngineError
+    from quire.tools.bench.ladder import rungs
 
     real = rungs.generate_with_kv_cache
 
@@ -191,7 +191,7 @@ def test_a_rung_that_says_something_else_is_found_out(
 def test_quantised_weights_are_held_against_the_naive_loop_with_the_same_weights(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quire.bench.ladder import rungs
+    from quire.tools.bench.ladder import rungs
 
     real = rungs.generate_naive
     loops: list[set[str]] = []
@@ -209,7 +209,7 @@ def test_quantised_weights_are_held_against_the_naive_loop_with_the_same_weights
 
 def test_other_kernels_are_held_against_the_naive_loop_with_their_own(tiny_model: Path) -> None:
     """Where they round elsewhere: with fewer bits than float32 has."""
-    from quire.bench.ladder.rungs import find_rungs
+    from quire.tools.bench.ladder.rungs import find_rungs
 
     for dtype, expected in (("float32", [7]), ("bfloat16", [6, 7, 10])):
         with Engines(str(tiny_model), "cpu", dtype, max_model_len=256) as engines:

@@ -13,18 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quire.bench.jobs import Lengths, TokenSource, random_jobs
+from quire.backends.cpu.kernels import CpuKernels
 from quire.errors import InvalidRequestError
-from quire.kernels.cpu.kernels import CpuKernels
 from quire.kernels.ops import AttentionSpec, HeadShape, Int32Array, LayerCache, PagedBatch
 from quire.kernels.reference import ReferenceKernels
-from quire.ladder.contiguous import ContiguousCache, next_tokens
-from quire.ladder.kv_cache import generate_with_kv_cache, print_cache_growth
-from quire.ladder.naive import generate_naive
-from quire.ladder.speculation import generate_with_guesses, guess_from_repetition
-from quire.ladder.static_batching import batch_start, generate_static_batch, serve_static_batches
 from quire.models.decoder import Decoder
 from quire.sampling_params import SamplingParams
+from quire.tools.bench.jobs import Lengths, TokenSource, random_jobs
+from quire.tools.ladder.contiguous import ContiguousCache, next_tokens
+from quire.tools.ladder.kv_cache import generate_with_kv_cache, print_cache_growth
+from quire.tools.ladder.naive import generate_naive
+from quire.tools.ladder.speculation import generate_with_guesses, guess_from_repetition
+from quire.tools.ladder.static_batching import batch_start, generate_static_batch, serve_static_batches
 from tests.decoding import greedy
 from tests.random_models import SPECS, Bench, random_decoder
 

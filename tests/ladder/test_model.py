@@ -13,7 +13,7 @@ import torch
 
 from quire.errors import UnsupportedModelError
 from quire.kernels.reference import ReferenceKernels
-from quire.ladder import model
+from quire.tools.ladder import model
 from tests.decoding import all_logits
 from tests.random_models import SPECS, random_decoder
 
@@ -54,7 +54,7 @@ def test_a_score_depends_on_the_distance_alone() -> None:
 
 
 def test_the_reader_can_run_it(tiny_model: Path) -> None:
-    command = [sys.executable, "-m", "quire.ladder.model", str(tiny_model)]
+    command = [sys.executable, "-m", "quire.tools.ladder.model", str(tiny_model)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert "goes on with" in done.stdout
     assert float(done.stdout.split()[-1]) < 1e-4

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.bench.ladder.weights import compare_rounding
-from quire.kernels.cpu.kernels import CpuKernels
+from quire.backends.cpu.kernels import CpuKernels
 from quire.kernels.formats import FORMATS
 from quire.kernels.quantize import INT8, to_codes
 from quire.kernels.quantize import to_q4_0 as to_stored_q4_0
 from quire.kernels.weights import Weight
-from quire.ladder.quantized import (
+from quire.tools.bench.ladder.weights import compare_rounding
+from quire.tools.ladder.quantized import (
     BlockWeight,
     absmax,
     from_q4_1,

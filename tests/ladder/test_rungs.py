@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from quire import LLM
-from quire.bench.jobs import Job, Lengths, TokenSource, random_jobs
-from quire.bench.ladder import experiments
-from quire.bench.ladder.engines import Engines
-from quire.bench.ladder.rungs import find_rungs
-from quire.bench.ladder.settings import QUICK
-from quire.kernels.cpu.kernels import CpuKernels
+from quire.backends.cpu.kernels import CpuKernels
 from quire.kernels.reference import ReferenceKernels
-from quire.ladder.naive import generate_naive
 from quire.sampling_params import SamplingParams
+from quire.tools.bench.jobs import Job, Lengths, TokenSource, random_jobs
+from quire.tools.bench.ladder import experiments
+from quire.tools.bench.ladder.engines import Engines
+from quire.tools.bench.ladder.rungs import find_rungs
+from quire.tools.bench.ladder.settings import QUICK
+from quire.tools.ladder.naive import generate_naive
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from quire.checkpoints.gguf_file import read_gguf
 from quire.frontend.tokenizer import Tokenizer
-from quire.ladder.tokenizer import BytePairTokenizer, split_words
+from quire.tools.ladder.tokenizer import BytePairTokenizer, split_words
 from tests.frontend.helpers import TEXTS, anything, byte_level_metadata, train_byte_level
 
 Pair = tuple[BytePairTokenizer, Tokenizer]

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from quire.backends.select import device_of
 from quire.checkpoints.checkpoint import StoredCache
-from quire.convert.quantized_folder import quantize_model
 from quire.errors import ModelFormatError, UnsupportedModelError
-from quire.kernels.select import device_of
 from quire.models.load import open_model
 from quire.models.spec import ModelSpec
 from quire.runner.dtypes import pick_cache_dtype
 from quire.runner.kv_cache import KVCache
+from quire.tools.quantize import quantize_model
 from tests.decoding import load_decoder
 from tests.models.storing_kernels import StoringKernels
 

@@ -14,7 +14,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.cpu.kernels import CpuKernels
+from quire.backends.cpu.kernels import CpuKernels
 from quire.kernels.reference import ReferenceKernels
 from quire.models.families import FAMILIES
 from quire.models.load import open_model

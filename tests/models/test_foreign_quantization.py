@@ -12,12 +12,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quire.convert.quantized_folder import quantize_model
 from quire.errors import ModelFormatError
 from quire.kernels.formats import FORMATS, Format
 from quire.kernels.reference import ReferenceKernels
 from quire.models.decoder import Decoder
 from quire.models.load import open_model
+from quire.tools.quantize import quantize_model
 from tests.decoding import load_decoder
 
 CPU = torch.device("cpu")

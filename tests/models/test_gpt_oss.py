@@ -15,8 +15,8 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
+from quire.backends.cpu.kernels import CpuKernels
 from quire.errors import ModelFormatError, UnsupportedModelError
-from quire.kernels.cpu.kernels import CpuKernels
 from quire.kernels.reference import ReferenceKernels
 from quire.models.load import open_model
 from tests.decoding import all_logits, greedy, load_decoder

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 
 from bench.startup import write_checkpoint
 from quire import assemble
+from quire.backends.cpu.device import CpuDevice
 from quire.checkpoints.sources import resolve
 from quire.config import EngineConfig
 from quire.errors import DeviceError, ModelFormatError
-from quire.kernels.cpu.device import CpuDevice
 from quire.kernels.reference import ReferenceKernels
 from quire.models import load
 from quire.models.load import Progress, open_checkpoint, open_model

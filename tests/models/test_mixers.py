@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.cpu.kernels import CpuKernels
+from quire.backends.cpu.kernels import CpuKernels
 from quire.kernels.ops import HeadShape, Kernels, LayerCache, PagedBatch
 from quire.kernels.reference import ReferenceKernels
 from quire.models.config_parts import plain_attention

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels.cpu.kernels import CpuKernels
+from quire.backends.cpu.kernels import CpuKernels
+from quire.backends.select import select_kernels
 from quire.kernels.ops import Kernels
 from quire.kernels.reference import ReferenceKernels
-from quire.kernels.select import select_kernels
 from quire.models.load import open_model
 from tests.decoding import all_logits, load_decoder
 

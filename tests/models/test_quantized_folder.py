@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from quire.convert import quantized_folder
 from safetensors.torch import load_file, save_file
 
-from quire.convert import quantized_folder
-from quire.convert.quantized_folder import quantize_model
 from quire.errors import InvalidRequestError, ModelFormatError, QuireError, UnsupportedModelError
 from quire.kernels.quantize import INT8, to_codes, to_q4_0
 from quire.models.load import open_model
 from quire.models.weight_plan import plan_weights
+from quire.tools.quantize import quantize_model
 from tests.decoding import all_logits, load_decoder
 from tests.models.storing_kernels import StoringKernels
 from tests.models.test_families import random_model

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from bench.startup import write_tokenizer
 from quire.assemble import build_engine
+from quire.backends.select import device_of
 from quire.checkpoints.sources import resolve
 from quire.config import EngineConfig
 from quire.errors import DeviceError, InvalidRequestError, ModelFormatError
 from quire.kernels.formats import FORMATS, Format
 from quire.kernels.quantize import INT8, to_codes, to_q4_0
-from quire.kernels.select import device_of
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from quire.models.load import open_model
@@ -269,7 +269,7 @@ def test_quantised_weights_on_a_cpu_mean_float32(
     tmp_path: Path, quantization: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where bfloat16 would be quicker: other machines compute the same bits."""
-    monkeypatch.setattr("quire.kernels.cpu.device._multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr("quire.backends.cpu.device._multiplies_bfloat16", lambda: True)
     path = tmp_path / "model.gguf"
     write_blocks(path, LLAMA, lambda _: "Q4_0")
     config = EngineConfig(quantization=quantization, kernels="reference", device="cpu")

@@ -10,12 +10,12 @@ from xml.etree import ElementTree
 import pytest
 
 from quire.engine import EngineCore, Scheduler, SchedulerConfig, make_requests
-from quire.observe.explain import PARTS, explain_request, request_names
-from quire.observe.explain_text import explanation_svg, explanation_text
 from quire.observe.step_log import StepLog, read_step_log
 from quire.sampling_params import SamplingParams
-from quire.simulate.fake_runner import FakeRunner
 from quire.step import RequestMetrics, StepLogEntry
+from quire.tools.explain.explain import PARTS, explain_request, request_names
+from quire.tools.explain.text import explanation_svg, explanation_text
+from quire.tools.simulate.fake_runner import FakeRunner
 from tests.long_runs import short_or_long
 
 CONFIG = SchedulerConfig(num_blocks=40, max_num_seqs=6, max_batched_tokens=24, max_model_len=96, block_size=4)

@@ -21,9 +21,9 @@ from quire.server.engine_watch import EngineWatch
 from quire.server.errors import ApiError
 from quire.server.messages import Watched
 from quire.server.watch_hub import WatchHub, WatchHubs
-from quire.simulate.scenario import make_scenario
-from quire.simulate.simulation import Simulation
 from quire.step import Admission, Finished, ScheduledRequest, Step, StepLogEntry, StepResult
+from quire.tools.simulate.scenario import make_scenario
+from quire.tools.simulate.simulation import Simulation
 
 CONFIG = SchedulerConfig(num_blocks=9, max_num_seqs=4, max_batched_tokens=64, max_model_len=64, block_size=4)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from quire.backends.select import select_kernels
 from quire.config import EngineConfig
-from quire.kernels.select import select_kernels
 from quire.observe import measure_costs
 from quire.observe.measure_costs import about_model, costs_of_shapes, measured_costs
 from quire.observe.step_log import LoggedModel

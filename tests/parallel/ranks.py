@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
+from quire.backends.select import pick_device
 from quire.kernels.ops import Kernels
-from quire.kernels.select import pick_device
 from quire.kernels.weights import Part, Weight
 from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec

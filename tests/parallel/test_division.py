@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.backends.cpu.kernels import CpuKernels
 from quire.errors import InvalidRequestError
-from quire.kernels.cpu.kernels import CpuKernels
 from quire.kernels.weights import Weight
 from quire.models.config_parts import plain_attention
 from quire.models.decoder import Decoder

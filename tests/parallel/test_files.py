@@ -11,10 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from quire.backends.cpu.kernels import CpuKernels
 from quire.checkpoints.safetensors_checkpoint import open_safetensors
-from quire.convert.quantized_folder import quantize_model
 from quire.errors import ModelFormatError
-from quire.kernels.cpu.kernels import CpuKernels
 from quire.kernels.formats import Format
 from quire.kernels.ops import Kernels
 from quire.kernels.reference import ReferenceKernels
@@ -26,6 +25,7 @@ from quire.models.spec import ModelSpec, MoeSpec
 from quire.models.weight_plan import ModelFiles, plan_weights
 from quire.parallel.division import Division
 from quire.parallel.files import divide_files
+from quire.tools.quantize import quantize_model
 from tests.models import test_foreign_quantization as foreign
 from tests.parallel.ranks import divided
 from tests.random_models import SPECS

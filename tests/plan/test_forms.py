@@ -14,21 +14,21 @@ import torch
 from typer.testing import CliRunner
 
 from bench.shapes import CONFIGS, spec_of
+from quire.backends.select import pick_device
+from quire.backends.triton.packed_size import packed_size
 from quire.cli.main import app
 from quire.config import EngineConfig
 from quire.errors import CapacityError
 from quire.kernels.formats import FORMATS, gpu_computes
-from quire.kernels.select import pick_device
-from quire.kernels.triton.packed_size import packed_size
 from quire.models.load import open_model
 from quire.models.weight_plan import plan_weights
-from quire.plan.cards import CardKernels
-from quire.plan.devices import PlannedDevice, Shares, named_device
-from quire.plan.forms import Form, forms_of
-from quire.plan.model import PlannedModel, described_model, open_planned
-from quire.plan.work import Rates
 from quire.runner.memory import check_weights_fit
 from quire.runner.worker import choose_weights
+from quire.tools.plan.cards import CardKernels
+from quire.tools.plan.devices import PlannedDevice, Shares, named_device
+from quire.tools.plan.forms import Form, forms_of
+from quire.tools.plan.model import PlannedModel, described_model, open_planned
+from quire.tools.plan.work import Rates
 
 H200, A100 = named_device("h200"), named_device("a100")
 CPU = PlannedDevice("a CPU", 16 * 2**30, Rates(50e9, 1e12), Shares(), "made up")
@@ -65,12 +65,12 @@ def with_quantization(folder: Path, shape: str, quantization: dict[str, Any]) ->
 @pytest.mark.parametrize("capability", [(0, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0)])
 def test_a_card_keeps_what_its_kernels_would(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     """The rule is the kernels' own, which ask the GPU that is there."""
-    quantized = pytest.importorskip("quire.kernels.triton.quantized")
-    from quire.kernels.triton.kernels import TritonKernels
+    quantized = pytest.importorskip("quire.backends.triton.quantized")
+    from quire.backends.triton.kernels import TritonKernels
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    monkeypatch.setattr("quire.kernels.triton.kernels.num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr("quire.backends.triton.kernels.num_multiprocessors", lambda device: 132)
     kernels, real = CardKernels(capability, torch.bfloat16), TritonKernels()
     for format in FORMATS.values():
         assert kernels.computes(format) is quantized.computes(format) is gpu_computes(format, capability)
@@ -89,7 +89,7 @@ import json, sys, torch
 from quire.kernels.formats import FORMATS
 from quire.kernels.weights import Weight
 try:
-    from quire.kernels.triton import quantized
+    from quire.backends.triton import quantized
     assert quantized.HAS_GLUON
 except (ImportError, AssertionError):
     sys.exit(5)
@@ -133,7 +133,7 @@ def test_formats_are_those_a_card_has_kernels_for() -> None:
 def test_on_a_cpu_the_usual_dtype_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     model = planned("qwen3-0.6b")
     for has_it, names in ((False, ["float32", "bfloat16"]), (True, ["bfloat16", "float32"])):
-        monkeypatch.setattr("quire.kernels.cpu.device._multiplies_bfloat16", lambda has_it=has_it: has_it)
+        monkeypatch.setattr("quire.backends.cpu.device._multiplies_bfloat16", lambda has_it=has_it: has_it)
         forms = list(forms_of(model, CPU))
         assert [form.name for form in forms] == [*names, "int8", "int4"]
         assert [form.option for form in forms[:2]] == ["dtype=auto", f"dtype={names[1]}"]

@@ -18,15 +18,15 @@ from quire.checkpoints.checkpoint import StoredCache
 from quire.cli.main import app
 from quire.config import EngineConfig
 from quire.errors import InvalidRequestError, ModelNotFoundError
-from quire.plan.devices import PCIE, PlannedDevice, Shares, named_device
-from quire.plan.estimate import Estimate, Load, StepTimes, estimate, serve
-from quire.plan.forms import Form, forms_of
-from quire.plan.model import PlannedModel, described_model
-from quire.plan.report import Findings, advice
-from quire.plan.work import Rates
-from quire.plan.workload import Job, Lengths, draw_jobs, read_jobs, workload_seconds
 from quire.runner.layer_groups import LayerGroups
 from quire.runner.memory import Needs, plan_cache
+from quire.tools.plan.devices import PCIE, PlannedDevice, Shares, named_device
+from quire.tools.plan.estimate import Estimate, Load, StepTimes, estimate, serve
+from quire.tools.plan.forms import Form, forms_of
+from quire.tools.plan.model import PlannedModel, described_model
+from quire.tools.plan.report import Findings, advice
+from quire.tools.plan.work import Rates
+from quire.tools.plan.workload import Job, Lengths, draw_jobs, read_jobs, workload_seconds
 
 H200 = named_device("h200")
 CPU = PlannedDevice("a CPU", 16 * 2**30, Rates(50e9, 1e12), Shares(), "made up")

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.kernels import CpuKernels
+from quire.backends.cpu.kernels import CpuKernels
 from quire.kernels.ops import Kernels
 from quire.runner.request_rows import RequestRows
 from quire.sampling.draws import Draws

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quire.backends.select import device_of
 from quire.errors import DeviceError
-from quire.kernels.select import device_of
 from quire.runner.dtypes import pick_cache_dtype
 from quire.runner.kv_cache import KVCache, token_bytes
 from quire.step import BlockCopy

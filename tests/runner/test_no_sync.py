@@ -25,7 +25,7 @@ from tests.runner.test_sampler import mixed_jobs
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from quire.kernels.triton.kernels import TritonKernels
+from quire.backends.triton.kernels import TritonKernels
 
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU:

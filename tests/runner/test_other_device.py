@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from quire.assemble import Engine, assemble
+from quire.backends.select import device_of, select_kernels
 from quire.config import EngineConfig
 from quire.engine import make_requests
-from quire.kernels.select import device_of, select_kernels
 from quire.models.decoder import Decoder
 from quire.runner.graphs import DecodeGraphs
 from quire.runner.kv_cache import KVCache
@@ -153,7 +153,7 @@ def graph_runner(decoder: Decoder, num_blocks: int, max_num_seqs: int) -> Runner
 def test_graphs_of_another_device_give_the_same_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the kernels that have work lists for graphs, in their interpreter."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    from quire.kernels.triton.kernels import TritonKernels
+    from quire.backends.triton.kernels import TritonKernels
 
     quicken()
     use_late_device(monkeypatch)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from quire.backends.select import select_kernels
 from quire.engine import make_requests
 from quire.kernels.reference import ReferenceKernels
-from quire.kernels.select import select_kernels
 from quire.models.decoder import Decoder
 from quire.runner.pooling import PoolingRows
 from quire.runner.step_outputs import StepOutputs

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from quire.bench.http_client import HttpClient, HttpError
-from quire.bench.jobs import Job, Lengths, TokenSource, file_jobs, prefix_jobs, random_jobs
-from quire.bench.serve.figures import Metrics, parse_goodput, serving_report, summarize
-from quire.bench.serve.load import Load, Result, measure, request
-from quire.bench.spread import percentile_of
 from quire.cli.main import app
 from quire.errors import InvalidRequestError, QuireError
+from quire.tools.bench.http_client import HttpClient, HttpError
+from quire.tools.bench.jobs import Job, Lengths, TokenSource, file_jobs, prefix_jobs, random_jobs
+from quire.tools.bench.serve.figures import Metrics, parse_goodput, serving_report, summarize
+from quire.tools.bench.serve.load import Load, Result, measure, request
+from quire.tools.bench.spread import percentile_of
 from tests.server.harness import KEY, SMALL_ENGINE, Server
 
 

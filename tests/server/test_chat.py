@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.observe.explain_text import explanation_svg
+from quire.tools.explain.text import explanation_svg
 from tests.server.harness import Server, error_of
 
 MESSAGES = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]

@@ -10,13 +10,13 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.observe.explain_text import TITLES
 from quire.observe.request_records import RecordBook
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.engine_client import EngineClient
 from quire.server.messages import Command, Watch
 from quire.server.routes.page import FILES
+from quire.tools.explain.text import TITLES
 
 
 def get(paths: dict[str, dict[str, str]], **config: Any) -> dict[str, httpx.Response]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from fastapi import FastAPI, Request
 
+from quire.backends.select import device_of
 from quire.config import EngineConfig
 from quire.engine import EngineCore, Scheduler, SchedulerConfig, make_requests
 from quire.errors import CapacityError, InvalidRequestError, QuireError
@@ -21,7 +22,6 @@ from quire.frontend.reasoning import ReasoningSplitter
 from quire.frontend.tokenizer import Tokenizer
 from quire.frontend.tool_calls import ToolSupport
 from quire.frontend.tool_calls.hermes import HermesParser
-from quire.kernels.select import device_of
 from quire.observe.prometheus import ServerMetrics
 from quire.observe.request_records import RecordBook, RequestRecord, describe_request
 from quire.observe.step_log import StepLog
@@ -38,8 +38,8 @@ from quire.server.prompts import EncodedPrompt, PromptEncoder
 from quire.server.protocol.common import Body
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.text_call import new_reader
-from quire.simulate.fake_runner import FakeRunner
 from quire.step import PromptScores, RequestMetrics, RequestUpdate, TokenScore
+from quire.tools.simulate.fake_runner import FakeRunner
 from tests.frontend.helpers import byte_level_metadata, train_byte_level
 from tests.frontend.templates import QWEN
 from tests.frontend.test_tool_plan import make_tokenizer

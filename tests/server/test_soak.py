@@ -9,9 +9,9 @@ from types import ModuleType
 
 import pytest
 
-from quire.bench.http_client import HttpClient
 from quire.observe.request_records import RecordBook
 from quire.observe.step_log import StepLog
+from quire.tools.bench.http_client import HttpClient
 from tests.server.harness import ROOT
 
 MIB = 2**20

@@ -11,12 +11,12 @@ from quire.engine import EngineCore, Scheduler, SchedulerConfig
 from quire.errors import QuireError
 from quire.observe.engine_metrics import derive_metrics
 from quire.observe.step_log import LoggedEngine, StepLog
-from quire.simulate.calibration import Calibrator, config_for
-from quire.simulate.recorded import recorded_requests
-from quire.simulate.step_shapes import SeenSteps, StepShape, add_seconds, shapes_to_measure
-from quire.simulate.step_times import fit_step_times
-from quire.simulate.what_if import Setting, Summary, parse_changes, predict
 from quire.step import Step, StepLogEntry, StepResult
+from quire.tools.what_if.calibration import Calibrator, config_for
+from quire.tools.what_if.recorded import recorded_requests
+from quire.tools.what_if.step_shapes import SeenSteps, StepShape, add_seconds, shapes_to_measure
+from quire.tools.what_if.step_times import fit_step_times
+from quire.tools.what_if.what_if import Setting, Summary, parse_changes, predict
 from tests.simulate.test_what_if import CONFIG, Machine, close, run
 
 SMALL = replace(CONFIG, max_batched_tokens=24)

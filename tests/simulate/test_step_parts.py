@@ -12,13 +12,13 @@ from quire.engine import EngineCore, Scheduler, SchedulerConfig, make_requests
 from quire.observe.engine_metrics import derive_metrics
 from quire.observe.step_log import LoggedEngine, StepLog
 from quire.sampling_params import SamplingParams
-from quire.simulate.calibration import Calibrator, config_for
-from quire.simulate.recorded import recorded_requests
-from quire.simulate.step_parts import timed_steps
-from quire.simulate.step_shapes import SeenSteps, StepShape
-from quire.simulate.step_times import StepTimes, fit_step_times
-from quire.simulate.what_if import Setting, Summary, parse_changes, predict
 from quire.step import Step, StepLogEntry, StepResult
+from quire.tools.what_if.calibration import Calibrator, config_for
+from quire.tools.what_if.recorded import recorded_requests
+from quire.tools.what_if.step_parts import timed_steps
+from quire.tools.what_if.step_shapes import SeenSteps, StepShape
+from quire.tools.what_if.step_times import StepTimes, fit_step_times
+from quire.tools.what_if.what_if import Setting, Summary, parse_changes, predict
 from tests.long_runs import IS_LONG
 from tests.simulate.test_what_if import CONFIG, close
 from tests.simulate.test_what_if import run as run_as_a_whole

@@ -18,11 +18,11 @@ from quire.observe.engine_metrics import derive_metrics
 from quire.observe.step_costs import StepCosts
 from quire.observe.step_log import LoggedEngine, StepLog, last_run
 from quire.sampling_params import SamplingParams
-from quire.simulate import players
-from quire.simulate.recorded import recorded_requests
-from quire.simulate.step_times import StepTimes, fit_step_times
-from quire.simulate.what_if import PLAYS, Setting, Summary, parse_changes, play, predict, predict_all
 from quire.step import Step, StepLogEntry, StepResult
+from quire.tools.simulate import players
+from quire.tools.what_if.recorded import recorded_requests
+from quire.tools.what_if.step_times import StepTimes, fit_step_times
+from quire.tools.what_if.what_if import PLAYS, Setting, Summary, parse_changes, play, predict, predict_all
 
 CONFIG = SchedulerConfig(num_blocks=129, max_num_seqs=4, max_batched_tokens=64, max_model_len=512)
 

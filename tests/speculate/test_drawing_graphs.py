@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.kernels.cpu import recording
+from quire.backends.cpu import recording
 from quire.models.decoder import Decoder
 from quire.sampling_params import SamplingParams
 from tests.random_models import SPECS, Bench, random_decoder

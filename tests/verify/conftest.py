@@ -9,7 +9,7 @@ import torch
 from quire.assemble import assemble
 from quire.config import EngineConfig
 from quire.kernels.ops import Kernels
-from quire.verify.engines import Model
+from quire.tools.verify.engines import Model
 from tests.random_models import SPECS, random_decoder
 
 

@@ -12,13 +12,13 @@ import torch
 from typer.testing import CliRunner
 
 from quire.assemble import Engine
+from quire.backends.cpu.device import CpuDevice
+from quire.backends.select import select_kernels
 from quire.cli.main import app
 from quire.config import EngineConfig
 from quire.errors import CapacityError, InvalidRequestError
-from quire.kernels.cpu.device import CpuDevice
-from quire.kernels.select import select_kernels
-from quire.verify import check, engines
-from quire.verify.axes import LoadedModel
+from quire.tools.verify import check, engines
+from quire.tools.verify.axes import LoadedModel
 from tests.ladder.conftest import tiny_model as tiny_model
 from tests.verify.conftest import make_model
 

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 import quire.sampling.sampler as sampler
+from quire.backends.select import select_kernels
 from quire.engine import scheduler
 from quire.errors import EngineError
 from quire.kernels.reference import ReferenceKernels
-from quire.kernels.select import select_kernels
 from quire.kernels.weights import Weight
 from quire.runner.request_rows import RequestRows
 from quire.step import Admission, Step
-from quire.verify.axes import LoadedModel
-from quire.verify.cases import Case
-from quire.verify.check import Verdict, verify
-from quire.verify.report import summary
-from quire.verify.subject import Answers, Axis, Comparison, pairs_of
+from quire.tools.verify.axes import LoadedModel
+from quire.tools.verify.cases import Case
+from quire.tools.verify.check import Verdict, verify
+from quire.tools.verify.report import summary
+from quire.tools.verify.subject import Answers, Axis, Comparison, pairs_of
 from tests.verify.conftest import make_model
 
 CPU = select_kernels(torch.device("cpu"), torch.float32)

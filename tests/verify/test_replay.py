@@ -96,7 +96,7 @@ def test_what_if_measures_steps_that_the_log_does_not_have(
     assert engine is not None
     assert engine.model is not None
     assert (engine.model.name, engine.model.device) == (str(tiny_model), "cpu")
-    monkeypatch.setattr("quire.simulate.calibration._SPEEDS", (0.0, 1e9))  # steps of a tiny model are mostly noise
+    monkeypatch.setattr("quire.tools.what_if.calibration._SPEEDS", (0.0, 1e9))  # steps of a tiny model are mostly noise
     change = ("--what-if", "max_num_seqs=16,max_batched_tokens=64")
     told = json.loads(invoke(log, "--json", *change)[1])
     assert told["calibration"]["model"] == str(tiny_model)

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from quire.bench.http_client import HttpError
-from quire.verify.check import Verdict
-from quire.verify.server import verify_server
+from quire.tools.bench.http_client import HttpError
+from quire.tools.verify.check import Verdict
+from quire.tools.verify.server import verify_server
 
 _count = itertools.count()
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from quire.errors import CapacityError
 from quire.frontend.tokenizer import Tokenizer
 from quire.sampling_params import SamplingParams
-from quire.verify.answers import Answer, Difference, Pair, differences
-from quire.verify.cases import KINDS, Case, draw_cases
-from quire.verify.shrink import shrink
+from quire.tools.verify.answers import Answer, Difference, Pair, differences
+from quire.tools.verify.cases import KINDS, Case, draw_cases
+from quire.tools.verify.shrink import shrink
 
 SEEN = Difference(0, 0, "tokens", 0, 1, 2)
 TOKENIZER = Tokenizer.of_bytes()

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from quire.sampling_params import SamplingParams
-from quire.verify import check
-from quire.verify.answers import Answer
-from quire.verify.cases import Case
-from quire.verify.check import verify
-from quire.verify.subject import Answers, Axis, Comparison, Sizes, pairs_of
+from quire.tools.verify import check
+from quire.tools.verify.answers import Answer
+from quire.tools.verify.cases import Case
+from quire.tools.verify.check import verify
+from quire.tools.verify.subject import Answers, Axis, Comparison, Sizes, pairs_of
 
 
 class Clock:

@@ -56,9 +56,9 @@ def compare(
     quire bench compare --peer transformers --requests 16 --prompt-tokens 50-150 --new-tokens 16-64
     quire bench compare --peer openai-url --url http://localhost:8000/v1 --peer-batch 32
     """
-    from quire.bench.comparison import STANDARD, Workload, compare_engines
-    from quire.bench.jobs import Lengths
     from quire.errors import InvalidRequestError
+    from quire.tools.bench.comparison import STANDARD, Workload, compare_engines
+    from quire.tools.bench.jobs import Lengths
 
     workloads: tuple[Workload, ...] = STANDARD
     if num_requests is not None:

@@ -35,10 +35,10 @@ def ladder(
     quire bench ladder --output ladder-results --plot png
     quire bench ladder Qwen/Qwen3-0.6B --device cuda
     """
-    from quire.bench.ladder.climb import climb
-    from quire.bench.ladder.engines import Engines
-    from quire.bench.ladder.settings import FULL, QUICK
-    from quire.bench.plot import check_format, plot_bars
+    from quire.tools.bench.ladder.climb import climb
+    from quire.tools.bench.ladder.engines import Engines
+    from quire.tools.bench.ladder.settings import FULL, QUICK
+    from quire.tools.bench.plot import check_format, plot_bars
 
     path = output / f"ladder.{plot}"
     check_format(path)

@@ -32,9 +32,9 @@ def throughput(
     quire bench throughput Qwen/Qwen3-0.6B --device cuda --requests 256 --max-num-seqs 256
     quire bench throughput Qwen/Qwen3-32B --tensor-parallel-size 4 --requests 256
     """
-    from quire.bench.jobs import Lengths
-    from quire.bench.offline import measure_throughput, open_engine
-    from quire.bench.report import Report
+    from quire.tools.bench.jobs import Lengths
+    from quire.tools.bench.offline import measure_throughput, open_engine
+    from quire.tools.bench.report import Report
 
     prompts, answers = Lengths.parse("--prompt-tokens", prompt_tokens), Lengths.parse("--new-tokens", new_tokens)
     engine = {"device": device, "dtype": dtype, "quantization": quantization, "kernels": kernels}
@@ -68,9 +68,9 @@ def latency(
     quire bench latency --prompt-tokens 4000 --device cpu --kv-cache-dtype int8
     quire bench latency --prompt-tokens 1000 --new-tokens 16 --dtype float32
     """
-    from quire.bench.jobs import Lengths
-    from quire.bench.offline import measure_latency, open_engine
-    from quire.bench.report import Report
+    from quire.tools.bench.jobs import Lengths
+    from quire.tools.bench.offline import measure_latency, open_engine
+    from quire.tools.bench.report import Report
 
     prompts, answers = Lengths.parse("--prompt-tokens", prompt_tokens), Lengths.parse("--new-tokens", new_tokens)
     engine = {"device": device, "dtype": dtype, "quantization": quantization, "kernels": kernels}

@@ -10,7 +10,7 @@ from typer import Option
 from quire.cli.terminal import say
 
 if TYPE_CHECKING:
-    from quire.bench.report import Report
+    from quire.tools.bench.report import Report
 
 Requests = Annotated[int, Option("--requests", metavar="N", min=1, help="How many requests.")]
 PromptTokens = Annotated[str, Option(metavar="N|LOW-HIGH", help="How long prompts are.")]

@@ -36,7 +36,7 @@ def quality(
     quire bench quality Qwen/Qwen3-0.6B --quantization int8 --quantization int4
     quire bench quality small.gguf --against org/name --text novel.txt
     """
-    from quire.bench.quality import OWN_TEXT, measure_quality, read_text
+    from quire.tools.bench.quality import OWN_TEXT, measure_quality, read_text
 
     forms = quantization or ["auto"]
     report = measure_quality(

@@ -72,11 +72,11 @@ def serve(
     """
     import asyncio
 
-    from quire.bench.jobs import Lengths, TokenSource, check_least, file_jobs, prefix_jobs, random_jobs
-    from quire.bench.machine import report_facts
-    from quire.bench.plot import check_plotting, plot_requests
-    from quire.bench.serve.figures import Metrics, serving_report
-    from quire.bench.serve.load import Load, measure_server
+    from quire.tools.bench.jobs import Lengths, TokenSource, check_least, file_jobs, prefix_jobs, random_jobs
+    from quire.tools.bench.machine import report_facts
+    from quire.tools.bench.plot import check_plotting, plot_requests
+    from quire.tools.bench.serve.figures import Metrics, serving_report
+    from quire.tools.bench.serve.load import Load, measure_server
 
     prompts = Lengths.around("--random-input-len", random_input_len, random_range_ratio)
     answers = Lengths.around("--random-output-len", random_output_len, random_range_ratio)

@@ -10,14 +10,14 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from quire import __version__
-from quire.observe.explain_outside import add_outside
-from quire.observe.explain_text import explanation_text
 from quire.server.errors import ApiError
 from quire.server.guard.auth import seen_by
 from quire.server.http_responses import JsonResponse
 from quire.server.others import hide_others
 from quire.server.replicas.pool import ReplicaPool
 from quire.server.service import GenerationService, get_service
+from quire.tools.explain.outside import add_outside
+from quire.tools.explain.text import explanation_text
 
 router = APIRouter()
 

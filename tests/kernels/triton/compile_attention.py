@@ -8,7 +8,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from quire.kernels.triton.attention import _decode_kernel, _prefill_kernel, fitting_tiles
+from quire.backends.triton.attention import _decode_kernel, _prefill_kernel, fitting_tiles
 from tests.kernels.triton.compile_small_batches import ATTENTION_TYPES
 from tests.long_runs import IS_LONG
 

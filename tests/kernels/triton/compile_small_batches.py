@@ -14,11 +14,11 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from quire.kernels.triton.prompt_attention import _REGISTERS, _prompt_kernel
-from quire.kernels.triton.single_row_linear import _single_row_kernel
-from quire.kernels.triton.small_batch_attention import _small_batch_kernel
-from quire.kernels.triton.streamed_experts import BLOCKS, _experts_kernel
-from quire.kernels.triton.streamed_linear import _asm, _int4_kernel
+from quire.backends.triton.prompt_attention import _REGISTERS, _prompt_kernel
+from quire.backends.triton.single_row_linear import _single_row_kernel
+from quire.backends.triton.small_batch_attention import _small_batch_kernel
+from quire.backends.triton.streamed_experts import BLOCKS, _experts_kernel
+from quire.backends.triton.streamed_linear import _asm, _int4_kernel
 from tests.long_runs import IS_LONG
 
 ATTENTION_TYPES = {

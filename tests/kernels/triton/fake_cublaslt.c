@@ -1,4 +1,4 @@
-/* cublasLt as far as quire/kernels/triton/cublas.py calls it, on bfloat16 matrices in the CPU's memory. It returns an
+/* cublasLt as far as quire/backends/triton/cublas.py calls it, on bfloat16 matrices in the CPU's memory. It returns an
    error where the real one might read wrong memory or be allowed to split sums. */
 
 #include <stdint.h>

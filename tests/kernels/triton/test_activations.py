@@ -22,7 +22,7 @@ from tests.kernels.triton.support import (
     random,
 )
 
-from quire.kernels.triton.rowwise import activate, gate, sigmoid_mul, soft_cap_  # isort: skip  (after the check for Triton)
+from quire.backends.triton.rowwise import activate, gate, sigmoid_mul, soft_cap_  # isort: skip  (after the check for Triton)
 
 pytestmark = MARKS
 SILU = Activation.SILU

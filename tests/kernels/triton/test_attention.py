@@ -18,9 +18,9 @@ from tests import decoding
 from tests.kernels.triton.support import DEVICE, DTYPES, MARKS, NAN, ON_GPU, drawn, in_graph, random
 
 from quire.kernels.ops import AttentionSpec, HeadShape, LayerCache, PagedBatch  # isort: skip  (after the check)
-from quire.kernels.triton.attention import decode_attention, prefill_attention  # isort: skip
-from quire.kernels.triton import attention_work as module  # isort: skip
-from quire.kernels.triton.kernels import TritonKernels  # isort: skip
+from quire.backends.triton.attention import decode_attention, prefill_attention  # isort: skip
+from quire.backends.triton import attention_work as module  # isort: skip
+from quire.backends.triton.kernels import TritonKernels  # isort: skip
 
 pytestmark = MARKS
 KERNELS = TritonKernels()

@@ -16,9 +16,9 @@ import torch
 
 from tests.kernels.triton.support import DEVICE, MARKS, ON_GPU, random
 
-from quire.kernels.triton import cublas  # isort: skip  (after the check for Triton)
-from quire.kernels.triton import kernels as kernels_module  # isort: skip
-from quire.kernels.triton.linear import linear  # isort: skip
+from quire.backends.triton import cublas  # isort: skip  (after the check for Triton)
+from quire.backends.triton import kernels as kernels_module  # isort: skip
+from quire.backends.triton.linear import linear  # isort: skip
 from quire.kernels.weights import Weight  # isort: skip
 
 pytestmark = MARKS

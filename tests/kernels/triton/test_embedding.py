@@ -7,7 +7,7 @@ import torch
 
 from tests.kernels.triton.support import DEVICE, DTYPES, MARKS, random
 
-from quire.kernels.triton.rowwise import embedding  # isort: skip  (after the check for Triton)
+from quire.backends.triton.rowwise import embedding  # isort: skip  (after the check for Triton)
 
 pytestmark = MARKS
 

@@ -13,7 +13,7 @@ from quire.kernels.ops import FILTERS
 from quire.kernels.reference import ReferenceKernels
 from tests.kernels.triton.support import DEVICE, MARKS, NAN, ON_GPU, ROW_COUNTS, drawn, random
 
-from quire.kernels.triton.filters import CHUNK, filter_rows_  # isort: skip
+from quire.backends.triton.filters import CHUNK, filter_rows_  # isort: skip
 
 pytestmark = MARKS
 INFINITE = float("inf")

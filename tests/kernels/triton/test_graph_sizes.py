@@ -16,11 +16,11 @@ import torch
 from triton.runtime.jit import JITFunction, KernelInterface
 
 from bench.shapes import spec_of
-from quire.kernels import select
-from quire.kernels.cpu.device import CpuDevice
+from quire.backends import select
+from quire.backends.cpu.device import CpuDevice
+from quire.backends.triton import quantized
+from quire.backends.triton.kernels import TritonKernels
 from quire.kernels.formats import FORMATS, gpu_computes
-from quire.kernels.triton import quantized
-from quire.kernels.triton.kernels import TritonKernels
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec

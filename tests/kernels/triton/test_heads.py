@@ -22,7 +22,7 @@ from tests.kernels.triton.support import (
 
 from quire.kernels.reference import ReferenceKernels  # isort: skip
 from quire.kernels.ops import HeadNorms, HeadShape, LayerCache  # isort: skip  (after the check for Triton)
-from quire.kernels.triton.heads import qkv_to_cache_  # isort: skip
+from quire.backends.triton.heads import qkv_to_cache_  # isort: skip
 
 pytestmark = MARKS
 EPS, BLOCK_SIZE, MAX_POSITION = 1e-6, 16, 300

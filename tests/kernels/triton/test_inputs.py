@@ -8,7 +8,7 @@ import torch
 from tests.kernels.triton.support import DEVICE, MARKS
 
 from quire.kernels.reference import ReferenceKernels  # isort: skip  (after the check for Triton)
-from quire.kernels.triton.inputs import gather_inputs  # isort: skip
+from quire.backends.triton.inputs import gather_inputs  # isort: skip
 
 pytestmark = MARKS
 

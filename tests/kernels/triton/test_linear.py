@@ -26,9 +26,9 @@ from tests.kernels.triton.support import (
 )
 
 from quire.kernels.ops import Activation  # isort: skip  (after the check for Triton)
-from quire.kernels.triton.kernels import TritonKernels, rows_are_exact  # isort: skip
-from quire.kernels.triton import cublas  # isort: skip
-from quire.kernels.triton.linear import linear, room_for, tile_of  # isort: skip
+from quire.backends.triton.kernels import TritonKernels, rows_are_exact  # isort: skip
+from quire.backends.triton import cublas  # isort: skip
+from quire.backends.triton.linear import linear, room_for, tile_of  # isort: skip
 from quire.kernels.weights import Weight  # isort: skip
 
 pytestmark = MARKS
@@ -103,8 +103,8 @@ def test_cublas_adds_in_the_same_order(shape: tuple[int, int]) -> None:
 
 USERS_SETTINGS = """
 import torch
-from quire.kernels.triton.kernels import TritonKernels
-from quire.kernels.triton.linear import linear
+from quire.backends.triton.kernels import TritonKernels
+from quire.backends.triton.linear import linear
 from quire.kernels.weights import Weight
 
 generator = torch.Generator("cuda").manual_seed(0)

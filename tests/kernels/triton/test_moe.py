@@ -28,8 +28,8 @@ from tests.kernels.triton.support import (
     random,
 )
 
-from quire.kernels.triton.grouping import group_pairs  # isort: skip  (after the check for Triton)
-from quire.kernels.triton.moe import moe, route, tile_width  # isort: skip
+from quire.backends.triton.grouping import group_pairs  # isort: skip  (after the check for Triton)
+from quire.backends.triton.moe import moe, route, tile_width  # isort: skip
 
 pytestmark = MARKS
 

@@ -19,7 +19,7 @@ from tests.kernels.triton.support import (
     random,
 )
 
-from quire.kernels.triton.rowwise import MAX_SIZE, add_rms_norm, layer_norm, rms_norm  # isort: skip  (after the check for Triton)
+from quire.backends.triton.rowwise import MAX_SIZE, add_rms_norm, layer_norm, rms_norm  # isort: skip  (after the check for Triton)
 
 pytestmark = MARKS
 EPS = 1e-6

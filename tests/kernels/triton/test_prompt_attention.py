@@ -12,11 +12,11 @@ from tests.kernels.triton.support import DEVICE, MARKS, NAN, ON_GPU, drawn
 from tests.kernels.triton.test_attention import make, one_each
 
 from quire.kernels.ops import AttentionSpec, HeadShape  # isort: skip  (after the check for Triton)
-from quire.kernels.triton import attention as paged, attention_work  # isort: skip
+from quire.backends.triton import attention as paged, attention_work  # isort: skip
 
 ON_HOPPER = ON_GPU and torch.cuda.get_device_capability()[0] == 9
 if ON_HOPPER:
-    from quire.kernels.triton import prompt_attention, small_batch_attention
+    from quire.backends.triton import prompt_attention, small_batch_attention
 
 pytestmark = [*MARKS, pytest.mark.skipif(not ON_HOPPER, reason="this kernel is for Hopper")]
 

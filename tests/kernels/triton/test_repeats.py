@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from quire.kernels.repeats import match_lengths as define
 from tests.kernels.triton.support import DEVICE, MARKS, drawn
 
-from quire.kernels.triton.repeats import match_lengths  # isort: skip
+from quire.backends.triton.repeats import match_lengths  # isort: skip
 
 pytestmark = MARKS
 

@@ -11,8 +11,8 @@ from quire.kernels.noise import gumbel_noise, noise_keys
 from quire.kernels.reference import ReferenceKernels
 from tests.kernels.triton.support import DEVICE, DTYPES, MARKS, ON_GPU, ROW_COUNTS, assert_rows_alone, in_graph, random
 
-from quire.kernels.triton.kernels import TritonKernels  # isort: skip  (after the check for Triton)
-from quire.kernels.triton.sampling import (  # isort: skip
+from quire.backends.triton.kernels import TritonKernels  # isort: skip  (after the check for Triton)
+from quire.backends.triton.sampling import (  # isort: skip
     HAS_NAN,
     NOTHING_LEFT,
     gumbel_argmax,

@@ -10,7 +10,7 @@ import torch
 from quire.kernels.scores import score_tokens as define
 from tests.kernels.triton.support import DEVICE, MARKS, ON_GPU, assert_rows_alone, random
 
-from quire.kernels.triton.scores import likeliest, score_tokens  # isort: skip
+from quire.backends.triton.scores import likeliest, score_tokens  # isort: skip
 
 pytestmark = MARKS
 

@@ -19,15 +19,15 @@ from tests.kernels.triton.test_attention import make, one_each
 from tests.long_runs import short_or_long
 
 from quire.kernels.ops import Activation, AttentionSpec, HeadShape  # isort: skip  (after the check for Triton)
-from quire.kernels.triton import attention as paged, small_batches  # isort: skip
-from quire.kernels.triton.attention_work import attention_work, decode_lists, divided  # isort: skip
-from quire.kernels.triton.kernels import TritonKernels  # isort: skip
-from quire.kernels.triton.linear import linear  # isort: skip
+from quire.backends.triton import attention as paged, small_batches  # isort: skip
+from quire.backends.triton.attention_work import attention_work, decode_lists, divided  # isort: skip
+from quire.backends.triton.kernels import TritonKernels  # isort: skip
+from quire.backends.triton.linear import linear  # isort: skip
 from quire.kernels.weights import Weight  # isort: skip
 from quire.kernels.quantize import FP8, quantize  # isort: skip
 
 if ON_GPU:
-    from quire.kernels.triton import single_row_linear, small_batch_attention
+    from quire.backends.triton import single_row_linear, small_batch_attention
 
 pytestmark = MARKS
 on_gpu = pytest.mark.skipif(not ON_GPU, reason="these kernels don't run in Triton's interpreter")

@@ -10,9 +10,9 @@ from tests.kernels.triton.support import DEVICE, MARKS, ON_GPU, assert_rows_alon
 
 from quire.kernels.formats import FORMATS  # isort: skip  (after the check for Triton)
 from quire.kernels.ops import Activation, ExpertWeights, MoeSpec  # isort: skip
-from quire.kernels.triton.moe import moe  # isort: skip
-from quire.kernels.triton.mxfp4_layout import can_pack, pack_mxfp4  # isort: skip
-from quire.kernels.triton.quantized import pack  # isort: skip
+from quire.backends.triton.moe import moe  # isort: skip
+from quire.backends.triton.mxfp4_layout import can_pack, pack_mxfp4  # isort: skip
+from quire.backends.triton.quantized import pack  # isort: skip
 from quire.kernels.weights import Weight  # isort: skip
 
 pytestmark = MARKS

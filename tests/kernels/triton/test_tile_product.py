@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from bench.random_engine import quantized
+from quire.backends.triton.grouping import group_pairs, rows_in_order
+from quire.backends.triton.linear import Tile
+from quire.backends.triton.moe import moe
+from quire.backends.triton.quantized import pack
+from quire.backends.triton.tile_product import expand_codes, pack_codes, quantize_rows, tile_product
 from quire.kernels.formats import FORMATS
 from quire.kernels.ops import Activation, ExpertWeights, MoeSpec
 from quire.kernels.quantize import quantize
-from quire.kernels.triton.grouping import group_pairs, rows_in_order
-from quire.kernels.triton.linear import Tile
-from quire.kernels.triton.moe import moe
-from quire.kernels.triton.quantized import pack
-from quire.kernels.triton.tile_product import expand_codes, pack_codes, quantize_rows, tile_product
 from quire.kernels.weights import Weight
 from tests.kernels.triton.support import DEVICE, MARKS, NAN, ON_GPU, ROW_COUNTS, assert_rows_alone, random
 

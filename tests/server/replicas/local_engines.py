@@ -14,10 +14,10 @@ import httpx
 import pytest
 
 from quire.assemble import assemble
+from quire.backends.select import pick_device
 from quire.checkpoints.sources import resolve
 from quire.config import EngineConfig
 from quire.constrain import GrammarCompiler
-from quire.kernels.select import pick_device
 from quire.load import LoadedModel, Share, load_model
 from quire.observe.cache_events import CacheEvents
 from quire.server import engine_client, messages

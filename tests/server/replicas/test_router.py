@@ -22,7 +22,7 @@ from quire.sampling_params import SamplingParams
 from quire.server.messages import pack_tokens
 from quire.server.replicas.block_table import BlockTable, Depths
 from quire.server.replicas.router import ANSWER_TOKENS, HOME_TOKENS, QUEUED_TOKENS, Assignment, PrefixRouter
-from quire.simulate.fake_runner import FakeRunner
+from quire.tools.simulate.fake_runner import FakeRunner
 
 ALL = (0, 1, 2)
 

@@ -1,0 +1,1 @@
+"""What computes: a device and its kernels, one folder for each kind."""

@@ -1,0 +1,158 @@
+"""Mixture of experts: route, group the (row, expert) pairs by expert, two grouped products, combine.
+
+Nothing is decided on the host: grids are upper bounds for a number of rows, and work lists lie on the device, so all of
+it can be captured in a CUDA graph. A pair's product does not depend on the other pairs of its tile (`tile_product.py`),
+and a row adds its experts' outputs in ascending order of the experts.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.backends.triton.grouping import Tiles, group_pairs
+from quire.backends.triton.launch import HAS_GLUON, LAUNCH, USE_PDL, begin
+from quire.backends.triton.linear import Tile
+from quire.backends.triton.shapes import as_rows, cdiv, next_power_of_2, row_stride
+from quire.backends.triton.tile_product import quantize_rows, tile_product
+from quire.kernels.ops import Between, ExpertWeights, MoeSpec
+from quire.kernels.weights import Weight
+
+if HAS_GLUON:
+    from quire.backends.triton import streamed_experts
+
+_COMBINE_BLOCK = 1024
+
+
+@triton.jit
+def _route_kernel(
+    router_logits, bias, expert_ids, weights, stride, weight_scale,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr,
+    BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The TOP_K experts of one row in ascending order, and their weights."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK)
+    exists = expert < EXPERTS
+    logit = tl.load(router_logits + row * stride + expert, mask=exists, other=float("-inf")).to(tl.float32)
+    if SIGMOID:
+        weight = 1.0 / (1.0 + tl.exp(-logit))
+    else:
+        weight = tl.exp(logit - tl.max(logit, 0))
+        weight = weight / tl.sum(weight, 0)
+    rank = weight
+    if BIAS:
+        rank += tl.load(bias + expert, mask=exists, other=0.0).to(tl.float32)
+    # The bits of a float, the lower 31 inverted where it is negative, are integers in the same order (-0 is made 0),
+    # and a warp finds the highest integer in one instruction. NaN ranks highest, so that a row with NaN still gets
+    # TOP_K different experts (and NaN as its output).
+    bits = tl.where(rank == 0.0, 0.0, rank).to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    key = tl.where(rank == rank, key, 0x7FFFFFFF)
+    NONE: tl.constexpr = -2147483647
+    key = tl.where(exists, key, NONE)
+    chosen = expert < 0
+    for _ in tl.static_range(TOP_K):
+        best = tl.min(tl.where((key == tl.max(key, 0)) & exists & ~chosen, expert, BLOCK), 0)
+        chosen = chosen | (expert == best)
+        key = tl.where(expert == best, NONE, key)
+    if NORMALIZE:
+        weight = weight / tl.sum(tl.where(chosen, weight, 0.0), 0)
+    weight *= weight_scale
+    place = row * TOP_K + tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(expert_ids + place, expert, mask=chosen)
+    tl.store(weights + place, weight, mask=chosen)
+
+
+@triton.jit
+def _combine_kernel(
+    products, weights, out, SIZE: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """The weighted sum of a row's pairs, which lie in the order of their experts."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = column < SIZE
+    total = tl.zeros((BLOCK,), tl.float32)
+    for i in tl.static_range(TOP_K):
+        pair = row * TOP_K + i
+        product = tl.load(products + pair * SIZE + column, mask=exists, other=0.0)
+        total += product.to(tl.float32) * tl.load(weights + pair)
+    tl.store(out + row * SIZE + column, total.to(out.dtype.element_ty), mask=exists)
+
+
+def moe(
+    x: Tensor, router_logits: Tensor, experts: ExpertWeights, spec: MoeSpec, between: Between | None = None
+) -> Tensor:
+    """`Kernels.moe`."""
+    gate_up, down, top_k = experts.gate_up, experts.down, spec.top_k
+    source = as_rows(x)
+    rows = source.shape[0]
+    num_experts, hidden, _ = down.shape
+    out = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
+    if rows == 0:
+        return out
+    expert_ids, weights = route(router_logits, spec, experts.choice_bias)
+    if _is_streamed(gate_up) and _is_streamed(down):
+        width = streamed_experts.tile_width(rows * top_k, num_experts)
+    else:
+        width = tile_width(rows * top_k, num_experts, x.dtype)
+    tiles = group_pairs(expert_ids, num_experts, rows, width)
+    activated = _expert_product(source, gate_up, experts.gate_up_bias, tiles, spec, is_gated=True)
+    if between is not None:
+        activated = between(activated)
+    products = _expert_product(activated, down, experts.down_bias, tiles, spec, is_gated=False)
+    block = min(_COMBINE_BLOCK, next_power_of_2(hidden))
+    _combine_kernel[(rows, cdiv(hidden, block))](
+        products, weights, out, hidden, top_k, block, USE_PDL, num_warps=4, **LAUNCH
+    )
+    return out
+
+
+def route(router_logits: Tensor, spec: MoeSpec, choice_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """int32 [rows * top_k] experts, in ascending order in each row, and float32 weights beside them."""
+    logits = as_rows(router_logits)
+    (rows, num_experts), top_k = logits.shape, spec.top_k
+    expert_ids = torch.empty(rows * top_k, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(rows * top_k, dtype=torch.float32, device=logits.device)
+    block = next_power_of_2(num_experts)
+    _route_kernel[(rows,)](
+        logits, logits if choice_bias is None else choice_bias, expert_ids, weights, row_stride(logits),
+        spec.weight_scale, num_experts, block, top_k, spec.normalize_weights, spec.sigmoid_scores,
+        choice_bias is not None, USE_PDL, num_warps=1, **LAUNCH,
+    )  # fmt: skip
+    return expert_ids, weights
+
+
+def tile_width(pairs: int, num_experts: int, dtype: torch.dtype) -> int:
+    """How many pairs share a tile: few where each expert has few pairs and the time goes to reading weights, many where
+    it goes to the products. Bits don't depend on it."""
+    each = pairs / num_experts
+    if dtype == torch.float32 or each <= 8:
+        return 16
+    return 32 if each <= 24 else 64 if each <= 48 else 128
+
+
+def _is_streamed(weight: Weight) -> bool:
+    """Whether a weight is packed for `streamed_experts.py`."""
+    return weight.parts[0].tensors[0].dtype == torch.int32
+
+
+def _expert_product(
+    x: Tensor, weight: Weight, bias: Tensor | None, tiles: Tiles, spec: MoeSpec, is_gated: bool
+) -> Tensor:
+    activation = spec.activation if is_gated else None
+    if _is_streamed(weight):
+        return streamed_experts.expert_product(x, weight.tensor, bias, tiles, spec.top_k, activation)
+    # The inner block of 128 is the group size of FP8 weights with groups. Bits of plain weights don't depend on it.
+    block, stages, warps = {16: (64, 5, 4), 32: (64, 4, 4), 64: (128, 4, 8), 128: (128, 3, 8)}[tiles.width]
+    inner, stages = (32, 2) if x.dtype == torch.float32 else (128, stages)
+    tile = Tile(tiles.width, block // 2 if is_gated else block, inner, stages, warps)
+    format = weight.parts[0].format
+    rows, scales = x, None
+    if format.codes is not None and not format.has_zeros:
+        rows, scales = quantize_rows(x, format.codes, format.group)
+    return tile_product(rows, weight, bias, tiles, tile, x.dtype, spec.top_k, activation, scales)

@@ -1,0 +1,132 @@
+"""Whether the kernels for small batches and prompts in Gluon, Triton's young lower level, can be used here.
+
+They are tested once, on small inputs, against the kernels that they replace. They are not used with a Triton that can't
+compile them, or on a GPU where they give other bits.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.backends.triton.attention import decode_attention, prefill_attention
+from quire.backends.triton.attention_work import attention_work
+from quire.backends.triton.grouping import group_pairs
+from quire.backends.triton.launch import HAS_GLUON, num_multiprocessors
+from quire.backends.triton.linear import Tile, linear
+from quire.backends.triton.tile_product import pack_codes, tile_product
+from quire.kernels.formats import FORMATS
+from quire.kernels.ops import Activation, AttentionSpec, HeadShape, LayerCache
+from quire.kernels.weights import Weight
+from quire.process.compile_together import compile_together
+
+logger = logging.getLogger(__name__)
+
+
+@cache
+def are_exact(device: torch.device, dtype: torch.dtype) -> bool:
+    """Tests them, once. The first call must not be during a graph capture."""
+    if not HAS_GLUON or device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return False
+    try:
+        compile_together(lambda: (_same_products(device, dtype), _same_attention(device, dtype)))
+        is_exact = _same_products(device, dtype) and _same_attention(device, dtype)
+    except Exception as error:  # whatever a compiler of another version says
+        logger.warning("small batches and prompts take longer, as some kernels for them don't compile here: %s", error)
+        return False
+    if not is_exact:
+        logger.warning("small batches and prompts take longer, as some kernels for them give other bits on this GPU")
+    return is_exact
+
+
+@cache
+def experts_are_exact(device: torch.device, inner: int) -> bool:
+    """Tests the kernel for experts in MXFP4 that have so many inputs, once; it must not be during a graph capture."""
+    if not HAS_GLUON or device.type != "cuda":
+        return False
+    try:
+        compile_together(lambda: _same_experts(device, inner))
+        is_exact = _same_experts(device, inner)
+    except Exception as error:  # whatever a compiler of another version says
+        logger.warning("experts in MXFP4 take longer, as a kernel for them doesn't compile here: %s", error)
+        return False
+    if not is_exact:
+        logger.warning("experts in MXFP4 take longer, as a kernel for them gives other bits on this GPU")
+    return is_exact
+
+
+def _same_experts(device: torch.device, inner: int) -> bool:
+    """Whether tiles of several widths have the bits of the kernel for all formats."""
+    from quire.backends.triton.mxfp4_layout import pack_mxfp4
+    from quire.backends.triton.streamed_experts import expert_product
+
+    experts, rows, size = 3, 40, 256
+    generator = torch.Generator(device).manual_seed(0)
+    blocks = torch.randint(0, 256, (experts, size, inner // 32, 17), generator=generator, device=device)
+    blocks[..., 0] = 110 + blocks[..., 0] % 19
+    blocks = blocks.to(torch.uint8).flatten(2)
+    pieces, x = pack_mxfp4(blocks), _random(rows, inner, device=device, dtype=torch.bfloat16)
+    assert pieces is not None
+    weight = Weight((experts, size, inner), (pack_codes(FORMATS["MXFP4"], blocks),))
+    expert_ids = torch.arange(rows, dtype=torch.int32, device=device) % experts
+    groups = group_pairs(expert_ids, experts, rows, 16)
+    # One for each way in which weights come and are multiplied.
+    lists = [group_pairs(expert_ids, experts, rows, width) for width in (8, 32, 128)]
+    torch.cuda.synchronize(device)  # products without an activation read the list early: one with it comes before them
+    are_same: list[bool] = []
+    for activation in (Activation.CLAMPED_SWIGLU, None):
+        tile = Tile(16, 32 if activation else 64, 128, 3, 4)
+        expected = tile_product(x, weight, None, groups, tile, x.dtype, 1, activation)
+        found = [expert_product(x, pieces, None, tiles, 1, activation) for tiles in lists]
+        are_same += [torch.equal(one, expected) for one in found]
+    return all(are_same)
+
+
+def _same_products(device: torch.device, dtype: torch.dtype) -> bool:
+    from quire.backends.triton.single_row_linear import single_row_linear, takes
+
+    x, weight = _random(1, 1024, device=device, dtype=dtype), _random(64, 1024, device=device, dtype=dtype)
+    return not takes(1, weight, silu_mul=True) or all(
+        torch.equal(single_row_linear(x, weight, None, None, silu_mul), linear(x, weight, silu_mul=silu_mul))
+        for silu_mul in (False, True)
+    )
+
+
+def _same_attention(device: torch.device, dtype: torch.dtype) -> bool:
+    from quire.backends.triton import prompt_attention, small_batch_attention
+
+    programs = num_multiprocessors(device)
+    query, cache, tables, work, spec = _sequences("small", [1, 1, 1], [1, 100, 700], HeadShape(4, 2, 64), device, dtype)
+    found, expected = torch.empty_like(query), torch.empty_like(query)
+    small_batch_attention.small_batch_attention(query, found, cache, tables, work, 64, spec, programs)
+    decode_attention(query, expected, cache, tables, work, 64, spec)
+    is_same = torch.equal(found, expected)
+    query, cache, tables, work, spec = _sequences("prefill", [150, 33], [150, 700], HeadShape(4, 1, 128), device, dtype)
+    found, expected = torch.zeros_like(query), torch.zeros_like(query)
+    if prompt_attention.takes(query, cache):
+        prompt_attention.prompt_attention(query, found, cache, tables, work, spec, programs)
+        prefill_attention(query, expected, cache, tables, work, spec)
+    return is_same and torch.equal(found, expected)
+
+
+def _sequences(
+    name: str, counts: list[int], lengths: list[int], heads: HeadShape, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, LayerCache, Tensor, Tensor, AttentionSpec]:
+    """Random queries, `counts` of each sequence of these `lengths`; a cache of random numbers with block tables; the
+    list `name` of their attention work; a spec."""
+    rows, blocks = len(lengths), -(-max(lengths) // 16)
+    sides = _random(2, rows * blocks, heads.num_kv_heads, 16, heads.head_dim, device=device, dtype=dtype)
+    tables = torch.arange(rows * blocks, dtype=torch.int32, device=device).view(rows, blocks)
+    query = _random(sum(counts), heads.num_heads, heads.head_dim, device=device, dtype=dtype)
+    of_all = np.array([counts, lengths, range(rows)], np.int32)
+    work = torch.from_numpy(attention_work(of_all[0], of_all[1], of_all[2], heads, 1024)[name]).to(device)
+    return query, LayerCache(sides[0], sides[1]), tables, work, AttentionSpec(heads, heads.head_dim**-0.5)
+
+
+def _random(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randn(*shape, device=device, generator=generator).to(dtype)

@@ -1,1 +1,0 @@
-"""Writes models in other formats."""

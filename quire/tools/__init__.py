@@ -1,0 +1,1 @@
+"""What reads steps and models from outside: no request passes through here."""

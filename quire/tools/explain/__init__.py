@@ -1,0 +1,1 @@
+"""Why a request took as long as it did, told from the step log."""

@@ -1,0 +1,91 @@
+"""What runs through a model, stage by stage: to compare two models, and to find where a NaN began."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from quire.errors import InvalidRequestError
+from quire.models.decoder import Batch, Decoder
+from quire.tools.ladder.contiguous import ContiguousCache, as_token_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What a part of the model gives for each token, [tokens, size] in float32."""
+
+    name: str
+    """`embedding`, `layers.3.attention` and `layers.3.mlp` (what they add to the residual stream), `layers.3` (the
+    stream behind the layer), `final_norm`, `logits`."""
+    values: Tensor
+
+    @property
+    def num_bad(self) -> int:
+        """How many values are NaN or infinite."""
+        return int((~self.values.isfinite()).sum())
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude among those that are numbers."""
+        finite = self.values[self.values.isfinite()]
+        return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+@torch.inference_mode()
+def trace(decoder: Decoder, token_ids: Sequence[int]) -> Iterator[Stage]:
+    """The stages of one forward pass over some tokens, in their order."""
+    if not token_ids:
+        raise InvalidRequestError("tokens", "there are none to trace")
+    cache = ContiguousCache(decoder, num_sequences=1, capacity=len(token_ids))
+    paged = cache.batch(decoder, [(0, 0, len(token_ids))])
+    batch = Batch(decoder.kernels, torch.arange(len(token_ids), device=decoder.device), (paged,))
+    x = decoder.embed(batch, as_token_tensor(decoder, token_ids))
+    yield _stage("embedding", x)
+    residual: Tensor | None = None
+    inner: list[Stage] = []
+    caches = iter(cache.layers)
+    for i, layer in enumerate(decoder.layers):
+        inner.clear()
+        own = list(islice(caches, len(layer.attention.parts)))
+        parts = {"attention": layer.attention} | ({} if layer.mlp is None else {"mlp": layer.mlp})
+        try:
+            for name, part in parts.items():
+                setattr(layer, name, _Watched(part, f"layers.{i}.{name}", inner))
+            x, residual = layer(batch, x, residual, own)
+        finally:
+            for name, part in parts.items():
+                setattr(layer, name, part)
+        yield from sorted(inner, key=lambda stage: stage.name)  # attention first, whatever was computed first
+        yield _stage(f"layers.{i}", x.float() + residual.float())
+    assert residual is not None
+    total = decoder.kernels.scale_add(x, 1.0, residual)
+    normed = decoder.final_norm(batch, total)
+    yield _stage("final_norm", normed)
+    yield _stage("logits", decoder.logits(normed))
+
+
+def first_bad(decoder: Decoder, token_ids: Sequence[int]) -> Stage | None:
+    """Where the first NaN or infinity comes from; None: there is none."""
+    return next((stage for stage in trace(decoder, token_ids) if stage.num_bad), None)
+
+
+def _stage(name: str, values: Tensor) -> Stage:
+    return Stage(name, values.detach().float().cpu().clone())
+
+
+class _Watched:
+    """A part of a layer whose result is written down."""
+
+    def __init__(self, part: object, name: str, seen: list[Stage]) -> None:
+        self._part = part
+        self._name = name
+        self._seen = seen
+
+    def __call__(self, *arguments: object) -> Tensor:
+        result: Tensor = self._part(*arguments)  # type: ignore[operator]
+        self._seen.append(_stage(self._name, result))
+        return result

@@ -1,0 +1,317 @@
+"""The engine under a virtual clock, a fake model and a random workload: thousands of seeds a minute.
+
+    python -m quire.tools.simulate --seeds 100000
+    python -m quire.tools.simulate --seed 4711      # replays one, step by step
+
+Every finished request, guessed or not, must equal its solo run, every cut one a beginning of it; nothing may
+leak, the invariants hold after every step, and nobody waits forever. What a seed does is fixed by the seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from quire.engine.block_manager import BlockManager
+from quire.engine.core import EngineCore
+from quire.engine.invariants import check_invariants
+from quire.engine.request import PromptProgress, Request, make_requests
+from quire.engine.scheduler import Guess, Scheduler
+from quire.errors import CapacityError, InvalidRequestError
+from quire.observe.engine_metrics import EngineMetrics
+from quire.observe.step_log import StepLog
+from quire.sampling_params import ResolvedTokens
+from quire.speculate.speculator import Speculator
+from quire.step import RequestMetrics, RequestUpdate, StepLogEntry, TokenScore
+from quire.tools.simulate.fake_model import fake_vector, solo_prompt_scores, solo_run, solo_states
+from quire.tools.simulate.fake_runner import FakeRunner
+from quire.tools.simulate.scenario import Arrival, FaultyPool, Scenario, make_follower, make_scenario
+
+MAX_FOLLOWERS = 12
+MAX_GUESSES = 6
+
+
+class SimulationError(AssertionError):
+    """A seed found a bug."""
+
+
+@dataclass(slots=True)
+class Simulation:
+    """One scenario being played."""
+
+    scenario: Scenario
+    verbose: bool = False
+    rng: random.Random = field(init=False)
+    speculator: Speculator = field(init=False)
+    scheduler: Scheduler = field(init=False)
+    runner: FakeRunner = field(init=False)
+    core: EngineCore = field(init=False)
+    metrics: EngineMetrics = field(init=False)
+    now: float = 0.0
+    live: dict[str, tuple[Request, list[int]]] = field(default_factory=dict)
+    """Requests that have not ended, with the tokens their updates brought."""
+    prompt_scores: dict[PromptProgress, dict[int, TokenScore]] = field(default_factory=dict)
+    """By what the answers to one prompt share, and position."""
+    ended: list[RequestMetrics] = field(default_factory=list)
+    everyone: list[Request] = field(default_factory=list)
+    num_followers: int = 0
+    solo_runs: dict[Request, tuple[list[int], str]] = field(default_factory=dict)
+    work: int = 0
+    """Tokens all requests together could need."""
+
+    def __post_init__(self) -> None:
+        scenario, config = self.scenario, self.scenario.config
+        self.rng = random.Random(scenario.seed + 1)
+        pool = FaultyPool(config.num_blocks, scenario.refused_takes, scenario.broken_takes)
+        self.speculator = Speculator(
+            scenario.vocab_size,
+            ngrams=scenario.drafter != "runner",
+            runner_drafts=scenario.drafter in ("runner", "both"),
+            adaptive=scenario.adapts,
+        )
+        guess: Guess = self._guess if scenario.drafter == "answers" else self.speculator.guess
+        drafts = self.speculator.num_drafts if scenario.drafter in ("runner", "both") else None
+        blocks = BlockManager(config, pool=pool)
+        self.scheduler = (
+            Scheduler(config, blocks, guess, drafts) if scenario.guess_chance else Scheduler(config, blocks)
+        )
+        self.runner = FakeRunner(
+            config,
+            scenario.vocab_size,
+            step_faults=scenario.step_faults,
+            copy_faults=scenario.copy_faults,
+            request_faults=scenario.request_faults,
+            right_chance=scenario.right_chance,
+        )
+        self.metrics = EngineMetrics()
+        log = StepLog(capacity=16, listeners=(self.metrics.observe, self.speculator.observe, self._show))
+        self.core = EngineCore(self.scheduler, self.runner, scenario.max_depth, log.append)
+
+    def run(self) -> int:
+        """Plays the scenario to its end; returns the number of steps."""
+        arrivals = list(self.scenario.arrivals)
+        turn = 0
+        while arrivals or self.core.has_work:
+            while arrivals and arrivals[0].turn <= turn:
+                self._arrive(arrivals.pop(0))
+            if turn < 150:
+                # Not for ever: someone preempted again and again gets nowhere, and rightly so.
+                self._disturb()
+            # A pipe of changing depth is a runner that is late at random.
+            self.core.depth = self.rng.randint(1, self.scenario.max_depth)
+            self.now += self.rng.choice([0.0, 0.5, 1.0])
+            for update in self.core.step(self.now):
+                self._receive(update)
+            check_invariants(self.scheduler)
+            self._require(not self.runner.violations, "; ".join(self.runner.violations))
+            turn += 1
+            self._require(turn < 200 + 20 * self.work, f"no end after {turn} turns: {sorted(self.live)} wait")
+        self._check_end()
+        return self.metrics.counters.steps
+
+    def _arrive(self, arrival: Arrival) -> None:
+        config = self.scenario.config
+        name = arrival.name
+        while any(key == name or key.startswith(f"{name}/") for key in self.live):
+            name += "'"
+        eos = self.scenario.eos_token_ids
+        for request in make_requests(
+            name,
+            arrival.prompt,
+            arrival.params,
+            arrival.seed,
+            eos,
+            pooling=arrival.pooling,
+            key_parts=arrival.key_parts,
+        ):
+            num_prompt = len(arrival.prompt)
+            total = min(config.max_model_len, num_prompt + (arrival.params.max_tokens or config.max_model_len))
+            fits = 0 < num_prompt < config.max_model_len
+            fits = fits and total - 1 <= config.num_tokens
+            if (
+                config.block_size % 2 and fits and arrival.pooling is None
+            ):  # the client has an idea, which is not always right
+                guess = [token if token % 3 else 0 for token in self._solo(request)[0]]
+                request.resolved = ResolvedTokens(prediction_ids=tuple(guess[arrival.seed % 2 :]))
+            request.caches_partial_block = self.rng.random() < self.scenario.follow_chance
+            try:
+                self.core.add_request(request, self.now)
+            except (InvalidRequestError, CapacityError) as error:
+                self._require(not fits, f"{name} was refused, though it fits: {error}")
+            else:
+                self._require(fits, f"{name} was taken in, though it can't fit")
+                self.runner.key_parts[request.request_id] = request.key_parts
+                self.live[request.request_id] = (request, [])
+                self.everyone.append(request)
+                self.prompt_scores.setdefault(request.prompt_progress, {})
+                self.work += total
+
+    def _disturb(self) -> None:
+        """Aborts, preemptions, changes of priority and followers, at any moment."""
+        scenario, rng = self.scenario, self.rng
+        for chance, act in (
+            (scenario.abort_chance, lambda name: self.core.abort([rng.choice([name, name.split("/")[0]])], self.now)),
+            (scenario.preempt_chance, self.scheduler.preempt),
+            (scenario.reprioritize_chance, lambda name: self.scheduler.set_priority(name, rng.randint(-2, 2))),
+        ):
+            names = sorted(self.scheduler.table.requests)
+            if names and rng.random() < chance:
+                act(rng.choice(names))
+                check_invariants(self.scheduler)
+        if self.everyone and self.num_followers < MAX_FOLLOWERS and rng.random() < scenario.follow_chance:
+            self.num_followers += 1
+            leader = rng.choice(self.everyone)
+            self._arrive(make_follower(rng, scenario, leader))
+
+    def _guess(self, request: Request, most: int) -> list[int]:
+        """What may follow a request, right or wrong, as if all guesses in flight were right."""
+        rng, scenario = self.rng, self.scenario
+        if rng.random() >= scenario.guess_chance:
+            return []
+        first = request.num_tokens - 1 - request.num_prompt_tokens
+        right = self._solo(request)[0][first : first + rng.randint(1, MAX_GUESSES)]
+        return [
+            token if rng.random() < scenario.right_chance else rng.randrange(scenario.vocab_size)
+            for token in [*right, 0][:most]
+        ]
+
+    def _receive(self, update: RequestUpdate) -> None:
+        self._require(update.request_id in self.live, f"{update.request_id} was updated after its end")
+        request, tokens = self.live[update.request_id]
+        tokens.extend(update.new_token_ids)
+        if update.prompt_scores is not None:
+            start, scores = update.prompt_scores
+            known = self.prompt_scores[request.prompt_progress]
+            known.update(zip(range(start, start + len(scores)), scores, strict=True))
+        if update.finish_reason is None:
+            return
+        del self.live[update.request_id]
+        scenario = self.scenario
+        expected, reason = self._solo(request)
+        complete = update.finish_reason in ("stop", "length")
+        right = (tokens, update.finish_reason) == (expected, reason) if complete else tokens == expected[: len(tokens)]
+        self._require(
+            right, f"{update.request_id} ended by {update.finish_reason} with {tokens}, alone {reason} {expected}"
+        )
+        if complete:
+            self._check_prompt_scores(request)
+            self._check_pooled(request, update.pooled)
+        answer = request.token_ids[request.num_prompt_tokens :]
+        self._require(tokens == answer, f"{update.request_id}: updates and tokens differ")
+        self._require(
+            update.finish_reason != "error" or scenario.has_faults,
+            f"{update.request_id} failed without an injected fault: {update.error}",
+        )
+        assert update.metrics is not None
+        self.ended.append(update.metrics)
+
+    def _solo(self, request: Request) -> tuple[list[int], str]:
+        if request.pooling is not None:
+            return [], "stop"
+        if request not in self.solo_runs:
+            self.solo_runs[request] = solo_run(
+                request.prompt_token_ids,
+                request.params,
+                request.seed,
+                request.eos_token_ids,
+                self.scenario.vocab_size,
+                self.scenario.config,
+                request.key_parts,
+            )
+        return self.solo_runs[request]
+
+    def _check_pooled(self, request: Request, found: bytes | None) -> None:
+        expected = None
+        if request.pooling is not None:
+            states = solo_states(request.prompt_token_ids, request.params, self.scenario.config, request.key_parts)
+            expected = fake_vector(sum(states) if request.pooling == "mean" else states[-1])
+        self._require(found == expected, f"{request.request_id}: pooled {found!r}, alone {expected!r}")
+
+    def _check_prompt_scores(self, request: Request) -> None:
+        """Once one answer is complete, its prompt is scored, whoever computed it."""
+        found = self.prompt_scores[request.prompt_progress]
+        expected = {}
+        if request.params.prompt_logprobs is not None:
+            scores = solo_prompt_scores(
+                request.prompt_token_ids, request.params, self.scenario.config, request.key_parts
+            )
+            expected = dict(enumerate(scores, start=1))
+        self._require(found == expected, f"{request.request_id}: the prompt's scores are {found}, alone {expected}")
+
+    def _check_end(self) -> None:
+        self._require(not self.live, f"{sorted(self.live)} never ended")
+        check_invariants(self.scheduler)
+        pool = self.scheduler.blocks.pool
+        self._require(pool.num_free == len(pool.blocks) - 1, f"{pool.num_free} blocks are free at the end")
+        told = sorted(self.ended, key=str)
+        logged = sorted(self.metrics.finished, key=str)
+        only_logged = [item for item in logged if item not in told]
+        only_told = [item for item in told if item not in logged]
+        self._require(told == logged, f"the log says {only_logged}, the updates say {only_told}")
+        computed = self.metrics.counters.computed_tokens
+        self._require(
+            computed == self.runner.num_computed_tokens or "submit" in self.scenario.step_faults.values(),
+            f"the log counts {computed} computed tokens, the runner {self.runner.num_computed_tokens}",
+        )
+
+    def _show(self, entry: StepLogEntry) -> None:
+        if self.verbose:
+            step = entry.step
+            print(f"step {step.step_id} at {step.now:g}: {step.num_free_blocks} blocks free, ", end="")
+            print(f"{step.num_running} running, {step.num_waiting} waiting")
+            for items in (step.preempted, step.finished, step.admitted, step.copies, step.scheduled):
+                for item in items:
+                    print(f"    {item}")
+            print(f"  -> {entry.result.tokens if entry.result else entry.error}")
+
+    def _require(self, condition: bool, message: str) -> None:
+        if not condition:
+            raise SimulationError(message)
+
+
+def run_seed(seed: int, verbose: bool = False) -> int:
+    """Plays one seed; raises SimulationError with the command that replays it if anything is wrong."""
+    simulation = Simulation(make_scenario(seed), verbose)
+    try:
+        return simulation.run()
+    except Exception as error:
+        replay = f"python -m quire.tools.simulate --seed {seed}"
+        raise SimulationError(f"seed {seed}: {type(error).__name__}: {error}\nreplay: {replay}") from error
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m quire.tools.simulate", description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=1000, help="how many seeds to play")
+    parser.add_argument("--start", type=int, default=0, help="the first of them")
+    parser.add_argument("--seed", type=int, help="play this one alone and show every step")
+    options = parser.parse_args(arguments)
+    if options.seed is not None:
+        return _play([options.seed], verbose=True)
+    logger = logging.getLogger("quire")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # thousands of failures are meant to happen
+    try:
+        return _play(range(options.start, options.start + options.seeds), verbose=False)
+    finally:
+        logger.setLevel(level)
+
+
+def _play(seeds: Sequence[int], verbose: bool) -> int:
+    began = shown = time.monotonic()
+    steps = 0
+    for count, seed in enumerate(seeds, start=1):
+        try:
+            steps += run_seed(seed, verbose=verbose)
+        except SimulationError as error:
+            print(error, file=sys.stderr)
+            return 1
+        if time.monotonic() - shown > 5 or count == len(seeds):
+            shown = time.monotonic()
+            print(f"{count} of {len(seeds)} seeds, {steps} steps, {count / (shown - began):.0f} seeds/s", flush=True)
+    return 0

@@ -1,0 +1,1 @@
+"""A recorded load under other settings: how long steps take, and the scheduler run on them."""
